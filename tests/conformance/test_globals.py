@@ -332,6 +332,48 @@ def test_what_each_process_has_for_itself(tmp_path):
     assert out.splitlines() == ["2", "(1, True) True", "['model', 'model']", "KeyError('model')"]
 
 
+POOLS = """
+import xpool
+
+pool = None
+class Config:
+    pool = None
+
+def of_global(x):
+    return pool.map(abs, [x])
+
+def of_class(x):
+    return Config.pool.map(abs, [x])
+
+def of_other(x):
+    return [x].map
+
+def main():
+    global pool
+    pool = Config.pool = xpool.Pool(2)
+    for func in of_global, of_class, of_other:
+        try:
+            pool.apply(func, (-1,))
+        except AttributeError as error:
+            print(*error.args, *getattr(error, "__notes__", ()))
+    pool.terminate()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_pool_that_is_a_global_is_explained(tmp_path):
+    """A task that uses the program's pool by its global, None there, is told why and what to do."""
+    out = scripts.run_ok([scripts.write(tmp_path / "pools.py", POOLS)])
+    first, second, third = out.splitlines()
+    assert "'map'" in first and "'map'" in second
+    assert "The global 'pool' of __main__ is None in this worker" in first
+    assert "The global 'Config.pool' of __main__ is None in this worker" in second
+    assert "makes a pool of its own" in first
+    assert "None in this worker" not in third
+
+
 LARGE = """
 import xpool
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
-import os
-import select
-import time
 import types
 from typing import Any
+
+from support.executor_names import PrivateNames
 
 import xpool
 
@@ -25,24 +24,8 @@ _test_process_executor.BrokenProcessPool = _test_process_executor.TerminatedWork
 _test_process_executor.process_executor._RemoteTraceback = xpool.RemoteTraceback
 
 
-class Process:
-    """A worker, as far as these tests have to do with one."""
-
-    def __init__(self, pid: int) -> None:
-        self._fd = os.pidfd_open(pid)
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended."""
-        select.select([self._fd], [], [], timeout)
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-
-class Executor(xpool.Executor):
+class Executor(PrivateNames):
     """An executor that is made, and shut down, as loky's."""
-
-    _call_queue = types.SimpleNamespace(join_thread=lambda: None)
 
     def __init__(
         self,
@@ -65,18 +48,8 @@ class Executor(xpool.Executor):
             self._pool.terminate()
 
     @property
-    def _processes(self) -> dict[int, Process]:
-        while None in (pids := self._pool.statistics()["pids"]):
-            time.sleep(0.001)  # the server is about to fork it
-        return {pid: Process(pid) for pid in pids}
-
-    @property
     def _flags(self) -> Any:
         return types.SimpleNamespace(broken=self._pool._life.failure, shutdown=self._over)
-
-    @property
-    def _executor_manager_thread(self) -> Any:
-        return self._pool._life.thread
 
 
 class Context:

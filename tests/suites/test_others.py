@@ -147,6 +147,7 @@ def test_loky(tmp_path: Path) -> None:
         tmp_path,
         ["tests/test_over_xpool.py", "--skip-high-memory"],
         source,
+        str(HERE.parent),  # for `support`
         deselect=" and ".join(f"not {name}" for name in LOKY_NOT_RUN),
     )
     check(outcomes, LOKY)

@@ -1,7 +1,7 @@
 """`journal=`: results are stored, and the next run of the program does not compute them again.
 
-A thread writes answers of tasks to an SQLite database, several at a time, and only then passes them
-to the consumer.  So each result that a program has received survives any crash of the program.
+`Recorded` writes results to the `Journal`, an SQLite database, before the consumer gets them.  So
+each result that a program has received survives any crash of the program.
 
 A journal belongs to one function in one state, which `Identity` describes by parts.  If a part has
 changed, the journal is refused with an error that names the part.
@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import queue
 import random
 import sqlite3
 import threading
@@ -23,15 +22,11 @@ from typing import Any
 
 from xpool._calls.options import check_callable
 from xpool._calls.results import PickledResult, Unopened
-from xpool._calls.streams import BOOKKEEPING, IMapIterator, Stream, weigh
 from xpool._pools.identity import Identity, Unknown
 from xpool._pools.program import name_of
 from xpool._python.interrupt import by_handler
 from xpool.errors import OptionError
-from xpool.pickle import decode, dumps
-
-AT_ONCE = 1000
-"""The most answers that are written in one transaction."""
+from xpool.pickle import decode
 
 LOCK_SECONDS = 30.0
 """Seconds to wait for another program that writes to the same journal."""
@@ -57,12 +52,12 @@ Version = str | int
 class Stored(PickledResult):
     """A result that was found in a journal."""
 
-    __slots__ = ("_data", "_path")
+    __slots__ = ("_data", "_key", "_path")
 
     count = 1
 
-    def __init__(self, data: bytes, path: str) -> None:
-        self._data, self._path = data, path
+    def __init__(self, data: bytes, path: str, key: str) -> None:
+        self._data, self._path, self._key = data, path, key
 
     @property
     def nbytes(self) -> int:
@@ -74,27 +69,18 @@ class Stored(PickledResult):
         except Exception as exc:
             if by_handler(exc):
                 raise
-            if hasattr(exc, "add_note"):  # from Python 3.11 on
-                exc.add_note(f"The result was read from the journal {self._path}.")
-            return [Unopened(exc)]
+            error = _unreadable(self._path, self._key, f"{type(exc).__name__}: {exc}")
+            error.__cause__ = exc
+            return [Unopened(error)]
 
 
-class Refused(PickledResult):
-    """The results of an answer; those that cannot be pickled are errors."""
-
-    __slots__ = ("_values", "_weight", "count")
-
-    def __init__(self, values: list[Any], weight: int) -> None:
-        self._values, self.count = values, len(values)
-        self._weight = weight
-
-    @property
-    def nbytes(self) -> int:
-        # It counts as much as the answer that it replaces.
-        return self._weight - self.count * BOOKKEEPING
-
-    def open(self) -> list[Any]:
-        return self._values
+def _unreadable(path: str, key: str, why: str) -> OptionError:
+    literal = "'{}'".format(key.replace("'", "''"))
+    return OptionError(
+        f"the result of {key} in the journal {path} cannot be read ({why}). Give another path, or "
+        "remove this result, so that its item runs again: DELETE FROM results WHERE key = "
+        f"{literal}"
+    )
 
 
 class Journal:
@@ -317,8 +303,8 @@ class Journal:
         if row is None:
             return None
         if type(row[0]) is not bytes:  # another program has written there
-            raise OptionError(f"{self.path} is damaged: the result of {key} is {row[0]!r}")
-        return Stored(row[0], self.path)
+            raise _unreadable(self.path, key, f"it is {row[0]!r}, and not a pickle")
+        return Stored(row[0], self.path, key)
 
     def write(self, results: list[tuple[str, bytes]]) -> None:
         """Store pickled results by key, all or none."""
@@ -375,124 +361,3 @@ def _change(part: str, before: str | None, now: str | None) -> str:
     if before is None:
         return f"{part} (new)"
     return f"{part} (gone)" if now is None else part
-
-
-class Recorded(Stream):
-    """A stream whose answers are stored in a journal before its iterator gets them.
-
-    ``deliver`` passes answers to a thread.  It calls ``hand_on(index, ok, value)`` with each stored
-    answer, or ``fail_all(exc)``.  The input reader passes results that are stored already to
-    ``found(index, result)``.  None of the three may hold the pool.
-    """
-
-    def __init__(
-        self,
-        iterator: IMapIterator[Any],
-        number: int,
-        gone: Callable[[], None],
-        journal: Journal,
-        found: Callable[[int, Stored], None],
-        hand_on: Callable[[int, bool, Any], None],
-        fail_all: Callable[[BaseException], None],
-    ) -> None:
-        super().__init__(iterator, number, gone)
-        self._journal, self._found = journal, found
-        self._keys: dict[int, str] = {}  # keys of submitted items, by index
-        self._count: Callable[[int], object] | None = None  # the stream's `answers`
-        # The thread does not hold the job, so that a dropped iterator is noticed.
-        self._queue: queue.SimpleQueue[tuple[int, bool, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_write_all,
-            args=(self._queue, self._keys, journal, hand_on, fail_all),
-            name="xpool-journal",
-            daemon=True,
-        )
-        self._thread.start()
-
-    def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
-        """Return a function that puts an item, or delivers its stored result."""
-        journal, keys, found = self._journal, self._keys, self._found
-        # `deliver` counts the answers, since stored items and those without a key are never put.
-        self._count, self.answers = self.answers, None
-
-        def put_or_find(index: int, item: Any) -> int:
-            key = journal.key(item)
-            stored = journal.find(key)
-            if stored is not None:
-                found(index, stored)
-                return 0
-            # Before `put`, which the answer may precede.
-            keys[index] = key
-            return put(index, item)
-
-        return put_or_find
-
-    def deliver(self, index: int, ok: bool, value: Any) -> bool:
-        if self._count is not None and index in self._keys:
-            self._count(1)
-        # Counted now, since an answer that waits to be stored takes memory, too.
-        self.hold_back(value)
-        self._queue.put((index, ok, value))
-        return False
-
-    def record(self, index: int, ok: bool, value: Any) -> bool:
-        self.hold_back(value, -1)
-        return super().record(index, ok, value)
-
-    def release(self) -> None:
-        self._queue.put(None)
-        super().release()
-
-
-def _write_all(
-    results: queue.SimpleQueue[tuple[int, bool, Any] | None],
-    keys: dict[int, str],
-    journal: Journal,
-    hand_on: Callable[[int, bool, Any], None],
-    fail_all: Callable[[BaseException], None],
-) -> None:
-    """Store answers as they arrive, until None arrives."""
-    end = False
-    try:
-        while not end:
-            answers = [results.get()]
-            # Answers that arrived during the last commit share the next one.
-            while len(answers) < AT_ONCE and not results.empty():
-                answers.append(results.get())
-            there = [answer for answer in answers if answer is not None]
-            end = len(there) < len(answers)
-            rows: list[tuple[str, bytes]] = []
-            for n, (index, ok, value) in enumerate(there):
-                if ok and type(value) is not Stored:
-                    there[n] = index, ok, _pickled(index, value, keys, rows)
-            journal.write(rows)
-            for answer in there:
-                hand_on(*answer)
-            del answers, there, rows
-    except BaseException as exc:
-        fail_all(exc)
-    finally:
-        journal.close()
-
-
-def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str, bytes]]) -> Any:
-    """Add the results of an answer to the rows to be stored; return the answer for the consumer.
-
-    The answer is unpickled here, and again by the consumer.  If that raises, nothing is stored, and
-    the consumer gets the exception.
-    """
-    try:
-        values = value.open() if isinstance(value, PickledResult) else [value]
-    except BaseException:
-        return value
-    written = True
-    for n, one in enumerate(values):
-        # None: the input or the item's key raised.
-        key = keys.pop(index + n, None)
-        if key is not None and type(one) is not Unopened:
-            try:
-                rows.append((key, dumps(one)))
-            except BaseException as exc:  # raised by any object's __reduce__
-                values[n] = Unopened(exc)
-                written = False
-    return value if written else Refused(values, weigh(value))

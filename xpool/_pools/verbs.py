@@ -28,7 +28,7 @@ from xpool._calls.options import (
     label,
 )
 from xpool._calls.progress import Progress
-from xpool._calls.results import AsyncResult, Job, MapResult, Unopened
+from xpool._calls.results import AsyncResult, Job, MapResult, PickledResult, Unopened
 from xpool._calls.streams import IMapIterator, Stream
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.input_reader import Fed, FlowControl, InputReader
@@ -400,9 +400,9 @@ def _stream(
     jobs, number = pool._jobs, next(pool._jobs.numbers)
     if options.journal is None:
         return Stream(results, number, gone)
-    from xpool._pools.journal import Recorded, Stored  # imports sqlite3
+    from xpool._pools.recorded import Recorded  # imports sqlite3
 
-    def found(index: int, value: Stored) -> None:
+    def found(index: int, value: PickledResult) -> None:
         jobs.deliver(number, index, True, value)
 
     def hand_on(index: int, ok: bool, value: Any) -> None:

@@ -46,7 +46,9 @@ class _Incoming:
     def __init__(self) -> None:
         self.parent: str | None = None
         self.serials: dict[str, int] = {}
+        # Why values of the program are not here: of names that are missing, or that stayed None.
         self.missing: dict[str, str] = {}
+        self.left_none: dict[str, str] = {}
 
 
 def unwrap(sender: str, exact: bool, entries: list[Any], body: bytes, *buffers: Any) -> Any:
@@ -117,6 +119,8 @@ def _take(entry: Entry, exact: bool) -> None:
         if initial and kind == NONE and main.is_forked():
             return
     if kind == KEEP and current is not MISSING:
+        if current is None:
+            _incoming.left_none[name] = data.decode("utf-8", "replace")
         return
     try:
         if kind == VALUE:
@@ -188,7 +192,9 @@ _MODULE_OF_GLOBAL = re.compile(rb"\x8c\x0b__mp_main__\x94(\x8c.[^\x94]*\x94\x93)
 
 
 def missing_global(exc: BaseException) -> str | None:
-    """Explain a NameError about a global that could not be sent here; None for others."""
+    """Explain an error about a global that could not be sent here; None: it is about another."""
+    if isinstance(exc, AttributeError):
+        return _global_left_none(exc)
     name = getattr(exc, "name", None)
     if not isinstance(exc, NameError) or not isinstance(name, str):
         return None
@@ -205,6 +211,25 @@ def missing_global(exc: BaseException) -> str | None:
         f"The global {name!r} of __main__ was not sent to this worker "
         f"({_incoming.missing[name]}). Make it in the initializer, or pass it as an argument."
     )
+
+
+def _global_left_none(exc: AttributeError) -> str | None:
+    """Explain an AttributeError of None in code that reads a global which stayed None."""
+    trace = exc.__traceback__
+    if not _incoming.left_none or trace is None or getattr(exc, "obj", exc) is not None:
+        return None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    names = set(trace.tb_frame.f_code.co_names)
+    # "Config.pool" before "pool": its names include that one.
+    for path, reason in sorted(_incoming.left_none.items(), key=lambda one: "." not in one[0]):
+        holder, attribute = _place_of(path)
+        if names.issuperset(path.split(".")) and (holder or {}).get(attribute, exc) is None:
+            return (
+                f"The global {path!r} of __main__ is None in this worker, where only the script's "
+                f"top has run; the program's value was not sent ({reason})."
+            )
+    return None
 
 
 # Guards the received state, and the setting of globals.  Re-entrant, since loading a value may load

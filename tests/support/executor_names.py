@@ -1,0 +1,46 @@
+"""The private names of other executors that `xpool.Executor` has a counterpart for."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import types
+from typing import Any
+
+import xpool
+
+
+class Process:
+    """A worker, as far as tests of other executors use one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended."""
+        select.select([self._fd], [], [], timeout)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        os.kill(self.pid, 15)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+class PrivateNames(xpool.Executor):
+    """An executor with these names."""
+
+    _call_queue = types.SimpleNamespace(join_thread=lambda: None)
+
+    @property
+    def _processes(self) -> dict[int, Process]:
+        while None in (pids := self._pool.statistics()["pids"]):
+            time.sleep(0.001)  # the server is about to fork it
+        return {pid: Process(pid) for pid in pids}
+
+    @property
+    def _executor_manager_thread(self) -> Any:
+        return self._pool._life.thread

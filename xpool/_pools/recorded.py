@@ -1,0 +1,155 @@
+"""`Recorded`: the stream of an `imap` whose results a journal stores."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from xpool._calls.results import PickledResult, Unopened
+from xpool._calls.streams import BOOKKEEPING, IMapIterator, Stream, weigh
+from xpool._pools.journal import Journal, Stored
+from xpool.pickle import dumps
+
+AT_ONCE = 1000
+"""The most answers that are written in one transaction."""
+
+
+class Recorded(Stream):
+    """A stream whose answers are stored in a journal before its iterator gets them.
+
+    ``deliver`` passes answers to a thread.  It calls ``hand_on(index, ok, value)`` with each stored
+    answer, or ``fail_all(exc)``.  The input reader passes results that are stored already to
+    ``found(index, result)``.  None of the three may hold the pool.
+    """
+
+    def __init__(
+        self,
+        iterator: IMapIterator[Any],
+        number: int,
+        gone: Callable[[], None],
+        journal: Journal,
+        found: Callable[[int, PickledResult], None],
+        hand_on: Callable[[int, bool, Any], None],
+        fail_all: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(iterator, number, gone)
+        self._journal, self._found = journal, found
+        self._keys: dict[int, str] = {}  # keys of submitted items, by index
+        self._count: Callable[[int], object] | None = None  # the stream's `answers`
+        # The thread does not hold the job, so that a dropped iterator is noticed.
+        self._queue: queue.SimpleQueue[tuple[int, bool, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_write_all,
+            args=(self._queue, self._keys, journal, hand_on, fail_all),
+            name="xpool-journal",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+        """Return a function that puts an item, or delivers its stored result."""
+        journal, keys, found = self._journal, self._keys, self._found
+        # `deliver` counts the answers, since stored items and those without a key are never put.
+        self._count, self.answers = self.answers, None
+
+        def put_or_find(index: int, item: Any) -> int:
+            key = journal.key(item)
+            stored = journal.find(key)
+            if stored is not None:
+                found(index, stored)
+                return 0
+            # Before `put`, which the answer may precede.
+            keys[index] = key
+            return put(index, item)
+
+        return put_or_find
+
+    def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        if self._count is not None and index in self._keys:
+            self._count(1)
+        # Counted now, since an answer that waits to be stored takes memory, too.
+        self.hold_back(value)
+        self._queue.put((index, ok, value))
+        return False
+
+    def record(self, index: int, ok: bool, value: Any) -> bool:
+        self.hold_back(value, -1)
+        return super().record(index, ok, value)
+
+    def release(self) -> None:
+        self._queue.put(None)
+        super().release()
+
+
+def _write_all(
+    results: queue.SimpleQueue[tuple[int, bool, Any] | None],
+    keys: dict[int, str],
+    journal: Journal,
+    hand_on: Callable[[int, bool, Any], None],
+    fail_all: Callable[[BaseException], None],
+) -> None:
+    """Store answers as they arrive, until None arrives."""
+    end = False
+    try:
+        while not end:
+            answers = [results.get()]
+            # Answers that arrived during the last commit share the next one.
+            while len(answers) < AT_ONCE and not results.empty():
+                answers.append(results.get())
+            there = [answer for answer in answers if answer is not None]
+            end = len(there) < len(answers)
+            rows: list[tuple[str, bytes]] = []
+            for n, (index, ok, value) in enumerate(there):
+                if ok and type(value) is not Stored:
+                    there[n] = index, ok, _pickled(index, value, keys, rows)
+            journal.write(rows)
+            for answer in there:
+                hand_on(*answer)
+            del answers, there, rows
+    except BaseException as exc:
+        fail_all(exc)
+    finally:
+        journal.close()
+
+
+def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str, bytes]]) -> Any:
+    """Add the results of an answer to the rows to be stored; return the answer for the consumer.
+
+    The answer is unpickled here, and again by the consumer.  If that raises, nothing is stored, and
+    the consumer gets the exception.
+    """
+    try:
+        values = value.open() if isinstance(value, PickledResult) else [value]
+    except BaseException:
+        return value
+    written = True
+    for n, one in enumerate(values):
+        # None: the input or the item's key raised.
+        key = keys.pop(index + n, None)
+        if key is not None and type(one) is not Unopened:
+            try:
+                rows.append((key, dumps(one)))
+            except BaseException as exc:  # raised by any object's __reduce__
+                values[n] = Unopened(exc)
+                written = False
+    return value if written else Refused(values, weigh(value))
+
+
+class Refused(PickledResult):
+    """The results of an answer; those that cannot be pickled are errors."""
+
+    __slots__ = ("_values", "_weight", "count")
+
+    def __init__(self, values: list[Any], weight: int) -> None:
+        self._values, self.count = values, len(values)
+        self._weight = weight
+
+    @property
+    def nbytes(self) -> int:
+        # It counts as much as the answer that it replaces.
+        return self._weight - self.count * BOOKKEEPING
+
+    def open(self) -> list[Any]:
+        return self._values
