@@ -42,8 +42,6 @@ from xpool.devices import DeviceContext, devices
 from xpool.errors import OptionError
 from xpool.pickle import encode
 
-__all__ = ["Agent", "AgentConfig", "facts", "packed", "unpacked"]
-
 REPLY_BYTES = 8 * 1024 * 1024
 """The most bytes of a reply, not counting its first message."""
 

@@ -19,8 +19,6 @@ from xpool._hosts import messages as m
 from xpool._hosts.fleet import Call
 from xpool._hosts.link import Link
 
-__all__ = ["AgentSession"]
-
 MOST_WAITING = 2
 """The most calls that wait for a message at one time."""
 

@@ -18,8 +18,6 @@ from xpool._pools.process import describe
 if TYPE_CHECKING:
     from xpool._pools.process import Pool
 
-__all__ = ["make_engine"]
-
 
 def make_engine(
     pool: Pool,

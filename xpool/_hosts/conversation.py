@@ -14,8 +14,6 @@ from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts.link import Link
 
-__all__ = ["CALLS_IN_FLIGHT", "Conversation"]
-
 CALLS_IN_FLIGHT = 4
 """The most calls to a host that are under way at one time."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from xpool._engine.ledger import Slow, Work
     from xpool._engine.stacks import Whereabouts
 
-__all__ = ["LEASE", "HostEngine"]
-
 LEASE = 10.0
 """Seconds for which an agent goes on after the last call of the driver."""
 

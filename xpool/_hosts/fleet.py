@@ -10,18 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-__all__ = [
-    "Call",
-    "Coming",
-    "Dead",
-    "Draining",
-    "Fleet",
-    "Joined",
-    "Refused",
-    "Replied",
-    "Unreached",
-]
-
 
 class Call(NamedTuple):
     """A call of a driver to an agent, with ``messages`` that are numbered from ``first`` on.

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of, piece
 from xpool._hosts.messages import Forget, Func, Stage
 
-__all__ = ["HostState", "HostTable", "Lost", "StagedBatch"]
-
 
 class Lost(NamedTuple):
     """An item that a lost host may have run, as a range; ``again``: it may be retried."""

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Link"]
-
 
 class Link:
     """One side of a stream of messages.  Messages are numbered from 1."""

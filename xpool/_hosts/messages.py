@@ -13,25 +13,6 @@ from typing import Any, NamedTuple
 
 from xpool._engine.jobs.ranges import ONCE, Terms
 
-__all__ = [
-    "Again",
-    "Answer",
-    "Back",
-    "Blob",
-    "Cancel",
-    "Drop",
-    "Ended",
-    "Failed",
-    "Forget",
-    "Func",
-    "Given",
-    "Go",
-    "Retire",
-    "Stage",
-    "Status",
-    "Unbegun",
-]
-
 # -- from the driver ---------------------------------------------------------------------------
 
 

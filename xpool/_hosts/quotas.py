@@ -11,8 +11,6 @@ import math
 
 from xpool._hosts.holdings import HostState
 
-__all__ = ["Quotas"]
-
 AHEAD_SECONDS = 0.05
 """Seconds of work that a host may begin without another message of the driver."""
 

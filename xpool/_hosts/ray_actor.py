@@ -14,8 +14,6 @@ from typing import Any
 
 from xpool._hosts.agent import Agent
 
-__all__ = ["HostAgent", "as_one", "parts_of"]
-
 MONITOR_EVERY, MONITOR_FROM = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
 """Ray's variables for its memory monitor: the interval (0: no monitor), and the part of the memory
 (0 to 1) at which it kills."""

@@ -23,17 +23,6 @@ from xpool._hosts.messages import Blob
 from xpool._hosts.ray_actor import HostAgent, as_one, parts_of
 from xpool.errors import XPoolError
 
-__all__ = [
-    "BEGUN_WITH",
-    "REPLACED",
-    "RESOURCES",
-    "Node",
-    "RayFleet",
-    "Where",
-    "named",
-    "ray_module",
-]
-
 STORE_BYTES = 64 * 1024
 """Calls of at least this many bytes are treated as ones that Ray puts into its store.  Ray does so
 from 100 KiB on, of which the messages are a part."""

@@ -35,8 +35,6 @@ from xpool._hosts.holdings import HostState, HostTable, Lost, StagedBatch
 from xpool._hosts.messages import Back, Cancel, Drop, Go
 from xpool._hosts.quotas import Quotas
 
-__all__ = ["HostScheduler", "Message"]
-
 BATCH_BYTES = 256 * 1024
 """The most bytes in one batch, unless a single item is larger."""
 

@@ -25,8 +25,6 @@ from xpool._hosts.conversation import Conversation
 from xpool._hosts.scheduler import HostScheduler, Message
 from xpool.errors import HostLost, TaskTimeout, WorkerDied, XPoolError
 
-__all__ = ["DRIFT", "END_SECONDS", "HostService"]
-
 DRIFT = 1.02
 """The driver's clock may run faster than an agent's by this factor."""
 

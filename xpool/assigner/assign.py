@@ -22,8 +22,6 @@ from xpool.assigner.placement import Problem, plain_torch, search, step
 from xpool.devices import DeviceContext
 from xpool.errors import OptionError, XPoolError
 
-__all__ = ["ModelAssigner", "ModelContext", "PlacementError"]
-
 
 class PlacementError(XPoolError, RuntimeError):
     """Together the models need more memory than all devices may give."""

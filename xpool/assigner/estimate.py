@@ -15,8 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from xpool.errors import OptionError
 
-__all__ = ["ModelComplexityEstimator", "ModelSizeEstimator", "check_model", "check_number"]
-
 MIB = 1024**2
 
 

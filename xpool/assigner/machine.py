@@ -19,8 +19,6 @@ from xpool.devices.kinds import best
 from xpool.devices.nvml import Spare, find_spare
 from xpool.errors import DeviceError, OptionError
 
-__all__ = ["Place", "find_places"]
-
 
 class Place(NamedTuple):
     """A device, or a worker's share of it: one for each entry of ``devices``."""

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["EXACT_LIMIT", "Found", "Problem", "cost", "greedy", "plain_torch", "search", "step"]
-
 EXACT_LIMIT = 2**17
 """The most placements (m to the n) that are all tried; that takes about as long as the descent."""
 

@@ -25,8 +25,6 @@ from torch.distributed import rpc
 
 from xpool.errors import OptionError
 
-__all__ = ["check_rank", "shut_down", "start"]
-
 DESCRIPTORS = 60  # that TensorPipe opens for each rank to which it has a connection, or nearly
 LIMIT = 10  # seconds for the shutdown, when nobody has anything left to say
 

@@ -8,8 +8,6 @@ import torch.distributed as dist
 
 from xpool.errors import OptionError
 
-__all__ = ["check_backend"]
-
 
 def check_backend(name: str, value: Any) -> None:
     """Raise `OptionError` unless torch has this backend; ``name`` is that of the argument.

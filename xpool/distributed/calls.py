@@ -22,8 +22,6 @@ from xpool.distributed.rendezvous import check_timeout
 from xpool.errors import RemoteTraceback, ResultNotPicklable, TaskNotPicklable
 from xpool.pickle import decode, dumps, encode_exception, loads
 
-__all__ = ["Raised", "call", "raised", "send", "sendable", "settle", "transport_error"]
-
 T = TypeVar("T")
 
 

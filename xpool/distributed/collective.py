@@ -15,8 +15,6 @@ from xpool.distributed.errors import GroupError
 from xpool.distributed.operations import Operations, Pending, ReceivingAny
 from xpool.errors import OptionError
 
-__all__ = ["CollectiveGroup"]
-
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 

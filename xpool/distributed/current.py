@@ -10,8 +10,6 @@ from xpool._python import at_fork
 from xpool.distributed.errors import GroupError
 from xpool.distributed.peers import Peers
 
-__all__ = ["CurrentWorld", "claim", "current", "free", "get_cur_name", "get_cur_rank", "the_world"]
-
 
 class CurrentWorld(Protocol):
     """What the parts of a `World` use of it, and functions that run here for other ranks."""

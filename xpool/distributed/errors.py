@@ -17,8 +17,6 @@ from __future__ import annotations
 from xpool import errors
 from xpool.errors import TimeoutError, XPoolError
 
-__all__ = ["GroupError", "GroupKeyError", "GroupTimeout", "NotAMember", "PeerLost"]
-
 
 class GroupError(XPoolError, RuntimeError):
     """The group or the world cannot be used in this way, or not any more."""

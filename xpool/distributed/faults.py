@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch.distributed import DistNetworkError
 
-__all__ = ["connection_lost", "first_line", "timed_out"]
-
 
 def connection_lost(exc: BaseException) -> bool:
     """Whether a connection to another process has ended.

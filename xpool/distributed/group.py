@@ -17,8 +17,6 @@ from xpool.distributed.offers import Kind, Offers, not_found
 from xpool.distributed.rendezvous import check_timeout
 from xpool.distributed.rref import RRef
 
-__all__ = ["RpcGroup"]
-
 
 class RpcGroup:
     """Calls between some processes of the world; made by `World.create_rpc_group`.

@@ -16,8 +16,6 @@ from xpool.distributed.errors import GroupTimeout, PeerLost
 from xpool.distributed.watching import FAREWELL_SECONDS
 from xpool.errors import OptionError
 
-__all__ = ["Meetings", "meet"]
-
 _Answer = list[str] | Raised
 """The error of a meeting, or the names of those that are lost, for a meeting of survivors."""
 

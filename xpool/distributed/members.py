@@ -13,8 +13,6 @@ from xpool._worker.context import current_worker
 from xpool.distributed.errors import PeerLost
 from xpool.distributed.world import get_world, join
 
-__all__ = ["InGroup", "Join"]
-
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"

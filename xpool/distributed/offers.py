@@ -16,8 +16,6 @@ from xpool.distributed.calls import call
 from xpool.distributed.current import get_cur_name, the_world
 from xpool.distributed.errors import GroupError, GroupKeyError
 
-__all__ = ["Kind", "Offers", "Register", "not_found"]
-
 Kind = Literal["service", "value"]
 _DONE = {"service": "registered in", "value": "paired to"}
 

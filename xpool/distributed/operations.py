@@ -19,8 +19,6 @@ from xpool.distributed.current import CurrentWorld
 from xpool.distributed.errors import GroupError, GroupTimeout, NotAMember, PeerLost
 from xpool.distributed.faults import connection_lost, first_line, timed_out
 
-__all__ = ["Operations", "Pending", "ReceivingAny", "explain"]
-
 _ABORT_TAG = 0x7AB0  # of a message that no rank sends
 _NEWS_SECONDS = 0.5  # for the news of a death, so that an error can name the process
 _THREAD_SECONDS = 5.0  # for threads that still wait for torch when the group has ended

@@ -8,8 +8,6 @@ from typing import Any
 
 from xpool.distributed.errors import PeerLost
 
-__all__ = ["DIED", "LEFT", "Peers"]
-
 DIED = "has died or cannot be reached"
 LEFT = "has left the world"
 

@@ -19,17 +19,6 @@ from xpool.distributed.errors import GroupTimeout, PeerLost
 from xpool.distributed.faults import connection_lost, first_line
 from xpool.errors import OptionError
 
-__all__ = [
-    "beside",
-    "check_address",
-    "check_seconds",
-    "check_timeout",
-    "default_address",
-    "exchange_names",
-    "open_store",
-    "place",
-]
-
 MOST_SECONDS = 2_000_000
 """Longest limit, 23 days: torch counts milliseconds in 32 bits in places."""
 

@@ -11,8 +11,6 @@ from xpool.distributed.calls import call, sendable, transport_error
 from xpool.distributed.errors import GroupError
 from xpool.distributed.rendezvous import check_timeout
 
-__all__ = ["RRef"]
-
 _COPIED = "On WorkerInfo("
 """Is in torch's copies of what a function has raised: no fault of the connection."""
 

@@ -17,8 +17,6 @@ from torch.futures import Future
 from xpool.distributed.current import current, the_world
 from xpool.distributed.peers import DIED, LEFT, Peers
 
-__all__ = ["FAREWELL_SECONDS", "Farewell", "Watchers", "watch"]
-
 FAREWELL_SECONDS = 5.0
 """Limit of a call that only improves messages of others."""
 

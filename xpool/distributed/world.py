@@ -26,8 +26,6 @@ from xpool.distributed.peers import Peers
 from xpool.distributed.watching import FAREWELL_SECONDS, Farewell, Watchers, watch
 from xpool.errors import OptionError
 
-__all__ = ["World", "get_world", "is_world_initialized", "join"]
-
 _joined: dict[str, int] = {}  # how many worlds this process has joined at an address
 
 

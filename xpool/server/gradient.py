@@ -25,8 +25,6 @@ from xpool.server.ordered import (
     register,
 )
 
-__all__ = ["ModelNotManaged", "PushPullGradServer", "PushPullGradServerImpl", "ReduceType"]
-
 Gradients = dict[str, Tensor]
 
 Facts = dict[str, str]

@@ -12,8 +12,6 @@ from xpool.server.ordered import OrderedServerBase, OrderedServerSimple, Ordered
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["PushPullModelServer", "PushPullModelServerImpl", "load", "on_cpu"]
-
 
 def on_cpu(tensors: dict[str, Any]) -> dict[str, Tensor]:
     """Copy tensors to the CPU, which every process has."""

@@ -13,8 +13,6 @@ from typing import Any
 from xpool.distributed.group import RpcGroup
 from xpool.errors import OptionError, XPoolError
 
-__all__ = ["OrderedServerBase", "OrderedServerSimple", "OrderedServerSimpleImpl", "VersionError"]
-
 
 class VersionError(XPoolError, ValueError):
     """A version that cannot follow the newest one of its key."""

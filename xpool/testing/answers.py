@@ -10,8 +10,6 @@ from typing import Any
 from xpool import errors
 from xpool.errors import TimeoutError as PoolTimeout
 
-__all__ = ["Answer", "Late", "Spec", "applied", "in_time", "submit", "value_of"]
-
 Spec = tuple[str, int, "str | None"]
 
 

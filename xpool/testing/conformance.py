@@ -21,8 +21,6 @@ from xpool.testing.leaks import Snapshot
 from xpool.testing.tasks import TaskError, perform
 from xpool.testing.waiting import eventually
 
-__all__ = ["check_channel", "check_hooks"]
-
 QUICK = 0.5
 """Seconds that a non-blocking hook may take; long, for slow machines."""
 

@@ -31,8 +31,6 @@ from xpool.testing.model import DEATHS, HangLimit, PoolModel
 from xpool.testing.tasks import in_context, perform, perform_pair
 from xpool.testing.waiting import Gate
 
-__all__ = ["PoolStateMachine"]
-
 _THREADS = 3
 _MIXED = st.lists(st.sampled_from(["value", "value", "value", "error", "large"]), max_size=9)
 _CHUNK = st.integers(1, 4)

@@ -10,8 +10,6 @@ from xpool.errors import TimeoutError as PoolTimeout
 from xpool.testing.answers import Answer, value_of
 from xpool.testing.tasks import TaskError
 
-__all__ = ["DEATHS", "HangLimit", "PoolModel"]
-
 DEATHS = ("os._exit", "SIGKILL")
 """The kinds of tasks that end their worker."""
 

@@ -10,8 +10,6 @@ import pytest
 
 from xpool.testing import leaks
 
-__all__ = ["no_leaks"]
-
 
 def pytest_configure() -> None:
     """Mark this run, so that its processes are recognized even if their parent has ended."""

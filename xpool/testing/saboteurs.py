@@ -17,12 +17,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = [
-    "EXITS", "STAGES", "WAYS", "EndsWhenCollected", "EndsWhenPickled", "EndsWhenUnpickled", "end",
-    "end_when_collected", "make_ends_when_pickled", "make_ends_when_unpickled", "sabotage", "same",
-    "spin",
-]  # fmt: skip
-
 EXITS = {
     "sys.exit": 3, "os._exit": 4, "SIGKILL": -signal.SIGKILL, "SIGSEGV": -signal.SIGSEGV,
     "SIGABRT": -signal.SIGABRT, "SIGTERM": -signal.SIGTERM,

@@ -9,8 +9,6 @@ from typing import Any
 from xpool.testing.saboteurs import end
 from xpool.testing.waiting import pass_gate
 
-__all__ = ["TaskError", "in_context", "perform", "perform_pair", "unpicklable"]
-
 
 class TaskError(Exception):
     """The error of tasks that were told to raise one."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from collections import deque
 
-__all__ = ["START_ATTEMPTS", "WINDOW", "EndKind", "RestartPolicy", "back_off"]
-
 WINDOW = 60.0
 """Seconds for which a death counts."""
 

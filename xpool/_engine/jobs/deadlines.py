@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from xpool._engine.jobs.scheduler import Batch, InFlight
 
-__all__ = ["Act", "Deadlines", "Seen", "Verdict"]
-
 
 class Act(enum.Enum):
     """What to do with a worker now."""

@@ -24,8 +24,6 @@ from typing import TypeVar
 
 from xpool.errors import InternalError
 
-__all__ = ["POOL", "WORKER", "PoolEvent", "PoolStates", "WorkerEvent", "WorkerStates", "step"]
-
 
 class PoolStates(str, enum.Enum):
     """What a pool does with new work; equal to the strings of `multiprocessing.pool`."""

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 
 from xpool._engine.jobs.ranges import CALLS, Item, TaskRange, Terms, covers, piece
 
-__all__ = ["Waiting"]
-
 
 class Waiting:
     """Queues of task ranges: one for any worker, one for each worker, and one by time."""
