@@ -1,4 +1,4 @@
-"""Keywords that a function does not have: the error names the one that was meant."""
+"""The error for a keyword that a function does not have; it suggests the right one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ELSEWHERE = {
     "workers": "processes",
     "worker_lifespan": "maxtasksperchild",
 }
-"""What other libraries call an argument, and what it is called here."""
+"""The names of arguments in other libraries, and in this one."""
 
 _FOR_EXECUTORS = {
     "context": "mp_context",
@@ -66,7 +66,7 @@ def names_of_inits(obj: object) -> list[str]:
 
 def refuse_unknown(function: str, known: list[str], unknown: Iterable[str]) -> NoReturn:
     """Raise `TypeError` for the first keyword that ``function`` does not have."""
-    from difflib import get_close_matches  # only here: few programs need it
+    from difflib import get_close_matches  # only here, since few programs need it
 
     name = next(iter(unknown))
     ours = _ELSEWHERE.get(name, name)

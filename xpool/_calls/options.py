@@ -18,11 +18,11 @@ Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 
 
 ProgressOption = bool | str | Callable[[int, int | None], object]
-"""True, a title, or what is called with the items that are done and all."""
+"""True, a title, or a function that is called with the numbers of done and of all items."""
 
 
 class CallOptions(TypedDict, total=False):
-    """What all verbs that start work take by keyword; `BasePool.apply` says what it means."""
+    """Keywords of all verbs that start work; `BasePool.apply` explains them."""
 
     timeout: float | None
     retries: int
@@ -30,7 +30,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class ManyOptions(CallOptions, total=False):
-    """What the verbs of many tasks take by keyword; `BasePool.map` says what it means."""
+    """Keywords of the verbs of many tasks; `BasePool.map` explains them."""
 
     progress: ProgressOption
     journal: str | os.PathLike[str] | None
@@ -40,25 +40,25 @@ class ManyOptions(CallOptions, total=False):
 
 
 class MapOptions(ManyOptions, total=False):
-    """With what the type of their results depends on."""
+    """These, and the keyword that decides the type of the results."""
 
     on_error: Literal["raise", "return"]
 
 
 class TaskOptions(NamedTuple):
-    """How a job is to be run, beyond what it is."""
+    """The checked options of a job."""
 
     retries: int = 0
-    worker: int | None = None  # `P2PPool`: bound to this one; -1: to the least loaded
-    waits: bool = False  # the submitting thread waits for it at once
-    timeout: float | None = None  # seconds for one call of the function; None: any time
-    retry_on: tuple[type[BaseException], ...] = ()  # what is tried again besides deaths
+    worker: int | None = None  # of a `P2PPool`; -1: the one with the least to do
+    waits: bool = False  # the submitting thread waits for the result at once
+    timeout: float | None = None  # seconds for one call of the function; None: no limit
+    retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a task runs again
     progress: Any = False  # as in `MapOptions`
     returns_errors: bool = False
-    journal: Any = None  # the path of one
+    journal: Any = None  # the path of a database
     key: Any = None
     version: Any = None
-    seed: int | None = None  # from which, and its number, each item's generators are seeded
+    seed: int | None = None  # with the number of an item, it seeds the item's generators
 
 
 SHARE_METHODS = ("cpu", "cuda", "xla", None)
@@ -68,9 +68,9 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
     """Return ``value`` as an int of at least ``least``.
 
     Raises:
-        TypeError: it is no whole number; True and False are none, but where they are 1 and 0 in
-            `multiprocessing.pool` too.
-        OptionError: it is too small (a `ValueError`).
+        TypeError: it is not a whole number.  True and False are refused, except where
+            `multiprocessing.pool` accepts them, too.
+        OptionError (a `ValueError`): it is too small.
     """
     # numpy's integers, and others, have `__index__`.
     mistaken = isinstance(value, bool) and name not in ("processes", "chunksize")
@@ -86,13 +86,13 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def check_bytes(name: str, value: Any, *, least: int = 1) -> int:
-    """Return a number of bytes, given as such or as text: "2GB", "512 MiB", "1.5g".
+    """Return a number of bytes, given as a number or as text: "2GB", "512 MiB", "1.5g".
 
-    A unit is a power of 1024, with or without the i.
+    Units are powers of 1024, with or without the i.
 
     Raises:
         TypeError: it is neither a whole number nor text.
-        OptionError: it is too small, or text without sense (a `ValueError`).
+        OptionError (a `ValueError`): it is too small, or the text is not a size.
     """
     if not isinstance(value, str):
         return check_count(name, value, least=least)
@@ -112,8 +112,8 @@ def check_seconds(name: str, value: Any) -> float | None:
     """Return ``value`` as seconds, more than zero; None for no limit (None or infinity).
 
     Raises:
-        TypeError: it is no number.
-        OptionError: it is zero, negative, not a number or too large for one (a `ValueError`).
+        TypeError: it is not a number.
+        OptionError (a `ValueError`): it is zero, negative, NaN, or too large for a float.
     """
     if value is None:
         return None
@@ -138,14 +138,14 @@ def check_progress(value: Any) -> None:
 
 
 def check_on_error(value: Any) -> bool:
-    """Return whether errors are to be returned; raise `OptionError` for what is no choice."""
+    """Return whether errors are returned; raise `OptionError` for an unknown choice."""
     if value not in ("raise", "return"):
         raise OptionError(f"on_error must be 'raise' or 'return', not {value!r}")
     return bool(value == "return")
 
 
 def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:
-    """Return an exception class, or a tuple of such, as a tuple; raise `TypeError` for others."""
+    """Return an exception class, or a tuple of them, as a tuple; else raise `TypeError`."""
     classes = value if isinstance(value, tuple) else (value,)
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, BaseException)):
@@ -162,7 +162,7 @@ def check_callable(name: str, value: Any) -> None:
 def check_args(
     func: Callable[..., Any], args: Any, kwds: Mapping[str, Any], before: int
 ) -> tuple[Any, ...]:
-    """Return the ``args`` of a call as a tuple; ``before``: arguments that come in front of them.
+    """Return the ``args`` of a call as a tuple; ``before``: the number of arguments before them.
 
     Raises:
         TypeError: it is not iterable; or it is a string, and ``func`` cannot be called with its
@@ -173,7 +173,7 @@ def check_args(
         raise TypeError(f"args must be iterable, not {reprlib.repr(args)}; {hint}")
     values = tuple(args)
     if isinstance(args, (str, bytes)):
-        import inspect  # only here: it takes longer than all else of this module
+        import inspect  # only here, since it takes longer than the rest of this module
 
         try:
             inspect.signature(func).bind(*([None] * before), *values, **kwds)
@@ -183,7 +183,7 @@ def check_args(
                 f"of {label(func)} ({exc}); {hint}"
             ) from None
         except ValueError:
-            return values  # a function that does not say what it takes
+            return values  # a function without a signature
     return values
 
 
@@ -204,7 +204,7 @@ def check_can_iterate(iterable: Any) -> None:
 
 
 def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> int:
-    """Return how many workers are wanted."""
+    """Return the number of workers."""
     if contexts is not None:
         n = len(contexts)
         if n == 0:
@@ -244,11 +244,11 @@ def check_share_method(method: Any) -> None:
 
 
 def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
-    """Return the bytes that a worker may have, and the part of memory that may be in use.
+    """Return the most bytes of a worker, and the largest part of memory in use.
 
     Raises:
-        TypeError: they are no numbers.
-        OptionError: they make no sense, or this system does not tell (a `ValueError`).
+        TypeError: one is not a number.
+        OptionError (a `ValueError`): one has a wrong value, or this is not Linux.
     """
     if worker is not None:
         worker = check_bytes("worker_memory", worker)
@@ -271,7 +271,7 @@ def check_output(output: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise `TypeError` unless ``value`` is True or False, or as good as one: 1, numpy's."""
+    """Raise `TypeError` unless ``value`` is True or False, or equal to one, as numpy's are."""
     if not isinstance(value, bool) and value not in (0, 1):
         raise TypeError(f"{name} must be True or False, not {value!r}")
 

@@ -1,7 +1,7 @@
 """The results that callers hold while workers run their tasks.
 
 Values arrive pickled, as a `PickledResult`.  The thread that asks for a value unpickles it, since
-this may run any code of the user, and the engine's thread never does that.
+this may run code of the user, which the engine's thread never does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from xpool.errors import TaskCancelled, TimeoutError
 
 T = TypeVar("T")
 
-# `local.blocking`, where a thread has it, is called before this thread waits for a result: a
-# thread that runs callbacks uses it to let others go on (see xpool._pools.callbacks).
+# If a thread has `local.blocking`, it is called before the thread waits for a result: a thread that
+# runs callbacks then has another one go on (see xpool._pools.callbacks).
 local = threading.local()
 
 
@@ -37,20 +37,20 @@ class PickledResult:
     __slots__ = ()
 
     count: int
-    """How many tasks it answers."""
+    """Number of answered tasks."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """How many bytes it holds."""
+        """Size in bytes."""
 
     @abstractmethod
     def open(self) -> list[Any]:
-        """Unpickle; return one value for each task, `Unopened` where that raised an error."""
+        """Unpickle and return one value for each task; `Unopened` if unpickling it failed."""
 
 
 class Unopened:
-    """Stands for a value that could not be unpickled."""
+    """Takes the place of a value that could not be unpickled."""
 
     __slots__ = ("exc",)
 
@@ -59,65 +59,70 @@ class Unopened:
 
 
 def tasks_in(value: Any) -> int:
-    """Return how many tasks this value answers."""
+    """Return how many tasks an answer is for."""
     return value.count if isinstance(value, PickledResult) else 1
 
 
-def _opened(value: Any) -> Any:
-    """Return an unpickled value, or raise the error of its unpickling."""
-    if type(value) is Unopened:
-        raise value.exc
-    return value
+def open_one(answer: Any) -> Any:
+    """Return the value in the answer of one task, unpickled; `Unopened` if that failed."""
+    if isinstance(answer, PickledResult):
+        (answer,) = answer.open()
+    return answer
+
+
+def value_of(opened: Any) -> Any:
+    """Return an opened value, or raise the error of its unpickling."""
+    if type(opened) is Unopened:
+        raise opened.exc
+    return opened
 
 
 def exception_in(failure: BaseException | PickledResult) -> BaseException:
-    """Return an error, opened where it came as a parcel: in the thread that is to raise it."""
-    if isinstance(failure, PickledResult):
-        (error,) = failure.open()
-        assert isinstance(error, BaseException)
-        return error
-    return failure
+    """Return an error, unpickled if necessary; called by the thread that raises it."""
+    error = open_one(failure)
+    assert isinstance(error, BaseException)
+    return error
 
 
 def about_to_block() -> None:
-    """Call the hook of a thread that runs callbacks: this thread is about to wait."""
+    """Call this before the calling thread waits; see `local`."""
     blocking = getattr(local, "blocking", None)
     if blocking is not None:
         blocking()
 
 
 class Job:
-    """Something that was submitted and is answered task by task.
+    """A call of a verb, which is answered task by task.
 
-    ``deliver`` and ``fail`` are called by one thread at a time, the engine's or one that drives
-    it for a moment; ``settled`` turns true there, once.
+    ``deliver`` and ``fail`` are called by one thread at a time: the engine's, or one that acts in
+    its place.  They set ``settled`` once.
     """
 
     drop_function: Callable[[], object] | None = None
-    """Called once when it is answered: the workers need its function no longer."""
+    """Called once when it is answered: the workers no longer need its function."""
 
     has_callback = False
-    """Whether something must be called before the callers wake."""
+    """Whether a callback must run before the callers wake."""
 
     is_future = False
-    """Whether it completes a future, which is done at the pool's end too."""
+    """Whether it completes a future, even when the pool ends."""
 
     is_call = False
-    """Whether it is a single task, which engines know among `CALLS`."""
+    """Whether it is a single task, which engines keep among `CALLS`."""
 
     options = TaskOptions()
-    """How its tasks are to be run."""
+    """The options of its tasks."""
 
     progress: Progress | None = None
-    """What shows how far it is."""
+    """Shows how many of its items are done."""
 
     flow: Any = None
-    """Of a stream: how far its input is drawn, and whether its tasks may run."""
+    """Of a stream: its `FlowControl`."""
 
     def __init__(self, number: int, label: str, pool: Any) -> None:
         self.number = number
         self.label = label
-        # Keeps the pool alive while its answer is awaited; let go when it has come.
+        # Keeps the pool alive until the job is answered.
         self._pool = pool
         self.settled = False
         self._waiters = Waiters()
@@ -126,19 +131,19 @@ class Job:
         raise NotImplementedError(_NOT_SENT)
 
     def describe(self, index: int) -> str:
-        """Say which task ``index`` is, for people."""
+        """Return the text that names task ``index`` in messages."""
         return f"task {index} of {self.label}"
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
-        """Take the answer of task ``index`` (or of several from there on); True when all are in."""
+        """Take the answer of the tasks from ``index`` on; return whether it was the last one."""
         raise NotImplementedError
 
     def fail(self, exc: BaseException | PickledResult) -> None:
-        """Answer everything that is not answered with ``exc``: the pool has ended."""
+        """Answer all unanswered tasks with ``exc``."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Let the callers have it."""
+        """Wake the callers."""
         if self.progress is not None:
             self.progress.end()
         self._waiters.wake()
@@ -154,7 +159,7 @@ class AsyncResult(Job, Generic[T]):
     _success = True
     _value: Any = None
     _opened = False
-    # Identity of the thread that runs the callback: for it the result is ready already.
+    # Identity of the thread that runs the callback, in which the result is ready already.
     _calling: int | None = None
     _cancelled = False
 
@@ -166,7 +171,7 @@ class AsyncResult(Job, Generic[T]):
         callback: Callable[[Any], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
     ) -> None:
-        # Not by `Job`'s: calls in a loop make many of these.
+        # Without `Job.__init__`, since calls in a loop make many of these.
         self.number, self.label, self._pool = number, label, pool
         self._waiters = Waiters()
         if callback is not None or error_callback is not None:
@@ -224,22 +229,22 @@ class AsyncResult(Job, Generic[T]):
         try:
             raise self._value
         finally:
-            del self  # its traceback has this frame: no circle, so the result goes with its name
+            del self  # breaks a reference cycle: the traceback of the error holds this frame
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Await the result in a loop of asyncio or trio; who is cancelled has it cancelled."""
-        from xpool._python.event_loops import awaited  # here: asyncio takes long to import
+        """Await the result in asyncio or trio.  Cancelling the ``await`` cancels the task."""
+        from xpool._python.event_loops import awaited  # here, since asyncio takes long to import
 
         return awaited(self).__await__()
 
     def cancel(self) -> bool:
-        """End this with `TaskCancelled`; return whether it has ended so, False: it was ready.
+        """Cancel the call: it fails with `TaskCancelled`.  Return False if it was answered before.
 
-        What waits of it is never run.  What runs is stopped: `TaskStopped` is raised in it, and
-        when it does not end of that, its worker is killed and replaced.  A thread cannot be
-        stopped: its task is left to itself, and another thread takes its place.
+        Waiting tasks never run.  In running ones `TaskStopped` is raised; if a task does not end,
+        its worker is killed and replaced.  A thread cannot be stopped: its task runs on, and
+        another thread takes its place.
         """
-        # Read once: `release` takes it away, in another thread.
+        # Read once, since `release` clears it in another thread.
         pool = self._pool
         if pool is not None and not self.settled:
             pool._submitter.cancel(self)
@@ -248,13 +253,13 @@ class AsyncResult(Job, Generic[T]):
     def _open(self) -> None:
         if self._opened:
             return
-        # Held while the value is unpickled, which is done once, by whoever asks first.  Reentrant:
-        # the program's code, which that runs, and signal handlers may ask for this result.  Made
-        # here, by one operation, since many results need none: a thread's value is there as it is.
+        # Held while the first caller unpickles the value.  Reentrant, since unpickling runs code of
+        # the program, which may ask for this result, and so may a signal handler.  Made here, in
+        # one atomic operation, since many results need no lock.
         with self.__dict__.setdefault("_opening", threading.RLock()):
             if self._opened:
                 return
-            # An interrupt while this unpickles leaves all as it was: the next `get` begins anew.
+            # An interrupt while this unpickles changes nothing: the next `get` unpickles again.
             try:
                 success, value = self._success, self._unpack(self._value)
                 if not success and not isinstance(value, BaseException):
@@ -269,7 +274,7 @@ class AsyncResult(Job, Generic[T]):
         self._success, self._value, self._opened = success, value, True
 
     def _unpack(self, value: Any) -> Any:
-        if isinstance(value, PickledResult):
+        if isinstance(value, PickledResult):  # without calls, for `apply`
             (value,) = value.open()
             if type(value) is Unopened:
                 raise value.exc
@@ -285,7 +290,7 @@ class AsyncResult(Job, Generic[T]):
         if self.settled:
             return False
         self._success, self._value = ok, value
-        # A thread's value is what it is.
+        # The value of a thread is not pickled.
         self._opened = ok and not isinstance(value, PickledResult)
         self.settled = True
         return True
@@ -300,25 +305,25 @@ class AsyncResult(Job, Generic[T]):
     def release(self) -> None:
         # Set before waking: woken threads check this flag.
         self._ready = True
-        # The pool may be dropped from here on, and so may what the callbacks hold.
+        # From here on, the pool and the objects that the callbacks hold may be dropped.
         self._pool = None
         if self.has_callback:
             self._callback = self._error_callback = None
         if self.progress is not None:
             self.progress.end()
-        if self._waiters.copy():  # see `wake`; a call less for most results
+        if self._waiters.copy():  # see `wake`; saves a call for most results
             self._waiters.wake()
 
     def complete(self) -> None:
-        """Finish after the callback: strike it off the pool's list and wake the callers."""
+        """Finish after the callback: leave the job table and wake the callers."""
         pool = self._pool
         if pool is not None:
             pool._jobs.remove(self)
         self.release()
 
     def call_back(self) -> None:
-        """Run the callback that fits; it may raise.  Called before `release`, by one thread."""
-        # The callback may ask for the result, which for all others is ready only after it.
+        """Run the callback for the outcome; it may raise.  Called once, before `release`."""
+        # In the callback the result is ready; for other threads it is ready only afterwards.
         self._calling = threading.get_ident()
         try:
             self._open()
@@ -332,8 +337,8 @@ class AsyncResult(Job, Generic[T]):
 class MapResult(AsyncResult[list[T]]):
     """The result of `map_async` and `starmap_async`, as `multiprocessing.pool.MapResult`.
 
-    It is ready when every task has been answered; when some failed, `get` raises the error that
-    arrived first, or has the errors in their tasks' places where ``on_error="return"`` was said.
+    It is ready when every task has been answered.  If some failed, `get` raises the error that
+    arrived first; with ``on_error="return"``, errors take the places of results.
     """
 
     def __init__(
@@ -383,14 +388,14 @@ class MapResult(AsyncResult[list[T]]):
         out: list[Any] = []
         for index in sorted(self._pieces):
             piece = self._pieces[index]
-            # By a loop: `map(_opened, ...)` would take a task's StopIteration for its own end.
+            # A loop, since `map(value_of, ...)` would end at the StopIteration of a task.
             for value in piece.open() if isinstance(piece, PickledResult) else (piece,):
                 if self.options.returns_errors:
                     out.append(value.exc if type(value) is Unopened else value)
                     if isinstance(out[-1], BaseException):
                         number_item(out[-1], len(out) - 1, self.label)
                     continue
-                task = _opened(value)
+                task = value_of(value)
                 if self._chunked:
                     out.extend(task)
                 else:
@@ -399,7 +404,7 @@ class MapResult(AsyncResult[list[T]]):
 
     def _settle(self, success: bool, value: Any) -> None:
         super()._settle(success, value)
-        # The answers are opened: the memory in which they came goes.
+        # The answers are opened, so their memory is released.
         self._pieces = {}
 
     def fail(self, exc: BaseException | PickledResult) -> None:

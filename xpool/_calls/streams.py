@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 
 BOOKKEEPING = 256
-"""Bytes that an answer which nobody has taken is counted for, besides its own."""
+"""Bytes that an untaken answer counts besides its size."""
 
 AT_ONCE = 512
-"""Values that are moved at once to where they are handed out."""
+"""The most values that are moved to the buffer at once."""
 
 
 _SMALL = frozenset((int, float, bool, type(None)))
 
 
 def weigh(value: Any) -> int:
-    """Return about how many bytes an answer takes, by no code of the user's: engines call this."""
+    """Return the approximate size of an answer in bytes; runs no code of the user."""
     kind = type(value)
     if kind in _SMALL:
         return BOOKKEEPING
@@ -47,17 +47,17 @@ def weigh(value: Any) -> int:
         return len(value) + BOOKKEEPING
     if kind.__module__ not in ("numpy", "torch"):
         return BOOKKEEPING
-    # Asked for `nbytes`, a sparse tensor raises.
+    # A sparse tensor has no `nbytes`.
     sparse = getattr(value, "is_sparse", False)
     parts = (value._indices(), value._values()) if sparse else (value,)
     return sum(getattr(part, "nbytes", 0) for part in parts) + BOOKKEEPING
 
 
 class ResultBuffer:
-    """Values that were unpickled and are to be handed out next.
+    """Unpickled values that are handed out next, and counts.
 
-    ``bytes_in`` is the engine's, of all answers that ever arrived; ``bytes_out`` the consumer's, of
-    those that were opened.
+    The engine writes ``bytes_in``, the size of all answers that have arrived; the consumer writes
+    ``bytes_out``, the size of those that it has opened.
     """
 
     __slots__ = ("__weakref__", "bytes_in", "bytes_out", "moved", "next_task", "take",
@@ -65,19 +65,20 @@ class ResultBuffer:
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         self.values: deque[Any] = deque(values)
-        # Takes one after the other; raises `IndexError` when there is none, and goes on later.
-        # Threads share it: neither `starmap` nor an endless `repeat` has a state of its own.
+        # Takes one value after the other.  If there is none, it raises `IndexError`, and can go on
+        # later.  Threads may share it: neither `starmap` nor an endless `repeat` has a state.
         self.take: Iterator[Any] = starmap(self.values.popleft, repeat(()))
-        self.moved = 0  # how many were here, ever
+        self.moved = 0  # number of values that have ever been in this buffer
         self.bytes_in = self.bytes_out = 0
-        self.tasks_in = 0  # how many tasks were answered, ever
-        self.next_task = 0  # the first one whose answer was not moved here yet
+        self.tasks_in = 0  # number of tasks that have been answered
+        self.next_task = 0  # the first task whose answer has not been moved here
 
     @property
     def handed_out(self) -> int:
-        """How many were taken, ever.  Not counted, since a signal handler could come in between.
+        """Number of values that have been taken.
 
-        Too low while `_move` stores both, never too high: it stores the values first.
+        Calculated: a signal handler could run between taking and counting.  While `_move` stores
+        both operands it may be too low, but never too high.
         """
         return self.moved - len(self.values)
 
@@ -91,44 +92,44 @@ class IMapIterator(Iterator[T]):
         self._waiters = Waiters()
         self._chunked = chunked
         self.buffer = ResultBuffer()
-        # Filled by whoever delivers, emptied under `_taking`, with no common lock: an operation on
-        # a dict is atomic, and each key comes once.
-        # Values: whether it succeeded, the answer, its weight, and the number of its task.
+        # Filled by the thread that delivers, emptied under `_taking`.  No common lock is needed: an
+        # operation on a dict is atomic, and each key occurs once.
+        # Values: whether the task succeeded, the answer, its weight, and the number of the task.
         self._arrived: dict[int, tuple[bool, Any, int, int]] = {}
         self._next = 0  # index of the first task not yet moved to the buffer
         self._length: int | None = None  # in tasks, when the input has ended
         self._failure: BaseException | PickledResult | None = None
-        # Held while answers are unpickled, each once.  Reentrant: the program's code, which that
-        # runs, and signal handlers may ask for the next result.
+        # Held while answers are unpickled, each once.  Reentrant: unpickling runs code of the
+        # program, which may ask for the next result, and so may a signal handler.
         self._taking = threading.RLock()
-        # Called when an item was handed out, where a buffersize is to be kept.
+        # With a buffersize: called when an item was handed out.
         self.taken: Callable[[], object] | None = None
-        # Called when answers were opened, where their memory is to be kept small.
+        # Without: called when answers were opened, which makes room for more.
         self.opened: Callable[[], object] | None = None
         self.chunksize = 1
         self.items_per_task = 1
         self.with_index = False
-        self.total: int | None = None  # items of the input, where that has a length
+        self.total: int | None = None  # number of items; None: the input has no length
         self.progress: Progress | None = None
         self.returns_errors = False
-        # The pool's side of it, and the flow control of its input.
+        # The job, and the flow control of its input.
         self.cancelling: tuple[Job, Any] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.label}>"
 
     def __len__(self) -> int:
-        """Return how many results there are in all, taken ones too: the length of the input.
+        """Return the number of all results, taken ones included: the length of the input.
 
         Raises:
-            TypeError: the input has none.
+            TypeError: the input has no length.
         """
         if self.total is None:
             raise TypeError(f"{self!r} has no len(): its input has none")
         return self.total
 
     def __bool__(self) -> bool:
-        # A `__len__` would decide otherwise: 0 for an empty input, an error without a length.
+        # Otherwise `__len__` would decide: false for an empty input, an error without a length.
         return True
 
     __reduce__ = Job.__reduce__
@@ -140,21 +141,21 @@ class IMapIterator(Iterator[T]):
         """Return the next result, waiting at most ``timeout`` seconds for it.
 
         Raises:
-            StopIteration: there are no more.
+            StopIteration: there are no more results.
             multiprocessing.TimeoutError: it has not arrived in time.
-            Exception: what the task raised, or the input here (StopIteration: `RuntimeError`).
+            Exception: what the task, or the input, raised (for StopIteration a `RuntimeError`).
         """
-        # Set when there is something to wait for: most results are there already.
+        # Set before the first wait, since most results have arrived already.
         deadline: float | None = None
         while True:
             buffer, got = self.buffer, False
             value: Any
             try:
-                # By a loop, since a signal handler that raised after a call would lose the value.
+                # A loop, since a signal handler that raises after a call would lose the value.
                 for value in buffer.take:
                     got = True
                     try:
-                        # Whatever this raises, the value is put back.
+                        # If this raises, the value is put back.
                         if self.taken is not None:
                             self.taken()
                         if type(value) is not Unopened:
@@ -165,11 +166,11 @@ class IMapIterator(Iterator[T]):
                     try:
                         raise self._as_error(value.exc)
                     finally:
-                        # Its traceback has this frame: no circle, so that results which nobody
-                        # takes any more go with the iterator, and their memory.
+                        # Breaks a reference cycle: the traceback holds this frame.  So a dropped
+                        # iterator releases its untaken results at once.
                         del self, buffer, value
             except IndexError:
-                # There is none: looked at by trying, since several threads may share the iterator.
+                # Found out by trying, since several threads may share the iterator.
                 if got:
                     raise
             try:
@@ -190,11 +191,11 @@ class IMapIterator(Iterator[T]):
                     "where each worker is"
                 )
 
-    # The function itself: a call less for each result of a loop.
+    # The same function, which saves a call for each result of a loop.
     __next__ = next  # noqa: A003 - not the builtin
 
     def __aiter__(self) -> IMapIterator[T]:
-        """Iterate in a loop of asyncio or trio; who is cancelled has what is left cancelled."""
+        """Iterate in asyncio or trio.  Cancelling the ``async for`` cancels the remaining tasks."""
         return self
 
     def __anext__(self) -> Awaitable[T]:
@@ -203,10 +204,10 @@ class IMapIterator(Iterator[T]):
         return next_of(self)
 
     def cancel(self) -> bool:
-        """Run no more; return whether there was something to cancel.
+        """Cancel the remaining tasks; return False if there are none.
 
-        `next` raises `TaskCancelled` after the results that have arrived.  What runs is stopped
-        as in `AsyncResult.cancel`, and nothing more is drawn from the input.
+        `next` raises `TaskCancelled` after the results that have arrived.  Running tasks are
+        stopped as by `AsyncResult.cancel`, and the input is no longer drawn.
         """
         pool, cancelling = self._pool, self.cancelling
         if pool is None or cancelling is None:
@@ -217,7 +218,7 @@ class IMapIterator(Iterator[T]):
         return cancelled
 
     def _movable(self) -> bool:
-        # In this order: `_move` fills the buffer before it takes what had arrived out of the dict.
+        # In this order: `_move` fills the buffer before it removes the answers from the dict.
         return bool(
             self._next in self._arrived
             or self.buffer.values
@@ -226,7 +227,7 @@ class IMapIterator(Iterator[T]):
         )
 
     def _move(self) -> bool:
-        """Bring the next piece that has arrived into the buffer; False when there is none yet."""
+        """Move the next answers to the buffer; return False if none has arrived."""
         with self._taking:
             if self.buffer.values:
                 return True
@@ -237,30 +238,30 @@ class IMapIterator(Iterator[T]):
                 if self._failure is not None:
                     raise self._as_error(exception_in(self._failure))
                 return False
-            # Unpickle first, then take: an answer stays if a signal handler interrupts this.
+            # Unpickle before removing: an answer stays if a signal handler interrupts this.
             buffer = self.buffer
             new, keys, beyond, moved, weight = self._open_from(first)
             moved += buffer.moved
             weight += buffer.bytes_out
-            # Without a call from here on, so nothing comes in between: signal handlers are
-            # called, and threads take turns, after calls and at the beginning of functions.
+            # No call from here on, so this is atomic: signal handlers run, and threads switch,
+            # after calls and at the beginning of functions.
             buffer.values, buffer.take = new.values, new.take
             buffer.moved = moved
             buffer.bytes_out = weight
             self._next = buffer.next_task = beyond
             for key in keys:
                 del self._arrived[key]
-        # Read once: `release` takes it away, in another thread.
+        # Read once, since `release` clears it in another thread.
         opened = self.opened
         if opened is not None:
             opened()
         return True
 
     def _open_from(self, first: int) -> tuple[ResultBuffer, list[int], int, int, int]:
-        """Open the answers that have come from task ``first`` on: a parcel, or many values.
+        """Open the answers from task ``first`` on: one `PickledResult`, or many values.
 
-        Return the values, the numbers under which they had arrived, the number of the task after
-        them, how many items they stand for, and their weight.
+        Return the values, their keys in `_arrived`, the number of the next task, the number of
+        items that the values stand for, and their weight.
         """
         arrived = self._arrived
         ok, value, weight, number = arrived[first]
@@ -268,7 +269,7 @@ class IMapIterator(Iterator[T]):
             keys, beyond = [first], first + value.count
             values, errors = self._unpacked(ok, value.open(), self.returns_errors, number)
         else:
-            # Values that came one by one, as far as the next parcel.
+            # Values of single tasks, up to the next `PickledResult`.
             beyond, weight, values, errors = first, 0, [], 0
             while beyond - first < AT_ONCE and beyond in arrived:
                 ok, value, more, number = arrived[beyond]
@@ -279,7 +280,7 @@ class IMapIterator(Iterator[T]):
                 if ok and not self._chunked and not self.with_index:
                     values.append(value)
                     continue
-                # What the input has raised is raised in any case.
+                # An error of the input is never returned in place of a result.
                 returns = self.returns_errors and type(value) is not Unopened
                 got, failed = self._unpacked(ok, [value], returns, number)
                 values += got
@@ -292,9 +293,9 @@ class IMapIterator(Iterator[T]):
     def _unpacked(
         self, ok: bool, values: list[Any], returns: bool, number: int
     ) -> tuple[list[Any], int]:
-        """Return items for the values of tasks, `Unopened` for errors, and how many failed.
+        """Return items for the values of tasks, `Unopened` for errors, and the number of errors.
 
-        ``number``: that of the first task.
+        ``number`` is that of the first task.
         """
         if returns or not ok:
             errors = [v.exc if type(v) is Unopened else v for v in values]
@@ -311,7 +312,7 @@ class IMapIterator(Iterator[T]):
         return values, 0
 
     def _indexed(self, value: Any, number: int) -> Any:
-        """Return what a task has returned with the index of each item."""
+        """Return the value of a task with the index of each item."""
         if type(value) is Unopened:
             return value
         return (
@@ -321,7 +322,7 @@ class IMapIterator(Iterator[T]):
         )
 
     def _as_error(self, exc: BaseException) -> BaseException:
-        """Return ``exc``; for what would end the caller's loop, RuntimeError, as in PEP 479."""
+        """Return ``exc``; for StopIteration a RuntimeError, as in PEP 479."""
         if not isinstance(exc, StopIteration):
             return exc
         error = RuntimeError(
@@ -334,16 +335,16 @@ class IMapIterator(Iterator[T]):
     # -- the engine's side -------------------------------------------------------------------
 
     def arrive(self, index: int, ok: bool, value: Any) -> None:
-        """Take the answer of task ``index``, or of several from there on."""
+        """Take the answer of the tasks from ``index`` on."""
         self._take(index, ok, value, index)
 
     def _take(self, place: int, ok: bool, value: Any, index: int) -> None:
         """Take an answer that is handed out at ``place``."""
         weight = weigh(value)
-        # Before it can be taken, so that `bytes_out` is never ahead.
+        # Counted before it can be taken, so that `bytes_out` is never larger.
         self.buffer.bytes_in += weight
         self._arrived[place] = ok, value, weight, index
-        # Last, here and below: who wakes looks for what was put there.
+        # Last, here and below: woken threads check the fields set before.
         self._waiters.wake()
 
     def finish(self, length: int) -> None:
@@ -352,23 +353,22 @@ class IMapIterator(Iterator[T]):
         self._waiters.wake()
 
     def fail(self, exc: BaseException | PickledResult) -> None:
-        """Raise ``exc`` where the answers that came end."""
-        # `release` follows, and wakes the waiters.
+        """Have `next` raise ``exc`` after the answers that have arrived; `release` follows."""
         self._failure = exc
 
     def release(self) -> None:
-        """Nothing more will come."""
-        # The pool may be dropped from here on.
+        """Note that no more answers follow."""
+        # From here on, the pool may be dropped.
         self._pool = self.opened = None
         self._waiters.wake()
 
 
 class IMapUnorderedIterator(IMapIterator[T]):
-    """The results of `imap_unordered`: as they come."""
+    """The results of `imap_unordered`, in the order of their arrival."""
 
     def __init__(self, label: str, pool: Any, chunked: bool) -> None:
         super().__init__(label, pool, chunked)
-        self._came = 0  # tasks whose answers have arrived: they are numbered as they come
+        self._came = 0  # number of tasks whose answers have arrived; it is the next place
 
     def arrive(self, index: int, ok: bool, value: Any) -> None:
         came, self._came = self._came, self._came + tasks_in(value)
@@ -376,26 +376,26 @@ class IMapUnorderedIterator(IMapIterator[T]):
 
 
 class Stream(Job):
-    """What the pool keeps of an `imap`: the iterator is its user's, and may be dropped.
+    """The job of an `imap`.  It does not hold the iterator, which the caller may drop.
 
-    ``gone`` is called then; the tasks run all the same, and their answers are dropped too.
+    Then ``gone`` is called; the tasks still run, and their answers are dropped.
     """
 
     def __init__(self, iterator: IMapIterator[Any], number: int, gone: Callable[[], None]) -> None:
-        # Without the pool: the iterator keeps that, as long as somebody has the iterator.
+        # Without the pool: the iterator holds it.
         super().__init__(number, iterator.label, None)
         self._iterator = weakref.ref(iterator, lambda _: gone())
         self._answered = 0
         self._length: int | None = None
-        # Told how many tasks were answered, where the input is drawn no further ahead than that.
+        # Called with the number of answered tasks, if drawing the input depends on it.
         self.answers: Callable[[int], object] | None = None
-        # How the pool takes items that are there at once: `xpool._pools.input_reader.Runs`.
+        # Submits consecutive items together: an `xpool._pools.input_reader.Runs`.
         self.runs: Any = None
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False
-        # As `tasks_in`, without a call: every answer of a stream comes through here.
+        # As `tasks_in`, without a call, since every answer of a stream comes here.
         tasks = value.count if isinstance(value, PickledResult) else 1
         self._answered += tasks
         if self.progress is not None:
@@ -410,29 +410,29 @@ class Stream(Job):
         return self.settled
 
     def record(self, index: int, ok: bool, value: Any) -> bool:
-        """As `deliver`, of an answer that is written in a journal."""
-        # Not a subclass's `deliver`, which sends the answer to the journal first.
+        """As `deliver`, of an answer that a journal has stored."""
+        # `Recorded` overrides `deliver`.
         return Stream.deliver(self, index, ok, value)
 
     def hold_back(self, value: Any, times: int = 1) -> None:
-        """Count the memory of an answer that does not arrive yet; -1: does so now."""
+        """Count the memory of an answer that is not handed on yet; -1: it is handed on now."""
         iterator = self._iterator()
         if iterator is not None:
             iterator.buffer.bytes_in += times * weigh(value)
 
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
-        """Return what is to be called with each item in the place of ``put``."""
+        """Return a function that is called with each item in place of ``put``."""
         return put
 
     def end(self, length: int) -> bool:
-        """Note that the input had ``length`` tasks; True when all are answered already."""
+        """Note that the input had ``length`` tasks; return whether all are answered."""
         if self.settled:
             return False
         self._length = length
         iterator = self._iterator()
         if iterator is not None:
             iterator.finish(length)
-        # All may have been answered before it was known how many there are.
+        # All may have been answered before their number was known.
         self.settled = self._answered == length
         return self.settled
 

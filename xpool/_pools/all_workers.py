@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from xpool import errors
 from xpool._calls.options import TaskOptions, check_seconds, label
-from xpool._calls.results import Job, PickledResult, Unopened, exception_in, local
+from xpool._calls.results import (
+    Job,
+    PickledResult,
+    Unopened,
+    about_to_block,
+    exception_in,
+    open_one,
+)
 from xpool._pools.engine_submitter import EngineSubmitter
 from xpool._pools.lifecycle import Lifecycle
 from xpool._python.interrupt import shielded
@@ -187,16 +194,14 @@ class AllWorkersResult(Job):
             Exception: the error of the function; its ``__cause__`` names the worker.
             WorkerDied, TaskTimeout: as for any task; ``worker`` is the worker's index.
         """
-        blocking = getattr(local, "blocking", None)
-        if blocking is not None:
-            blocking()
+        about_to_block()
         self._waiters.wait(lambda: self._released or bool(self._errors), None)
         if self._failure is not None:
             raise exception_in(self._failure)
         values = []
         if not self._errors:
             for worker, value in enumerate(self._values):
-                (one,) = value.open() if isinstance(value, PickledResult) else (value,)
+                one = open_one(value)
                 if type(one) is Unopened:
                     raise _located(one.exc, worker)
                 values.append(one)
@@ -224,7 +229,7 @@ class AllWorkersResult(Job):
 
     def _new_errors(self, known: dict[int, BaseException]) -> Iterator[tuple[int, BaseException]]:
         for worker, value in list(self._errors.items())[len(known) :]:
-            (error,) = value.open() if isinstance(value, PickledResult) else (value,)
+            error = open_one(value)
             yield worker, _located(error.exc if type(error) is Unopened else error, worker)
 
     # -- the engine's side -------------------------------------------------------------------

@@ -46,43 +46,29 @@ class Callbacks:
     """The two callback threads of a pool."""
 
     def __init__(self, name: str) -> None:
-        self._program = _Caller(f"{name}-callbacks", self)
-        self._futures = _Caller(f"{name}-callbacks-futures", self)
-
-    def add(self, call: _Call) -> None:
-        """Queue a callback of the program."""
-        self._program.add(call)
-
-    def add_future(self, call: _Call) -> None:
-        """Queue the completion of a future."""
-        self._futures.add(call)
-
-    def expect_future(self) -> None:
-        """Start the thread now, since the interpreter starts none at its end."""
-        self._futures.start()
-
-    def expect(self) -> None:
-        """Start the thread for callbacks of the program, for the same reason."""
-        self._program.start()
+        self.program = _Caller(f"{name}-callbacks", self)
+        """Calls the callbacks of the program."""
+        self.futures = _Caller(f"{name}-callbacks-futures", self)
+        """Completes futures."""
 
     def runs_here(self) -> bool:
         """Whether the calling thread is one of the two."""
-        return getattr(local, "caller", None) in (self._program, self._futures)
+        return getattr(local, "caller", None) in (self.program, self.futures)
 
     def stop(self) -> None:
         """Let the threads end after the queued calls."""
         # Futures first: completing them queues their callbacks.
-        self._futures.stop(self._program.stop)
+        self.futures.stop(self.program.stop)
 
     def join(self, deadline: float | None = None) -> bool:
         """Wait for the threads to end, after `stop`; return False at the deadline."""
-        return self._futures.join(deadline) and self._program.join(deadline)
+        return self.futures.join(deadline) and self.program.join(deadline)
 
 
 def calling_back() -> Callbacks | None:
     """Return the callbacks of the pool whose futures the calling thread completes, or None."""
     caller: _Caller | None = getattr(local, "caller", None)
-    if caller is None or caller is not caller.owner._futures:
+    if caller is None or caller is not caller.owner.futures:
         return None
     return caller.owner
 
@@ -102,6 +88,7 @@ class _Caller:
         self._last: Callable[[], None] | None = None
 
     def add(self, call: _Call) -> None:
+        """Queue a call."""
         # Queued first, so that the serving thread finds it, whichever that is.
         self._queue.put(call)
         with self._lock:
@@ -110,7 +97,7 @@ class _Caller:
                 self._queue.put(None)
 
     def start(self) -> None:
-        """Start the thread, unless it runs."""
+        """Start the thread unless it runs: before it is needed, as none starts at the exit."""
         with self._lock:
             if self._runner is None:
                 self._start()

@@ -1,4 +1,4 @@
-"""How a verb becomes tasks of worker processes: pickled, and given to the engine in ranges."""
+"""`EngineSubmitter`: pickles the tasks of a verb and gives them to an engine in ranges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from xpool._engine.jobs.ranges import CALLS, ONCE, Limit, TaskRange, Terms
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
 from xpool._pools.submitters import HookedPool, HookSubmitter, Put, Work
-from xpool._pools.task_stream import TaskStream
 from xpool._python.interrupt import by_handler, shielded
 from xpool._wire.wire import Mode
 from xpool._worker.callables import InCall, Retried, applied
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from xpool._engine.protocols import EngineProtocol
     from xpool._pools.packing import Packer
 
-# inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR: to import that takes 10 ms.
+# inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR, whose import takes 10 ms.
 _IS_ASYNC = 0x80 | 0x200
 
 _MODES = {
@@ -37,8 +36,8 @@ _MODES = {
 class EngineSubmitter(HookSubmitter):
     """Pickles tasks and gives them to an engine.
 
-    ``one_as_call``: whether a map of one task is submitted as a call, whose caller receives the
-    answer itself.
+    ``one_as_call``: whether a map of one task is submitted as a call, so that its caller receives
+    the answer.
     """
 
     def __init__(
@@ -65,13 +64,14 @@ class EngineSubmitter(HookSubmitter):
             )
 
     def call(self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any]) -> None:
-        """Submit the one task of a job; where its caller waits, receive the answer here."""
+        """Submit the one task of a job; if its caller waits, receive the answer here."""
         options, engine = job.options, self.engine
         job.is_call = True
         if options.retry_on:
             func = Retried(func, options.retry_on)
-        terms = terms_of(options)
-        keep = terms.retries > 0
+        plain = options.timeout is None and not options.retries
+        terms = ONCE if plain else terms_of(options)  # saves a call
+        keep = options.retries > 0
         payload, worker = self.packer.pack_task((func, args, kwds), keep, options.worker)
         if type(payload) is not bytes:  # it holds blocks, or is large
             engine.sent(payload)
@@ -79,7 +79,7 @@ class EngineSubmitter(HookSubmitter):
             engine.submit_call(job.number, payload, terms)
             return
         task_range = TaskRange(CALLS, 0, job.number, (payload,), worker, terms)
-        del payload  # it holds what was lent for this call, and so does the range
+        del payload  # it holds blocks of memory, and so does the range
         if not options.waits:
             engine.submit(task_range)
             return
@@ -106,7 +106,7 @@ class EngineSubmitter(HookSubmitter):
             except Exception as error:
                 if by_handler(error):
                     raise
-                # It fails alone; what comes after it is a task range of its own.
+                # Only this task fails.  The tasks after it are another range.
                 failed.append((i, error))
                 task_ranges.append(begin.beside(i + 1))
                 continue
@@ -125,7 +125,7 @@ class EngineSubmitter(HookSubmitter):
         self.engine.submit(task_range)
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        """Return what the input reader calls with each task; it does not hold the pool."""
+        """Return the function that submits a task of the stream; it does not hold the pool."""
         begin, owner = self.learn(job, work)
         stream = TaskStream(self.engine, self.packer, begin, flow, owner)
         if owner is None:
@@ -170,13 +170,13 @@ class EngineSubmitter(HookSubmitter):
         )
 
     def beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs a function whose workers share the terminal of a bar with it."""
-        from xpool._worker.line_streams import Clearing  # only here: few programs have a terminal
+        """Return a function that runs ``func`` and keeps its output apart from a progress bar."""
+        from xpool._worker.line_streams import Clearing  # here, since few programs need it
 
         return Clearing(func)
 
     def withdraw(self, job: Job) -> None:
-        """Give no worker what waits of a job, and stop what runs of it."""
+        """Drop the waiting tasks of a job, and stop the running ones."""
         self.engine.withdraw(*_place(job))
 
     @shielded
@@ -194,7 +194,7 @@ class HookedEngineSubmitter(EngineSubmitter):
 
 
 class PeerSubmitter(EngineSubmitter):
-    """Binds each task to a worker when it is submitted: to that with the least to do."""
+    """Binds each task to a worker when it is submitted: the one with the least to do."""
 
     def on_all(self, job: Job, call: tuple[Any, ...], size: int) -> None:
         """Submit a call to each of ``size`` workers; its number is the scope of their messages."""
@@ -210,13 +210,70 @@ class PeerSubmitter(EngineSubmitter):
             self.engine.submit(task_range.beside(i, (item,), -1))
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        """Return what the input reader calls with each task; it does not hold the pool."""
+        """Return the function that submits a task of the stream; it does not hold the pool."""
         begin, owner = self.learn(job, work)
         return TaskStream(self.engine, self.packer, begin, flow, -1 if owner is None else owner).put
 
 
+class TaskStream:
+    """Pickles the tasks of one `imap` and appends them to a range.
+
+    ``task_range``: of its job, still empty.  ``owner``: the worker to which all tasks are bound;
+    -1: each to the worker with the least to do; None: to the owner of its tensors, or to none.
+    """
+
+    def __init__(
+        self,
+        engine: EngineProtocol,
+        packer: Packer,
+        task_range: TaskRange,
+        flow: FlowControl,
+        owner: int | None,
+    ) -> None:
+        # Not the pool, which the input reader must not hold.
+        self._engine = engine
+        self._task_range = task_range
+        task_range.flow = flow
+        task_range.may_run, flow.resume = flow.may_run, engine.resume
+        self._next = 0
+        self._packer = packer
+        self._kept = task_range.terms.retries > 0
+        self._owner = owner
+
+    def put(self, index: int, task: Any) -> int:
+        """Pickle and submit a task; return its size in bytes."""
+        payload, worker = self._packer.pack_task(task, self._kept, self._owner)
+        if worker is not None:
+            self._engine.submit(self._task_range.beside(index, (payload,), worker))
+            return self._engine.sent(payload)
+        task_range = self._from(index)
+        self._next = index + 1
+        task_range.items.append(payload)
+        # This reads the marks after appending; the engine reads the items after it has marked a
+        # worker as idle, or the range as not queued.  So one of them sees the other's change.
+        if not task_range.queued or self._engine.idle:
+            self._engine.feed(task_range)
+        return self._engine.sent(payload)
+
+    def put_run(self, index: int, payloads: list[bytes]) -> int:
+        """Submit several tasks that are pickled; return their size in bytes."""
+        task_range = self._from(index)
+        self._next = index + len(payloads)
+        task_range.items.extend(payloads)
+        if not task_range.queued or self._engine.idle:
+            self._engine.feed(task_range)
+        return sum(map(len, payloads))
+
+    def _from(self, index: int) -> TaskRange:
+        """Return the range to which item ``index`` is appended."""
+        if index != self._next:
+            # A range has no gaps, and the item in between could not be sent: begin another range.
+            self._task_range = self._task_range.beside(index)
+        return self._task_range
+
+
 def _place(job: Job) -> tuple[int, int | None]:
-    """Return what the engine knows a job by, and which item of that it is; None: all of them."""
+    """Return the engine's job number of a job, and its item there; None: all items."""
     return (CALLS, job.number) if job.is_call else (job.number, None)
 
 

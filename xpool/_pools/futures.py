@@ -118,7 +118,7 @@ def _call_back(func: Callable[[Any], object], future: _Future[Any]) -> None:
     if callbacks is None:
         func(future)
     else:
-        callbacks.add(_Callback(func, future))
+        callbacks.program.add(_Callback(func, future))
 
 
 class _Future(concurrent.futures.Future[T]):
@@ -153,7 +153,7 @@ class _Future(concurrent.futures.Future[T]):
         job = self._job
         pool = None if job is None else job._pool
         if pool is not None:
-            pool._jobs.callbacks.expect()
+            pool._jobs.callbacks.program.start()  # the interpreter starts no thread at its exit
         super().add_done_callback(functools.partial(_call_back, fn))
 
     def cancel(self) -> bool:
@@ -263,7 +263,7 @@ def submit(
     future: _Future[Any] = _Future()
     future._job = job = _Call(pool, func, future)
     job.options = options
-    pool._jobs.callbacks.expect_future()
+    pool._jobs.callbacks.futures.start()
     if owner is not None:
         future._owner = owner
         _unfinished.add(future)

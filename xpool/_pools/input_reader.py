@@ -180,9 +180,7 @@ class FlowControl:
 
     def taken(self, items: list[Any]) -> None:
         """Count tasks that were given to a worker."""
-        from xpool._pickling.frame import (
-            weight_of_all,  # here: it is there by now, and leads to all
-        )
+        from xpool._pickling.frame import weight_of_all  # here, since it imports the pickler
 
         self.taken_bytes += weight_of_all(items)
         self.answered(len(items))

@@ -100,10 +100,7 @@ class JobTable:
         """Have the callback of an answered job called, or release its callers now."""
         if job.has_callback:
             assert isinstance(job, AsyncResult)
-            if job.is_future:
-                self.callbacks.add_future(job)
-            else:
-                self.callbacks.add(job)
+            (self.callbacks.futures if job.is_future else self.callbacks.program).add(job)
         else:
             self.remove(job)
             job.release()

@@ -1,7 +1,4 @@
-"""The verbs as people call them: their signatures, types and help.
-
-`xpool._pools.verbs` has what they do.
-"""
+"""The verbs: their signatures, types and docstrings.  `xpool._pools.verbs` implements them."""
 
 from __future__ import annotations
 
@@ -43,9 +40,9 @@ T = TypeVar("T")
 
 
 class PublicVerbs(Generic[Unpack[Cs]]):
-    """The verbs of `multiprocessing.pool.Pool`, with what xpool adds to each.
+    """The verbs of `multiprocessing.pool.Pool`, with xpool's additions.
 
-    To type checkers, pools whose functions get a context of type C first are `PublicVerbs[C]`.
+    For type checkers, a pool whose functions get a context of type C first is a `PublicVerbs[C]`.
     """
 
     if not TYPE_CHECKING:
@@ -67,9 +64,9 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     # Whether each worker has random generators of its own.
     _seeds_items = False
     _files: TaskFiles | None = None
-    # The worker that a call goes to which names none; None: any, -1: the one with the least to do.
+    # The worker for calls that name none; None: any, -1: the one with the least to do.
     _calls_go_to: int | None = None
-    # Whether functions get their worker's context in front of their arguments; and the contexts.
+    # Whether the first argument of functions is their worker's context; and the contexts.
     _gives_context = False
     _contexts: list[Any] | None = None
 
@@ -86,11 +83,11 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     ) -> T:
         """Call ``func(*args, **kwds)`` in a worker; wait for the result and return it.
 
-        Of all verbs that start work:
+        All verbs that start tasks have these keywords:
 
-        * ``timeout``: seconds that each call of ``func`` may take, from when a worker begins it;
-          then it is stopped and its task fails with `TaskTimeout`.  None: the pool's
-          ``task_timeout``; infinity: any time.
+        * ``timeout``: seconds that each call of ``func`` may take, from its beginning in a worker
+          on; then it is stopped and its task fails with `TaskTimeout`.  None: the pool's
+          ``task_timeout``; infinity: no limit.
         * ``retries``: how often the task may run again when its worker dies, or when it raises
           one of the exceptions ``retry_on`` (a class or a tuple of classes), after a pause.
 
@@ -120,10 +117,10 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         retry_on: Exceptions = (),
         **unknown: Never,
     ) -> AsyncResult[T]:
-        """Have ``func(*args, **kwds)`` called in a worker; return its result to come.
+        """Submit ``func(*args, **kwds)``; return its `AsyncResult` at once.
 
-        ``callback(value)`` or ``error_callback(exception)`` is called when it is there, before
-        `get` returns, in a thread of the pool in which it may block and submit more.
+        When the call has ended, ``callback(value)`` or ``error_callback(exception)`` runs in a
+        thread of the pool, before `get` returns.  It may block and submit tasks.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -159,11 +156,11 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     ) -> list[Any]:  # fmt: skip
         """Return ``[func(x) for x in iterable]``, computed by the workers, in order.
 
-        A task is a chunk of ``chunksize`` items; by default about four chunks for each worker.
-        The error of a task is raised when all have been answered.
+        A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
+        If a task fails, its error is raised after all tasks have been answered.
 
         Args:
-            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
+            timeout: seconds that each call of ``func`` may take, from its beginning in a worker on.
                 Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
                 ``task_timeout``; infinity: no limit.
             retries: how often a task runs again when its worker dies, or when it raises one of
@@ -174,8 +171,8 @@ class PublicVerbs(Generic[Unpack[Cs]]):
                 thread of its own.
             on_error: "raise", or "return": the exception of an item stands in the place of its
                 result, and each item is a task.
-            seed: an int.  Each item finds the generators of `random`, numpy and torch seeded by it
-                and by the item's number, whatever worker runs it.  Not for threads.
+            seed: an int.  Before each item, the generators of `random`, numpy and torch are seeded
+                from it and the item's number, in any worker.  Not for threads.
             journal: path of an SQLite database.  Results are written there before they are handed
                 out, and an item whose result is there does not run again.  Each item is a task.
             key: a function that returns the name of an item in the journal, a str, bytes or an int;
@@ -185,8 +182,8 @@ class PublicVerbs(Generic[Unpack[Cs]]):
                 the values that they use must be unchanged.
 
         Raises:
-            Exception: what a task raised, as it is; of several, what arrived first.
-            WorkerDied, TaskTimeout: a worker died in a task; it took longer than ``timeout``.
+            Exception: what a task raised; of several errors, the first that arrived.
+            WorkerDied, TaskTimeout: a worker died in a task; a task took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
             OptionError: the journal is of another function, or of this one before a change.
             sqlite3.Error: the journal cannot be opened or written.
@@ -347,16 +344,16 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     ) -> IMapIterator[Any]:  # fmt: skip
         """Return an iterator over the results, in order, while the input is still drawn.
 
-        ``buffersize``: at most so many items, not chunks, are drawn ahead of the consumer.  Then
-        `join` waits for the consumer, and nothing more is drawn when the iterator is dropped or
-        cancelled.
+        With a ``buffersize``, at most so many items (not chunks) are drawn ahead of the consumer.
+        Then `join` waits for the consumer, and no more items are drawn after the iterator was
+        dropped or cancelled.
 
-        Without a ``buffersize``, as many are drawn as the workers have use for, while the results
-        that nobody has taken need less than a sixteenth of the machine's free memory (at least
-        64 MiB; a result is counted with 256 bytes more than it has).  When the iterator is dropped,
-        or somebody waits in `join`, the rest is drawn and run all the same.
+        Without a ``buffersize``, as many items are drawn as the workers need, while the untaken
+        results use less than a sixteenth of the machine's free memory, or 64 MiB if that is more (a
+        result counts 256 bytes more than its size).  If the iterator is dropped, or a thread waits
+        in `join`, the rest of the input is still drawn and run.
 
-        ``len()`` of it is that of the input, where that has one.
+        The iterator has the ``len()`` of the input, if that has one.
 
         Args:
             timeout, retries, retry_on, progress, on_error, seed, and those of a journal: as

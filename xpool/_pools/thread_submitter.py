@@ -1,4 +1,4 @@
-"""How a verb becomes tasks of threads: sources, from which all threads take at once."""
+"""`ThreadSubmitter`: makes the tasks of a verb sources, from which all threads take at once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from xpool._worker.callables import applied
 
 
 class ThreadSubmitter(HookSubmitter):
-    """Puts the tasks of a map, and the items of a stream that are there at once, into sources.
+    """Puts the tasks of a map, and consecutive items of a stream, into sources.
 
-    Single calls, and tasks with a limit of time or with retries, go through the hook.
+    Single calls, and tasks with a time limit or retries, go through the hook.
     """
 
     def __init__(self, pool: HookedPool, jobs: JobTable, threads: ThreadWorkers) -> None:
@@ -37,7 +37,7 @@ class ThreadSubmitter(HookSubmitter):
         self._threads.put(Source(job, call, before, items), len(items))
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        """Return what the input reader calls with each task; it does not hold the pool."""
+        """Return the function that submits a task of the stream; it does not hold the pool."""
         if _plain(job.options):
             threads, (call, before) = self._threads, applied(*work)
 
@@ -49,7 +49,7 @@ class ThreadSubmitter(HookSubmitter):
         return super().stream(job, work, flow)
 
     def withdraw(self, job: Job) -> None:
-        """Answer what runs of a job, and leave its threads to themselves."""
+        """Drop the waiting tasks of a job; replace the threads that run its tasks."""
         self._threads.withdraw(job.number)
 
     def runs(self, job: Job) -> bool:
