@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +31,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "ndarray": lambda: of("numpy"),
     "memoryview": lambda: memoryview(bytearray(SIZE)),
     "matrix": lambda: memoryview(bytearray(SIZE)).cast("B", (10, SIZE // 10)),
-    "array": lambda: array.array("d", bytes(SIZE)),
 }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
 from pickle import PickleBuffer, PicklingError
+from types import SimpleNamespace
 from typing import Any
 
 from xpool._memory.buffers import same_bytes
@@ -33,12 +34,6 @@ _dumps: Callable[[Any, int], bytes] = pickle.dumps
 _loads: Callable[[Any], Any] = pickle.loads
 
 
-class _Sink:
-    """The file of a pickler: ``write`` is a list's append."""
-
-    __slots__ = ("write",)
-
-
 _dump = pickle.Pickler.dump
 
 
@@ -57,10 +52,8 @@ class _FastPickler(pickle.Pickler):
         self.names: set[str] = set()
         self.spaces: dict[int, Any] = {}
         self.tensors: Any = None
-        sink = _Sink()
-        sink.write = self.chunks.append  # type: ignore[attr-defined]
-        callback = _placer(layout, self.buffers, self.shared)
-        super().__init__(sink, 5, buffer_callback=callback)  # type: ignore[arg-type]
+        file = SimpleNamespace(write=self.chunks.append)
+        super().__init__(file, 5, buffer_callback=_placer(layout, self.buffers, self.shared))
 
     reducer_override = reducers.reducer_override
 

@@ -69,24 +69,8 @@ class Script(Protocol):
         """Put the needed globals before a pickle; None: it needs none."""
 
 
-class _NoScript:
-    """The standard pickler's way: objects of ``__main__`` are pickled by name, without globals."""
-
-    def importable(self) -> bool:
-        return True
-
-    def pickled_namespace(self, values: dict[Any, Any]) -> Any:
-        return NotImplemented
-
-    def quiet(self, names: set[str]) -> bool:
-        return True
-
-    def preface(self, *message: Any) -> None:
-        return None
-
-
-#: Set once, by `xpool._pickling.by_value`.
-script: Script = _NoScript()
+script: Script
+"""Set once, by `xpool._pickling.by_value`."""
 
 REDUCERS: dict[type, Reducer] = {}
 
@@ -112,6 +96,11 @@ FOR_SUBCLASSES: dict[type, Reducer] = {}
 
 #: xpool's own functions that rebuild objects, with their names, which are in many messages.
 BUILDERS: dict[Callable[..., Any], str] = {}
+
+
+def set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    """Restore attributes, as the setter of a reduction, of an object with ``__setstate__``."""
+    obj.__dict__.update(attributes)
 
 
 def builder(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Pickles `memoryview` and `array.array` as buffers of their own elements."""
+"""Pickles `memoryview` as a buffer of its own elements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from xpool._memory.buffers import array_type
 from xpool._pickling.policy import INLINE_BELOW
-from xpool._pickling.reducers import LAZY, Context, builder, register
+from xpool._pickling.reducers import Context, builder, register
 
 
 @register(memoryview)
@@ -37,27 +37,3 @@ def _memoryview(data: Any, kind: Any, shape: Any, readonly: bool) -> Any:
 
 
 _CASTABLE = frozenset("@cbB?hHiIlLqQnNefdP")  # characters of formats for memoryview.cast
-
-
-def _lazy_array() -> None:
-    import array
-
-    LAZY.pop("array", None)
-    register(array.array)(_reduce_std_array)
-
-
-def _reduce_std_array(pickler: Context, array: Any) -> Any:
-    return _std_array, (array.typecode, PickleBuffer(array))
-
-
-@builder
-def _std_array(typecode: str, data: Any) -> Any:
-    from array import array
-
-    # Copied, since an `array` owns its memory.
-    made = array(typecode)
-    made.frombytes(data)
-    return made
-
-
-LAZY["array"] = _lazy_array

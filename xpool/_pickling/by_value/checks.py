@@ -65,15 +65,10 @@ def is_final(name: str) -> bool:
     return kind.partition("[")[0].rpartition(".")[2] == "Final"
 
 
-if sys.version_info < (3, 14):
-
-    def _annotations(holder: Any) -> dict[str, Any]:
-        found: dict[str, Any] = vars(holder).get("__annotations__", {})
-        return found
-
-else:
-
-    def _annotations(holder: Any) -> dict[str, Any]:
-        import annotationlib  # only here: few programs have a large global
+def _annotations(holder: Any) -> dict[str, Any]:
+    if sys.version_info >= (3, 14):
+        import annotationlib  # late: few programs have a large global
 
         return annotationlib.get_annotations(holder, format=annotationlib.Format.STRING)
+    found: dict[str, Any] = vars(holder).get("__annotations__", {})
+    return found

@@ -27,6 +27,7 @@ from typing import Any
 
 from xpool._pickling import reducers
 from xpool._pickling.by_value import main, registry, special_classes
+from xpool._pickling.by_value.functions import annotations_of
 from xpool._pickling.by_value.names import name_for
 from xpool._pickling.pickler import write_blob
 from xpool._pickling.reducers import Context
@@ -191,10 +192,7 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
     if "__annotate_func__" in state or "__annotate__" in state:
         state.pop("__annotate_func__", None)
         state.pop("__annotate__", None)
-        try:
-            state["__annotations__"] = dict(cls.__annotations__)
-        except Exception:  # 3.14 evaluates them only now, and names in them may be undefined
-            state["__annotations__"] = {}
+        state["__annotations__"] = annotations_of(cls)
     if isinstance(cls, abc.ABCMeta):
         found = (ref() for ref in registered_classes(cls))
         state["_abc_impl"] = [one for one in found if one is not None]

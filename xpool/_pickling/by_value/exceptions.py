@@ -39,7 +39,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
         add_note(exc, missing)
         traceback_text = f"{traceback_text.rstrip()}\n{missing}\n"
     failure: BaseException | None = None
-    for form in (_Raised(exc, traceback_text), _Salvaged(exc, traceback_text)):
+    for form in (_Raised(exc, traceback_text), _Raised(_Salvaged(exc), traceback_text)):
         try:
             data = encode(form, main_globals=False)
             # Loaded here as a test: many exceptions can be pickled but not unpickled.
@@ -86,45 +86,37 @@ def add_note(exc: BaseException, note: str) -> None:
 
 
 class _Raised:
-    """Return the exception as its class or the reducer below pickles it."""
+    """Is loaded as an exception with the worker's traceback."""
 
-    def __init__(self, exc: BaseException, text: str) -> None:
+    def __init__(self, exc: BaseException | _Salvaged, text: str) -> None:
         self.exc, self.text = exc, text
 
     def __reduce__(self) -> Any:
         return _raised, (self.exc, self.text)
 
 
-class _Salvaged(_Raised):
-    """Return the exception without unpicklable attributes, ignoring its own ``__reduce__``."""
+class _Salvaged:
+    """Is loaded as an exception without the parts that cannot be pickled.
 
-    def __reduce__(self) -> Any:
-        return _rebuilt_and_raised, (*_salvaged_parts(self.exc), self.text)
-
-
-class _GroupMember:
-    """Return an exception of a group without what cannot be pickled."""
+    Ignores the ``__reduce__`` of its class.
+    """
 
     def __init__(self, exc: BaseException) -> None:
         self.exc = exc
 
     def __reduce__(self) -> Any:
-        return _rebuilt, _salvaged_parts(self.exc)
-
-
-def _salvaged_parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    cls, args, state = _parts(exc)
-    kept: tuple[Any, ...]
-    if isinstance(exc, _GROUPS):
-        kept = args[0], [_salvaged_member(member) for member in args[1]]
-    else:
-        kept = tuple(arg if _travels(arg) else str(_text(arg)) for arg in args)
-    return cls, kept, {key: value for key, value in state.items() if _travels(value)}
+        cls, args, state = _parts(self.exc)
+        kept: tuple[Any, ...]
+        if isinstance(self.exc, _GROUPS):
+            kept = args[0], [_salvaged_member(member) for member in args[1]]
+        else:
+            kept = tuple(arg if _travels(arg) else str(_text(arg)) for arg in args)
+        return _rebuild, (cls, kept), {k: v for k, v in state.items() if _travels(v)}
 
 
 def _salvaged_member(exc: BaseException) -> Any:
     """Return the object that is pickled in place of an exception of a group."""
-    for form in (exc, _GroupMember(exc)):
+    for form in (exc, _Salvaged(exc)):
         if _travels(form):
             return form
     why = f"{type(exc).__qualname__} of a group cannot be pickled"
@@ -144,16 +136,6 @@ def _travels(obj: Any) -> bool:
 def _raised(exc: BaseException, text: str) -> BaseException:
     exc.__cause__ = errors.RemoteTraceback(text)
     return exc
-
-
-def _rebuilt(cls: Any, args: Any, state: Any) -> BaseException:
-    exc: BaseException = _rebuild(cls, args)
-    exc.__setstate__(state)
-    return exc
-
-
-def _rebuilt_and_raised(cls: Any, args: Any, state: Any, text: str) -> BaseException:
-    return _raised(_rebuilt(cls, args, state), text)
 
 
 # -- exceptions anywhere in a message ---------------------------------------------------------

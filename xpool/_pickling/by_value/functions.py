@@ -8,14 +8,7 @@ import marshal
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from types import (
-    CellType,
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    ModuleType,
-)
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 from xpool._pickling.by_value import main
@@ -27,6 +20,7 @@ from xpool._pickling.reducers import (
     LAZY,
     Context,
     register,
+    set_attributes,
 )
 from xpool._python.hidden import CachedFunction
 
@@ -96,10 +90,7 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
         value = getattr(function, attribute, None)
         if value is not None and value != ():
             state[attribute] = value
-    if sys.version_info < (3, 14):
-        annotations = function.__annotations__
-    else:
-        annotations = _annotations(function)
+    annotations = annotations_of(function)
     if annotations:
         state["__annotations__"] = annotations
     if function.__dict__:
@@ -117,10 +108,14 @@ _ATTRIBUTES = (
 )
 
 
-def _annotations(function: Any) -> dict[str, Any]:
+def annotations_of(obj: Any) -> dict[str, Any]:
+    """Return the annotations of a function or class; empty: a name in them is undefined.
+
+    Python 3.14 evaluates them only here.
+    """
     try:
-        return dict(function.__annotations__)
-    except Exception:  # 3.14 evaluates them only now, and names in them may be undefined
+        return dict(obj.__annotations__)
+    except Exception:
         return {}
 
 
@@ -220,16 +215,12 @@ def _reduce_property(pickler: Context, obj: property) -> Any:
     state = getattr(obj, "__dict__", None)  # of a subclass
     if kind is property or not state:
         return kind, parts
-    return kind, parts, state, None, None, _update
+    return kind, parts, state, None, None, set_attributes
 
 
 @register(classmethod, staticmethod)
 def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
     return type(obj), (obj.__func__,)
-
-
-def _update(obj: Any, state: dict[str, Any]) -> None:
-    obj.__dict__.update(state)
 
 
 FOR_SUBCLASSES[property] = _reduce_property

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 from xpool._python import at_fork
@@ -85,12 +85,10 @@ def enter(obj: Any, token: str, *, own: bool) -> ClassEntry:
             finally:
                 lock.release()
 
-    ref: Callable[[], Any]
-    try:
+    ref: Callable[[], Any] | None = None
+    with suppress(TypeError):  # type aliases have no weak references; they are few and may stay
         ref = weakref.ref(obj, forget)
-    except TypeError:  # type aliases have no weak references; they are few and may stay
-        ref = partial(_itself, obj)
-    entry = ClassEntry(token, ref, own)
+    entry = ClassEntry(token, ref or (lambda: obj), own)
     _by_id[key] = _by_token[token] = entry
     return entry
 
@@ -112,10 +110,6 @@ def disown() -> None:
     with lock:
         for entry in _by_token.values():
             entry.own = False
-
-
-def _itself(obj: Any) -> Any:
-    return obj
 
 
 at_fork.renew(globals(), lock=threading.RLock)

@@ -10,7 +10,14 @@ from typing import Any
 
 from xpool._pickling.fastpath import SHORT, Head, tail
 from xpool._pickling.policy import INLINE_BELOW
-from xpool._pickling.reducers import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder
+from xpool._pickling.reducers import (
+    FOR_SUBCLASSES,
+    LAZY,
+    REDUCERS,
+    Context,
+    builder,
+    set_attributes,
+)
 from xpool._pickling.tensors.dense import Memory, bytes_of
 from xpool._pickling.tensors.extents import Seen, of_array
 
@@ -67,9 +74,7 @@ def _reduce(pickler: Context, array: Any) -> Any:
     size = array.nbytes
     if not size:
         return _array, (bytearray(), kind, array.shape, array.strides, 0, flags.writeable)
-    seen = pickler.tensors
-    if seen is None:
-        seen = pickler.tensors = Seen()
+    seen = Seen.of(pickler)
     # First run: addresses are determined at its end, and only if arrays can alias at all.
     if seen.plan is None:
         seen.note_array(array)
@@ -132,7 +137,7 @@ def _reduce_subclass(pickler: Context, array: Any) -> Any:
     plain = np.ndarray.view(array, np.ndarray)
     attributes = getattr(array, "__dict__", None)
     if attributes:
-        return _subclassed, (plain, cls), attributes, None, None, _set_attributes
+        return _subclassed, (plain, cls), attributes, None, None, set_attributes
     return _subclassed, (plain, cls)
 
 
@@ -177,10 +182,6 @@ def _same(array: Any) -> Any:
 @builder
 def _subclassed(plain: Any, cls: Any) -> Any:
     return plain.view(cls)
-
-
-def _set_attributes(array: Any, attributes: dict[str, Any]) -> None:
-    array.__dict__.update(attributes)
 
 
 @builder

@@ -17,9 +17,8 @@ def parts(torch: Any, tensor: Any) -> Any:
     """Return how to rebuild a bare tensor from others; None: it is elements in a storage."""
     layout = tensor.layout
     if layout is torch.strided:
-        if tensor.is_quantized:
-            return _quantized_parts(torch, tensor)
-        return _nested_parts(tensor) if tensor.is_nested else None
+        # torch reduces quantized and nested tensors to a storage and other tensors.
+        return NotImplemented if tensor.is_quantized or tensor.is_nested else None
     shape = tuple(tensor.shape)
     if layout is torch.sparse_coo:
         # By the private names: the public ones refuse an uncoalesced tensor.
@@ -35,27 +34,6 @@ def parts(torch: Any, tensor: Any) -> Any:
     if tensor.is_mkldnn:
         return _mkldnn, (tensor.to_dense(),)
     return NotImplemented  # torch pickles it, or says that it cannot
-
-
-def _nested_parts(tensor: Any) -> Any:
-    where = (
-        tensor._nested_tensor_size(),
-        tensor._nested_tensor_strides(),
-        tensor._nested_tensor_storage_offsets(),
-    )
-    return _nested, (tensor.values(), *where)
-
-
-def _quantized_parts(torch: Any, tensor: Any) -> Any:
-    """Reduce to the whole storage, since four-bit elements need not begin at a byte."""
-    scheme: Any = tensor.qscheme()
-    if scheme == torch.per_tensor_affine:
-        how: Any = (scheme, tensor.q_scale(), tensor.q_zero_point())
-    else:
-        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        how = (scheme, scales, zeros, tensor.q_per_channel_axis())
-    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-    return _quantized, (tensor.untyped_storage(), tensor.dtype, *place, how)
 
 
 @builder
@@ -79,29 +57,6 @@ def _compressed(outer: Any, inner: Any, values: Any, shape: Any, layout: Any) ->
 @builder
 def _mkldnn(dense: Any) -> Any:
     return dense.to_mkldnn()
-
-
-@builder
-def _nested(values: Any, sizes: Any, strides: Any, offsets: Any) -> Any:
-    import torch
-
-    return torch._nested_view_from_buffer(values, sizes, strides, offsets)
-
-
-@builder
-def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, how: Any) -> Any:
-    import torch
-
-    options = {"dtype": dtype, "device": "cpu"}
-    if how[0] == torch.per_tensor_affine:
-        _, scale, zero = how
-        made = torch._empty_affine_quantized(shape, scale=scale, zero_point=zero, **options)
-    else:
-        _, scales, zeros, axis = how
-        made = torch._empty_per_channel_affine_quantized(
-            shape, scales=scales, zero_points=zeros, axis=axis, **options
-        )
-    return made.set_(storage, offset, shape, strides)
 
 
 def check(tensor: Any) -> None:

@@ -41,9 +41,7 @@ def reduce_shared(pickler: Context, tensor: Any, about: Callable[[], str]) -> An
     layout = pickler.layout
     if not layout.gpus or layout.kept or not tensor.numel():
         return None
-    seen = pickler.tensors
-    if seen is None:
-        seen = pickler.tensors = Seen()
+    seen = Seen.of(pickler)
     # Only the second run exports: the output of the first is discarded and never opened.
     if seen.plan is None:
         seen.exports = True

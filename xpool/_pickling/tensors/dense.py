@@ -31,6 +31,7 @@ from xpool._pickling.reducers import (
     builder,
     in_place,
     register,
+    set_attributes,
 )
 from xpool._pickling.tensors import composite, cuda
 from xpool._pickling.tensors.devices import is_kept, on_own_device
@@ -131,9 +132,7 @@ def _reduce_piece(pickler: Context, piece: Piece) -> Any:
 
 def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
     """Record the address of an object; return the piece that it shares with others, or None."""
-    seen = pickler.tensors
-    if seen is None:
-        seen = pickler.tensors = Seen()
+    seen = Seen.of(pickler)
     if seen.plan is not None:
         piece: Piece | None = seen.plan.get(found)
         return piece
@@ -185,9 +184,7 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
         return _dense(pickler, sys.modules["torch"], tensor, name)
     if pickler.layout.named and start:
         return _dense(pickler, sys.modules["torch"], tensor, name)
-    seen = pickler.tensors
-    if seen is None:
-        seen = pickler.tensors = Seen()
+    seen = Seen.of(pickler)
     shape = tuple(tensor.shape)
     # An axis of length 1 may have any stride.
     if seen.plan is not None or 1 in shape or not start:
@@ -247,7 +244,7 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
     if flags & _NEG:
         bare = torch._neg_view(bare)
     if tensor.__dict__:
-        return _dressed, (bare, flags), tensor.__dict__, None, None, _set_attributes
+        return _dressed, (bare, flags), tensor.__dict__, None, None, set_attributes
     return _dressed, (bare, flags)
 
 
@@ -454,7 +451,3 @@ def _dressed(tensor: Any, flags: int) -> Any:
     if flags & _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & _GRAD))
     return tensor.requires_grad_() if flags & _GRAD else tensor
-
-
-def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
-    tensor.__dict__.update(attributes)

@@ -12,6 +12,7 @@ with the known pieces.  The objects are kept alive until then, so that no addres
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -26,7 +27,7 @@ Entry = tuple[int, int, tuple[tuple[int, int], ...], Any]
 
 _WORTH_A_LOOK = 2  # a range this many times larger than its elements is compared exactly
 _MEMBERS = 200  # more than this are not compared with one another
-_STEPS = 2_000  # of the search, for one comparison
+_STEPS = 2_000  # of numpy's search, for one comparison
 
 
 def extent(
@@ -60,42 +61,28 @@ def extent(
     return (address + low, address + high, tuple(axes)), own
 
 
+class _Bytes:
+    """The bytes of an extent, for `numpy.asarray`; they are never read."""
+
+    def __init__(self, one: Extent | Entry) -> None:
+        start, stop, axes, *_ = one
+        steps, lengths = zip(*(axes or ((1, stop - start),)), strict=True)
+        place = {"data": (start, True), "shape": lengths, "strides": steps}
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", **place}
+
+
 def alias(one: Extent | Entry, two: Extent | Entry) -> bool:
-    """Whether some byte belongs to both; also True if the search takes too long."""
+    """Whether some byte belongs to both; also True if numpy cannot tell, or is not installed."""
     if one[0] >= two[1] or two[0] >= one[1]:
         return False
-    # start1 + sum(i * step) == start2 + sum(j * step), or with j counted from the far end:
-    # sum(i * step) + sum(j' * step) == rest, each factor between 0 and its axis' length - 1.
-    # By step: axes with the same step are one factor, with the sum of their limits.
-    limits: dict[int, int] = {}
-    rest = two[1] - 1 - one[0]
-    for start, stop, axes, *_ in (one, two):
-        for step, length in axes or ((1, stop - start),):
-            limits[step] = limits.get(step, 0) + length - 1
-    terms = sorted(limits.items(), reverse=True)
-    # By term: the largest sum of it and all later terms, which have smaller steps.
-    reaches = [0]
-    for step, limit in reversed(terms):
-        reaches.append(reaches[-1] + step * limit)
-    reaches.reverse()
-    budget = _STEPS
-    todo = [(0, rest)]
-    while todo:
-        axis, rest = todo.pop()
-        if rest > reaches[axis]:
-            continue
-        # No rest: a common byte is found.
-        if axis == len(terms):
-            return True
-        step, limit = terms[axis]
-        # At least what later terms cannot reach, rounded up; at most what does not exceed `rest`.
-        least = max(0, -((reaches[axis + 1] - rest) // step))
-        most = min(limit, rest // step)
-        budget -= 1 + max(0, most - least)
-        if budget < 0:
-            return True
-        todo.extend((axis + 1, rest - step * factor) for factor in range(least, most + 1))
-    return False
+    numpy = sys.modules.get("numpy")  # torch imports it
+    if numpy is None:
+        return True
+    try:
+        arrays = [numpy.asarray(_Bytes(part)) for part in (one, two)]
+        return bool(numpy.shares_memory(*arrays, max_work=_STEPS))
+    except RuntimeError:  # numpy's TooHardError
+        return True
 
 
 class Piece:
@@ -119,6 +106,14 @@ class Seen(list[Entry]):
     # By address: the first object of the message that uses a shared storage, for the others.
     users: dict[int, Any] | None = None
     exports = False  # whether the second run exports memory of GPUs: see `cuda`
+
+    @classmethod
+    def of(cls, pickler: Any) -> Seen:
+        """Return those of a pickler."""
+        if pickler.tensors is None:
+            pickler.tensors = cls()
+        seen: Seen = pickler.tensors
+        return seen
 
     def note_array(self, array: Any) -> None:
         """Record an array that is not empty."""

@@ -54,9 +54,7 @@ def place_of(pickler: Context, storage: Any) -> Place | None:
     if known is not None and known[:2] == (process, address) and _is(*known[2][:2]):
         place: Place = known[2]
         return place
-    seen = pickler.tensors
-    if seen is None:
-        seen = pickler.tensors = Seen()
+    seen = Seen.of(pickler)
     if seen.maps is None:
         seen.maps = _shared_maps()
     at = bisect_right(seen.maps, address, key=itemgetter(0)) - 1

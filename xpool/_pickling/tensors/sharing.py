@@ -114,9 +114,7 @@ def first_user(pickler: Context, address: int, user: Any) -> Any:
 
     The receiver opens the memory for that one, and objects that share a storage here do so there.
     """
-    seen = pickler.tensors
-    if seen is None:
-        seen = pickler.tensors = Seen()
+    seen = Seen.of(pickler)
     if seen.users is None:
         seen.users = {}
     return seen.users.setdefault(address, user)
