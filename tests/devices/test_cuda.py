@@ -86,7 +86,7 @@ def test_nodes_where_the_numbers_are_known():
         ("0,GPU-1", "by number and by UUID.*CUDA_DEVICE_ORDER=PCI_BUS_ID"),
         (
             "GPU-",
-            "is the beginning of GPU-00000000, GPU-11111111, GPU-22222222, GPU-33333333: give",
+            "several UUIDs begin .GPU-00000000, GPU-11111111, GPU-22222222, GPU-33333333.: give",
         ),
         ("\u00b2", "which this machine does not have"),
     ],

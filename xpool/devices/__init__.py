@@ -89,7 +89,7 @@ def devices(
         TypeError: ``n``, ``per_worker`` or ``per_process`` is not an integer.
     """
     if kind not in ("auto", *KINDS):
-        hint = " GPUs of NVIDIA are 'cuda', n= of them." if kind[:3] in ("gpu", "cud") else ""
+        hint = " For NVIDIA GPUs use 'cuda', with n= GPUs." if kind[:3] in ("gpu", "cud") else ""
         raise OptionError(
             f"devices(kind={kind!r}): no such kind; use 'auto' or {list(KINDS)}.{hint}"
         )
@@ -127,7 +127,7 @@ _ONE = {"n": "worker", "per_worker": "device for each worker", "per_process": "w
 
 def _with_cache(context: DeviceContext, folder: str) -> DeviceContext:
     if context.framework != "torch_xla":
-        raise OptionError("cache= is torch_xla's compilation cache; these workers do not use it")
+        raise OptionError("cache= is for torch_xla, which these workers do not use; leave it out")
     first = context.ordinal - (context.core or 0)  # the workers of a process share its cache
     path = os.path.join(os.path.abspath(folder), f"worker-{first}")
     env = {**context.env, "XLA_PERSISTENT_CACHE_PATH": path, "XLA_PERSISTENT_CACHE_READ_ONLY": "0"}

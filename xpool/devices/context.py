@@ -153,9 +153,9 @@ class DeviceContext:
 _REMEDY = {
     "cuda": "nvidia-smi shows which processes use it; torch must be a CUDA build (torch.version)",
     "mps": "It needs macOS 14 or later, and a build of torch for Apple's processors",
-    "tpu": "A chip takes one process at a time: end the other one, this program's parent included "
-    "if it has touched the device; `fuser /dev/vfio/* /dev/accel*` shows it",
-    "xla": "PJRT_DEVICE and <CLIENT>_NUM_DEVICES say which client torch_xla takes",
+    "tpu": "A chip takes one process at a time: end the other one, which may be the program itself "
+    "if it has used the device; `fuser /dev/vfio/* /dev/accel*` shows it",
+    "xla": "PJRT_DEVICE selects torch_xla's client, <CLIENT>_NUM_DEVICES its number of devices",
 }
 
 
@@ -180,7 +180,7 @@ def _open_torch_xla(context: DeviceContext) -> None:
     if context.core is not None:
         found = xm.get_xla_supported_devices()
         if context.core >= len(found):
-            raise RuntimeError(f"torch_xla has only {found}, and another worker has that")
+            raise RuntimeError(f"torch_xla has only {found}, which other workers use")
         torch_xla.device(context.core)  # makes it this thread's default device
     # Without this, the optimizer of an independent worker would wait for other workers.
     every: list[Any] = xm.get_xla_supported_devices() if context.group else []

@@ -107,8 +107,8 @@ def _check_different(seen: Sequence[VisibleDevice], mask: str) -> None:
     by_number = [one for one in seen if one.name.isdigit() and one.gpu is None]
     if by_number and len(by_number) < len(seen):
         raise DeviceError(
-            f"{MASK}={mask!r} names devices by number and by UUID, and which GPU a number means "
-            "cannot be known: name all in one way, or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            f"{MASK}={mask!r} names devices by number and by UUID, and a number may be any of the "
+            "GPUs: name all in one way, or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
     # Without NVML a name may be an abbreviated UUID, so one may be a prefix of another.
     names = sorted(map(_identity, seen))
@@ -145,8 +145,8 @@ def _named(name: str, host: Host, mask: str) -> VisibleDevice:
         if found:
             which = ", ".join(one.name for one in found)
             raise DeviceError(
-                f"{MASK}={mask!r} names {name!r}, which is the beginning of {which}: give more of "
-                "the UUID"
+                f"{MASK}={mask!r} names {name!r}, with which several UUIDs begin ({which}): give "
+                "more of the UUID"
             )
         if name.startswith("MIG-GPU-"):
             return VisibleDevice(name)  # of drivers before 470; NVML does not report it
@@ -162,12 +162,13 @@ def _check_usable(one: VisibleDevice) -> None:
         return
     if gpu.mode == "prohibited":
         raise DeviceError(
-            f"GPU {one.name} takes no compute work (compute mode: prohibited); "
-            "as root: nvidia-smi -c DEFAULT, or leave it out of " + MASK
+            f"GPU {one.name} takes no compute work (compute mode: prohibited); run nvidia-smi -c "
+            f"DEFAULT as root, or leave the GPU out of {MASK}"
         )
     if gpu.mode == "exclusive" and gpu.users:
         pids = ", ".join(str(pid) for pid in gpu.users)
         raise DeviceError(
             f"GPU {one.name} is in use by pid {pids}, and takes one process at a time (compute "
-            f"mode: exclusive); end that, leave the GPU out of {MASK}, or: nvidia-smi -c DEFAULT"
+            f"mode: exclusive); end that process, leave the GPU out of {MASK}, or run nvidia-smi "
+            "-c DEFAULT as root"
         )

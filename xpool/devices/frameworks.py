@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from xpool.errors import DeviceError
 
-__all__ = ["check_torch_xla", "pick_tpu_framework", "refuse_xrt", "running_runtime"]
+__all__ = ["check_torch_xla", "pick_tpu_framework", "running_runtime"]
 
 TORCH_XLA_LEAST = (2, 3)
 """`torch_xla.device()` came with 2.3.  Each release is built for the torch of the same number."""
@@ -77,18 +77,6 @@ def _versions(packages: Mapping[str, str], name: str) -> tuple[tuple[int, ...], 
 
 def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-
-
-def refuse_xrt(environ: Mapping[str, str]) -> None:
-    """Raise `DeviceError` if the program is configured for XRT, the runtime before PJRT."""
-    found = sorted(name for name in environ if name.startswith("XRT_"))
-    # If PJRT_DEVICE is set, they are left over from an older setup, and workers do not get them.
-    if found and "PJRT_DEVICE" not in environ:
-        client = "TPU" if any("TPU" in name for name in found) else "CPU"
-        raise DeviceError(
-            f"{', '.join(found)} set up XRT, a runtime that torch_xla dropped in 2.1; unset "
-            f"them and set PJRT_DEVICE={client}: addresses are found without them"
-        )
 
 
 def running_runtime() -> str | None:

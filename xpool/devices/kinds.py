@@ -6,13 +6,14 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import xpool.devices.cuda as cuda
 import xpool.devices.tpu as tpu
 from xpool.devices.context import PROCESS, DeviceContext
-from xpool.devices.frameworks import check_torch_xla, pick_tpu_framework, refuse_xrt
+from xpool.devices.frameworks import check_torch_xla, pick_tpu_framework
 from xpool.devices.host import Host
 from xpool.errors import DeviceError, OptionError
 
@@ -47,7 +48,9 @@ def _contexts(
     host: Host, kind: str, framework: str, parts: Sequence[_Part], group: int = 0
 ) -> list[DeviceContext]:
     """Make the contexts from the parts: add each worker's cores and threads."""
-    chosen = _users_threads(host)
+    # The first number, if there are nested levels.
+    set_number = re.match(r"\s*([1-9][0-9]*)", host.environ.get("OMP_NUM_THREADS", ""))
+    chosen = int(set_number[1]) if set_number else None
     near = [host.near(part.node) for part in parts]
     made = []
     for i, part in enumerate(parts):
@@ -86,45 +89,31 @@ class Asked(NamedTuple):
     framework: str | None
 
 
+@dataclass(frozen=True)
 class _Part:
     """One worker's devices and variables, before the cores are distributed."""
 
-    def __init__(
-        self,
-        name: str,
-        env: dict[str, str | None] | None = None,
-        count: int = 1,
-        nodes: Sequence[int | None] = (),
-        core: int | None = None,
-    ) -> None:
-        self.name = name
-        self.count = count
-        self.env = env or {}
-        self.node = nodes[0] if nodes and len(set(nodes)) == 1 else None
-        self.core = core
+    name: str
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    count: int = 1
+    nodes: Sequence[int | None] = ()  # NUMA nodes of the devices
+    core: int | None = None
+
+    @property
+    def node(self) -> int | None:
+        """The NUMA node of all the devices, if they have the same."""
+        return self.nodes[0] if len(set(self.nodes)) == 1 else None
 
 
-def _cores(
-    number: int,
-    workers: int,
-    name: str,
-    env: dict[str, str | None],
-    nodes: Sequence[int | None] = (),
-) -> list[_Part]:
+def _cores(number: int, workers: int, process: _Part) -> list[_Part]:
     """Return the parts of workers that are threads of one process and have one device each."""
-    env = {**env, PROCESS: f"{number}/{workers}"}
-    return [_Part(name, env, 1, nodes, core) for core in range(workers)]
+    env = {**process.env, PROCESS: f"{number}/{workers}"}
+    return [replace(process, env=env, count=1, core=core) for core in range(workers)]
 
 
 def _spread(n: int, per_process: int) -> list[int]:
     """Return the number of workers in each process, for n workers in all."""
     return [min(per_process, n - i) for i in range(0, n, per_process)]
-
-
-def _users_threads(host: Host) -> int | None:
-    """Return ``OMP_NUM_THREADS`` (its first number if there are nested levels), or None."""
-    match = re.match(r"\s*([1-9][0-9]*)", host.environ.get("OMP_NUM_THREADS", ""))
-    return int(match.group(1)) if match else None
 
 
 def _cpu(host: Host, asked: Asked) -> list[DeviceContext]:
@@ -140,8 +129,8 @@ def _cuda(host: Host, asked: Asked) -> list[DeviceContext]:
     n, per_worker, per_process, independent, framework = asked
     if not independent or framework or (per_process or 1) > 1:
         raise OptionError(
-            "devices('cuda') takes no per_process=, independent= or framework=: each GPU has a "
-            "worker process, and torch.distributed makes a group of them in the initializer"
+            "devices('cuda') takes no per_process=, independent= or framework=: each GPU has its "
+            "own worker process; to make a group, call torch.distributed in the initializer"
         )
     if "torch" not in host.packages:
         raise DeviceError("devices('cuda'): torch is not installed here: pip install torch")
@@ -176,22 +165,21 @@ def _mps(host: Host, asked: Asked) -> list[DeviceContext]:
 
 def _xla(host: Host, asked: Asked) -> list[DeviceContext]:
     n, per_worker, per_process, independent, framework = asked
-    refuse_xrt(host.environ)
     if framework == "torch_tpu":
-        raise OptionError("devices('xla') is torch_xla's; for torch_tpu say devices('tpu')")
+        raise OptionError("devices('xla') uses torch_xla; for torch_tpu use devices('tpu')")
     client = host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
     if client == "TPU":
         return _tpu(host, asked._replace(framework="torch_xla"))
     check_torch_xla(host.packages)
     if client != "CPU":
         raise DeviceError(
-            f"PJRT_DEVICE={client}: how many devices that client has is not known before it runs. "
-            "Set PJRT_DEVICE to TPU or CPU, or give CtxPool contexts of your own"
+            f"PJRT_DEVICE={client}: the number of its devices is not known before it runs. Set "
+            "PJRT_DEVICE to TPU or CPU, or give CtxPool contexts of your own"
         )
     if not independent:
         raise OptionError(
-            "independent=False: torch_xla's CPU client makes no group across processes; "
-            "xpool.xla.spawn runs one of threads, CPU_NUM_DEVICES of them, in one process"
+            "independent=False: torch_xla's CPU client makes no group of several processes; "
+            "xpool.xla.spawn makes one of CPU_NUM_DEVICES threads in one process"
         )
     if n is None:
         set_number = host.environ.get("CPU_NUM_DEVICES", "")
@@ -207,7 +195,7 @@ def _xla(host: Host, asked: Asked) -> list[DeviceContext]:
     }
     if per_process > 1:
         spread = enumerate(_spread(n, per_process))
-        parts = [part for i, workers in spread for part in _cores(i, workers, "", env)]
+        parts = [part for i, workers in spread for part in _cores(i, workers, _Part("", env))]
     else:
         parts = [_Part("", env, per_worker) for _ in range(n)]
     return _contexts(host, "xla", "torch_xla", parts)
@@ -217,13 +205,12 @@ def _check_shares(per_worker: int, per_process: int) -> None:
     if per_worker > 1 and per_process > 1:
         raise OptionError(
             f"per_worker={per_worker}, per_process={per_process}: workers that share a process "
-            "have one device each; leave one of the two out"
+            "have one device each; leave out one of the two arguments"
         )
 
 
 def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
     n, per_worker, per_process, independent, framework = asked
-    refuse_xrt(host.environ)
     if not host.chips:
         raise DeviceError(
             "devices('tpu'): no TPU chip was found here (PCI devices of vendor 0x1ae0, and in "
@@ -246,7 +233,7 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
         if chip.user:
             raise DeviceError(
                 f"TPU chip {c} (/{chip.file}) is in use by {chip.user}, and takes one process at "
-                "a time; end that, or leave the chip out of TPU_VISIBLE_CHIPS"
+                "a time; end that process, or leave the chip out of TPU_VISIBLE_CHIPS"
             )
     # The variables that each process sets.
     at = _slice(host)
@@ -255,7 +242,10 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
         group = 0
     else:
         if per_worker != 1:
-            raise OptionError("independent=False: a replica group has one worker for each chip")
+            raise OptionError(
+                f"independent=False, per_worker={per_worker}: a replica group has one worker for "
+                "each chip; leave per_worker out"
+            )
         group = len(own) * len(at.hosts)
         chips = [c for part in own for c in part]
         ports = _ports(len(own) + 1, at)
@@ -270,12 +260,9 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
     each = tpu.DEVICES.get(at.generation, 1)
     parts = []
     for i, (chips, env) in enumerate(zip(own, envs)):
-        name = ",".join(map(str, chips))
         nodes = [host.chips[c].node for c in chips]
-        if cores > 1:
-            parts += _cores(i, _spread(n or 0, cores)[i], name, env, nodes)
-        else:
-            parts.append(_Part(name, env, len(chips) * each, nodes))
+        part = _Part(",".join(map(str, chips)), env, len(chips) * each, nodes)
+        parts += _cores(i, _spread(n or 0, cores)[i], part) if cores > 1 else [part]
     return _contexts(host, "tpu", framework, parts, group)
 
 
@@ -293,8 +280,8 @@ def _workers_of_a_chip(
     if per_process not in (1, most):
         raise OptionError(
             f"per_process={per_process}: the process of a TPU {generation} chip can have "
-            f"{'1' if most == 1 else f'1 or {most}'} workers here; more than one takes torch_xla, "
-            "a generation with two devices a chip, and independent=True"
+            f"{'1' if most == 1 else f'1 or {most}'} workers here; more than one needs torch_xla, "
+            "a generation with two devices per chip, per_worker=1 and independent=True"
         )
     return per_process
 
@@ -308,8 +295,8 @@ def _masked_chips(host: Host) -> list[int]:
         chips = [int(part) if part.strip().isdigit() else -1 for part in mask.split(",")]
         if any(not 0 <= chip < len(host.chips) for chip in chips) or len({*chips}) < len(chips):
             raise DeviceError(
-                f"{name}={mask!r} does not name chips of this host, each once; they are 0 to "
-                f"{len(host.chips) - 1}: unset it to use all"
+                f"{name}={mask!r} must name chips of this host, 0 to {len(host.chips) - 1}, each "
+                "once; unset it to use all"
             )
         return chips
     return list(range(len(host.chips)))

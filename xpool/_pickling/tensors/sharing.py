@@ -133,20 +133,32 @@ def move(
         TaskNotPicklable: it cannot be shared; the message says why and what to do.
     """
     with _moving:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
         # Shared before, or received.
-        block = arena.holding(storage.data_ptr())
+        block = arena.holding(address)
         if block is None and layout.anywhere:
-            block = Arena.holding_any(storage.data_ptr())
+            block = Arena.holding_any(address)
+        if block is not None:
+            return block
+        if Arena.elsewhere(address, arena):
+            raise TaskNotPicklable(
+                f"{about()} cannot be shared: it is shared with other processes already: those of "
+                "another pool, in a worker of which this runs, or those that put it into a queue. "
+                "Send a clone() of it instead."
+            )
+        block = (layout.lessor or arena.lease)(nbytes)
         if block is None:
-            try:
-                block = _move(arena, layout.lessor or arena.lease, storage, tensor)
-            except _Refused as exc:
-                raise TaskNotPicklable(f"{about()} cannot be shared: {exc}") from None
+            raise TaskNotPicklable(
+                f"{about()} cannot be shared: there is no memory for {nbytes} bytes more, or "
+                "memory_limit= is reached. Let go of what is shared, or send copies: "
+                "is_copy_tensor=True."
+            )
+        torch = sys.modules["torch"]
+        target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
+        former = _exchange(torch, storage, target, tensor)
+        if former is not None:
+            block.former = former
         return block
-
-
-class _Refused(Exception):
-    pass
 
 
 @builder
@@ -162,27 +174,6 @@ def _open_storage(buffer: Any, nbytes: int) -> Any:
 @builder
 def _storage_of(tensor: Any) -> Any:
     return tensor.untyped_storage()
-
-
-def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, tensor: Any) -> Block:
-    torch = sys.modules["torch"]
-    nbytes = storage.nbytes()
-    if Arena.elsewhere(storage.data_ptr(), arena):
-        raise _Refused(
-            "it is shared with other processes already: those of another pool, in a worker of "
-            "which this runs, or those that put it into a queue. Send a clone() of it instead."
-        )
-    block = lessor(nbytes)
-    if block is None:
-        raise _Refused(
-            f"there is no memory for {nbytes} bytes more, or memory_limit= is reached. Let go of "
-            "what is shared, or send copies: is_copy_tensor=True."
-        )
-    target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
-    former = _exchange(torch, storage, target, tensor)
-    if former is not None:
-        block.former = former
-    return block
 
 
 def _exchange(torch: Any, storage: Any, target: Any, tensor: Any) -> Any:
@@ -236,9 +227,9 @@ def _swap(torch: Any, storage: Any, other: Any) -> None:
     one, two = ([int(word) for word in block] for block in words)
     at = one.index(storage.data_ptr()) if storage.data_ptr() in one else 0
     if not 0 < at < 6 or two[at] != other.data_ptr():
-        raise _Refused(
-            f"torch {torch.__version__} keeps storages in a way that is not known here. Use a "
-            "newer torch (2.13), or send copies: is_copy_tensor=True."
+        raise TaskNotPicklable(
+            f"A storage cannot be shared: its structure in torch {torch.__version__} is not known "
+            "here. Use torch 2.13 or later, or send copies: is_copy_tensor=True."
         )
     for i in range(at, at + 3):
         words[0][i], words[1][i] = two[i], one[i]
