@@ -69,7 +69,23 @@ class Script(Protocol):
         """Put the needed globals before a pickle; None: it needs none."""
 
 
-script: Script
+class _NoScript:
+    """The standard pickler's way: objects of ``__main__`` are pickled by name, without globals."""
+
+    def importable(self) -> bool:
+        return True
+
+    def pickled_namespace(self, values: dict[Any, Any]) -> Any:
+        return NotImplemented
+
+    def quiet(self, names: set[str]) -> bool:
+        return True
+
+    def preface(self, *message: Any) -> None:
+        return None
+
+
+script: Script = _NoScript()
 """Set once, by `xpool._pickling.by_value`."""
 
 REDUCERS: dict[type, Reducer] = {}
