@@ -27,7 +27,7 @@ def over(**where):
 def test_no_ray(monkeypatch):
     """Without Ray, the message says what to install; and `import xpool.ray` does not need it."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(OptionError, match=r"pip install xpool\[ray\]"):
+    with pytest.raises(ImportError, match=r"pip install xpool\[ray\]"):
         over()
 
 

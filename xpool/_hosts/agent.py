@@ -29,7 +29,6 @@ from xpool._pools.assembly import (
     Engine,
     EngineOptions,
     Main,
-    MemoryLimits,
     Recipe,
     Relay,
     WorkerConfig,
@@ -60,12 +59,8 @@ class AgentConfig(NamedTuple):
     main: Main
     script: bytes | None  # the program's script; None: it cannot be run again
     modules: tuple[str, ...]  # what the fork server imports
-    lifetime: int | None
-    restart_budget: int
-    initializer_timeout: float | None
+    options: EngineOptions
     memory_limit: int | None
-    worker_memory: int | None
-    memory_high: float | None
     lease: float
     facts: dict[str, str]
     kind: str | None = None
@@ -173,13 +168,9 @@ class Agent:
                 Relay(spec.pool, first),
             ),
             lambda job, index: f"task {index}",
-            EngineOptions(
-                lifetime=config.lifetime,
-                restart_budget=config.restart_budget,
-                initializer_timeout=config.initializer_timeout,
+            config.options._replace(
                 processes=shared_processes(bound),
-                hands_back=True,
-                memory=MemoryLimits(config.worker_memory, config.memory_high, memory_full),
+                memory=config.options.memory._replace(full=memory_full),
             ),
         )
         self._news = threading.Condition()  # guards the session and the fields below
