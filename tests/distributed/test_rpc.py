@@ -363,7 +363,7 @@ def leaves_while_called(world: World) -> str:
         return str(error.value)
     group.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent, "LIMIT", 0.2)
+        patch.setattr(agent, "SHUTDOWN_SECONDS", 0.2)
         with pytest.warns(ResourceWarning, match="still ran in"):
             world.stop(graceful=False)
     set_stop()

@@ -1,4 +1,4 @@
-"""Which backends torch has for collective groups, asked before anybody waits for anybody."""
+"""Checks the backend of a collective group before any process waits for another."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from xpool.errors import OptionError
 
 
 def check_backend(name: str, value: Any) -> None:
-    """Raise `OptionError` unless torch has this backend; ``name`` is that of the argument.
+    """Raise `OptionError` unless torch has this backend; ``name``: of the argument.
 
-    It may be one for each kind of device, as ``"cpu:gloo,cuda:nccl"``.
+    ``value`` may name a backend for each kind of device: ``"cpu:gloo,cuda:nccl"``.
     """
     known = [one for one in dist.Backend.backend_list if one != "undefined" and _is_built(one)]
     parts = value.split(",") if isinstance(value, str) else [value]
@@ -29,6 +29,6 @@ def check_backend(name: str, value: Any) -> None:
 
 
 def _is_built(backend: str) -> bool:
-    """Whether this build of torch has a backend; those of others register themselves."""
+    """Whether this build of torch has a backend; backends of other packages are registered."""
     ask = getattr(dist, f"is_{backend}_available", None)
     return ask is None or bool(ask())

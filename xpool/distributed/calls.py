@@ -1,4 +1,4 @@
-"""One remote call: what the function raised comes back as it was, with the remote traceback."""
+"""A remote call that raises the function's own error, with the remote traceback as its cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Raised:
-    """The answer of a function that raised."""
+    """The answer of a function that has raised an error."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -36,14 +36,14 @@ class Raised:
         exc: BaseException = decode(self.data)
         if isinstance(exc, Exception):
             return exc
-        # Raised here it would end the caller's process or thread.
+        # Not an `Exception`: it would end the caller's process or thread.
         error = GroupError(f"The function raised {exc!r}, which is meant to end a process.")
         error.__cause__ = exc.__cause__
         return error
 
 
 def raised(exc: BaseException) -> Raised:
-    """Make an exception an answer; for use in the ``except`` that caught it."""
+    """Return an exception as an answer; call it in the ``except`` block."""
     world = the_world()
     text = f"On {world.name!r} (rank {world.rank}):\n{''.join(traceback.format_exception(exc))}"
     return Raised(bytes(encode_exception(exc, text)))
@@ -55,7 +55,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         value = func(*args, **kwargs)
         return sendable(getattr(func, "__qualname__", repr(func)), value)
     except BaseException as exc:
-        # SystemExit and the like too: `Raised.error` wraps them for the caller.
+        # Also `SystemExit`: `Raised.error` wraps it for the caller.
         return raised(exc)
 
 
@@ -65,11 +65,11 @@ _PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
 def sendable(what: str, value: Any) -> Any:
     """Return a form of a result that torch can send; ``what`` names the function or service.
 
-    The result is pickled here, in the function's thread: where torch's own pickling of an answer
-    fails, the caller gets a text without the function and the object.
+    The result is pickled here, in the function's thread: if torch fails to pickle an answer, the
+    caller gets a text that names neither the function nor the object.
 
     Raises:
-        ResultNotPicklable: the result can be sent neither by torch nor by value.
+        ResultNotPicklable: torch cannot pickle the result, nor can it be sent by value.
     """
     value = portable(value)
     if type(value) in _PLAIN or isinstance(value, (_Pickled, _ByValue)):
@@ -93,7 +93,7 @@ def _short_repr(value: Any) -> str:
 
 
 class _Pickled:
-    """A result that torch's pickler has pickled: the pickle, and the tensors beside it."""
+    """A result that torch's pickler has pickled, with its tensors."""
 
     def __init__(self, value: Any) -> None:
         self._parts = serialize(value)
@@ -103,7 +103,7 @@ class _Pickled:
 
 
 class _ByValue:
-    """What torch's pickler cannot send: lambdas, local functions and classes, and what has them."""
+    """An object that torch's pickler cannot send: it is or contains a lambda, or a local class."""
 
     def __init__(self, thing: Any) -> None:
         self.data = dumps(thing)
@@ -113,14 +113,14 @@ class _ByValue:
 
 
 def portable(func: Callable[..., Any]) -> Any:
-    """Make a lambda or local function one that torch's pickler can send."""
+    """Return a form of a function that torch's pickler can send."""
     if isinstance(func, FunctionType) and not goes_by_name(func):
         return _ByValue(func)
     return func
 
 
 def _by_value(thing: Any) -> Any:
-    # A reference to a value can be sent by torch alone.
+    # Only torch can send an RRef.
     return thing if hasattr(thing, "to_here") else _ByValue(thing)
 
 
@@ -130,10 +130,10 @@ def send(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> T:
-    """Return ``start(func, args, kwargs)``, with what torch cannot pickle sent by value.
+    """Return ``start(func, args, kwargs)``; if torch cannot pickle them, send them by value.
 
     Raises:
-        TaskNotPicklable: neither way can send it.
+        TaskNotPicklable: they cannot be sent by value either.
     """
     kwargs = kwargs or {}
     try:
@@ -153,22 +153,21 @@ def call(
     *,
     what: str | None = None,
 ) -> Future[Any]:
-    """Have ``func`` run in the process named ``to``; the future raises what it raised.
+    """Run ``func`` in the process named ``to``; return a future of its result or error.
 
-    ``timeout`` is in seconds, as torch has it: 0 is none, -1 is the world's ``rpc_timeout``.
-    ``what`` names the call in errors; None takes the function's name.
+    ``timeout``: seconds; 0: none; -1: the world's ``rpc_timeout``.  ``what`` names the call in
+    errors; None: the function's name.
 
     Raises:
         TaskNotPicklable: the function or an argument cannot be sent.
 
     The future raises `ResultNotPicklable` for a result that cannot be sent back.
     """
-    # A rank that is known to be lost costs no call, and the error says what became of it.
+    # For a rank that is known to be lost, raise the reason at once.
     the_world().peers.check(to)
     check_timeout("timeout", timeout)
     outer: Future[Any] = Future()
 
-    # torch takes this one object for the arguments of `run`; it pickles here, in the caller.
     def start(*parts: Any) -> Future[Any]:
         future: Future[Any] = rpc.rpc_async(to, run, args=parts, timeout=timeout)
         return future
@@ -179,7 +178,7 @@ def call(
 
 
 def settle(outer: Future[Any], done: Future[Any], to: str, what: Any, timeout: float) -> None:
-    """Pass on what a call of torch's has come to."""
+    """Pass the outcome of a call of torch's on to ``outer``."""
     try:
         value = done.value()
     except Exception as exc:
@@ -195,7 +194,7 @@ def settle(outer: Future[Any], done: Future[Any], to: str, what: Any, timeout: f
 
 
 def transport_error(exc: Exception, to: str, what: Any, timeout: float) -> Exception:
-    """Say what became of a call that got no answer."""
+    """Return the error for a call without an answer."""
     text = first_line(exc)
     name = getattr(what, "__qualname__", None) or repr(what)
     if "ran for more than set timeout" in text:
@@ -205,11 +204,11 @@ def transport_error(exc: Exception, to: str, what: Any, timeout: float) -> Excep
             "there; give timeout= more seconds, or 0 for no limit."
         )
     if type(exc) is not RuntimeError:
-        return exc  # torch's own, from unpickling on the other side
+        return exc  # from unpickling in the other process
     error: GroupError
     if connection_lost(exc):
         peers = the_world().peers
-        # This call may fail before the one that is held open there: it tells the others here.
+        # This call may fail before the held one (`watch`): record the loss now.
         peers.lose(to, DIED)
         error = PeerLost(f"{name} has no answer from {to!r}: {peers.describe(to)} ({text})")
         error.__cause__ = exc

@@ -1,4 +1,4 @@
-"""`CollectiveGroup`: the collective operations and messages of some ranks."""
+"""`CollectiveGroup`: the collective operations of some ranks, and messages between them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 class CollectiveGroup:
     """Collective communication among some ranks; made by `World.create_collective_group`.
 
-    The methods are those of ``torch.distributed``, with its arguments; ranks are those of the
+    The methods and their arguments are those of ``torch.distributed``; ranks are those of the
     world. ``async_op=True`` returns a `Pending` instead of waiting. Complex tensors are sent as
-    pairs of reals; only sums and means reduce them. All members must call the same operations in
-    the same order, with contiguous tensors of one shape and dtype. That is not checked. With gloo,
-    a tensor that is larger than the sender's is filled in part without an error (`broadcast`,
-    `recv`, `scatter`, `gather`), and a smaller one ends its process (SIGABRT). Set
+    pairs of reals, and only sums and means reduce them. All members must call the same operations
+    in the same order, with contiguous tensors of one shape and dtype. This is not checked. With
+    gloo, a tensor that is larger than the sender's is filled in part without an error
+    (`broadcast`, `recv`, `scatter`, `gather`), and a smaller one ends its process (SIGABRT). Set
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` in all processes to have torch refuse such collectives.
 
     All raise:
         NotAMember: this process is not in the group.
-        PeerLost: a member has died; so for all operations of the group, from then on.
-        GroupTimeout: not all members called the operation within the group's timeout. After this
-            the group is broken too.
+        PeerLost: a member has died. After this, all operations of the group raise it.
+        GroupTimeout: not all members called the operation within the group's timeout. After this,
+            the group is broken, too.
         OptionError: a rank is not in the group, or the reduction is not one for complex tensors.
     """
 
@@ -55,7 +55,7 @@ class CollectiveGroup:
 
     @property
     def group(self) -> Any:
-        """torch's process group; None where this process is no member, and after `destroy`."""
+        """torch's process group; None if this process is not a member, and after `destroy`."""
         return self.operations.group
 
     @property
@@ -75,10 +75,10 @@ class CollectiveGroup:
         return sender
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Pending:
-        """Begin to send to rank ``dst``; leave the tensor alone until ``wait()`` has returned.
+        """Begin to send to rank ``dst``; do not write to the tensor before ``wait()`` has returned.
 
-        A message that nobody waits for is kept until it is received, at the latest by `destroy`
-        or `World.stop`: these wait for it.
+        A message is kept until it is received, even without a ``wait()``; `destroy` and
+        `World.stop` wait for this.
         """
         _check_rank("dst", dst, self.ranks)
         pending = self.operations.launch(
@@ -104,7 +104,7 @@ class CollectiveGroup:
     # -- all ranks --------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Pending | None:
-        """Make ``tensor`` in all members what it is in rank ``src``."""
+        """Copy the tensor of rank ``src`` into ``tensor`` in all members."""
         _check_rank("src", src, self.ranks)
         return self._run("broadcast", async_op, dist.broadcast, _output(tensor), src)
 
@@ -117,7 +117,7 @@ class CollectiveGroup:
     def reduce(
         self, tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, async_op: bool = False
     ) -> Pending | None:
-        """Reduce the tensors of all members, in place, in rank ``dst``; others' are scratch."""
+        """Reduce the tensors of all members, in place, in rank ``dst``; others may change."""
         _check_rank("dst", dst, self.ranks)
         return self._run("reduce", async_op, dist.reduce, _summand(tensor, op), dst, op)
 
@@ -135,7 +135,7 @@ class CollectiveGroup:
         dst: int = 0,
         async_op: bool = False,
     ) -> Pending | None:
-        """Fill ``gather_list`` in rank ``dst``, where alone it is given."""
+        """Fill ``gather_list`` in rank ``dst``; other ranks give none."""
         _check_rank("dst", dst, self.ranks)
         outputs = None if gather_list is None else [_output(one) for one in gather_list]
         return self._run("gather", async_op, dist.gather, _input(tensor), outputs, dst)
@@ -147,7 +147,7 @@ class CollectiveGroup:
         src: int = 0,
         async_op: bool = False,
     ) -> Pending | None:
-        """Fill ``tensor`` from the ``scatter_list`` that rank ``src`` alone gives."""
+        """Fill ``tensor`` from the ``scatter_list`` of rank ``src``; other ranks give none."""
         _check_rank("src", src, self.ranks)
         inputs = None if scatter_list is None else [_input(one) for one in scatter_list]
         return self._run("scatter", async_op, dist.scatter, _output(tensor), inputs, src)
@@ -157,12 +157,12 @@ class CollectiveGroup:
         pending = self.operations.launch("barrier", lambda: dist.barrier(self.group, async_op=True))
         return pending if async_op else pending.wait() and None
 
-    # -- several tensors in each process, which torch has taken out -----------------------------
+    # -- several tensors in each process, which torch has removed -------------------------------
 
     def broadcast_multigpu(
         self, tensor_list: list[Tensor], src: int, async_op: bool = False, src_tensor: int = 0
     ) -> Pending | None:
-        """Make every tensor of every member's list what ``src``'s ``tensor_list[src_tensor]`` is.
+        """Copy ``tensor_list[src_tensor]`` of rank ``src`` into all tensors of all members.
 
         torch has one device for each process today: this is one `broadcast` and local copies.
         """
@@ -180,7 +180,7 @@ class CollectiveGroup:
     ) -> Pending | None:
         """Reduce all tensors of all members' lists, in place, in all.
 
-        One `all_reduce` of what was reduced locally, and local copies.
+        This is one `all_reduce` of the local results, and local copies.
         """
         total = _reduce_here(tensor_list, op)
 
@@ -214,7 +214,7 @@ class CollectiveGroup:
         input_tensor_list: list[Tensor],
         async_op: bool = False,
     ) -> Pending | None:
-        """Fill each output list with all tensors of all members: member by member, in order.
+        """Fill each output list with all tensors of all members, member by member.
 
         Each of the ``len(input_tensor_list)`` output lists takes ``size()`` times as many tensors.
         """
@@ -244,8 +244,10 @@ class CollectiveGroup:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Surround what all members do: any error in it breaks the group, so that the others do not
-        wait for this member.  An error of torch's becomes the group's."""
+        """Break the group on any error in the block, so that others do not wait for this member.
+
+        An error of torch's becomes the group's.  ``what`` names the block in errors.
+        """
         try:
             with self.operations.watched(what, launching=True):
                 yield
@@ -257,13 +259,12 @@ class CollectiveGroup:
     def destroy(self) -> None:
         """Close the group's connections; the group cannot be used afterwards.
 
-        Waits until the others have received what was sent, for the group's timeout at most; a
-        `ResourceWarning` names what they have not.
+        Waits, for the group's timeout at most, until the others have received all messages; a
+        `ResourceWarning` names those that are lost.
         """
         try:
             self.operations.send_out(self.operations.timeout)
         finally:
-            # Also after a warning that is an error, or a signal handler that raises.
             self.end()
 
     def end(self) -> None:
@@ -298,7 +299,7 @@ def _and_then(
 
 
 def _input(tensor: Tensor) -> Tensor:
-    # `view_as_real` refuses conjugate views.  Only what is sent may be a copy of the tensor.
+    # `view_as_real` refuses conjugate views, so they are copied; an output must not be a copy.
     return _output(tensor.resolve_conj() if isinstance(tensor, Tensor) else tensor)
 
 
@@ -310,7 +311,7 @@ def _output(tensor: Tensor) -> Tensor:
 
 def _summand(tensor: Tensor, op: Any) -> Tensor:
     real = _output(tensor)
-    # Of pairs of reals, only a sum or a mean is that of the complex numbers.
+    # Only sums and means of pairs of reals are those of the complex numbers.
     if real is not tensor and op not in _SUMS:
         raise OptionError(f"{op} is not for complex tensors: only SUM and AVG are.")
     return real

@@ -1,4 +1,4 @@
-"""The world that this process is in, for modules that `world` imports."""
+"""The world that this process is in, for the modules that `world` imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xpool.distributed.peers import Peers
 
 
 class CurrentWorld(Protocol):
-    """What the parts of a `World` use of it, and functions that run here for other ranks."""
+    """What the parts of a `World` use of it, and the functions that other ranks call here."""
 
     name: str
     rank: int
@@ -20,7 +20,7 @@ class CurrentWorld(Protocol):
     has_rpc: bool
     started: bool
     peers: Peers
-    # Objects of modules that import this one:
+    # Their modules import this one:
     watchers: Any
     meetings: Any
     register: Any
@@ -35,7 +35,7 @@ _pid = 0
 
 
 def claim(world: CurrentWorld) -> None:
-    """Make ``world`` the one of this process; `GroupError` when there is one already."""
+    """Make ``world`` the world of this process; `GroupError` if it has one already."""
     global _world, _pid
     with _lock:
         if _world is not None and _pid == os.getpid():
@@ -51,19 +51,19 @@ def free(world: CurrentWorld) -> None:
     """Forget ``world``, if it is this process's."""
     global _world
     with _lock:
-        # In a forked child, this may be the parent's, and the child in a world of its own.
+        # In a forked child, ``world`` may be the parent's, and the child in a world of its own.
         if _world is world:
             _world = None
 
 
 def current() -> CurrentWorld | None:
     """Return the world of this process, or None."""
-    # Without the lock: each read is atomic, and their order is opposite to `claim`'s.
+    # Without the lock: `claim` writes in the opposite order.
     return _world if _pid == os.getpid() else None
 
 
 def the_world() -> CurrentWorld:
-    """Return the world; `GroupError` where there is none."""
+    """Return the world; `GroupError` if there is none."""
     world = current()
     if world is None:
         raise GroupError(
@@ -74,10 +74,10 @@ def the_world() -> CurrentWorld:
 
 
 def get_cur_rank() -> int:
-    """Return the rank of this process in its world; `GroupError` where there is none."""
+    """Return the rank of this process in its world; `GroupError` if there is none."""
     return the_world().rank
 
 
 def get_cur_name() -> str:
-    """Return the name of this process in its world; `GroupError` where there is none."""
+    """Return the name of this process in its world; `GroupError` if there is none."""
     return the_world().name

@@ -1,15 +1,15 @@
-"""What can go wrong between processes, under `XPoolError`.
+"""The errors of worlds and groups, under `XPoolError`.
 
 ::
 
-    GroupError         also RuntimeError   the group or world cannot be used so
+    GroupError         also RuntimeError   the group or world cannot be used in this way
     |-- NotAMember                         the process is not a member of the group
     |-- PeerLost       also xpool.PeerLost a process has died or left; the message names it
-    `-- GroupTimeout   also TimeoutError   it took longer than its timeout
+    `-- GroupTimeout   also TimeoutError   the others took longer than the timeout
     GroupKeyError      also KeyError       no such service or value, or its name is taken
 
-The classes beside `XPoolError` are those that `torch.distributed` and programs written for
-`machin.parallel` raise and catch.  A value that makes no sense is an `OptionError`.
+`torch.distributed` raises the classes in the middle column, and programs written for
+`machin.parallel` catch them.  An argument with a wrong value is an `OptionError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xpool.errors import TimeoutError, XPoolError
 
 
 class GroupError(XPoolError, RuntimeError):
-    """The group or the world cannot be used in this way, or not any more."""
+    """The group or the world cannot be used in this way, or was destroyed."""
 
 
 class NotAMember(GroupError):
@@ -27,11 +27,11 @@ class NotAMember(GroupError):
 
 
 class PeerLost(GroupError, errors.PeerLost):
-    """A process that is needed has died or has left the world."""
+    """A process that this call needs has died or has left the world."""
 
 
 class GroupTimeout(GroupError, TimeoutError):
-    """The others did not do their part within the timeout."""
+    """Other processes did not do their part within the timeout."""
 
 
 class GroupKeyError(XPoolError, KeyError):

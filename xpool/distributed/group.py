@@ -1,4 +1,4 @@
-"""`RpcGroup`: calls between some processes of the world, and what they offer to each other."""
+"""`RpcGroup`: calls between some processes of the world, and the values and services they offer."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class RpcGroup:
     """Calls between some processes of the world; made by `World.create_rpc_group`.
 
     ``to`` is the name of a member. ``timeout`` is in seconds, as torch documents it: -1 is the
-    world's ``rpc_timeout``, 0 is none. Functions are found by name in the callee, or travel by
-    value when they have no importable name (lambdas, local functions); so do arguments that torch
-    cannot pickle. What they raise is raised
-    in the caller as it was, with the remote traceback as its ``__cause__``.
+    world's ``rpc_timeout``, 0 is none. The callee imports functions by name; functions without an
+    importable name (lambdas, local functions) travel by value, and so do arguments that torch
+    cannot pickle. An error of the function is raised in the caller, with the remote traceback as
+    its ``__cause__``.
 
-    A key that a process has paired or registered is its own until it withdraws it or dies: then
-    another may take it.
+    A key belongs to the process that has paired or registered it, until that process withdraws it
+    or dies.
 
-    A group can be sent: in a process that has a group of this name, it arrives as that group.
+    A group can be sent: a process that has a group of this name receives its own group.
 
     All calls raise:
         NotAMember: ``to`` is not in the group.
         PeerLost: the process has died, before or during the call.
         GroupTimeout: there was no answer within the timeout.
         TaskNotPicklable: the function or an argument cannot be sent.
-        ResultNotPicklable: the function has run, and its result cannot be sent back; the message
-            names both. A result that torch cannot pickle travels by value, as arguments do.
+        ResultNotPicklable: the function has run, and its result cannot be sent; the message names
+            both. A result that torch cannot pickle travels by value, as arguments do.
     """
 
     def __init__(self, group_name: str, group_members: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ class RpcGroup:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run ``func(*args, **kwargs)`` in ``to`` and return what it returns."""
+        """Run ``func(*args, **kwargs)`` in ``to`` and return its result."""
         return self.rpc_async(to, func, timeout, args, kwargs).wait()
 
     def rpc_async(
@@ -74,7 +74,7 @@ class RpcGroup:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Future[Any]:
-        """As `rpc_sync`, and return a future at once; its ``wait()`` returns or raises."""
+        """As `rpc_sync`, but return a future at once; its ``wait()`` returns or raises."""
         return call(self._member(to), func, args, kwargs, timeout)
 
     def remote(
@@ -87,8 +87,8 @@ class RpcGroup:
     ) -> RRef:
         """Run ``func`` in ``to``, leave its result there, and return a reference to it.
 
-        ``to_here()`` raises what it raised, of the same class where that takes one text: torch
-        makes it anew, with the remote traceback in its message.
+        If ``func`` raises an error, ``to_here()`` raises one that torch has made anew, with the
+        remote traceback in its message; it has the same class if that takes one text.
         """
         return send(
             lambda *what: _remote(self._member(to), _call, what, timeout), func, args, kwargs
@@ -107,7 +107,7 @@ class RpcGroup:
         self.offers.add("value", key, value)
 
     def unpair(self, key: Hashable) -> None:
-        """Withdraw a value that this process has paired; `GroupKeyError` when it has not."""
+        """Withdraw a value that this process has paired; `GroupKeyError` if it has not."""
         self._member(get_cur_name())
         self.offers.withdraw("value", key)
 
@@ -119,7 +119,7 @@ class RpcGroup:
         """Return a reference to a paired value; ``to_here()`` fetches a copy of it.
 
         Raises:
-            GroupKeyError: nobody has paired this key; the message says which there are.
+            GroupKeyError: no member has paired this key; the message lists the paired keys.
         """
         holder = self.offers.holder("value", key)
         return _remote(holder, _offered, (self.group_name, "value", key), -1)
@@ -127,7 +127,7 @@ class RpcGroup:
     # -- services -----------------------------------------------------------------------------
 
     def register(self, key: Hashable, service: Callable[..., Any]) -> None:
-        """Offer a function to the group under a key; it will run in this process.
+        """Offer a function to the group under a key; it runs in this process.
 
         Raises:
             GroupKeyError: the key is taken.
@@ -137,7 +137,7 @@ class RpcGroup:
         self.offers.add("service", key, service)
 
     def deregister(self, key: Hashable) -> None:
-        """Withdraw a service that this process has registered; `GroupKeyError` otherwise."""
+        """Withdraw a service that this process has registered; `GroupKeyError` if it has not."""
         self._member(get_cur_name())
         self.offers.withdraw("service", key)
 
@@ -153,10 +153,10 @@ class RpcGroup:
         *,
         timeout: float = -1,
     ) -> Any:
-        """Call a registered service and return what it returns.
+        """Call a registered service and return its result.
 
         Raises:
-            GroupKeyError: nobody has registered this key; the message says which there are.
+            GroupKeyError: no member has registered this key; the message lists the registered keys.
         """
         return self.registered_async(key, args, kwargs, timeout=timeout).wait()
 
@@ -168,7 +168,7 @@ class RpcGroup:
         *,
         timeout: float = -1,
     ) -> Future[Any]:
-        """As `registered_sync`, and return a future; an unknown key still raises at once."""
+        """As `registered_sync`, but return a future; an unknown key raises at once."""
         holder = self.offers.holder("service", key)
         return call(
             holder, _serve_and_send, (self.group_name, key, args, kwargs or {}), None, timeout
@@ -182,7 +182,7 @@ class RpcGroup:
         *,
         timeout: float = -1,
     ) -> RRef:
-        """As `registered_sync`, and return a reference to the result, which stays there."""
+        """As `registered_sync`, but leave the result there and return a reference to it."""
         holder = self.offers.holder("service", key)
         what = self.group_name, key, args, kwargs or {}
         return send(lambda *call: _remote(holder, _call, call, timeout), _serve, what, None)
@@ -198,18 +198,18 @@ class RpcGroup:
         """
         self._member(get_cur_name())
         with self._lock:
-            # The number tells this meeting from the next one of the same group.
+            # The number distinguishes the meetings of a group.
             number, self._barriers = self._barriers, self._barriers + 1
         key = ("barrier", self.group_name, number)
         meet(self.group_members[0], key, tuple(self.group_members))
 
     def destroy(self) -> None:
-        """Take the group, and what this process offers in it, away from this process.
+        """Remove the group, and everything that this process offers in it, from this process.
 
-        From then on the group refuses whatever is asked of it here, with `GroupError`.
+        After this, the group's methods raise `GroupError` here.
         """
         world = the_world()
-        # A group that was sent here, and is not this process's own, takes nothing along.
+        # Nothing is removed for a group that was sent here and is not this process's own.
         if not self.destroyed and world.groups.get(self.group_name) is self:
             del world.groups[self.group_name]
             world.register.drop(self.group_name)
@@ -220,7 +220,7 @@ class RpcGroup:
         return len(self.group_members)
 
     def is_member(self, target: str | None = None) -> bool:
-        """Whether a process, or the calling one, is in the group."""
+        """Whether a process is in the group; None: the calling process."""
         return (self.get_cur_name() if target is None else target) in self.group_members
 
     def get_group_name(self) -> str:
@@ -261,9 +261,8 @@ def _remote(to: str, func: Callable[..., Any], args: tuple[Any, ...], timeout: f
 
 
 def _arrived(name: str, members: list[str]) -> RpcGroup:
-    """A group that was sent: the receiver's own of this name, else a view from outside."""
+    """Return the receiver's own group of this name, or a new object if it has none."""
     world = current()
-    # By name: the sender's object and the receiver's are one group.
     own = world.groups.get(name) if world is not None else None
     return own if own is not None else RpcGroup(name, members)
 
@@ -279,7 +278,7 @@ _NOTHING = object()
 
 
 def _offered(group_name: str, kind: Kind, key: Any) -> Any:
-    # Without the lock: one look into a dict, and what is found there was offered.
+    # Without the lock: reading a dict is atomic.
     group = the_world().groups.get(group_name)
     offers = group.offers.own[kind] if group is not None else {}
     found = offers.get(key, _NOTHING)

@@ -1,4 +1,4 @@
-"""Meetings: several ranks wait for each other, but not for those that are lost."""
+"""Meetings: several ranks wait for each other, but not for ranks that are lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Answer = list[str] | Raised
 @dataclass
 class _Meeting:
     expected: tuple[str, ...]
-    of_survivors: bool  # goes on without those who are lost
+    of_survivors: bool  # lost members need not come
     arrived: dict[str, Future[Any]] = field(default_factory=dict)
 
     def missing(self, lost: Container[str] = ()) -> list[str]:
@@ -35,21 +35,22 @@ class _Meeting:
 
 
 class Meetings:
-    """Meetings that take place in this process: each ends when all have come, or cannot.
+    """The meetings of this process, as their host and as a guest.
 
-    The host of a meeting is one of its members, the others are its guests.  A host that leaves
-    right after a meeting may close a connection before an answer is sent.  So it keeps answers
-    until they are acknowledged, in the guest's next arrival, and repeats them in its farewell.
+    One member of a meeting is its host.  A meeting ends when all members have come, or when one
+    cannot come.  A host that leaves right after a meeting may close a connection before an answer
+    is sent.  So it keeps each answer until the guest acknowledges it, in its next arrival, and
+    repeats it in its farewell.
     """
 
     def __init__(self) -> None:
         # Taken before the lock of `Peers`, never after it.  No future is set under it: a host is
-        # also its own guest, and its answer may call `settle` in this thread.
+        # its own guest, too, so an answer may call `settle` in this thread.
         self._lock = threading.Lock()
-        # Guarded by _lock, in the host: open meetings, and by name the answers to be acknowledged.
+        # Guarded by _lock, in the host: open meetings, and unacknowledged answers by guest.
         self._open: dict[Any, _Meeting] = {}
         self._unacknowledged: dict[str, dict[Any, Any]] = {}
-        # Guarded by _lock, in a guest: by host, answers waited for, and those to acknowledge.
+        # Guarded by _lock, in a guest, by host: expected answers, and answers to acknowledge.
         self._awaited: dict[str, dict[Any, Future[Any]]] = {}
         self._received: dict[str, list[Any]] = {}
 
@@ -63,8 +64,8 @@ class Meetings:
         of_survivors: bool,
         received: list[Any],
     ) -> Future[Any]:
-        """Note that ``name`` has come, and acknowledges the answers ``received``; return the future
-        of its answer."""
+        """Record that ``name`` has come, and has the answers ``received``; return a future of its
+        answer."""
         future: Future[Any] = Future()
         with self._lock:
             for earlier in received:
@@ -76,17 +77,17 @@ class Meetings:
                     f"{key[1]!r} is being made with the members {list(meeting.expected)}, and by "
                     f"{name!r} with {list(expected)}: give the same members, in the same order."
                 )
-                # For all who have come: else the others would wait for their timeout.
+                # All members that have come get it: others would wait for their timeout.
                 answer: _Answer | None = self._end(key, meeting, raised(OptionError(text)))
             else:
-                # The last arrival ends it; so does any after a member was lost.
+                # The last arrival ends it, and any arrival after a member was lost.
                 answer = self._end_if_due(key, meeting)
         if answer is not None:
             meeting.answer(answer)
         return future
 
     def _end_if_due(self, key: Any, meeting: _Meeting) -> _Answer | None:
-        """End a meeting if it can; under the lock."""
+        """End a meeting if it can end; the caller holds the lock."""
         gone = the_world().peers.lost()
         lost = [one for one in meeting.expected if one in gone]
         if lost and not meeting.of_survivors:
@@ -94,25 +95,23 @@ class Meetings:
         return None if meeting.missing(lost) else self._end(key, meeting, lost)
 
     def _end(self, key: Any, meeting: _Meeting, answer: _Answer) -> _Answer:
-        # From here on no other call finds it, so it is answered once.
+        # No other call finds it any more, so it is answered once.
         del self._open[key]
-        # Kept until it is acknowledged: the connection may end before the answer gets through.
         for name in meeting.arrived:
             self._unacknowledged.setdefault(name, {})[key] = answer
         return answer
 
     def answers(self, name: str) -> dict[Any, Any]:
-        """Return the answers that ``name`` may not have."""
+        """Return the answers that ``name`` has not acknowledged."""
         with self._lock:
             return dict(self._unacknowledged.get(name, {}))
 
     def withdraw(self, key: Any, name: str) -> list[str]:
-        """End a meeting that ``name`` gives up; return the members that had not come."""
+        """End a meeting that ``name`` gives up; return the members that have not come."""
         with self._lock:
             meeting = self._open.pop(key, None)
-        # It has ended meanwhile: the answer was late.
         if meeting is None:
-            return []
+            return []  # it has ended: the answer was late
         missing = meeting.missing()
         text = f"{name!r} gave up {key[0]} of {key[1]!r}: {', '.join(missing)} did not come."
         meeting.answer(raised(GroupTimeout(text)))
@@ -122,7 +121,7 @@ class Meetings:
         """End the meetings that waited for ``name``, which is lost."""
         with self._lock:
             concerned = [(key, one) for key, one in self._open.items() if name in one.expected]
-            # A list of them is made first, since `_end` takes meetings out.
+            # In a list, since `_end` changes `_open`.
             answers = [(one, self._end_if_due(key, one)) for key, one in concerned]
         for meeting, answer in answers:
             if answer is not None:
@@ -131,7 +130,7 @@ class Meetings:
     # -- in a guest -----------------------------------------------------------------------------
 
     def expect(self, host: str, key: Any) -> tuple[Future[Any], list[Any]]:
-        """Begin to wait for an answer; return its future, and the answers to acknowledge."""
+        """Return a future of the host's answer, and the answers to acknowledge."""
         future: Future[Any] = Future()
         with self._lock:
             self._awaited.setdefault(host, {})[key] = future
@@ -142,12 +141,12 @@ class Meetings:
         with self._lock:
             future = self._awaited[host].pop(key, None)
             self._received.setdefault(host, []).append(key)
-        # None: the farewell was earlier, and `deliver` has settled it.
+        # None: `deliver` has settled it already.
         if future is not None:
             settle(future, done, host, meet, timeout)
 
     def deliver(self, host: str, answers: dict[Any, Any]) -> None:
-        """Take the answers that a host repeats when it leaves."""
+        """Take the answers of a host's farewell."""
         with self._lock:
             awaited = self._awaited.get(host, {})
             found = [(awaited.pop(key), answers[key]) for key in answers if key in awaited]
@@ -183,17 +182,18 @@ def meet(
 ) -> list[str]:
     """Wait until all of ``expected`` have called this; ``host`` is one of them.
 
-    ``key`` is what is done, on what, and optionally a number that tells this meeting from the next.
-    A meeting of survivors does not wait for lost members, and returns their names, the same in all.
+    ``key``: an operation, its object, and optionally a number that distinguishes meetings of the
+    same kind.  A meeting of survivors does not wait for lost members.  It returns their names, the
+    same in all members.
 
     Raises:
-        PeerLost: one of them has died; in a meeting of survivors, the host.
-        GroupTimeout: one of them did not come within ``timeout`` seconds (as in `call`).
-        OptionError: the others expect other members.
+        PeerLost: a member has died; in a meeting of survivors, the host.
+        GroupTimeout: a member did not come within ``timeout`` seconds (as in `call`).
+        OptionError: other members have a different list of members.
     """
     world = the_world()
     world.peers.check(host)
-    # Before the call: its answer, or a farewell, may come at any time after it.
+    # Before the call: its answer or a farewell may come at any time.
     outer, received = world.meetings.expect(host, key)
     arrival = key, world.name, expected, of_survivors, received
     inner = rpc.rpc_async(host, _arrive, args=arrival, timeout=timeout)
@@ -202,11 +202,10 @@ def meet(
         lost: list[str] = outer.wait()
         return lost
     except GroupTimeout:
-        # The host ends the meeting for all, and names the members that had not come.
+        # The host ends the meeting for all, and returns the members that have not come.
         missing = call(host, _withdraw, (key, world.name), timeout=FAREWELL_SECONDS).wait()
-        # All had come: only the answer was late.
         if not missing:
-            raise
+            raise  # all had come: only the answer was late
         seconds = rpc.get_rpc_timeout() if timeout < 0 else timeout
         raise GroupTimeout(
             f"{key[0]} of {key[1]!r}: {', '.join(missing)} did not come within {seconds:g} s. "

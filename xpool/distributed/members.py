@@ -1,4 +1,4 @@
-"""The workers of a pool as one world: what `Pool.create_group` runs in each of them."""
+"""Joins the workers of a pool to one world: `Pool.create_group` runs this in each worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xpool.distributed.world import get_world, join
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
-"""What tells torch that no rank opens the store at a TCP address: somebody else has."""
+"""With this variable, no rank opens a store at a TCP address: torch expects that one exists."""
 
 _generation = 0  # of the group that this worker is in
 
@@ -25,9 +25,9 @@ class Join:
     """A function that makes its worker a member of the pool's world, and returns its process id.
 
     Args:
-        generation: how often the pool has made its world by now.
-        size: number of workers; each has its index as its rank.
-        address: where they meet.
+        generation: the number of times that the pool has made its world.
+        size: number of workers; the index of a worker is its rank.
+        address: of the store at which they meet.
     """
 
     def __init__(
@@ -39,27 +39,27 @@ class Join:
     def __call__(self, *_: Any) -> int:
         global _generation
         if self._backend == "xla":
-            import_module("torch_xla.distributed.xla_backend")  # registers it with torch
-        # A replacement has the index of the worker before it, and so takes over its rank.
+            import_module("torch_xla.distributed.xla_backend")  # registers the backend
+        # A replacement has the index, and so the rank, of the worker that it replaces.
         rank, how = current_worker().index, {"backend": self._backend, "timeout": self._timeout}
         with _variables(self._address):
             join(rank, self._size, self._address, **how)  # type: ignore[arg-type]
-        # Only now: a worker that could not join is in no group.
+        # After `join`: a worker that could not join is in no group.
         _generation = self._generation
         return os.getpid()
 
 
 @contextmanager
 def _variables(address: str) -> Iterator[None]:
-    """Have torch use the driver's store, over hosts, and gloo the loopback, on one machine, where
-    nobody has said otherwise."""
+    """Over hosts, have torch use the driver's store; on one machine, have gloo use the loopback
+    unless the environment names another interface."""
     wanted: dict[str, str] = {}
     if address.startswith("tcp:"):
         wanted[_STORE_IS_THERE] = "True"
     elif sys.platform == "linux" and _INTERFACE not in os.environ:
         wanted[_INTERFACE] = "lo"
     before = {name: os.environ.get(name) for name in wanted}
-    # Both are read when a group is made; tasks find the environment as it was.
+    # Torch reads both when it makes a group; tasks find the environment as it was.
     os.environ.update(wanted)
     try:
         yield
@@ -72,7 +72,7 @@ def _variables(address: str) -> Iterator[None]:
 
 
 class InGroup:
-    """A function for all members: when it fails in one, the others do not wait for that one."""
+    """A function that all members run: if it fails in one, the others do not wait for that one."""
 
     def __init__(self, func: Callable[..., Any], generation: int) -> None:
         self._func, self._generation = func, generation

@@ -7,10 +7,8 @@ itself stays in the `Offers` of its holder.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Hashable
 from typing import Any, Literal
-
-from torch.futures import Future
 
 from xpool.distributed.calls import call
 from xpool.distributed.current import get_cur_name, the_world
@@ -51,7 +49,7 @@ class Offers:
         holder: str | None = me
         if new:
             try:
-                holder = self._ask(_enter, kind, key, me).wait()
+                holder = self._ask("enter", kind, key, me)
             except BaseException:
                 self._forget(kind, key)
                 raise
@@ -79,12 +77,13 @@ class Offers:
                     f"{get_cur_name()!r}, which alone could withdraw it; its own: {own}."
                 )
         # The register first: calls of members that have found the key are still served meanwhile.
-        self._ask(_strike, kind, key, get_cur_name()).wait()
+        self._ask("strike", kind, key, get_cur_name())
         with self._lock:
             self.own[kind].pop(key, None)
 
-    def _ask(self, func: Callable[..., Any], *args: Any) -> Future[Any]:
-        return call(self._first, func, (self._group_name, *args))
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the group's `Register`, in the first member."""
+        return call(self._first, _in_register, (method, self._group_name, *args)).wait()
 
     def find(self, kind: Kind, key: Hashable) -> tuple[str | None, list[Any]]:
         """Return the holder of a key; if there is none, None and all keys of this kind."""
@@ -93,7 +92,7 @@ class Offers:
             # No call is needed for a key of this process.
             if key in self.own[kind]:
                 return get_cur_name(), []
-        found: tuple[str | None, list[Any]] = self._ask(_look_up, kind, key).wait()
+        found: tuple[str | None, list[Any]] = self._ask("look_up", kind, key)
         return found
 
     def holder(self, kind: Kind, key: Hashable) -> str:
@@ -124,10 +123,9 @@ class Register:
         self._lock = threading.Lock()
         self._holders: dict[tuple[str, Kind], dict[Any, str]] = {}  # guarded by _lock
 
-    def enter(
-        self, group_name: str, kind: Kind, key: Any, name: str, lost: Container[str] = ()
-    ) -> str | None:
+    def enter(self, group_name: str, kind: Kind, key: Any, name: str) -> str | None:
         """Enter a holder; return the present holder instead if there is one that is not lost."""
+        lost = the_world().peers.lost()
         with self._lock:
             holders = self._holders.setdefault((group_name, kind), {})
             if key in holders and holders[key] not in lost:
@@ -156,16 +154,5 @@ class Register:
             self._holders.pop((group_name, "value"), None)
 
 
-def _enter(group_name: str, kind: Kind, key: Any, name: str) -> str | None:
-    world = the_world()
-    register: Register = world.register
-    return register.enter(group_name, kind, key, name, world.peers.lost())
-
-
-def _strike(group_name: str, kind: Kind, key: Any, name: str) -> None:
-    the_world().register.strike(group_name, kind, key, name)
-
-
-def _look_up(group_name: str, kind: Kind, key: Any) -> tuple[str | None, list[Any]]:
-    register: Register = the_world().register
-    return register.look_up(group_name, kind, key)
+def _in_register(method: str, *args: Any) -> Any:
+    return getattr(the_world().register, method)(*args)

@@ -1,4 +1,4 @@
-"""The operations of a collective group that are under way, and how they and the group end."""
+"""The pending operations of a collective group, and how they and the group end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from xpool.distributed.errors import GroupError, GroupTimeout, NotAMember, PeerL
 from xpool.distributed.faults import connection_lost, first_line, timed_out
 
 _ABORT_TAG = 0x7AB0  # of a message that no rank sends
-_NEWS_SECONDS = 0.5  # for the news of a death, so that an error can name the process
-_THREAD_SECONDS = 5.0  # for threads that still wait for torch when the group has ended
+_NEWS_SECONDS = 0.5  # to learn of a death, so that an error can name the process
+_THREAD_SECONDS = 5.0  # for threads that still wait for torch after the group's end
 _MESSAGES = ("isend", "irecv")
 
 
 class Pending:
-    """An operation under way; what ``async_op=True``, `isend` and `irecv` return.
+    """A pending operation: the result of ``async_op=True``, `isend` and `irecv`.
 
     It also has the attributes of torch's ``Work``.
     """
@@ -38,19 +38,19 @@ class Pending:
         self._dst: int | None = None
 
     def wait(self, timeout: timedelta | None = None) -> Any:
-        """Wait for the end, at most ``timeout``; None takes the group's timeout.
+        """Wait for the end, at most ``timeout``; None: the group's timeout.
 
         Returns True; for `irecv`, the rank of the sender.
 
         Raises:
             PeerLost: a member of the group has died.
-            GroupTimeout: it took longer; the group is broken then.
+            GroupTimeout: it took longer; the group is broken after this.
         """
         with self._operations.watched(self._what):
             self._work.wait(*(() if timeout is None else (timeout,)))
         # Only after success: `send_out` reports the messages that are left as lost.
         self._operations.received(self)
-        # Once, however often this is called.
+        # Once, even if this is called again.
         then, self._then = self._then, None
         if then is not None:
             then()
@@ -64,21 +64,20 @@ class Pending:
 
 
 class ReceivingAny(Pending):
-    """`irecv` from any rank.  gloo does not end it when a member dies, so a thread waits for the
-    message, and the caller waits for that thread or for the group's end."""
+    """`irecv` from any rank.  gloo does not end it when a member dies.  So a thread waits for the
+    message, and the caller waits for the thread or for the group's end."""
 
     def __init__(self, operations: Operations, what: str, work: Any) -> None:
         super().__init__(operations, what, work)
         self._received = False
         self._error: Exception | None = None
-        # Set at once if the group is broken already, so that no wait is missed.
         self._over = operations.over_event()
         threading.Thread(target=self._receive, name="xpool-irecv", daemon=True).start()
 
     def _receive(self) -> None:
         try:
             self._work.wait()
-            # Before `_over`: the caller that it wakes reads this.
+            # Before `_over` is set: the waiting caller reads this.
             self._received = True
         except RuntimeError as exc:
             self._error = exc
@@ -91,7 +90,7 @@ class ReceivingAny(Pending):
     def wait(self, timeout: timedelta | None = None) -> int:
         in_time = self._over.wait(None if timeout is None else timeout.total_seconds())
         self._operations.forget_event(self._over)
-        # Raised inside, so that it becomes the group's error; `timed_out` goes by the text.
+        # Inside `watched`, which turns the error into the group's; `timed_out` reads the text.
         with self._operations.watched("irecv"):
             if not in_time:
                 raise RuntimeError("Timed out waiting")
@@ -104,40 +103,41 @@ class ReceivingAny(Pending):
 
 
 class Operations:
-    """What is under way in one group, and whether the group still works.
+    """The pending operations of one group, and the group's state.
 
-    A group breaks as a whole, once: its connections are closed, which ends everything that is
-    pending, and later operations raise the same reason.
+    A group breaks as a whole, once.  Then its connections are closed, which ends everything that is
+    pending, and later operations raise an error with the same reason.
     """
 
     def __init__(self, world: CurrentWorld, ranks: list[int], group: Any, timeout: float) -> None:
-        self.group = group  # torch's; None where this process is no member, and after the end
+        self.group = group  # torch's; None if this process is not a member, and after the end
         self.ranks, self.timeout = ranks, timeout
         self.label = f"<CollectiveGroup of ranks {', '.join(map(str, ranks))}>"
         self.destroyed = False
         self._world = world
-        # Held for moments only: threads of torch's RPC take it to break the group, while others
-        # wait for torch.  So nothing waits for torch, or closes connections, under it.
+        # Held briefly: threads of torch's RPC take it to break the group while other threads wait
+        # for torch.  So no thread waits for torch, or closes connections, while it holds the lock.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # of _begun and _aborted
         # Guarded by _lock: why the group is broken, and the events of `ReceivingAny`.
         self._broken: GroupError | None = None
         self._events: set[threading.Event] = set()
-        # Guarded by _lock: the first collectives, which the lost rank has completed, so that they
-        # may still end well in a broken group; and whether the connections have been closed.
+        # Guarded by _lock: the number of collectives that the lost rank has completed, which may
+        # still succeed in the broken group; and whether the connections have been closed.
         self._unharmed = 0
         self._aborted = False
-        # Guarded by _lock: how many collectives were begun, and how many of the first of them have
-        # succeeded.  All members begin the same ones in the same order, and they end in it.
+        # Guarded by _lock: the number of collectives that were begun, and how many of them, from
+        # the first on, have succeeded.  All members begin the same ones in the same order, and they
+        # end in this order.
         self._begun = self._succeeded = 0
-        # Guarded by _lock.  torch goes on with a collective whose `Pending` was dropped, but not
-        # with a message.
+        # Guarded by _lock.  torch completes a collective whose `Pending` was dropped, but not a
+        # message.
         self._works: deque[Any] = deque()
         self._messages: weakref.WeakSet[Pending] = weakref.WeakSet()
-        # Guarded by _lock, a set in order: messages sent, and not waited for.  torch drops a
-        # message when its work is collected, and the receiver's next one then goes astray.
+        # Guarded by _lock, an ordered set: messages that were sent and not waited for.  torch drops
+        # a message when its work is collected, and the receiver then takes the wrong message.
         self._sent: dict[Pending, None] = {}
-        # Guarded by _lock: threads that wait for torch, and end when the group does.
+        # Guarded by _lock: threads that wait for torch; they end with the group.
         self._threads: list[threading.Thread] = []
 
     def launch(self, what: str, start: Callable[[], Any], kind: type[Pending] = Pending) -> Pending:
@@ -150,7 +150,7 @@ class Operations:
             # A collective that the lost rank has completed may still begin.
             if self._broken is not None and (what in _MESSAGES or self._begun >= self._unharmed):
                 raise self._error(what)
-        # Without the lock: an error of torch's breaks the group, which takes it.
+        # Without the lock, which `break_for` takes after an error.
         with self.watched(what, launching=True):
             pending = kind(self, what, start())
         with self._changed:
@@ -167,22 +167,22 @@ class Operations:
 
     @contextmanager
     def watched(self, what: str, launching: bool = False) -> Iterator[None]:
-        """Turn an error of torch's into the group's end, with a reason."""
+        """Break the group if torch raises an error in the block; raise the group's error."""
         try:
             yield
         except GroupError:
-            raise  # explained already, by a watch inside of this one
+            raise  # raised by an inner `watched`
         except RuntimeError as exc:
             if launching and not (connection_lost(exc) or isinstance(exc, dist.DistError)):
-                raise  # the caller's arguments: nothing has been sent
+                raise  # an error in the caller's arguments: nothing was sent
             names = tuple(self._world.names[rank] for rank in self.ranks)
-            # While `explain` waits for news, a loss may break the group with the name of the
-            # process.  The first reason stays.
+            # While `explain` waits, a loss may break the group with the name of the process.  The
+            # first reason stays.
             self.break_for(explain(self._world, names, exc, self.timeout))
             raise self._error(what) from exc
 
     def completed(self) -> int:
-        """How many collectives have succeeded here, of those that were begun first."""
+        """Return how many collectives, from the first on, have succeeded here."""
         with self._lock:
             self._retire()
             return self._succeeded
@@ -190,20 +190,19 @@ class Operations:
     # -- messages ---------------------------------------------------------------------------
 
     def received(self, pending: Pending) -> None:
-        """Note that the operation has ended: if it was a sent message, it has been received."""
+        """Record that an operation has ended; a sent message has been received."""
         if pending._dst is not None:
             with self._lock:
                 self._sent.pop(pending, None)
 
     def send_out(self, seconds: float) -> None:
-        """Wait until all messages are received, before the connections end; warn of the others."""
+        """Wait until all sent messages are received; warn of those that are not."""
         end = time.monotonic() + seconds
         with self._lock:
-            # A broken group closes its connections: there is nothing to wait for.
             sent = list(self._sent) if self._broken is None else []
         try:
             for pending in sent:
-                # torch cannot be asked: a message not waited for never counts as completed.
+                # `is_completed` is of no use: it is False until someone waits for the message.
                 pending.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
         except GroupError:
             with self._lock:
@@ -235,8 +234,8 @@ class Operations:
     def break_for(self, error: GroupError, abort: bool = True, completed: int = 0) -> None:
         """End everything that is pending here, for this reason.
 
-        Except the first ``completed`` collectives, which the lost rank has completed: its news may
-        come before what it sent for them.
+        The first ``completed`` collectives are left, which the lost rank has completed: its
+        farewell may come before the data that it has sent for them.
         """
         with self._changed:
             first = self._broken is None
@@ -250,40 +249,39 @@ class Operations:
             events, self._events = self._events, set()
             self._retire()
             over = self._succeeded >= self._unharmed
-        # From here on without the lock: `_close` takes it, and waits for torch.
+        # Without the lock: `_close` takes it, and waits for torch.
         for event in events:
             event.set()
         if abort and over:
             self._close()
         elif abort and first:
-            # Some collectives are to end first.  A thread waits for them: this one may be torch's,
-            # which brings the news of a loss and has other calls to answer.
+            # Some collectives may still succeed.  A new thread waits for them, since this one may
+            # be a thread of torch's RPC, which has other calls to answer.
             self._start_thread(self._close_later)
 
     def end(self) -> None:
         """Destroy the group: messages that were not received are lost."""
         busy = self._is_busy()
         self.break_for(GroupError(f"{self.label} was destroyed; make a new one."), abort=False)
-        # Without anything pending, torch's own destruction closes the connections.
+        # If nothing is pending, torch's own destruction closes the connections.
         self._close(abort=busy)
         if not self.destroyed:
             self.destroyed = True
-            # The end of torch's default group, that of `World.group`, ends all others.
+            # The end of torch's default group, which `World.group` uses, ends all others.
             if self.group is not None and dist.is_initialized():
                 dist.destroy_process_group(self.group)
             self.group = None
         with self._lock:
-            # Not before: torch drops a message when its work is collected.
             self._sent.clear()
             threads, self._threads = self._threads, []
-        # A thread in torch's code when Python ends aborts the process: Python ends such threads by
-        # pthread_exit(3), which is an exception to C++, thrown where none may be.
+        # A thread that is in torch's code when Python ends aborts the process: Python ends such
+        # threads by pthread_exit(3), which unwinds C++ functions that must not throw.
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_THREAD_SECONDS)
 
     def _start_thread(self, target: Callable[[], None]) -> None:
-        """Run something in a thread that `end` waits for."""
+        """Call ``target`` in a thread that `end` waits for."""
         thread = threading.Thread(target=target, name="xpool-group-end", daemon=True)
         thread.start()
         with self._lock:
@@ -292,32 +290,30 @@ class Operations:
     def _close(self, abort: bool = True) -> None:
         """Close the group's connections, once, so that everything that waits on them ends."""
         with self._changed:
-            # Of several threads, one closes them.
             abort, self._aborted = abort and not self._aborted, True
             self._changed.notify_all()
         if abort and self.group is not None:
             _abort(self.group)
 
     def _close_later(self) -> None:
-        """Close them when the collectives that the loss does not harm have ended."""
+        """Close the connections when the collectives that may still succeed have ended."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._aborted or self._begun >= self._unharmed)
                 self._retire()
-                # Later collectives end when the connections are closed.
                 if self._aborted or self._begun - len(self._works) >= self._unharmed:
                     break
-                # There is one: of those begun, fewer than `_unharmed` have ended.
+                # There is one: fewer than `_unharmed` of the begun ones have ended.
                 work = self._works[0]
             try:
                 work.wait()
             except RuntimeError:
-                break  # its own caller is told
+                break  # its own caller gets the error
         self._close()
 
     def _retire(self) -> None:
-        """Take out the works that have ended; under the lock."""
-        # To wait for a completed work takes no time, and raises if it has failed.
+        """Remove the works that have ended; the caller holds the lock."""
+        # `wait` of a completed work returns at once, and raises if the work has failed.
         while self._works and self._works[0].is_completed():
             before = self._begun - len(self._works)
             try:
@@ -328,9 +324,8 @@ class Operations:
                 self._succeeded += 1
 
     def _error(self, what: str) -> GroupError:
-        """Return the reason of the group's end, as an error of the caller's own: tracebacks do not
-        grow into each other."""
-        # Without the lock, which `launch` holds: the reason is set once, and stays.
+        """Return a new error for a caller, with the reason of the group's end."""
+        # Without the lock, which `launch` holds: the reason is set only once.
         reason = self._broken
         if self.destroyed:
             return GroupError(str(reason))
@@ -340,7 +335,7 @@ class Operations:
         )
 
     def _is_busy(self) -> bool:
-        """Whether something is pending, which would keep the connections open."""
+        """Whether an operation is pending, which would keep the connections open."""
         with self._lock:
             works = [*self._works, *(one._work for one in self._messages)]
             return any(not work.is_completed() for work in works)
@@ -349,8 +344,8 @@ class Operations:
 def explain(
     world: CurrentWorld, names: tuple[str, ...], exc: RuntimeError, timeout: float
 ) -> GroupError:
-    """Return the error for an operation among these members that torch gave up."""
-    # After a timeout, or without RPC, no news of a death is on its way.
+    """Return the error for an operation among these members that has failed in torch."""
+    # After a timeout, or without RPC, no message about a death can be on its way.
     late = timed_out(exc)
     lost = world.peers.wait_lost(list(names), 0 if late or not world.has_rpc else _NEWS_SECONDS)
     if lost:
@@ -367,10 +362,10 @@ def explain(
 
 
 def _abort(group: Any) -> None:
-    """Close the connections of a process group, so that everything that waits on them ends."""
+    """Close the connections of a process group, so that everything that waits for them ends."""
     try:
         if dist.get_backend(group) == "gloo":
-            # gloo has no call for it, but closes them after a receive that timed out.
+            # gloo has no call for this, but closes connections after a receive has timed out.
             nothing = torch.empty(1)
             group.recv_anysource([nothing], _ABORT_TAG).wait(timedelta(milliseconds=1))
         else:

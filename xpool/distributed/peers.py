@@ -1,4 +1,4 @@
-"""`Peers`: which ranks of the world are still there."""
+"""`Peers`: the ranks of the world, and those that are lost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LEFT = "has left the world"
 
 
 class Peers:
-    """The ranks of the world, by name, and which of them are known to be lost.
+    """The names of the ranks, and which of them are known to be lost.
 
-    ``on_loss(name, completed)`` is called once for each lost rank, in the thread of the news.
+    ``on_loss(name, completed)`` is called once for each lost rank, in the thread that learns of it.
     """
 
     def __init__(
@@ -23,30 +23,30 @@ class Peers:
     ) -> None:
         self.names, self.me = names, me
         self._on_loss = on_loss
-        # Guards what follows; waited on by `wait_lost`.
         self._changed = threading.Condition()
-        self._lost: dict[str, str] = {}  # what became of each; names are only added
+        # Guarded by _changed: the lost ranks, each with the reason.  Names are only added.
+        self._lost: dict[str, str] = {}
         self._leaving = False
 
     def lead(self) -> str:
-        """Return the lowest rank that is still there."""
+        """Return the lowest rank that is not lost."""
         with self._changed:
             return next(name for name in self.names if name not in self._lost)
 
     def lost(self) -> dict[str, str]:
-        """Return the lost ranks, and what became of each."""
+        """Return the lost ranks, each with the reason."""
         with self._changed:
             return dict(self._lost)
 
     def describe(self, name: str) -> str:
-        """Say what became of a process, and which are left."""
+        """Return a text: why a process is lost, and which are left."""
         with self._changed:
             left = ", ".join(other for other in self.names if other not in self._lost)
             return f"{name!r} {self._lost.get(name, 'is there')}; still there: {left}"
 
     def check(self, name: str) -> None:
-        """Raise `PeerLost` when a process is known to be lost."""
-        # Without the lock: a look into a dict is atomic.
+        """Raise `PeerLost` if a process is known to be lost."""
+        # Without the lock: reading a dict is atomic.
         if name in self._lost:
             raise PeerLost(f"No call can reach {name!r}: {self.describe(name)}.")
 
@@ -57,20 +57,20 @@ class Peers:
             return [name for name in names if name in self._lost]
 
     def lose(self, name: str, reason: str, completed: dict[Any, int] | None = None) -> None:
-        """Note that a process is lost; ``completed`` is as in `Farewell`."""
+        """Record that a process is lost; ``completed``: see `Farewell`."""
         with self._changed:
-            # The first news counts.  When this process leaves, its calls fail, which says nothing
-            # about the others.
+            # The first news counts.  After `leave`, calls of this process fail although the other
+            # process may live.
             if name in self._lost or name == self.me or self._leaving:
                 return
-            # Before `_on_loss`: it ends meetings, which ask for the lost.
+            # Before `_on_loss`, which ends meetings: they read `lost`.
             self._lost[name] = reason
             self._changed.notify_all()
-        # Without the lock: `Meetings` asks `lost` under its own, so the other order would deadlock.
+        # Without the lock: `Meetings` calls `lost` while it holds its own lock.
         self._on_loss(name, completed or {})
 
     def leave(self) -> list[str]:
-        """Take no more news, as this process leaves; return the others that are still there."""
+        """Ignore later losses, since this process leaves; return the ranks that are not lost."""
         with self._changed:
             self._leaving = True
             return [name for name in self.names if name not in self._lost and name != self.me]

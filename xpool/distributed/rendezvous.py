@@ -1,4 +1,4 @@
-"""Ranks meet at a store, and learn each other's names before anything else is set up."""
+"""Opens the store at which ranks meet, and exchanges their names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from xpool.distributed.faults import connection_lost, first_line
 from xpool.errors import OptionError
 
 MOST_SECONDS = 2_000_000
-"""Longest limit, 23 days: torch counts milliseconds in 32 bits in places."""
+"""The longest limit, 23 days: torch counts milliseconds in 32 bits in some places."""
 
 _FORMS = "tcp://host:port, file:///path/of/a/new/file, or env:// with what torchrun sets."
 
-_FAREWELL = 5  # seconds that a rank which gives up leaves the others to learn why
+_FAREWELL_SECONDS = 5  # for which a rank that gives up waits until the others know why
 
 
 def place(rank: int, world_size: int) -> tuple[int, int]:
@@ -51,24 +51,24 @@ def place(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def default_address() -> str:
-    """Where ranks meet that were not told: as torchrun says, else at a port of this machine."""
+    """Return the default address: torchrun's, else a port of this machine."""
     return "env://" if os.environ.get("MASTER_ADDR") else "tcp://localhost:9100"
 
 
 def beside(address: str) -> str:
-    """Where else the same ranks meet: RPC has a store of its own."""
-    # Several stores at one TCP address share a server; at one file they would share its end.
+    """Return the address of RPC's own store."""
+    # Stores at one TCP address share a server.  Stores in one file would be removed together.
     return f"{address}.rpc" if urlparse(address).scheme == "file" else address
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """Return a limit in seconds: torch's clocks take none that is longer than `MOST_SECONDS`.
+    """Return a limit in seconds, at most `MOST_SECONDS`.
 
     Raises:
-        OptionError: it is no number, not above 0, or too large.
+        OptionError: it is not a number, not above 0, or too large.
     """
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    # Written so that NaN is refused as well.
+    # This form of the condition refuses NaN, too.
     if not (number and 0 < value <= MOST_SECONDS):
         raise OptionError(
             f"{name} must be a number of seconds above 0 and at most {MOST_SECONDS}, not {value!r}"
@@ -77,15 +77,12 @@ def check_seconds(name: str, value: Any) -> float:
 
 
 def check_timeout(name: str, value: Any) -> float:
-    """As `check_seconds`, for a remote call: 0 is no limit and -1 the world's, too."""
+    """As `check_seconds`, for a remote call: also 0 (no limit) and -1 (the world's)."""
     return float(value) if value in (0, -1) else check_seconds(name, value)
 
 
 def check_address(name: str, address: Any) -> None:
-    """Raise `OptionError` unless ranks can meet at an address, as far as can be seen from here.
-
-    None stands for the default.
-    """
+    """Raise `OptionError` if ranks certainly cannot meet at an address; None: the default."""
     if address is None:
         return
     if not isinstance(address, str):
@@ -96,7 +93,8 @@ def check_address(name: str, address: Any) -> None:
 
 
 def _check_file(address: str, netloc: str, path: str) -> None:
-    """torch waits for minutes where a file cannot be opened or read, and lets no thread run."""
+    """Check the path of a store, since torch waits for minutes for a file that it cannot open, and
+    holds the interpreter's lock meanwhile."""
     problem = None
     folder = os.path.dirname(path)
     if netloc or not os.path.isabs(path):
@@ -114,15 +112,15 @@ def _check_file(address: str, netloc: str, path: str) -> None:
 
 
 def _is_store(path: str) -> bool:
-    """Whether a file is empty or not there, or holds what torch's `FileStore` writes.
+    """Whether a file is missing or empty, or has the format of torch's `FileStore`.
 
-    That is texts, each after its length in 4 bytes; the first is a key, which begins with "/", or
-    is the name of the count of its users. torch reads past the end of other files for ever.
+    The format: texts, each after its length in 4 bytes; the first is a key, which begins with "/",
+    or "refcount".  torch reads past the end of other files for ever.
     """
     try:
         with open(path, "rb") as file:
             try:
-                # torch locks it too: without a lock, half a text may be there.
+                # torch locks the file while it writes.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True  # another rank is writing
@@ -141,9 +139,9 @@ def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
     """Open the store at an address.
 
     Raises:
-        GroupTimeout: nobody answers.
-        PeerLost: it was there, and is gone.
-        OptionError: this is no address of a store.
+        GroupTimeout: there is no answer.
+        PeerLost: the store has answered, and is gone.
+        OptionError: the address is not one of a store.
     """
     limit = timedelta(seconds=timeout)
     opening = _Opening(address, rank, world_size, limit)
@@ -173,20 +171,20 @@ def _is_taken(exc: BaseException) -> bool:
 
 
 class _Opening:
-    """A store that is opened in a thread: torch does not hold limits with a server that accepts a
-    connection and never answers, and doubles them where a name has no address."""
+    """Opens a store in a thread.  torch exceeds its limits if a server accepts a connection and
+    never answers, and doubles them if a name has no address."""
 
     def __init__(self, address: str, rank: int, world_size: int, limit: timedelta) -> None:
         self._address, self._rank, self._world_size, self._limit = address, rank, world_size, limit
         self._unknown: str | None = None  # why the host's name has no address, so far
-        self._over = threading.Event()  # nobody waits for it any more
-        # Written before it is told of: the store, or what its opening has raised.
+        self._over = threading.Event()  # the caller has given up
+        # The store or an error; appended before `_done` is set.
         self._outcome: list[Any] = []
         self._done = threading.Event()
         threading.Thread(target=self._run, name="xpool-open-store", daemon=True).start()
 
     def result(self, timeout: float) -> Any:
-        """Return the store; raises what `_open` does, and `GroupTimeout`."""
+        """Return the store.  Raises the errors of `_open`, and `GroupTimeout`."""
         if not self._done.wait(timeout):
             self._over.set()
             raise self.timed_out("no answer")
@@ -196,7 +194,7 @@ class _Opening:
         return outcome
 
     def timed_out(self, story: str) -> GroupTimeout:
-        """The error for a store that was not found."""
+        """Return the error for a store that was not found."""
         seconds = round(self._limit.total_seconds(), 1)
         if self._unknown is not None:
             text = f"{self._unknown}. See that the name is right and known here."
@@ -225,7 +223,7 @@ class _Opening:
             return next(dist.rendezvous(address, rank, size, timeout=self._limit))[0]
         host, port = place
         self._await_name(host)
-        # As torch's own handler does it, but for the waiting: it could not say who is missing.
+        # As torch's own handler, but without waiting for all ranks: its error names none.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         options = {"use_libuv": False} if os.environ.get("USE_LIBUV") == "0" else {}
         return dist.TCPStore(
@@ -240,10 +238,10 @@ class _Opening:
         )
 
     def _await_name(self, host: str) -> None:
-        """Wait until a name has an address, as those of services may only after a while.
+        """Wait until a host name has an address: the name of a service may get one late.
 
         Raises:
-            GroupTimeout: nobody waits any more.
+            GroupTimeout: the caller has given up.
         """
         while not self._over.is_set():
             try:
@@ -257,16 +255,16 @@ class _Opening:
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    """Return where a store listens, of ``tcp://`` and ``env://``; None: torch knows.
+    """Return host and port of ``tcp://`` and ``env://``; None: another kind of address.
 
     Raises:
-        ValueError: it is not said, or is not a port.
+        ValueError: host or port is missing or wrong.
     """
     url = urlparse(address)
     if url.query or url.scheme not in ("tcp", "env"):
         return None
     if url.scheme == "tcp":
-        host, port = url.hostname, url.port  # raises where that is out of range
+        host, port = url.hostname, url.port  # raises if it is out of range
         if not host or port is None:
             raise ValueError("the host or the port is missing")
         return host, port
@@ -288,12 +286,12 @@ def _store_lost(address: str, exc: Exception) -> PeerLost:
 def exchange_names(
     store: Any, address: str, name: str, rank: int, world_size: int, timeout: float
 ) -> list[str]:
-    """Leave this rank's name in the store and return those of all, by rank.
+    """Put this rank's name into the store; return the names of all ranks, by rank.
 
     Raises:
-        OptionError: a rank or a name is taken twice.
+        OptionError: a rank or a name is used twice.
         GroupTimeout: ranks did not come within the timeout; the message names them.
-        PeerLost: the store is gone, and with it rank 0.
+        PeerLost: the store has gone, and with it rank 0.
     """
     try:
         return _exchange(dist.PrefixStore("names", store), address, name, rank, world_size, timeout)
@@ -304,7 +302,7 @@ def exchange_names(
 def _exchange(
     store: Any, address: str, name: str, rank: int, world_size: int, timeout: float
 ) -> list[str]:
-    # Adding is atomic in the store: of two processes with one rank, one sees a 2.
+    # `add` is atomic: of two processes with the same rank, one gets a 2.
     if store.add(f"claims/{rank}", 1) > 1:
         raise OptionError(
             f"Rank {rank} at {address} is taken already: give each process a rank of its own, "
@@ -315,7 +313,7 @@ def _exchange(
     keys = [str(other) for other in range(world_size)]
     end = time.monotonic() + timeout
     for key in keys:
-        # The time is for all ranks together.  Not 0, which torch's stores take for no limit.
+        # One limit for all ranks together.  Not 0, which means no limit for torch.
         left = timedelta(seconds=max(0.001, end - time.monotonic()))
         try:
             store.wait([key], left)
@@ -323,7 +321,7 @@ def _exchange(
             raise PeerLost(
                 f"{_store_lost(address, exc)} It may have given up: rank {key} had not come."
             ) from exc
-        except RuntimeError:  # which of them it is, varies with the kind of store
+        except RuntimeError:  # its class depends on the kind of store
             there = [key for key in keys if store.check([key])]
             missing = ", ".join(key for key in keys if key not in there)
             came = ", ".join(f"{key} ({store.get(key).decode()})" for key in there)
@@ -336,13 +334,13 @@ def _exchange(
     twice = next((one for one in names if names.count(one) > 1), None)
     if twice is None:
         return names
-    # Rank 0, whose store it may be, must not be gone before all have read the names.
+    # Rank 0, which may keep the store, must not go before all have read the names.
     if store.add("read", 1) == world_size:
         store.set("all have read", "")
     try:
-        store.wait(["all have read"], timedelta(seconds=_FAREWELL))
+        store.wait(["all have read"], timedelta(seconds=_FAREWELL_SECONDS))
     except RuntimeError:
-        pass  # the error below is what there is to say in any case
+        pass  # the error below is raised in any case
     ranks = " and ".join(str(rank) for rank, one in enumerate(names) if one == twice)
     raise OptionError(
         f"Ranks {ranks} are both named {twice!r}: give each process a name of its own. "

@@ -1,4 +1,4 @@
-"""`RRef`: torch's reference to what is in another process, with the errors of a group."""
+"""`RRef`: torch's reference to a value in another process, with the errors of a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xpool.distributed.errors import GroupError
 from xpool.distributed.rendezvous import check_timeout
 
 _COPIED = "On WorkerInfo("
-"""Is in torch's copies of what a function has raised: no fault of the connection."""
+"""Torch's copies of an error that a function has raised contain this; other errors do not."""
 
 
 class RRef:
@@ -25,9 +25,9 @@ class RRef:
         PeerLost: the process with the value has died.
         GroupTimeout: there was no answer within the timeout.
         ResultNotPicklable: the value, or the method's result, cannot be sent.
-        Exception: what a method raised, as it was. What the function that made the value raised is
-            of its class where that takes one text: torch makes it anew, with the remote traceback
-            in its message.
+        Exception: the error of a method, unchanged. If the function that makes the value raises an
+            error, torch makes a new one, with the remote traceback in its message; it has the same
+            class if that takes one text.
     """
 
     def __init__(self, rref: Any) -> None:
@@ -41,12 +41,12 @@ class RRef:
         except GroupError as exc:
             if type(exc) is not GroupError:
                 raise
-        # torch could not pickle the value: it travels by value, or the error names it.
+        # Torch could not pickle the value: send it by value, or raise an error that names it.
         owner = self._rref.owner_name()
         return call(owner, _value_of, (self._rref,), None, timeout, what="to_here").wait()
 
     def rpc_sync(self, timeout: float = -1) -> Any:
-        """Return a stand-in whose methods are called where the value is; they return results."""
+        """Return an object whose methods run in the value's process; they return the results."""
         return _Methods(self, "rpc_sync", timeout)
 
     def rpc_async(self, timeout: float = -1) -> Any:
@@ -75,14 +75,14 @@ class RRef:
             if _COPIED in str(exc):
                 raise
             error = transport_error(exc, self._rref.owner_name(), what, timeout)
-            # It was torch's own all along: no error is its own cause.
+            # An error of torch's own: no error is its own cause.
             if error is exc:
                 raise
             raise error from exc
 
 
 class _Methods:
-    """What `RRef.rpc_sync`, `RRef.rpc_async` and `RRef.remote` return."""
+    """Calls methods of the value: see `RRef.rpc_sync`, `RRef.rpc_async` and `RRef.remote`."""
 
     def __init__(self, rref: RRef, how: str, timeout: float) -> None:
         self._rref, self._how, self._timeout = rref, how, timeout

@@ -1,7 +1,7 @@
-"""How a world learns that a rank has died or left, without a thread and without a clock.
+"""Detects that a rank has died or left, without a thread and without polling.
 
-Each rank holds a call open to each other.  Such a call is answered only by a process that leaves;
-it fails when its process dies.
+Each rank holds a call open to each other rank.  A process answers such a call when it leaves; the
+call fails when the process dies.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from xpool.distributed.current import current, the_world
 from xpool.distributed.peers import DIED, LEFT, Peers
 
 FAREWELL_SECONDS = 5.0
-"""Limit of a call that only improves messages of others."""
+"""Seconds for a call that only improves the error messages of others."""
 
 
 def watch(peers: Peers, timeout: float) -> None:
     """Connect to all others, within ``timeout`` seconds each, and hold calls open there.
 
-    All connections are made now: a process that dies while it connects to another breaks, in torch
-    2.13, what accepts connections in that one, for all.
+    All connections are made now: in torch 2.13, a process that dies while it connects to another
+    one breaks the listener there, so that no other process can connect.
     """
     others = [name for name in peers.names if name != peers.me]
-    # One after the other: so many connections at once would be a burden on the machine.
+    # One after the other, since many connections at once would load the machine.
     for name in others:
         rpc.rpc_sync(name, _greet, timeout=timeout)
 
     def ended(done: Future[str], name: str) -> None:
         try:
-            # LEFT, from `Watchers.leave`; torch raises when the connection is lost instead.
+            # LEFT, from `Watchers.leave`; torch raises if the connection is lost.
             reason = done.value()
         except RuntimeError:
             reason = DIED
         peers.lose(name, reason)
 
     for name in others:
-        # No timeout: it lasts as long as both are in the world.
+        # Without a timeout: the call lasts as long as both are in the world.
         held = rpc.rpc_async(name, _hold, timeout=0)
         held.add_done_callback(lambda done, name=name: ended(done, name))
 
@@ -60,23 +60,23 @@ class Watchers:
             if self._held is not None:
                 self._held.append(future)
                 return future
-        # Without the lock, here and in `leave`: torch may call back, or send, in this thread.
+        # Without the lock, here and in `leave`: torch may run callbacks, or send, in this thread.
         future.set_result(LEFT)
         return future
 
     def leave(self, peers: Peers, farewell: Callable[[str], Farewell] | None) -> None:
-        """Answer the held calls; send each rank that is there ``farewell(name)`` before."""
+        """Send ``farewell(name)`` to each rank that is not lost, then answer the held calls."""
         left = peers.leave()
-        # Before the held calls are answered: these answers do not say which collectives were
-        # completed, and the first news of a loss counts.
+        # Before the held calls are answered: the answers do not say which collectives were
+        # completed, and the first message about a loss counts.
         if farewell is not None:
             for name in left:
                 try:
-                    # The answers below may be lost with their connections; this one is waited for.
+                    # Wait for this call: the answers below may be lost with their connections.
                     told = peers.me, farewell(name)
                     rpc.rpc_sync(name, _told, args=told, timeout=FAREWELL_SECONDS)
                 except RuntimeError:
-                    pass  # it is gone or too slow: it learns of this by its own held call
+                    pass  # it has gone or is slow: its own held call will tell it
         with self._lock:
             held, self._held = self._held or [], None
         for future in held:
@@ -85,16 +85,16 @@ class Watchers:
 
 @dataclass
 class Farewell:
-    """What a process that leaves tells another: what the two have ended together.
+    """Tells another process what the two have completed together, before this one leaves.
 
-    Its last messages may be on their way in other connections than this news, and they may be lost
-    with those connections.
+    Earlier messages of this process use other connections: they may arrive later, or be lost with
+    these connections.
     """
 
     completed: dict[Any, int]
-    """By collective group, how many collectives have succeeded there."""
+    """The number of collectives that have succeeded, by collective group."""
     answers: dict[Any, Any]
-    """By meeting, answers that the receiver has not acknowledged."""
+    """Answers that the receiver has not acknowledged, by meeting."""
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
@@ -107,7 +107,7 @@ def _greet() -> None:
 
 
 def _told(name: str, farewell: Farewell) -> None:
-    # None: the receiver has left as well, while the farewell was on its way.
+    # None: the receiver has left as well.
     world = current()
     if world is not None:
         world.meetings.deliver(name, farewell.answers)

@@ -26,33 +26,33 @@ from xpool.distributed.peers import Peers
 from xpool.distributed.watching import FAREWELL_SECONDS, Farewell, Watchers, watch
 from xpool.errors import OptionError
 
-_joined: dict[str, int] = {}  # how many worlds this process has joined at an address
+_joined: dict[str, int] = {}  # number of worlds that this process has joined, by address
 
 
 class World:
-    """This process's place among the processes that work together; one at a time in each.
+    """The processes that work together, and this process's place among them.
 
-    Make it in all of them; each call returns when all have joined. As a context manager it ends
-    with `stop`.
+    Make a world in all of its processes; each call returns when all have joined. A process can be
+    in one world at a time. As a context manager, a world ends with `stop`.
 
     Args:
-        name: a name of its own for this process: letters, digits, ``_``, ``-`` and ``:``.
-        rank: its number, from 0; -1 takes the environment's ``RANK``, which torchrun sets. A
-            process that joins worlds with RPC one after the other has the same in all.
-        world_size: how many there are; -1 takes ``WORLD_SIZE``.
-        init_dist: have collective groups.
-        init_rpc: have RPC groups. They are also how deaths are known at once; see `lost`.
+        name: a unique name for this process, of letters, digits, ``_``, ``-`` and ``:``.
+        rank: its number, from 0; -1: the environment's ``RANK``, which torchrun sets. A process
+            that joins several worlds with RPC, one after the other, needs the same rank in all.
+        world_size: the number of processes; -1: ``WORLD_SIZE``.
+        init_dist: whether to have collective groups.
+        init_rpc: whether to have RPC groups. RPC also detects deaths at once; see `lost`.
         dist_backend: torch's backend for collective groups: ``"gloo"``, ``"nccl"``, ``"xla"``.
         dist_init_method: where the ranks meet: ``tcp://host:port`` (rank 0 listens there),
-            ``file:///path`` of a new file that all see, or ``env://``. Default: ``env://`` where
+            ``file:///path`` of a new file that all can see, or ``env://``. Default: ``env://`` if
             ``MASTER_ADDR`` is set, else ``tcp://localhost:9100``.
-        rpc_init_method: the same for RPC. Default: beside ``dist_init_method``.
+        rpc_init_method: the same for RPC. Default: derived from ``dist_init_method``.
         dist_timeout: seconds for joining, and for collective operations of the whole world. gloo
-            waits five times as long for a rank that is lost, or gives up, while they connect.
-        rpc_timeout: seconds that a remote call may take where it does not say.
+            waits five times as long for a rank that is lost, or gives up, during the connecting.
+        rpc_timeout: seconds that a remote call may take unless it has its own ``timeout``.
 
     Raises:
-        OptionError: a value makes no sense; a rank or a name is taken.
+        OptionError: an argument has a wrong value, or a rank or a name is taken.
         GroupTimeout: not all came within ``dist_timeout`` (``rpc_timeout`` without dist).
         GroupError: this process is in a world already.
     """
@@ -80,7 +80,7 @@ class World:
         rpc_timeout = rendezvous.check_seconds("rpc_timeout", rpc_timeout)
         self.name = name
         self.rank, self.world_size = rendezvous.place(rank, world_size)
-        # Before anybody is waited for, and before torch is asked, which may wait for minutes.
+        # Checked before any waiting: torch may wait for minutes.
         rendezvous.check_address("dist_init_method", dist_init_method)
         rendezvous.check_address("rpc_init_method", rpc_init_method)
         if init_dist:
@@ -88,27 +88,27 @@ class World:
         self.rpc_timeout, self.dist_timeout = rpc_timeout, dist_timeout
         self.has_dist, self.has_rpc = init_dist, init_rpc
         self.started = False
-        self._running: list[str] = []  # what of torch's has been started
+        self._running: list[str] = []  # parts of torch that were started: "dist", "rpc"
         self._store: Any = None
         self.groups: dict[str, RpcGroup] = {}
         self.register, self.meetings, self.watchers = Register(), Meetings(), Watchers()
         self._lock = threading.Lock()
-        # Guarded by _lock: open collective groups, and how many of each there have been.
+        # Guarded by _lock: open collective groups, and the number made so far, by their ranks.
         self._collective: list[CollectiveGroup] = []
         self._made: dict[tuple[int, ...], int] = {}
         self._everyone: CollectiveGroup | None = None
 
-        # Where RPC's address alone is given, the ranks meet beside it.
+        # If only RPC's address is given, the other one is derived from it.
         if dist_init_method is None and rpc_init_method is not None:
             address = rendezvous.beside(rpc_init_method)
         else:
             address = dist_init_method or rendezvous.default_address()
-        # Before torch is asked for anything: what it keeps is the process's, and for one world.
+        # Before torch is called: its state belongs to the process, and serves one world.
         current.claim(self)
         try:
             self._join(address, rpc_init_method or rendezvous.beside(address), dist_backend)
         except BaseException:
-            # Whatever cuts the joining short: the process may join again.
+            # Also after an interrupt: the process may join again.
             self._tear_down(graceful=False)
             raise
 
@@ -122,22 +122,21 @@ class World:
             )
         limit = self.dist_timeout if self.has_dist else self.rpc_timeout
         place = self.rank, self.world_size
-        # A store may outlive a world, as torchrun's does: what is in it is told apart by this.
+        # A store may outlive a world, as torchrun's does: each world has its own prefix.
         earlier = _joined.get(address, 0)
         end = time.monotonic() + limit
         base = rendezvous.open_store(address, *place, limit)
         if self.has_rpc:
-            # Before the names: where RPC's store is not found, the others learn who is missing.
+            # Before the names: if RPC's store is not found, the others learn which rank is missing.
             left = max(end - time.monotonic(), 0.1)
             rpc_store = rendezvous.open_store(rpc_address, *place, left)
         self._store = dist.PrefixStore(f"xpool/{earlier}", base)
         self.names = rendezvous.exchange_names(self._store, address, self.name, *place, limit)
-        # From here on all ranks are known by name, also to the errors of what follows.
         self.rank_name_map = dict(enumerate(self.names))
         self.peers = Peers(self.names, self.name, self._on_loss)
         try:
             if self.has_dist:
-                # Noted before it is started: what has failed halfway is torn down too.
+                # Before the start: a start that fails is torn down, too.
                 self._running.append("dist")
                 _forget_failed_starts()
                 dist.init_process_group(
@@ -152,7 +151,7 @@ class World:
                 agent.start(self.name, *place, rpc_store, earlier, limit, self.rpc_timeout)
                 # Before the meeting, so that a death ends it.
                 watch(self.peers, limit)
-                # No rank begins, and perhaps leaves again, while others still connect.
+                # No rank may begin, or leave again, while others still connect.
                 meet(self.names[0], ("join", "the world"), tuple(self.names), limit)
         except GroupError:
             raise
@@ -165,24 +164,24 @@ class World:
     # -- who is there -------------------------------------------------------------------------
 
     def get_ranks(self) -> list[int]:
-        """The ranks of all processes."""
+        """Return the ranks of all processes."""
         return list(range(self.world_size))
 
     def get_members(self) -> list[str]:
-        """The names of all processes, by rank."""
+        """Return the names of all processes, by rank."""
         return list(self.names)
 
     def lost(self, rank: int, reason: str = "has died") -> None:
-        """Say that a rank is gone, where something else than RPC has noticed.
+        """Report that a rank is lost, if the program knows it by other means than RPC.
 
-        What is pending with it ends with `PeerLost`, which cites ``reason``. With RPC a world
-        finds out by itself.
+        Pending operations with this rank raise `PeerLost`, whose text contains ``reason``. A world
+        with RPC detects losses itself.
         """
         self._check_ranks([rank])
         self.peers.lose(self.names[rank], reason)
 
     def _on_loss(self, name: str, completed: dict[Any, int]) -> None:
-        # Without the lock: meetings and groups have their own, and a group may close connections.
+        # Without the lock: meetings and groups have locks, and a group may close connections.
         self.meetings.lose(name)
         with self._lock:
             groups = list(self._collective)
@@ -193,10 +192,9 @@ class World:
 
     @property
     def group(self) -> CollectiveGroup:
-        """The group of all ranks; there is one from the start, with ``dist_timeout``.
+        """The group of all ranks, with ``dist_timeout`` as its timeout.
 
-        It stands on torch's default group, which functions of `torch.distributed` use that are not
-        told another.
+        It uses torch's default group, which is the default of all functions of `torch.distributed`.
         """
         self._check_started(self.has_dist, "collective groups", "init_dist=True")
         with self._lock:
@@ -209,12 +207,12 @@ class World:
                 self._everyone = everyone
                 self._collective.append(everyone)
         if first:
-            # After it is in `_collective`: a loss meanwhile comes by this way or by `_on_loss`.
+            # After it is in `_collective`, so that no loss in between is missed.
             self._tell_losses(everyone)
         return everyone
 
     def _tell_losses(self, made: CollectiveGroup) -> None:
-        """Tell a new group of those that were lost while it was made, or before."""
+        """Break a new group if one of its ranks is lost already."""
         lost = self.peers.lost()
         for rank in made.ranks:
             if self.names[rank] in lost:
@@ -225,18 +223,18 @@ class World:
     def create_collective_group(
         self, ranks: Sequence[int], timeout: float = 60, backend: str | None = None
     ) -> CollectiveGroup:
-        """Make a group of these ranks; all of them call this, and it returns when all have.
+        """Make a group of these ranks; all of them call this, and each call returns when all have.
 
         Processes that make several groups together make them in the same order. Other ranks may
-        call it too: they get a group in which they can do nothing.
+        call this, too: their operations in the group raise `NotAMember`.
 
         Args:
             ranks: of the world, in any order; the group is in ascending order.
             timeout: seconds for each operation of the group.
-            backend: as ``dist_backend``; None takes the world's.
+            backend: as ``dist_backend``; None: the world's.
 
-        torch names a group by its ranks and by how many groups the process has open: with another
-        number of them, a member does not find the others.
+        torch names a group by its ranks and by the number of groups that the process has open: a
+        member with another number of open groups does not find the others.
 
         Raises:
             OptionError: a rank is not in the world, or given twice.
@@ -253,7 +251,7 @@ class World:
                 number = self._made.get(tuple(ranks), 0)
                 self._made[tuple(ranks)] = number + 1
             names = tuple(self.names[rank] for rank in ranks)
-            # They meet first: a death ends a meeting at once, and torch's call at its timeout.
+            # Meet first: a death ends a meeting at once, but torch's call only at its timeout.
             if self.has_rpc:
                 key = ("create_collective_group", f"ranks {', '.join(map(str, ranks))}", number)
                 meet(names[0], key, names, timeout)
@@ -279,8 +277,8 @@ class World:
 
         Args:
             group_name: a name that no other group of these processes has.
-            members: names of processes; all give the same, in the same order. The first keeps
-                the group's register: what is offered in the group is found through it.
+            members: names of processes, in the same order in all. The first member keeps the
+                group's register, through which all values and services of the group are found.
 
         Raises:
             OptionError: a name is not in the world, or given twice.
@@ -303,7 +301,7 @@ class World:
                 f"{', '.join(members) or 'none'}."
             )
         group = RpcGroup(group_name, members)
-        # One atomic operation, in the place of a lock: of two threads with one name, one fails.
+        # Atomic, so it needs no lock: of two threads with the same name, one fails.
         if self.groups.setdefault(group_name, group) is not group:
             there = ", ".join(self.groups)
             raise GroupError(
@@ -311,7 +309,7 @@ class World:
                 f"destroy() that one. Groups: {there}."
             )
         try:
-            # The group is in `groups` by now: who has been to the meeting may call here at once.
+            # After the group is in `groups`: members may call here at once after the meeting.
             meet(members[0], ("create_rpc_group", group_name), tuple(members))
         except BaseException:
             self.groups.pop(group_name, None)
@@ -345,10 +343,10 @@ class World:
     def stop(self, graceful: bool = True) -> None:
         """Leave the world; this process may then join another.
 
-        With RPC it waits until all who are still there have called it, so that nobody's call finds
-        a process gone. In any case it waits, for a group's timeout at most, until the others have
-        received what was sent in collective groups; a `ResourceWarning` says what they have not.
-        ``graceful=False`` waits for nothing: the others lose this process.
+        With RPC this waits until all ranks that are not lost have called it, so that no call fails
+        because its callee has left. It also waits, for a group's timeout at most, until the others
+        have received all messages of collective groups; a `ResourceWarning` names those that are
+        lost. With ``graceful=False`` it does not wait: the others lose this process.
 
         Raises:
             GroupError: the world has been stopped already.
@@ -360,7 +358,7 @@ class World:
         try:
             if graceful:
                 for group in list(self._collective):
-                    # After the last meeting no rank receives any more.
+                    # After the last meeting, no rank receives messages.
                     operations = group.operations
                     operations.send_out(FAREWELL_SECONDS if self.has_rpc else operations.timeout)
         finally:
@@ -368,28 +366,28 @@ class World:
             self._tear_down(graceful)
 
     def _last_meeting(self) -> list[str]:
-        """Wait for all who are still there to stop; return those who are not."""
+        """Wait until all ranks that are not lost stop; return the lost ones."""
         key = ("stop", "the world")
         while True:
-            # All who are left hear of the same losses, and so come to the same host in the end.
+            # All ranks learn of the same losses, so they choose the same host in the end.
             lead = self.peers.lead()
             try:
                 return meet(lead, key, tuple(self.names), timeout=0, of_survivors=True)
             except PeerLost:
-                # Else the host was lost, and all meet again at the next one.
                 if lead == self.peers.lead():
                     raise
+                # The host was lost: all meet at the next one.
 
     def _tear_down(self, graceful: bool) -> None:
         try:
             if "rpc" in self._running:
-                # While the groups are still there: the farewell says how far each has come.
+                # Before the groups end: the farewell contains their progress.
                 self.watchers.leave(self.peers, None if graceful else self._farewell)
                 agent.shut_down(graceful)
-            # A copy: each group takes itself out of the list.
+            # A copy: each group removes itself from the list.
             for group in list(self._collective):
                 group.end()
-            # `World.group`, if it was used, has taken torch's default group along.
+            # The end of `World.group`, if it was used, has destroyed torch's default group.
             if "dist" in self._running and dist.is_initialized():
                 dist.destroy_process_group()
         finally:
@@ -397,7 +395,7 @@ class World:
             current.free(self)
 
     def _farewell(self, name: str) -> Farewell:
-        """What ``name`` is to know of this process, which leaves."""
+        """Return the farewell to ``name``: this process leaves."""
         with self._lock:
             groups = list(self._collective)
         completed = {group.key: group.operations.completed() for group in groups}
@@ -438,10 +436,10 @@ def join(
     init_rpc: bool = False,
     timeout: float = 60,
 ) -> World:
-    """Make this process rank ``rank`` of a world that meets at ``address``: for pools' workers.
+    """Join the world that meets at ``address`` as rank ``rank``: for the workers of pools.
 
-    A world that this process is in is left first, without waiting for its members: so a pool makes
-    its world anew, at a new address, when a worker has been replaced.
+    If this process is in a world, it leaves that first, without waiting for its members.  So a pool
+    makes its world anew, at a new address, after a worker was replaced.
     """
     before = get_world()
     if before is not None:
@@ -459,10 +457,10 @@ def join(
 
 
 def _forget_failed_starts() -> None:
-    """Have torch count its process groups from 0 again, as in a process that has started none.
+    """Have torch count its process groups from 0 again.
 
-    It counts a start that fails as well, and the count names the group's part of the store: ranks
-    whose starts have failed a different number of times would wait there for each other in vain.
+    torch also counts starts that have failed, and the count is a part of the group's prefix in the
+    store.  So ranks with different numbers of failed starts would not find each other.
     """
     counts: Any = getattr(dist.distributed_c10d, "_world", None)
     if counts is not None:
@@ -471,7 +469,7 @@ def _forget_failed_starts() -> None:
 
 @atexit.register
 def _leave() -> None:
-    """A process that ends leaves its world, so that torch's threads do not outlive Python's."""
+    """Leave the world when the process ends, so that torch's threads do not outlive Python's."""
     world = get_world()
     if world is not None and world.started:
         world.stop(graceful=False)
