@@ -8,13 +8,12 @@ is raised unchanged, as in the standard library's pool, with a note.  That code 
 
 from __future__ import annotations
 
-import reprlib
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
-from xpool._python.interrupt import by_handler
+from xpool._python.item_notes import short
 from xpool.errors import TaskNotPicklable
 
 _busy = threading.local()  # `looking` is true in a thread that searches already
@@ -53,7 +52,7 @@ def refusal(
             error = fails(culprit) or error  # says more than the error of the whole object
     kind = type(culprit).__qualname__
     article = "an" if kind[:1].lower() in "aeiou" else "a"
-    what = f"{article} {kind} object ({_repr(culprit)})"
+    what = f"{article} {kind} object ({short(culprit)})"
     where = f" at {path.lstrip('.')}" if path else ""
     text = f"Cannot be sent to another process: {what}{where}: {error}."
     if no_dill:
@@ -139,15 +138,6 @@ _HINTS = {
 }
 
 
-def _repr(obj: Any) -> str:
-    try:
-        return reprlib.repr(obj)
-    except Exception as error:  # a __repr__ that raises
-        if by_handler(error):
-            raise
-        return f"whose repr raises {type(error).__name__}"
-
-
 def _descend(obj: Any, fails: Callable[[Any], BaseException | None]) -> tuple[str, Any]:
     path = ""
     seen = {id(obj)}
@@ -165,8 +155,8 @@ def _descend(obj: Any, fails: Callable[[Any], BaseException | None]) -> tuple[st
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, dict):
         for key, value in obj.items():
-            yield f"[{_repr(key)}]", value
-            yield f".key {_repr(key)}", key
+            yield f"[{short(key)}]", value
+            yield f".key {short(key)}", key
     elif isinstance(obj, (list, tuple)):
         for index, value in enumerate(obj):
             yield f"[{index}]", value

@@ -78,8 +78,6 @@ def _limit() -> None:
     Neither needs the interpreter lock, which hanging code may hold.  `dump_traceback_later` would
     wait for a thread that does not exist in a fork of a program that has used it.
     """
-    if not hasattr(signal, "setitimer"):
-        return  # this system has none
     # The default action ends the process: faulthandler calls the handler that it replaces.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     faulthandler.register(signal.SIGALRM, file=_STDERR, all_threads=True, chain=True)

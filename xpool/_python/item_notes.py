@@ -36,8 +36,17 @@ def short(value: Any) -> str:
     try:
         text = " ".join(_short.repr(value).split())
     except Exception as exc:
-        return f"<{type(value).__name__} whose repr raised {type(exc).__name__}>"
+        return f"<{type(value).__name__}, whose repr raised {type(exc).__name__}>"
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def safe_repr(value: Any, most: int) -> str:
+    """Return the repr of an object, cut to ``most`` characters; its class if the repr raises."""
+    try:
+        text = repr(value)
+    except Exception as exc:
+        text = f"<{type(value).__name__}, whose repr raised {type(exc).__name__}>"
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 _PLAIN = frozenset((bool, bytes, complex, float, int, str, type(None)))

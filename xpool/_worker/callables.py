@@ -12,7 +12,6 @@ from xpool._worker.context import current_worker
 from xpool._worker.seeds import seeded
 
 if TYPE_CHECKING:
-    from xpool._pickling.by_value.globals_received import Entry
     from xpool._wire.outbox import Outbox
 
 
@@ -124,22 +123,19 @@ class Seeded:
 
 
 class Exact:
-    """Sets the globals that came with a function, which later messages may have changed.
+    """Calls ``retake`` before a function, to set the globals that came with it.
 
-    This matters for a task that runs late: one taken back from another worker, or tried again.
+    Later messages may have changed them if the task runs late: taken back from another worker, or
+    tried again.
     """
 
-    __slots__ = ("_entries", "_func", "_retake")
+    __slots__ = ("_func", "_retake")
 
-    def __init__(self, func: Callable[..., Any], entries: list[Entry]) -> None:
-        from xpool._pickling.by_value.globals_received import (
-            retake,  # here: it leads to all of the codec
-        )
-
-        self._func, self._entries, self._retake = func, entries, retake
+    def __init__(self, func: Callable[..., Any], retake: Callable[[], None]) -> None:
+        self._func, self._retake = func, retake
 
     def __call__(self, *args: Any) -> Any:
-        self._retake(self._entries)
+        self._retake()
         return self._func(*args)
 
 
@@ -171,18 +167,6 @@ def note_context(exc: BaseException) -> None:
             )
 
 
-class Prefixed:
-    """Passes the worker's context to a function before its other arguments."""
-
-    __slots__ = ("_func", "_prefix")
-
-    def __init__(self, func: Callable[..., Any], prefix: tuple[Any, ...]) -> None:
-        self._func, self._prefix = func, prefix
-
-    def __call__(self, *args: Any) -> Any:
-        return self._func(*self._prefix, *args)
-
-
 class Retried:
     """A function whose tasks are tried again when it raises one of the given exceptions.
 
@@ -196,6 +180,11 @@ class Retried:
 
     def __call__(self, *args: Any, **kwds: Any) -> Any:
         return self.func(*args, **kwds)
+
+    @classmethod
+    def around(cls, func: Any, wrap: Callable[[Any], Any]) -> Any:
+        """Wrap a function; a `Retried` stays outermost, where the worker looks for it."""
+        return cls(wrap(func.func), func.on) if type(func) is cls else wrap(func)
 
 
 class Ticking:

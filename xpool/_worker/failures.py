@@ -9,7 +9,7 @@ from typing import Any
 from xpool import errors
 from xpool._pickling.by_value.exceptions import add_note, encode_exception
 from xpool._python import error_imports
-from xpool._python.item_notes import without_places
+from xpool._python.item_notes import safe_repr, without_places
 from xpool._wire.wire import Refusal
 from xpool._worker import callables
 from xpool._worker.context import current_worker
@@ -37,7 +37,7 @@ def refused(exc: BaseException, value: Any) -> bytes | memoryview:
     from traceback import clear_frames  # imported just now
 
     reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
-    failure = errors.ResultNotPicklable(reason or exc, _short_repr(value))
+    failure = errors.ResultNotPicklable(reason or exc, safe_repr(value, 500))
     payload = encode_exception(failure, traceback_of(exc))
     # The frames hold each other and the objects that they pickled, such as tensors on a device.
     raised, seen = list[BaseException | None]([exc]), set[int]()
@@ -56,14 +56,6 @@ def traceback_of(exc: BaseException) -> str:
     while tb is not None and tb.tb_frame.f_code.co_filename in _OWN_FILES:
         tb = tb.tb_next
     return without_places(_text_of(exc, tb))
-
-
-def _short_repr(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as exc:
-        text = f"<{type(value).__name__}, whose repr raised {exc!r}>"
-    return text if len(text) <= 500 else text[:500] + "..."
 
 
 def _text_of(exc: BaseException, tb: TracebackType | None) -> str:

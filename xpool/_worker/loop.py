@@ -19,7 +19,7 @@ from xpool._memory.holds import Block
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.broadcast import Objects
 from xpool._pickling.by_value.exceptions import encode_exception
-from xpool._pickling.by_value.globals_received import listening
+from xpool._pickling.by_value.globals_received import listening, retake
 from xpool._pickling.by_value.main import mark_worker
 from xpool._pickling.policy import BY_PIPE, Layout, share
 from xpool._python import error_imports
@@ -40,7 +40,6 @@ from xpool._wire.wire import (
 from xpool._worker import main_module
 from xpool._worker.callables import (
     Exact,
-    Prefixed,
     Retried,
     Ticking,
     each,
@@ -193,7 +192,7 @@ class _Worker:
         self._poller.register(source.fd, select.POLLIN)
         self._spin: Spin | None = None
         self._likely = False  # whether the next task probably arrives at once
-        self._inbox = Inbox(replies, _Closed.entry, _WITHDRAWN)
+        self._inbox = Inbox(replies, _closed, _WITHDRAWN)
         self._recurse: bool = config["recurse"]
         self._prefix: tuple[Any, ...] = ()
         context = None
@@ -268,14 +267,11 @@ class _Worker:
             except Exception as exc:
                 func = _Unavailable(exc)
             entries = heard()
-        # `Retried` stays outermost: `_run` checks the outermost function.
-        if self._prefix or entries:
-            inner = func.func if type(func) is Retried else func
-            if entries:
-                inner = Exact(inner, entries)
-            if self._prefix:
-                inner = Prefixed(inner, self._prefix)
-            func = Retried(inner, func.on) if type(func) is Retried else inner
+        if entries:
+            renew = functools.partial(retake, entries)
+            func = Retried.around(func, lambda inner: Exact(inner, renew))
+        if self._prefix:
+            func = Retried.around(func, lambda inner: functools.partial(inner, *self._prefix))
         self._inbox.functions[closed.number] = func, closed.mode
         return func
 
@@ -343,8 +339,7 @@ class _Worker:
             if type(func) is _Closed:
                 func = self._open(func)
             if mode in (Mode.CHUNK, Mode.STARCHUNK):
-                ticking = Ticking(func.func if type(func) is Retried else func, box)
-                func = Retried(ticking, func.on) if type(func) is Retried else ticking
+                func = Retried.around(func, lambda inner: Ticking(inner, box))
             return self._run(func, mode, payload)
         finally:
             box.rest()
@@ -397,10 +392,10 @@ class _Closed:
     def __init__(self, number: int, mode: int, payload: bytes) -> None:
         self.number, self.mode, self.payload = number, mode, payload
 
-    @classmethod
-    def entry(cls, number: int, mode: int, payload: bytes) -> tuple[_Closed, int]:
-        """Return the inbox's entry for a function."""
-        return cls(number, mode, payload), mode
+
+def _closed(number: int, mode: int, payload: bytes) -> tuple[_Closed, int]:
+    """Return the inbox's entry for a function."""
+    return _Closed(number, mode, payload), mode
 
 
 class _Unavailable:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from xpool._pickling.frame import Leased
 from xpool._wire.outbox import Outbox
@@ -140,21 +140,21 @@ class Replies:
         self._frame(SKIPPED, b"", n)
 
 
-class Learn(Protocol):
-    """Makes the inbox's entry for a function: the real worker unpickles it in its first task."""
-
-    def __call__(self, number: int, mode: int, payload: bytes) -> Any:
-        """Return the entry."""
-
-
 class Inbox:
-    """Handles the parent's messages: functions, and items to run."""
+    """Handles the parent's messages: functions, and items to run.
 
-    def __init__(self, replies: Replies, learn: Learn, withdrawn: Any) -> None:
+    Args:
+        learn: makes the entry for a function, of its number, mode and pickle.
+        withdrawn: the entry in place of a function that was forgotten.
+    """
+
+    def __init__(
+        self, replies: Replies, learn: Callable[[int, int, bytes], Any], withdrawn: Any
+    ) -> None:
         self.functions: dict[int, Any] = {}
         self._replies = replies
         self._learn = learn
-        self._withdrawn = withdrawn  # used in place of a function that was forgotten
+        self._withdrawn = withdrawn
         self._seq = 0  # number of the next item, among all that were ever sent
 
     def take(self, kind: int, body: bytes | memoryview) -> bool:

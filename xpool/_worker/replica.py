@@ -23,14 +23,10 @@ def pid(*_: Any) -> int:
     return os.getpid()
 
 
-def _take() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    assert _what is not None
-    return _what
-
-
 def run(index: int) -> Any:
     """Return ``fn(index, *args)``."""
-    fn, args = _take()
+    assert _what is not None
+    fn, args = _what
     return fn(index, *args)
 
 
@@ -39,7 +35,8 @@ def run_xla(context: Any) -> dict[int, Any]:
 
     As in torch_xla, each device has a thread, if there are several devices.
     """
-    fn, args = _take()
+    assert _what is not None
+    fn, args = _what
     torch_xla = import_module("torch_xla")
     xm = import_module("torch_xla.core.xla_model")
     runtime = import_module("torch_xla.runtime")

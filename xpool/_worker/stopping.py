@@ -82,9 +82,8 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
     signal.signal(STOP_SIGNAL, stop)
     # Registered last: with ``chain`` it writes the stack, then calls the handler that it found.
     faulthandler.register(STOP_SIGNAL, file=fd, all_threads=False, chain=True)
-    if hasattr(signal, "pthread_sigmask"):
-        # A forked process inherits the blocked signals of the thread that forked it.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
+    # A forked process inherits the blocked signals of the thread that forked it.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
 
 
 def again(signum: int) -> None:

@@ -55,8 +55,7 @@ def run(
     members: list[_Member] = []
     # A signal handler may call `SimpleQueue.put`, even while this thread is in `get`.
     signal.signal(STOP_SIGNAL, lambda signum, frame: news.put(None))
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
     for config, channel in zip(configs, channels):
         members.append(_Member(news, all_ready, config, channel, inherited))
         members[-1].start()
@@ -120,8 +119,7 @@ class _Member(threading.Thread):
     # -- what `loop.run` calls -----------------------------------------------------------------
 
     def begins(self, box: Outbox, fd: int) -> None:
-        if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])  # the main thread handles it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])  # the main thread handles it
         self.box = box
         self.fd = fd
 

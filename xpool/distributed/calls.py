@@ -14,6 +14,7 @@ from torch.distributed.rpc.internal import deserialize, serialize
 from torch.futures import Future
 
 from xpool._pickling.by_value.names import goes_by_name
+from xpool._python.item_notes import safe_repr
 from xpool.distributed.current import the_world
 from xpool.distributed.errors import GroupError, GroupTimeout, PeerLost
 from xpool.distributed.faults import connection_lost, first_line
@@ -81,15 +82,7 @@ def sendable(what: str, value: Any) -> Any:
             return _ByValue(value)
         except Exception as exc:
             reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
-            raise ResultNotPicklable(reason or exc, f"{_short_repr(value)} of {what}") from None
-
-
-def _short_repr(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as exc:
-        text = f"<{type(value).__name__}, whose repr raised {exc!r}>"
-    return text if len(text) <= 500 else f"{text[:500]}..."
+            raise ResultNotPicklable(reason or exc, f"{safe_repr(value, 500)} of {what}") from None
 
 
 class _Pickled:

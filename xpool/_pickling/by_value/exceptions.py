@@ -8,6 +8,7 @@ are set afterwards.
 from __future__ import annotations
 
 import builtins
+import sys
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +18,7 @@ from xpool._pickling.by_value.globals_received import missing_global
 from xpool._pickling.pickler import decode, encode
 from xpool._pickling.reducers import Context
 from xpool._python.interrupt import by_handler
+from xpool._python.item_notes import safe_repr
 
 
 def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryview:
@@ -65,11 +67,7 @@ def _no_children(exc: BaseException) -> str:
 
 def _text(obj: Any) -> Any:
     """Return an object with the same repr."""
-    try:
-        text = repr(obj)
-    except Exception as error:  # a __repr__ that raises
-        text = f"<{type(obj).__qualname__} whose repr raises {type(error).__name__}>"
-    return _Text(text)
+    return _Text(safe_repr(obj, sys.maxsize))
 
 
 class _Text(str):
