@@ -28,15 +28,7 @@ from xpool._python.import_hooks import when_imported
 from xpool._wire.outbox import Outbox
 from xpool._wire.pipes import BlockingFrameReader, write_all
 from xpool._wire.spin import Spin
-from xpool._wire.wire import (
-    BODY_AGAIN,
-    BODY_ERROR,
-    STOP,
-    TASKS,
-    TIMED,
-    TO_WORKER,
-    Mode,
-)
+from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, STOP, TASKS, TIMED, TO_WORKER, Mode
 from xpool._worker import main_module
 from xpool._worker.callables import (
     Exact,

@@ -99,13 +99,7 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
     return _make_function, shell, state, None, None, _fill_function
 
 
-_ATTRIBUTES = (
-    "__defaults__",
-    "__kwdefaults__",
-    "__doc__",
-    "__qualname__",
-    "__type_params__",
-)
+_ATTRIBUTES = ("__defaults__", "__kwdefaults__", "__doc__", "__qualname__", "__type_params__")
 
 
 def annotations_of(obj: Any) -> dict[str, Any]:
