@@ -101,7 +101,7 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
             )
         done = _Done(self._jobs, callback)
         job = pool.apply_async(
-            _run, (func,), callback=done.value, error_callback=done.error, retries=self._retries
+            func, callback=done.value, error_callback=done.error, retries=self._retries
         )
         done.started(job)
         return job
@@ -242,10 +242,6 @@ def _in_worker() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _run(batch: Callable[[], Any]) -> Any:
-    return batch()
 
 
 def _set_up(

@@ -70,11 +70,12 @@ class _Call(AsyncResult[Any]):
         except BaseException as exc:  # unpickling may raise anything, for example `SystemExit`
             error = exc
         if error is None:
-            future._succeed(self._value)
+            future._end(future.set_result, self._value)
         elif isinstance(error, TaskCancelled):
             future._end_cancelled()
         else:
-            future._fail(_as_broken(error) if self._pool_ended else error)
+            error = _as_broken(error) if self._pool_ended else error
+            future._end(future.set_exception, error)
 
     def release(self) -> None:
         super().release()
@@ -173,17 +174,11 @@ class _Future(concurrent.futures.Future[T]):
         pool = None if job is None or self.done() else job._pool
         return pool is not None and job is not None and pool._submitter.runs(job)
 
-    def _succeed(self, value: T) -> None:
+    def _end(self, set_outcome: Callable[[Any], None], outcome: Any) -> None:
         self._job = None
-        # False: the future was cancelled meanwhile, so the value is dropped.
+        # False: the future was cancelled meanwhile, so the outcome is dropped.
         if self.set_running_or_notify_cancel():
-            self.set_result(value)
-        _unfinished.discard(self)
-
-    def _fail(self, error: BaseException) -> None:
-        self._job = None
-        if self.set_running_or_notify_cancel():
-            self.set_exception(error)
+            set_outcome(outcome)
         _unfinished.discard(self)
 
     def _end_cancelled(self) -> None:

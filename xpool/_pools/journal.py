@@ -168,7 +168,8 @@ class Journal:
             for statement in _TABLES:
                 base.execute(statement)
             parts = self._parts or {}
-            said = _digest(parts) if version is None else str(version)
+            written = json.dumps(sorted(parts.items())).encode()
+            said = hashlib.sha256(written).hexdigest()[:16] if version is None else str(version)
             base.execute("INSERT INTO function VALUES (?, ?)", (self._name, said))
             self._add_parts(parts, False)
 
@@ -232,9 +233,12 @@ class Journal:
         self._refuse_changes(written, before, self._parts or {})
 
     def _refuse_changes(self, version: str, before: dict[str, str], now: dict[str, str]) -> None:
+        names = sorted(before.keys() | now.keys())
+        # Versions first, since another version of Python may have changed other parts, too.
+        names.sort(key=lambda name: not name.startswith("the version of "))
         changes = [
             _change(name, before.get(name), now.get(name))
-            for name in sorted(before.keys() | now.keys(), key=_importance)
+            for name in names
             if before.get(name) != now.get(name)
         ]
         if changes:
@@ -343,15 +347,6 @@ def _as_text(key: Any) -> str:
     if isinstance(key, bytes):
         return bytes.__repr__(key)
     raise TypeError(f"key must return a str, bytes or an int, not {key!r}")
-
-
-def _digest(parts: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(sorted(parts.items())).encode()).hexdigest()[:16]
-
-
-def _importance(part: str) -> tuple[bool, str]:
-    # The version of Python first: it may have changed other parts, too.
-    return not part.startswith("the version of "), part
 
 
 def _change(part: str, before: str | None, now: str | None) -> str:

@@ -89,10 +89,7 @@ class Report:
             f"succeeded, {self.failed} failed, {self.retries} retries, {self.deaths} deaths, "
             f"{_size(self.bytes_to_workers)} out, {_size(self.bytes_from_workers)} back"
         )
-        lines = [
-            counts,
-            "worker      pid      tasks     busy s    waits s   used  deaths",
-        ]
+        lines = [counts, "worker      pid      tasks     busy s    waits s   used  deaths"]
         lines += [
             f"{w.index:6} {w.pid or '-':>8} {w.tasks:10} {w.busy_seconds:10.2f} "
             f"{w.waiting_seconds:10.2f} {w.utilisation:6.0%} {w.deaths:7}"
@@ -227,16 +224,10 @@ def _rows(name: str, workers: int, events: list[Event], begun: float) -> list[di
     rows: list[dict[str, Any]] = [
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     ]
-    for i in range(workers):
-        rows.append(
-            {
-                "ph": "M",
-                "pid": pid,
-                "tid": i,
-                "name": "thread_name",
-                "args": {"name": f"worker {i}"},
-            }
-        )
+    rows += [
+        {"ph": "M", "pid": pid, "tid": i, "name": "thread_name", "args": {"name": f"worker {i}"}}
+        for i in range(workers)
+    ]
     for event in events:
         row: dict[str, Any] = {
             "name": event.what if event.tasks <= 1 else f"{event.what} and {event.tasks - 1} more",

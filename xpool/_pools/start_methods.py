@@ -21,23 +21,18 @@ from xpool._pickling.by_value.main import main_is_importable
 from xpool.errors import OptionError
 
 
-def _has_own_server(context: BaseContext | str | None) -> bool:
-    """Whether the workers of a pool with this ``context=`` are forked from xpool's server."""
-    return sys.platform == "linux" and (context is None or context == "forkserver")
-
-
 def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False) -> Launcher:
     """Return what starts the workers of a pool with this ``context=``."""
     if hasattr(context, "launch"):  # a launcher of a loader
         return cast(Launcher, context)
-    if _has_own_server(context):
+    if context is None or context == "forkserver":
+        if sys.platform != "linux":
+            return ProcessLauncher(multiprocessing.get_context("spawn"))
         modules = wanted_modules()
         # No stand-ins if the program has called `preload`: it waits for its server's imports.
         if may_stand_in and needs_arrays(modules) and not asked_for():
             return StandIns(modules)
         return ForkServer.get(modules)
-    if context is None or context == "forkserver":
-        return ProcessLauncher(multiprocessing.get_context("spawn"))
     if isinstance(context, str):
         methods = multiprocessing.get_all_start_methods()
         if context not in methods:
