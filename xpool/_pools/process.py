@@ -48,7 +48,7 @@ class Pool(BasePool):
 
     * To run tasks: `apply`, `map`, `starmap`, `imap`, `imap_unordered`, those with ``_async``,
       `submit`, and `run_all` for a call in each worker.  ``help(Pool.map)`` describes one.
-    * To look at it: `report`, `stacks`, `statistics`, `trace`, `watch`.
+    * To observe it: `report`, `stacks`, `statistics`, `trace`, `watch`.
     * To end it: `close` or `terminate`, then `join`.  The end of ``with`` terminates it.
 
     Args:
@@ -165,19 +165,17 @@ class Pool(BasePool):
         """Return the part of the workers' configuration that all share."""
         from xpool._pools import assembly
 
-        options, contexts = self._options, self._contexts
-        every = contexts or [None] * self._size
+        options, contexts = self._options, self._contexts or []
+        packed = [
+            self._packer.pack_option(f"worker_contexts[{i}]", context)
+            for i, context in enumerate(contexts)
+        ]
         return assembly.WorkerSpec(
             pool=self.name,
             initializer=initializer,
-            contexts=None
-            if contexts is None
-            else [
-                self._packer.pack_option(f"worker_contexts[{i}]", context)
-                for i, context in enumerate(contexts)
-            ],
-            binds=[dict(getattr(context, "env", None) or {}) for context in every],
-            cpus=[tuple(getattr(context, "cpus", None) or ()) for context in contexts or ()],
+            contexts=packed or None,
+            binds=[dict(getattr(context, "env", None) or {}) for context in contexts],
+            cpus=[tuple(getattr(context, "cpus", None) or ()) for context in contexts],
             daemon=options.is_daemon,
             recurse=options.is_recursive,
             seed=os.urandom(16) if options.seed is None else str(options.seed).encode(),
@@ -240,9 +238,9 @@ class Pool(BasePool):
         if not launcher.bare and multiprocessing.current_process().daemon:
             raise OptionError(
                 "multiprocessing would start the workers of this pool, which is made in a worker "
-                "of another pool: daemonic "
-                "processes are not allowed to have children; give is_daemon=False to the outer "
-                "pool, or give this one no context and no objects that only a context can pass on"
+                "of another pool: daemonic processes are not allowed to have children; give "
+                "is_daemon=False to the outer pool, or give this one no context and no objects "
+                "that only a context can pass on"
             )
         spec = self._worker_spec(blob)
         arena = self._packer.arena

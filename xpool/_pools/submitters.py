@@ -125,14 +125,14 @@ class HookSubmitter:
         try:
             self.withdraw(job)
             self.jobs.fail([job], exc)
-            torn = cut_short(exc) and not isinstance(exc, XPoolError)
+            inconsistent = cut_short(exc) and not isinstance(exc, XPoolError)
         except BaseException:  # for the same reason, such as a full stack
-            torn = True
-        if torn:
+            inconsistent = True
+        if inconsistent:
             # The engine's thread then ends the pool.
             self.jobs.bookkeeping_error = exc
             self.jobs.wake()
-        if torn or not isinstance(exc, Exception) or by_handler(exc):
+        if inconsistent or not isinstance(exc, Exception) or by_handler(exc):
             raise exc
 
 
