@@ -152,7 +152,7 @@ class TaskTimeout(XPoolError, TimeoutError):
             else ""
         )
         return (
-            f"{self._what()} {end}; give it a longer timeout= or look why it takes so long. "
+            f"{self._what()} {end}; give it a longer timeout=, or find out why it takes so long. "
             f"{imports}{where}"
         )
 
@@ -213,8 +213,8 @@ class WorkerDied(XPoolError):
         )
         if self.killed > 1:
             return (
-                f"{story}{hint} This task has killed {self.killed} workers, one after the other: "
-                "the fault is its own. It is not run again; run it alone to see what it does."
+                f"{story}{hint} This task has killed {self.killed} workers, so the task is at "
+                "fault. It is not run again; run it alone to see what it does."
             )
         if self.beside:
             ours = not self.killed or self.beside.startswith("The pool ended")
@@ -267,8 +267,8 @@ _HINTS: dict[int | None, str] = {
     -signal.SIGKILL: "Often the kernel's out-of-memory killer (look in dmesg), or a kill -9.",
     -signal.SIGSEGV: "A native extension crashed; python -X faulthandler shows where.",
     -signal.SIGABRT: "A native library aborted; its reason is on stderr.",
-    -signal.SIGBUS: "Shared memory or a mapped file was cut short under the process.",
-    -signal.SIGTERM: "Someone asked the worker to stop.",
+    -signal.SIGBUS: "A file that the process maps was truncated by another process.",
+    -signal.SIGTERM: "Another process has ended the worker.",
 }
 
 
@@ -309,9 +309,9 @@ class PoolBroken(XPoolError):
                 "pool has stopped; fix the cause and make a new pool"
             )
         return (
-            f"{self.deaths} workers died within {self.seconds:.1f} s and no task was finished "
-            f"between; the last: {self.last}. The pool has stopped; fix the cause and make a new "
-            "pool, or allow more with restart_budget=."
+            f"{self.deaths} workers died within {self.seconds:.1f} s, and none finished a task "
+            f"meanwhile; the last death: {self.last}. The pool has stopped; fix the cause and make "
+            "a new pool, or allow more with restart_budget=."
         )
 
 

@@ -574,7 +574,7 @@ def test_the_wrong_receiver(two: CtxPool, make_pool: Callable[..., Any]):
     handle = two.apply(tasks.make)
     other = make_pool(Pool, 1, is_copy_tensor=False)
     copies = make_pool(Pool, 1)
-    words = r"good for tasks of the pool that it came from only. Send handle.cpu\(\) instead"
+    words = r"only in tasks of the pool that it came from. Send handle.cpu\(\) instead"
     queue = SimpleQueue()
     queue_of_shared = SimpleQueue(copy_tensor=False)
     for refuses in (

@@ -224,7 +224,7 @@ def test_initializer_whose_exception_has_no_text(process_kind, make_pool):
     """The reason says whose text it was that could not be had, and the cause is there."""
     away = work.Away(0, "nowhere", "raise", everywhere=True)
     error = start_failure(make_pool, process_kind, 1, work.raise_it, (away,))
-    assert error.reason == "Away, whose text cannot be had (ZeroDivisionError)"
+    assert error.reason == "Away, whose text cannot be made (ZeroDivisionError)"
     assert isinstance(error.__cause__, work.Away)
 
 

@@ -27,7 +27,7 @@ def refusal(reason: BaseException) -> Refusal:
     try:
         line = f"{type(reason).__name__}: {reason}"
     except Exception as exc:
-        line = f"{type(reason).__name__}, whose text cannot be had ({type(exc).__name__})"
+        line = f"{type(reason).__name__}, whose text cannot be made ({type(exc).__name__})"
     return Refusal(line, pickled)
 
 
@@ -78,6 +78,6 @@ def _say_where(exc: ModuleNotFoundError) -> None:
     if host:
         add_note(
             exc,
-            f"On host {host}: the program's folder and path are not sent to hosts; bring the "
-            "module there, by runtime_env= of xpool.ray.hosts() for one.",
+            f"On host {host}: the program's folder and path are not sent to hosts; install the "
+            "module there, for example by runtime_env= of xpool.ray.hosts().",
         )

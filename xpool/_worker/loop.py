@@ -403,12 +403,12 @@ class _Unavailable:
         raise self._exc.with_traceback(None)
 
 
-_WITHDRAWN = _Unavailable(LookupError("the job of this task has failed meanwhile")), Mode.EACH
+_WITHDRAWN = _Unavailable(LookupError("the job of this task has failed in the meantime")), Mode.EACH
 
 
 def _join(arena: list[int], config: dict[str, Any]) -> Arena | None:
     """Map the arena; None: it cannot be mapped, and all values travel through the pipe."""
-    why = "more than 479 processes have it"
+    why = "more than 479 processes map it"
     if arena:
         try:
             # Another worker of this process may have mapped it.
@@ -423,8 +423,8 @@ def _join(arena: list[int], config: dict[str, Any]) -> Arena | None:
             why = str(exc)
     if config["arena"] is not None and not config["copy_tensor"]:
         raise OptionError(
-            f"is_copy_tensor=False: this worker cannot have the memory that is shared: {why}; use "
-            "fewer workers, or leave it out"
+            f"is_copy_tensor=False: this worker cannot map the shared memory: {why}; use fewer "
+            "workers, or leave out is_copy_tensor=False"
         )
     return None
 

@@ -252,7 +252,7 @@ class Peers:
                         channel.take_out(False)
                         if channel.ended:
                             raise self._lost(peer, channel)
-                self._wait(channel, True, until, f"worker {peer} took nothing more")
+                self._wait(channel, True, until, f"worker {peer} took no message")
 
     def recv(self, peer: int, timeout: float | None = None) -> Any:
         """See `WorkerInfo.recv`."""

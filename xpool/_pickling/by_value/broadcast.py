@@ -85,8 +85,8 @@ def _reduce(pickler: Context, ref: Broadcast) -> Any:
     layout = pickler.layout
     if layout.room is not None or (layout.pool is not None and layout.pool != ref.pool):
         raise TaskNotPicklable(
-            f"{ref!r} is an argument for tasks of the pool that made it. Another pool, and an "
-            "object that is broadcast itself, needs the object: broadcast that."
+            f"{ref!r} can be sent only in tasks of the pool that made it, and not within another "
+            "broadcast. Send or broadcast the object itself."
         )
     if ref._token is None or layout.pool is None:
         return ref.__reduce__()
@@ -123,8 +123,8 @@ def publish(
         block = lessor(max(nbytes, LARGE))  # a block with its own pages
         if block is None:
             raise TaskNotPicklable(
-                f"No shared memory is left for a broadcast of {nbytes} bytes; let go of earlier "
-                "ones, and of results, or give the pool a larger memory_limit."
+                f"No shared memory is left for a broadcast of {nbytes} bytes; delete earlier "
+                "broadcasts and results, or give the pool a larger memory_limit."
             )
         return block.view(nbytes)
 
@@ -135,7 +135,7 @@ def publish(
     assert block is not None
     token = lessor(_TOKEN)
     if token is None:
-        raise TaskNotPicklable("No shared memory is left for a broadcast; let go of earlier ones.")
+        raise TaskNotPicklable("No shared memory is left for a broadcast; delete earlier ones.")
     # Holding the token, as a message does, keeps the object.
     token.former = block
     return Broadcast(pool, block.name, len(message), token, what)
@@ -174,7 +174,7 @@ class Objects:
         if self._arena is None:
             raise LookupError(
                 "a broadcast lies in shared memory that this worker does not have: addresses are "
-                "limited (ulimit -v), or more than 479 processes have it"
+                "limited (ulimit -v), or more than 479 processes map it"
             )
         block = self._arena.adopt(name)
         file = self._arena.file
@@ -209,7 +209,7 @@ def open_broadcast(buffer: Any, pool: str, token: int | None, place: Any, nbytes
     if objects is None or objects.pool != pool:
         where = "the pool's own" if pool in pools else "a"
         raise LookupError(
-            f"a reference to a broadcast was opened in {where} process; only the workers of the "
+            f"a reference to a broadcast was loaded in {where} process; only the workers of the "
             "pool that made it have the object"
         )
     return objects.get(token, place, nbytes)

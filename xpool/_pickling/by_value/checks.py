@@ -27,7 +27,7 @@ class Checks:
                 f"The global {name!r} of __main__ ({nbytes:,} bytes pickled) is compared at each "
                 "call with what the workers have, since it may have been changed in place. That "
                 f"has taken {after:.1f} s by now. If it does not change, write "
-                f"`{name.rpartition('.')[2]}: Final = ...` in the script, and it is not looked at "
+                f"`{name.rpartition('.')[2]}: Final = ...` in the script, and it is not compared "
                 "again; or give it to the workers by `pool.broadcast` or an initializer.",
                 RuntimeWarning,
                 stacklevel=_outside(),
@@ -36,8 +36,8 @@ class Checks:
     def keeps_lock(self, name: str) -> None:
         """Warn, when a lock is first met, that it keeps no two workers apart."""
         warnings.warn(
-            f"The lock {name!r} of __main__ is another one in each worker, so it does not keep "
-            "tasks of two workers apart. If it is to do that, pass a multiprocessing.Lock in "
+            f"The lock {name!r} of __main__ is another one in each worker, so tasks of two workers "
+            "can hold it at the same time. To prevent that, pass a multiprocessing.Lock in "
             "initargs=; if it is for the threads of one task, ignore this warning.",
             RuntimeWarning,
             stacklevel=_outside(),

@@ -203,9 +203,9 @@ def missing_global(exc: BaseException) -> str | None:
         if script is None or not script.leaves_out(name):
             return None
         return (
-            f"The global {name!r} of __main__ is computed by the script's top, which is not done "
-            "again in a worker, and the function of this task does not lead to where it is read. "
-            "Read it in that function, pass it as an argument, or make it in the initializer."
+            f"The global {name!r} of __main__ is computed by the script's top level, which a "
+            "worker does not run again, and xpool has not found that this task's function uses it. "
+            "Use it in that function, pass it as an argument, or make it in the initializer."
         )
     return (
         f"The global {name!r} of __main__ was not sent to this worker "

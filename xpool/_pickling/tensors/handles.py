@@ -92,8 +92,8 @@ class TensorHandle:
         """
         if self.gpu is None:
             raise OptionError(
-                f"{self!r}: only what lies on a GPU, with torch 2.4 or later, can be seen by "
-                "another process; use handle.cpu()"
+                f"{self!r}: another process can use only a tensor on a GPU, with torch 2.4 or "
+                "later; use handle.cpu()"
             )
         rebuild, args = self._ask(_export)
         return rebuild(*args)
@@ -110,8 +110,8 @@ class TensorHandle:
 
     def __reduce__(self) -> Any:
         raise TaskNotPicklable(
-            f"{self!r} is good for tasks of the pool that it came from only. Send handle.cpu() "
-            "instead."
+            f"{self!r} can be sent only in tasks of the pool that it came from. Send "
+            "handle.cpu() instead."
         )
 
 
@@ -135,8 +135,8 @@ def _export(*args: Any) -> Any:
     exported = cuda.export(tensor, lambda: composite.about(tensor))
     if exported is None:
         raise TaskNotPicklable(
-            f"{composite.about(tensor)} cannot be opened: another process made it, and CUDA shares "
-            "no memory that was received. Use handle.cpu(), or return a clone() of it."
+            f"{composite.about(tensor)} cannot be opened: another process made it, and CUDA cannot "
+            "share memory that was received. Use handle.cpu(), or return a clone() of it."
         )
     return exported
 
@@ -161,7 +161,7 @@ class Keeper:
         block = self._arena.lease(_TOKEN)
         if block is None:
             raise TaskNotPicklable(
-                f"No shared memory is left for a handle to a tensor on {tensor.device}; let go of "
+                f"No shared memory is left for a handle to a tensor on {tensor.device}; delete "
                 "results, or give the pool a larger memory_limit."
             )
         # From here on it is kept; `collect` drops it when this is the last hold on the block.

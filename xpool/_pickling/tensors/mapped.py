@@ -135,7 +135,7 @@ def open_file(token: Any, path: str, inode: int, offset: int, nbytes: int) -> An
     """Return a storage over a part of a file."""
     import torch
 
-    gone = f"a tensor lies in a file that is not there any more ({path}): its sender has ended"
+    gone = f"the file of a tensor is gone ({path}): its sender has ended"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as exc:

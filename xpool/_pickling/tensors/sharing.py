@@ -142,15 +142,14 @@ def move(
             return block
         if Arena.elsewhere(address, arena):
             raise TaskNotPicklable(
-                f"{about()} cannot be shared: it is shared with other processes already: those of "
-                "another pool, in a worker of which this runs, or those that put it into a queue. "
-                "Send a clone() of it instead."
+                f"{about()} cannot be shared: it came from another pool or a queue, and is shared "
+                "with the processes of that already. Send a clone() of it instead."
             )
         block = (layout.lessor or arena.lease)(nbytes)
         if block is None:
             raise TaskNotPicklable(
                 f"{about()} cannot be shared: there is no memory for {nbytes} bytes more, or "
-                "memory_limit= is reached. Let go of what is shared, or send copies: "
+                "memory_limit= is reached. Delete shared tensors, or send copies: "
                 "is_copy_tensor=True."
             )
         torch = sys.modules["torch"]
