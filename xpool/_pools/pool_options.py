@@ -23,7 +23,7 @@ P = ParamSpec("P")
 
 
 class PoolOptions:
-    """What the constructors of `Pool` and `ThreadPool` take, checked; `Pool` says what it means.
+    """The checked arguments of the constructors of `Pool` and `ThreadPool`; `Pool` explains them.
 
     `BasePool` checks the first five and ``name``.
     """
