@@ -87,41 +87,41 @@ HOSTILE: dict[str, dict[str, str]] = {
     "arena": {**_ANSWERED, **_CUT},
     "control": {**_ANSWERED, "garbage": "InternalError", "truncated": "InternalError"},
 }  # fmt: skip
-"""What becomes of a task that does mischief with a descriptor of its worker."""
+"""The results of tasks that misuse a descriptor of their worker."""
 
 IN_THE_CALLER = ("task pickle", "result unpickle", "callback")
 """Stages that are run in the program's own process, in every pool."""
 
 NO_SENSE = {
     "task pickle, task unpickle, result pickle, result unpickle, large results": (
-        "threads hand objects over by reference: nothing is pickled or copied"
+        "threads pass objects by reference: nothing is pickled or copied"
     ),
-    "idle": "an idle thread waits in a queue of Python's and runs no code of yours",
+    "idle": "an idle thread waits in a queue and runs no code of the program",
 }
 """Stages that a pool of threads does not have, and why."""
 
 MEANING = {
-    "its error": "`get()` raises what was raised there",
+    "its error": "`get()` raises the exception of that stage",
     "SystemExit": (
-        "it leaves the verb, or `get()`, like any other; the job is given up, or a later `get()` "
-        "tries again"
+        "it is raised by the verb, or by `get()`, like any other exception; the job fails, "
+        "or a later `get()` tries again"
     ),
-    "answered": "Python reports the exception on stderr; the result is not touched",
+    "answered": "Python reports the exception on stderr; the result is not affected",
     "WorkerDied": "with this exit code or signal; `retries=` runs the task again",
     "TaskTimeout": (
-        "with `timeout=`, after which the worker is asked, then killed; without, the task may take "
-        "any time, and so may this"
+        "after `timeout=`, the task is asked to stop, then its worker is killed; without "
+        "`timeout=`, the caller waits as long as the fault lasts"
     ),
     "WorkerStartFailed": (
-        "after a few attempts, for the pool and all that waits; stopped and hanging ones with "
-        "`initializer_timeout=`. One that fails once costs nothing"
+        "after a few attempts, the pool stops, and all waiting calls raise this; for stopped and "
+        "hanging starts, `initializer_timeout=` is needed. A single failed start has no effect"
     ),
-    "ResultNotPicklable": "with the exception as its cause",
-    "program ends": "the fault is in the program's own process; its workers leave within a second",
-    "goes on": "the whole program is stopped; when it is continued (SIGCONT), all is answered",
-    "waits": "that call, or callback, alone waits; everything else is answered, and the pool ends",
+    "ResultNotPicklable": "its cause is the exception of that stage",
+    "program ends": "the fault is in the program's own process; its workers end within a second",
+    "goes on": "the whole program is stopped; after SIGCONT, all tasks are answered",
+    "waits": "only that call, or callback, waits; all other tasks are answered, and the pool ends",
     "replaced": (
-        "no task is lost. Stopped and hanging workers are replaced when they are given tasks with "
+        "no task is lost. Stopped and hanging workers are replaced when they hold tasks with "
         "`timeout=` and begin none of them for that time"
     ),
 }
@@ -139,9 +139,9 @@ def table(title: str, rows: dict[str, dict[str, str]], ways: tuple[str, ...] = W
 def document() -> str:
     """Return the part of the page that is made of this."""
     lines = table("processes", PROCESSES)
-    lines += ["", *table("threads", THREADS), "", "What makes no sense for threads:", ""]
+    lines += ["", *table("threads", THREADS), "", "Threads do not have these stages:", ""]
     lines += [f"* {stage}: {why}." for stage, why in NO_SENSE.items()]
-    lines += ["", "What the words mean:", ""]
+    lines += ["", "The outcomes:", ""]
     lines += [f"* **{word}**: {meaning}." for word, meaning in MEANING.items()]
     return "\n".join(lines) + "\n"
 
