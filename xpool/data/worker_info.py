@@ -13,6 +13,8 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
+from xpool.data.batch_memory import stack
+
 __all__ = [
     "as_worker", "make_info", "own_generators", "seed_own", "use_common_memory", "use_threads",
 ]  # fmt: skip
@@ -76,15 +78,17 @@ def _get_worker_info() -> Any:
 
 
 def use_common_memory() -> None:
-    """Have torch collate tensors in common memory in this process's workers too.
+    """Have torch collate tensors in memory that is not shared, in this process's workers too.
 
-    In a worker torch makes each batch in a new shared file: for one of 19 MB that takes ten times
-    as long as in memory which is there, and it would be copied from it all the same.
+    In a worker torch makes each batch in a new shared file.  For a batch of 19 MB that takes ten
+    times as long, and a process would copy the batch from there all the same.
     """
     torch_collate.default_collate_fn_map[torch.Tensor] = _stacked
 
 
 def _stacked(batch: Any, **options: Any) -> Any:
     is_thread = getattr(_of_thread, "info", None) is not None
+    if is_thread and (stacked := stack(batch)) is not None:
+        return stacked
     with as_worker(None, is_thread):
         return torch_collate.collate_tensor_fn(batch, **options)

@@ -1,0 +1,101 @@
+"""Memory of large batches in threads: used again, but only when the program has dropped a batch."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.torch
+
+import torch.utils.data as theirs  # noqa: E402
+
+from xpool.data import DataLoader  # noqa: E402
+from xpool.data.batch_memory import KEPT_BUFFERS, stack  # noqa: E402
+
+SIZE = 3 * 2**17  # floats of an item: a batch of four takes 6 MiB
+
+
+class Filled(theirs.Dataset):
+    """Items of 1.5 MiB, filled with their places."""
+
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, i):
+        return torch.full((SIZE,), float(i))
+
+
+def in_thread(func):
+    """Return what ``func()`` returns in a new thread, which has no buffers."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(func()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def items(value):
+    return [torch.full((SIZE,), float(value)) for _ in range(4)]
+
+
+def test_memory_of_a_dropped_batch_is_used_again():
+    """The next batch has the address of the one that was dropped."""
+
+    def addresses():
+        found = set()
+        for value in range(9):
+            batch = stack(items(value))
+            assert batch.eq(value).all()
+            found.add(batch.data_ptr())
+        return found
+
+    # The name holds a batch while the next one is made.
+    assert len(in_thread(addresses)) == 2
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda batch: batch, lambda batch: batch[2], lambda batch: batch.numpy()[1:]],
+    ids=["batch", "view", "array"],
+)
+def test_memory_in_use_is_left_alone(part):
+    """A program may keep any number of batches, and parts of them."""
+    loader = DataLoader(Filled(), 4, num_workers=2, workers="thread")
+    assert len(loader) > 2 * KEPT_BUFFERS
+    for number, kept in enumerate([part(batch) for batch in loader]):
+        wanted = part(torch.arange(4.0).add(4 * number).repeat_interleave(SIZE).view(4, SIZE))
+        assert torch.equal(torch.as_tensor(kept), torch.as_tensor(wanted))
+
+
+def test_batches_outlive_the_loader():
+    """The memory stays when the threads have ended."""
+    loader = DataLoader(Filled(), 4, num_workers=2, workers="thread")
+    batches = list(loader)
+    del loader
+    assert [batch[0, -1].item() for batch in batches] == list(range(0, 80, 4))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda item: item.requires_grad_(),
+        lambda item: torch.nn.Parameter(item),
+        lambda item: item.view(2, -1).t(),
+        lambda item: item[:4],
+        lambda item: torch.quantize_per_tensor(item, 1.0, 0, torch.qint32),
+    ],
+    ids=["gradient", "class", "strides", "small", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_out_would_change_is_torchs(change):
+    """Gradients, classes and strides of the batch are those of `torch.stack`."""
+    assert stack([change(item) for item in items(1)]) is None
+
+
+def test_items_that_do_not_fit():
+    """Different shapes are torch's error, and different types are promoted by torch."""
+    one, *rest = items(1)
+    assert stack([one[:-1], *rest]) is None
+    assert stack([one.double(), *rest]) is None
