@@ -17,8 +17,10 @@ def parts(torch: Any, tensor: Any) -> Any:
     """Return how to rebuild a bare tensor from others; None: it is elements in a storage."""
     layout = tensor.layout
     if layout is torch.strided:
-        # torch reduces quantized and nested tensors to a storage and other tensors.
-        return NotImplemented if tensor.is_quantized or tensor.is_nested else None
+        if tensor.is_quantized:
+            return _quantized_parts(torch, tensor)
+        # torch reduces nested tensors to other tensors.
+        return NotImplemented if tensor.is_nested else None
     shape = tuple(tensor.shape)
     if layout is torch.sparse_coo:
         # By the private names: the public ones refuse an uncoalesced tensor.
@@ -34,6 +36,21 @@ def parts(torch: Any, tensor: Any) -> Any:
     if tensor.is_mkldnn:
         return _mkldnn, (tensor.to_dense(),)
     return NotImplemented  # torch pickles it, or says that it cannot
+
+
+def _quantized_parts(torch: Any, tensor: Any) -> Any:
+    """Reduce to the whole storage, since four-bit elements need not begin at a byte.
+
+    torch's own reduction warns, when it is loaded, that it uses a deprecated kind of storage.
+    """
+    scheme: Any = tensor.qscheme()
+    if scheme == torch.per_tensor_affine:
+        how: Any = (scheme, tensor.q_scale(), tensor.q_zero_point())
+    else:
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        how = (scheme, scales, zeros, tensor.q_per_channel_axis())
+    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return _quantized, (tensor.untyped_storage(), tensor.dtype, *place, how)
 
 
 @builder
@@ -57,6 +74,22 @@ def _compressed(outer: Any, inner: Any, values: Any, shape: Any, layout: Any) ->
 @builder
 def _mkldnn(dense: Any) -> Any:
     return dense.to_mkldnn()
+
+
+@builder
+def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, how: Any) -> Any:
+    import torch
+
+    options = {"dtype": dtype, "device": "cpu"}
+    if how[0] == torch.per_tensor_affine:
+        _, scale, zero = how
+        made = torch._empty_affine_quantized(shape, scale=scale, zero_point=zero, **options)
+    else:
+        _, scales, zeros, axis = how
+        made = torch._empty_per_channel_affine_quantized(
+            shape, scales=scales, zero_points=zeros, axis=axis, **options
+        )
+    return made.set_(storage, offset, shape, strides)
 
 
 def check(tensor: Any) -> None:
