@@ -317,3 +317,17 @@ except TaskNotPicklable as error:
     print("ok")
 """
     assert run_program(program).strip() == "ok"
+
+
+def test_tensors_that_share_memory_bring_no_globals(run_program: Callable[..., str]) -> None:
+    """A pickle of `dumps` with a function by name has no globals, also if it is pickled twice."""
+    pytest.importorskip("torch")
+    program = """
+import torch, xpool.pickle as p
+RATES = [1, 2]
+def rate(): return RATES
+x = torch.arange(10.0)
+if __name__ == "__main__":
+    print([b"RATES" in p.dumps(one) for one in ([rate], [rate, x, x[2:]])])
+"""
+    assert run_program(program).strip() == "[False, False]"

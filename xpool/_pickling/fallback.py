@@ -33,16 +33,10 @@ def pickler_class() -> Any:
     capsule = type(import_module("datetime").datetime_CAPI)
 
     class DillPickler(dill.Pickler):  # type: ignore[misc, name-defined]
-        recurse = False
-        blob = False
-        follow = True
-        tensors: Any = None
-
         def __init__(self, file: Any, recurse: bool, callback: Any) -> None:
             super().__init__(
                 file, 5, buffer_callback=callback, byref=False, fmode=0, recurse=recurse
             )
-            self.recurse = recurse
             self.names: set[str] = set()
             self.spaces: dict[int, Any] = {}
 

@@ -4,7 +4,7 @@ The C pickler does the work, with the reducers of `reducers`.  If it fails, dill
 the whole object again, so that shared references and cycles survive.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import io
 import pickle
@@ -13,7 +13,7 @@ from functools import partial
 from itertools import repeat
 from pickle import PickleBuffer, PicklingError
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from xpool._memory.buffers import same_bytes
 from xpool._memory.holds import Block
@@ -84,20 +84,31 @@ def _place(
     return False
 
 
+class _Options(NamedTuple):
+    """The attributes that `reducers.Context` lists, for one run of a pickler."""
+
+    layout: Layout
+    recurse: bool = False
+    blob: bool = False
+    follow: bool = True
+    tensors: Any = None
+
+    def set_in(self, pickler: Any) -> Any:
+        """Set the options of a pickler; return the pickler."""
+        pickler.layout, pickler.recurse, pickler.blob, pickler.follow, pickler.tensors = self
+        return pickler
+
+
 class Pickled:
     """A pickled object, of which messages are made."""
 
     __slots__ = ("buffers", "chunks", "names", "shared")
 
-    def __init__(
-        self,
-        chunks: list[bytes],
-        buffers: list[PickleBuffer],
-        names: set[str],
-        shared: dict[int, Block],
-    ) -> None:
-        self.chunks, self.buffers, self.shared = chunks, buffers, shared
-        self.names = names  # of the globals of __main__ that it uses
+    def __init__(self, pickler: Any) -> None:
+        self.chunks: list[bytes] = pickler.chunks
+        self.buffers: list[PickleBuffer] = pickler.buffers
+        self.names: set[str] = pickler.names  # of the globals of __main__ that it uses
+        self.shared: dict[int, Block] = pickler.shared
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +177,7 @@ def encode(
             return short
     if recurse:
         # Idle picklers do not have `recurse` set.
-        result = _pickle(obj, layout, recurse)
+        result = _pickle(obj, _Options(layout, recurse))
     else:
         try:
             # It belongs to this thread until `_rest` puts it back.
@@ -180,12 +191,12 @@ def encode(
         except Exception as error:
             if by_handler(error):
                 raise
-            result = _pickle(obj, layout, False, error)
+            result = _pickle(obj, _Options(layout), error)
         else:
             data = _at_once(pickler, main_globals)
             if data is not None:
                 return data
-            result = _finish(pickler, obj, layout, False)
+            result = _finish(pickler, obj, _Options(layout))
     return _message(result, layout, main_globals)
 
 
@@ -275,7 +286,7 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
         if short is not None:
             return short
     layout = _PLAIN if copy_tensor else _NAMED
-    message = _message(_pickle(obj, layout, recurse, follow=False), layout, True)
+    message = _message(_pickle(obj, _Options(layout, recurse, follow=False)), layout, True)
     assert isinstance(message, bytes)  # this layout has no buffers beside the pickle
     return message
 
@@ -308,19 +319,10 @@ class Pickler:
 # -- the two picklers -----------------------------------------------------------------------
 
 
-def _pickle(
-    obj: Any,
-    layout: Layout,
-    recurse: bool,
-    error: Exception | None = None,
-    *,
-    blob: bool = False,
-    follow: bool = True,
-) -> Pickled:
+def _pickle(obj: Any, options: _Options, error: Exception | None = None) -> Pickled:
     """Pickle with the C pickler (unless that gave ``error`` already), else with dill's."""
     if error is None:
-        fast = _FastPickler(layout)
-        fast.recurse, fast.blob, fast.follow = recurse, blob, follow
+        fast = options.set_in(_FastPickler(options.layout))
         try:
             fast.dump(obj)
         except Exception as first:
@@ -328,7 +330,7 @@ def _pickle(
                 raise
             error = first
         else:
-            return _finish(fast, obj, layout, blob)
+            return _finish(fast, obj, options)
     # Refused by a reducer of xpool, or out of memory: dill would fail, too.
     if isinstance(error, (XPoolError, MemoryError)):
         raise error
@@ -336,66 +338,57 @@ def _pickle(
     if not isinstance(error, (PicklingError, TypeError, AttributeError)):
         raise diagnose.refusal(obj, error, fails)
     try:
-        return _by_dill(obj, layout, recurse, error, blob, follow)
+        return _by_dill(obj, options, error)
     finally:
         del error  # it keeps this frame alive, and the data pickled so far
 
 
-def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> Pickled:
+def _finish(fast: _FastPickler, obj: Any, options: _Options) -> Pickled:
     spans = fast.tensors
     if spans is not None and spans.again:
-        again = _FastPickler(layout)
-        again.recurse, again.blob, again.tensors = fast.recurse, blob, spans.merged()
-        again.dump(obj)
-        fast = again
+        fast = _FastPickler(options.layout)
+        options._replace(tensors=spans.merged()).set_in(fast).dump(obj)
     # Large buffers are separate chunks, which may be of other types and contain no names.
-    chunks = [chunk for chunk in fast.chunks if type(chunk) is bytes]
-    if not reducers.script.importable() and any(_MAIN in chunk for chunk in chunks) and not blob:
+    named = any(_MAIN in chunk for chunk in fast.chunks if type(chunk) is bytes)
+    if named and not options.blob and not reducers.script.importable():
         # An object was pickled by its name in __main__, which the receiver lacks.
         error = PicklingError("an object is pickled by its name in __main__")
-        return _by_dill(obj, layout, fast.recurse, error, blob, fast.follow)
-    return Pickled(fast.chunks, fast.buffers, fast.names, fast.shared)
+        return _by_dill(obj, options, error)
+    return Pickled(fast)
 
 
-def _by_dill(
-    obj: Any, layout: Layout, recurse: bool, error: Exception, blob: bool, follow: bool = True
-) -> Pickled:
-    spans = None
-    while True:
-        try:
-            slow, result = _run_dill(obj, layout, recurse, blob, spans, follow)
-        except (XPoolError, MemoryError):
+def _by_dill(obj: Any, options: _Options, error: Exception) -> Pickled:
+    try:
+        slow = _run_dill(obj, options)
+        if slow.tensors is not None and slow.tensors.again:
+            slow = _run_dill(obj, options._replace(tensors=slow.tensors.merged()))
+        return Pickled(slow)
+    except (XPoolError, MemoryError):
+        raise
+    except Exception as second:
+        if by_handler(second):
             raise
-        except Exception as second:
-            if by_handler(second):
-                raise
-            without = isinstance(second, ImportError) and second.name == "dill"
-            # The first error names the culprit, unless dill could pickle that object.
-            if not (without or type(error) is TypeError or diagnose.foreign_frame(error)):
-                error = second
-            break
-        if slow.tensors is None or spans is not None or not slow.tensors.again:
-            return result
-        spans = slow.tensors.merged()
+        without = isinstance(second, ImportError) and second.name == "dill"
+        # The first error names the culprit, unless dill could pickle that object.
+        if not (without or type(error) is TypeError or diagnose.foreign_frame(error)):
+            error = second
     # Outside of the handler, so that an object's own exception keeps its context.
     raise diagnose.refusal(obj, error, fails, no_dill=without)
 
 
-def _run_dill(
-    obj: Any, layout: Layout, recurse: bool, blob: bool, spans: Any, follow: bool = True
-) -> tuple[Any, Pickled]:
-    file, buffers = io.BytesIO(), list[PickleBuffer]()
-    shared = dict[int, Block]()
-    slow = fallback.pickler_class()(file, recurse, _placer(layout, buffers, shared))
-    slow.blob, slow.tensors, slow.layout, slow.shared = blob, spans, layout, shared
-    slow.follow = follow
+def _run_dill(obj: Any, options: _Options) -> Any:
+    """Return dill's pickler, which has pickled an object."""
+    file, buffers, shared = io.BytesIO(), list[PickleBuffer](), dict[int, Block]()
+    callback = _placer(options.layout, buffers, shared)
+    slow = options.set_in(fallback.pickler_class()(file, options.recurse, callback))
+    slow.buffers, slow.shared = buffers, shared
     try:
         slow.dump(obj)
     except BaseException:
-        slow.buffers = buffers
         _forget(slow)
         raise
-    return slow, Pickled([file.getvalue()], buffers, slow.names, shared)
+    slow.chunks = [file.getvalue()]
+    return slow
 
 
 def fails(obj: Any) -> BaseException | None:
@@ -406,7 +399,7 @@ def fails(obj: Any) -> BaseException | None:
         if by_handler(error):
             raise
         try:
-            _run_dill(obj, _PLAIN, False, False, None)
+            _run_dill(obj, _Options(_PLAIN))
         except Exception as second:
             if by_handler(second):
                 raise
@@ -426,10 +419,10 @@ def _message(result: Pickled, layout: Layout, main_globals: bool) -> bytes | mem
 
 def write_blob(cls: type, recurse: bool) -> tuple[bytes, set[str]]:
     """Pickle a class's definition; return it with the names of the globals that it uses."""
-    result = _pickle(cls, _PLAIN, recurse, blob=True)
+    result = _pickle(cls, _Options(_PLAIN, recurse, blob=True))
     return b"".join(result.chunks), result.names
 
 
 def write_global(value: Any, out_of_band: bool) -> Pickled:
     """Pickle a global; ``out_of_band``: large buffers are not copied into the pickle."""
-    return _pickle(value, _COPY if out_of_band else _PLAIN, False)
+    return _pickle(value, _Options(_COPY if out_of_band else _PLAIN))
