@@ -265,18 +265,16 @@ class Agent:
                 )
                 engine.terminate()
             engine.wait(None if over else min(left, REPLY_SECONDS))
-            self._take()
-        self._take()
+            with self._news:
+                self._collect()
+        with self._news:
+            self._collect()
         engine.close()
         if over:
             self._at_end()
 
-    def _take(self) -> None:
-        """Queue the engine's answers as messages."""
-        with self._news:
-            self._collect()
-
     def _collect(self) -> None:
+        """Queue the engine's answers as messages; the caller holds `_news`."""
         if self._session.collect():
             self._say(time.monotonic())
             self._news.notify_all()

@@ -149,18 +149,13 @@ class HostTable:
         host = self.hosts.get(self.host_of[worker])
         return host is not None and not host.leaving
 
-    def least_loaded(self, waiting: Sequence[int]) -> int:
-        """Return the worker with the fewest items bound to it.
+    def least_loaded(self, waiting: Sequence[int]) -> int | None:
+        """Return the worker with the fewest items bound to it; None: no host is in service.
 
         ``waiting``: the number of items that wait for each worker.
-
-        Raises:
-            LookupError: no host is in service.
         """
-        there = [w for w in range(len(self.host_of)) if self.is_there(w)]
-        if not there:
-            raise LookupError("no host is in service")
-        return min(there, key=lambda w: (self.bound_ahead[w] + waiting[w], w))
+        there = filter(self.is_there, range(len(self.host_of)))
+        return min(there, key=lambda w: (self.bound_ahead[w] + waiting[w], w), default=None)
 
     def update_donors(self, host: HostState) -> None:
         """Note whether other hosts may get staged or permitted batches of a host."""

@@ -103,12 +103,8 @@ class HostScheduler(Waiting):
         found += [Lost(one, False) for one in self.take_later(host.first, host.workers)]
         return found
 
-    def least_loaded(self) -> int:
-        """Return the worker with the fewest items bound to it.
-
-        Raises:
-            LookupError: no host is in service.
-        """
+    def least_loaded(self) -> int | None:
+        """Return the worker with the fewest items bound to it; None: no host is in service."""
         return self.table.least_loaded(self._bound)
 
     # -- work goes out -----------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class HostService:
         while self._timers and self._timers[0][0] <= self._now():
             heapq.heappop(self._timers)[2]()
         self.sched.due(self._now())
-        # Not when the last host dies: the next event may be that another one is coming.
+        # Not in `_dead`: the next event may be that another host is coming.
         if self._last_to_go and self.ended and not self.ending and not self.retiring:
             last = self._last_to_go
             self._fail(XPoolError(f"No host of the pool is left; the last to go was {last}"))
@@ -117,7 +117,7 @@ class HostService:
             return refused
         for one in ranges:
             if one.bound is not None and one.bound < 0:
-                one.bound = self._least_loaded()
+                one.bound = self.sched.least_loaded()  # None: any worker of the next host
             if one.bound is not None and not self.sched.table.is_there(one.bound):
                 self._refuse(one)
                 refused = True
@@ -125,12 +125,6 @@ class HostService:
                 self.sched.put(one)
         self.give()
         return refused
-
-    def _least_loaded(self) -> int | None:
-        try:
-            return self.sched.least_loaded()
-        except LookupError:
-            return None  # any worker of the first host that joins
 
     def _refuse(self, one: TaskRange) -> None:
         """Fail the tasks of a range that is bound to a worker whose host is gone."""
@@ -169,8 +163,8 @@ class HostService:
             host = self.sched.table.hosts[number]
             # A call is needed if the agent may have messages, or if its lease has to be renewed.
             expects = bool(host.permitted) or bool(host.recalled) or self.retiring
-            # The beat counts from the last call, not from the last reply: a reply that was under
-            # way for long renews the lease only when the next call acknowledges it.
+            # The beat counts from the last call, not from the last reply: a late reply renews the
+            # lease only when the next call acknowledges it.
             now = self._now()
             agent.flush(now, expects or now >= agent.called + self._beat_seconds)
 
@@ -182,8 +176,6 @@ class HostService:
                 if self._now() > agent.heard + self._lease:
                     agent.given_up = f"no word of its agent for {self._lease:g} s"
                     self._fleet.stop(number)
-                # Also if a reply came meanwhile: it renews the lease only when a call acknowledges
-                # it.
                 elif self._now() >= agent.beaten + 2 * self._beat_seconds:
                     agent.beat(self._now())
         if not self.ended:
@@ -313,7 +305,7 @@ class HostService:
         """Let workers end after their last answer; no more tasks will be submitted."""
         self.retiring = True
         self.send([(number, m.Retire()) for number in self.living()])
-        # The pool does not wait for hosts that have not joined: some may never join.
+        # Hosts that have not joined may never join.
         for number in self.expected:
             self._fleet.stop(number)
         self.give()

@@ -105,7 +105,6 @@ class ModelAssigner:
         check_number("gpu_gpu_distance", gpu_gpu_distance, least=0)
         check_number("cpu_gpu_distance", cpu_gpu_distance, least=0)
         # The needs of the models, and the resources of the devices.
-        connection = _check_connection(model_connection, len(self._models))
         sizes = [ModelSizeEstimator(m, model_size_multiplier).estimate_size() for m in self._models]
         works = _complexities(self._models, example_inputs)
         self._places = find_places(devices, check_number("cpu_weight", cpu_weight, least=0))
@@ -124,7 +123,7 @@ class ModelAssigner:
                 _row(memory),
                 _row(works),
                 _row(place.power for place in self._places),
-                _connections(connection, len(self._models)),
+                _connections(model_connection, len(self._models)),
                 _distances(self.devices, gpu_gpu_distance, cpu_gpu_distance),
                 *weights,
             )
@@ -288,13 +287,14 @@ def _check_models(models: Any) -> list[nn.Module]:
     return found
 
 
-def _check_connection(connection: Any, n: int) -> dict[tuple[int, int], float]:
+def _connections(connection: Any, n: int) -> Tensor:
+    """Return the amounts as an ``[n, n]`` matrix."""
     if not isinstance(connection, Mapping):
         raise TypeError(
             f"model_connection must be a dict {{(i, j): amount}}, not {connection!r}; "
             "an empty dict if no model sends data to another"
         )
-    found = {}
+    matrix = torch.zeros(n, n, dtype=torch.double)
     for key, amount in connection.items():
         try:
             i, j = (operator.index(number) for number in key)
@@ -306,15 +306,7 @@ def _check_connection(connection: Any, n: int) -> dict[tuple[int, int], float]:
             raise OptionError(
                 f"model_connection has the key {key!r}, but the models are 0 to {n - 1}"
             )
-        found[i, j] = check_number(f"model_connection[{key!r}]", amount, least=0)
-    return found
-
-
-def _connections(connection: dict[tuple[int, int], float], n: int) -> Tensor:
-    """Return the amounts as an ``[n, n]`` matrix."""
-    matrix = torch.zeros(n, n, dtype=torch.double)
-    for key, amount in connection.items():
-        matrix[key] = amount
+        matrix[i, j] = check_number(f"model_connection[{key!r}]", amount, least=0)
     return matrix
 
 

@@ -224,14 +224,11 @@ class PushPullGradServerImpl:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._error: BaseException | None = None
-        self._offer(o_server)
-
-    def _offer(self, o_server: OrderedServerBase | None) -> None:
         with ExitStack() as undo:
-            self._offer_all(undo, o_server)
+            self._offer(undo, o_server)
             undo.pop_all()  # complete: keep everything
 
-    def _offer_all(self, undo: ExitStack, o_server: OrderedServerBase | None) -> None:
+    def _offer(self, undo: ExitStack, o_server: OrderedServerBase | None) -> None:
         inner = f"{self.server_name}_o_server"
         if o_server is None and self.is_primary:
             self._o_server_impl = OrderedServerSimpleImpl(inner, self.group)
