@@ -6,9 +6,8 @@
     with Pool(hosts=xpool.ray.hosts()) as pool:     # every core of the cluster
         ...
 
-Ray places an agent on each host, watches it, and carries the bytes; each agent has an engine of
-xpool's with its workers.  Needs ``pip install xpool[ray]``; nothing of Ray is imported before it is
-used.
+Ray places an agent on each host, watches it and transfers data; each agent has an engine of xpool
+with workers.  Needs ``pip install xpool[ray]``; Ray is imported at its first use.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from xpool.errors import OptionError
 
 __all__ = ["CtxPool", "Devices", "HostDevice", "Hosts", "Pool", "devices", "hosts"]
 
-LISTENS = 5.0
-"""Seconds in which a cluster answers a connection."""
+CONNECT_SECONDS = 5.0
+"""Seconds in which a cluster must accept a connection."""
 
 
 class Hosts(NamedTuple):
-    """Which hosts of which cluster a pool uses, and how much of each.  Made by `hosts`."""
+    """The hosts of a cluster that a pool uses, and how much of each.  Made by `hosts`."""
 
     address: str | None = None
     n: int | None = None
@@ -82,7 +81,7 @@ class Hosts(NamedTuple):
         return str(ray_module().util.get_node_ip_address())
 
     def living(self) -> list[Node]:
-        """Return the hosts that fit and are there now, those with the most workers first."""
+        """Return the living hosts that fit, those with the most workers first."""
         every = [self._node(one) for one in named(ray_module().nodes()) if one["Alive"]]
         fit = sorted((one for one in every if one is not None), key=lambda one: -one.workers)
         if not every:
@@ -122,8 +121,8 @@ class Hosts(NamedTuple):
 
 
 class HostDevice(NamedTuple):
-    """A device of a host, as the driver knows it; its worker gets a `xpool.devices.DeviceContext`,
-    with the ``host``."""
+    """A device of a host, as the driver knows it; its worker gets a `xpool.devices.DeviceContext`
+    with this ``host``."""
 
     kind: str
     host: str
@@ -131,7 +130,7 @@ class HostDevice(NamedTuple):
 
 
 class Devices(list[HostDevice]):
-    """What `devices` returns: contexts for `CtxPool`, and the hosts that they are on."""
+    """The result of `devices`: contexts for `CtxPool`, and the hosts that have the devices."""
 
     def __init__(self, found: Iterable[HostDevice], hosts: Hosts) -> None:
         super().__init__(found)
@@ -147,17 +146,17 @@ def hosts(
     labels: Mapping[str, str] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
 ) -> Hosts:
-    """Say which hosts of a Ray cluster a pool is to use: ``Pool(hosts=xpool.ray.hosts())``.
+    """Return the hosts of a Ray cluster for a pool: ``Pool(hosts=xpool.ray.hosts())``.
 
     Args:
-        address: of the cluster, as `ray.init` takes it; None: the one that the program is connected
-            to, or that RAY_ADDRESS names, or a new one on this machine alone.
-        n: how many hosts, at most; None: all, and those that join while the pool works.
-        per_host: workers on each; None: as many as it has CPUs.
-        resources: what each host must have beside CPUs, as Ray names it, such as ``{"GPU": 4}``;
-            that much is reserved.
-        labels: what each host must be labelled with.
-        runtime_env: as `ray.init` takes it: how code, packages and variables get to the hosts.
+        address: of the cluster, as for `ray.init`; None: the cluster to which the program is
+            connected, or which RAY_ADDRESS names, or else a new one on this machine only.
+        n: the most hosts; None: all, including those that join while the pool works.
+        per_host: number of workers on each host; None: its number of CPUs.
+        resources: Ray's resources that each host must have besides CPUs, such as ``{"GPU": 4}``;
+            the pool reserves them.
+        labels: labels that each host must have.
+        runtime_env: as for `ray.init`: brings code, packages and variables to the hosts.
 
     Raises:
         OptionError: ``n`` or ``per_host`` is not a positive int.
@@ -180,16 +179,16 @@ def devices(
 ) -> Devices:
     """Return a context for each device of a Ray cluster: for ``CtxPool(worker_contexts=...)``.
 
-    What a worker gets as its context is a `xpool.devices.DeviceContext`, made on its host, inside
-    what Ray has reserved there.
+    The context that a worker gets is a `xpool.devices.DeviceContext`, which is made on its host for
+    a device that Ray has reserved there.
 
     Args:
         kind: "cpu", "cuda" or "tpu".
-        address, n, labels, runtime_env: as of `hosts`.
-        per_host: devices of each host; None: all that it has.
+        address, n, labels, runtime_env: as for `hosts`.
+        per_host: number of devices of each host; None: all.
 
     Raises:
-        OptionError: there is no such kind, or no host that has such devices.
+        OptionError: the kind does not exist, or no host has such devices.
     """
     if kind not in ("cpu", "cuda", "tpu"):
         raise OptionError(f"devices(kind={kind!r}): use 'cpu', 'cuda' or 'tpu'")
@@ -205,20 +204,20 @@ def devices(
 
 
 def _look_for(address: str) -> None:
-    """Raise `OSError` if nobody listens there: Ray would look for minutes."""
+    """Raise `OSError` if no process listens at an address: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "://" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), LISTENS).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 
 class Pool(_Pool):
-    """`xpool.Pool` on the cores of a Ray cluster, for programs that change the import line alone.
+    """`xpool.Pool` on the cores of a Ray cluster, for programs that only change their imports.
 
     Args:
-        processes: how many cores; None: all.
-        ray_address, ray_remote_args: as of `ray.util.multiprocessing.Pool`: the cluster's address,
-            and options of its actors.  Of these, ``runtime_env`` is used; ``num_cpus`` may be 1.
-        initializer, initargs, maxtasksperchild, options: as of `xpool.Pool`.
+        processes: number of cores; None: all.
+        ray_address, ray_remote_args: as for `ray.util.multiprocessing.Pool`: the cluster's address,
+            and options of its actors: ``runtime_env``, and ``num_cpus``, which must be 1.
+        initializer, initargs, maxtasksperchild, options: as for `xpool.Pool`.
 
     Raises:
         OptionError: ``ray_remote_args`` has another option, or ``hosts=`` is given as well.
@@ -236,13 +235,16 @@ class Pool(_Pool):
         **options: Any,
     ) -> None:
         options["hosts"] = _where(options.get("hosts"), processes, ray_address, ray_remote_args)
-        # Ray's own has None where `multiprocessing` has an empty tuple.
+        # Ray's own pool has None as the default of `initargs`.
         super().__init__(None, initializer, initargs or (), maxtasksperchild, context, **options)
 
 
 class CtxPool(_CtxPool[Any]):
-    """`xpool.CtxPool` on the hosts of a Ray cluster.  ``ray_address`` and ``ray_remote_args`` as of
-    `Pool`, by keyword; where the contexts are `devices`, these say which cluster."""
+    """`xpool.CtxPool` on the hosts of a Ray cluster.
+
+    ``ray_address`` and ``ray_remote_args``: as for `Pool`, by keyword.  Contexts of `devices`
+    belong to a cluster already, so these arguments are refused with them.
+    """
 
     def __init__(
         self,
@@ -269,7 +271,7 @@ def _where(
     address: str | None,
     remote: Mapping[str, Any] | None,
 ) -> Hosts:
-    """Return the hosts of a pool that was told of them as Ray's own is."""
+    """Return the hosts for a pool with the arguments of Ray's own pool."""
     if given is not None:
         if address is not None or remote:
             raise OptionError(

@@ -1,7 +1,7 @@
 """torch_xla's launchers, with results: `spawn`, `launch`, `MpModelWrapper`, `MpSerialExecutor`.
 
-For programs written for ``torch_xla.launch`` or ``xmp.spawn``: replicas that work together, one for
-each device.  For independent workers, with a queue before them, see `xpool.devices`.
+For programs that were written for ``torch_xla.launch`` or ``xmp.spawn``: replicas that work
+together, one for each device.  For pools of independent workers, see `xpool.devices`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def spawn(
 ) -> Any:
     """Run ``fn(index, *args)`` on every XLA device; return the list of results, in that order.
 
-    ``index`` is the replica's global ordinal, as torch_xla gives it.  There is a process for each
-    chip, and in it a thread for each of its devices: one, two on TPU v2 and v3, ``CPU_NUM_DEVICES``
-    on the CPU client.  All form one replica group.
+    ``index`` is the replica's global ordinal of torch_xla.  There is a process for each chip,
+    with a thread for each of the chip's devices: two on TPU v2 and v3, ``CPU_NUM_DEVICES`` on the
+    CPU client, else one.  All form one replica group.
 
     Args:
-        nprocs: None, or the number of devices: all of them.  1: ``fn(0, *args)`` here, in this
-            process; it has ended when this returns, also with ``join=False``.
+        nprocs: the number of devices, or None.  1: run ``fn(0, *args)`` in this process; it has
+            ended when this function returns, also with ``join=False``.
         join: False: return a `ProcessContext` at once.
-        daemon: whether the processes are daemonic, and so may have no children.
+        daemon: whether the processes are daemonic; these cannot have children.
         start_method: None: xpool's fork server; or "spawn", "fork", "forkserver".
         cache: folder of the persistent compilation cache; each process has its own folder in it.
 
     Raises:
-        What ``fn`` raised, with its traceback as the cause; the other replicas were stopped.
+        The error of ``fn``, with its traceback as the cause; the other replicas were stopped.
         WorkerDied: the process of a replica ended by a signal or `sys.exit`; the others were
             stopped.
         DeviceError: there is no device, it is in use, or torch_xla is missing or does not fit.
@@ -86,7 +86,7 @@ def launch(
     *,
     cache: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
-    """As `spawn`; under torchrun, which has made the processes, run ``fn`` in this one only.
+    """As `spawn`; under torchrun, which has made the processes, run ``fn`` only in this process.
 
     ``debug_single_process``: as ``nprocs=1``.
     """
@@ -98,10 +98,10 @@ def launch(
 
 
 class _XlaContext(ProcessContext):
-    """Replicas' processes; each returns a dict, of its devices' results by ordinal."""
+    """The processes of replicas; each returns a dict of its devices' results, by ordinal."""
 
     def results(self) -> list[Any]:
-        """Return what each replica returned, by ordinal."""
+        """Return the result of each replica, by ordinal."""
         merged: dict[int, Any] = {}
         for part in super().results():
             merged |= part or {}
@@ -112,7 +112,7 @@ class _XlaContext(ProcessContext):
 
 
 class _OneHere(ProcessContext):
-    """The one replica that has run in this process."""
+    """A replica that has run in this process."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(None, replica.run_xla, [])
@@ -137,10 +137,10 @@ def _run_here(
 ) -> Any:
     before = ours = dict(os.environ)
     try:
-        # A runtime that has been started does not look at variables any more.
+        # A runtime that was started no longer reads variables.
         if running_runtime() != "XLA":
             context = devices("xla", 1, per_process=1, cache=cache)[0]
-            # The numbers of threads are for workers that share a machine; this is the program.
+            # Limits of threads are for workers, which share the machine.
             env = {k: v for k, v in context.env.items() if not k.endswith("_NUM_THREADS")}
             set_environment(env)
             ours = dict(os.environ)
@@ -148,7 +148,7 @@ def _run_here(
         ordinal = import_module("torch_xla.runtime").global_ordinal()
         return fn(ordinal, *args)
     finally:
-        # Else whatever is started later would have the one device of this replica.
+        # Otherwise later processes would be restricted to the device of this replica.
         _put_back(before, ours)
 
 

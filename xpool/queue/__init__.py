@@ -1,7 +1,4 @@
-"""How messages cross the border between two processes; `SimpleQueue` for users.
-
-Names are resolved when they are first used: a worker that needs no queue imports none.
-"""
+"""`SimpleQueue`, which is imported when it is first used."""
 
 from __future__ import annotations
 

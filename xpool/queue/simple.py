@@ -1,16 +1,17 @@
-"""`SimpleQueue`: between any processes of the program, many readers and many writers.
+"""`SimpleQueue`: a queue between processes of the program, with many readers and many writers.
 
-The channel is a pair of sockets of packets: the kernel makes each send and each receive whole, so
-readers and writers share no lock, and one that is killed at any instruction takes with it at most
-the message that it had in hand.  What is large lies in the arena of the process that put it, and
-messages say where (docs/queue.md).
+The channel is a pair of sockets for packets.  The kernel sends and receives a packet as a whole, so
+readers and writers share no lock, and a process that is killed loses at most the message that it is
+putting or getting.  Large data are in the arena of the process that has put them; the message names
+their place (docs/queue.md).
 
-A packet is a message of `xpool._pickling.frame`, or, where that is too long for a packet::
+A packet is a message of `xpool._pickling.frame`.  If that is too long for a packet, the message is
+in a file, and the packet is::
 
     b"\x02"  7 spare bytes  u64 size
 
-and the message lies in a file of its own.  Descriptors that go along: that file's, and one for
-each arena that the message names.
+A packet carries descriptors: of this file, and of an in-flight lease for each arena that the
+message names.
 """
 
 from __future__ import annotations
@@ -44,39 +45,39 @@ from xpool.pickle import decode, encode
 
 __all__ = ["SimpleQueue"]
 
-# The first byte of a packet: neither a plain pickle's nor `frame.FRAMED`.
+# The first byte of such a packet; no plain pickle begins with it, nor `frame.FRAMED`.
 _IN_FILE = 2
 _FILE_HEAD = struct.Struct("<BxxxxxxxQ")
-# For the file, and for an in-flight lease of each arena; the kernel passes 253 (SCM_MAX_FD).
+# Of one packet; the kernel allows 253 (SCM_MAX_FD).
 _MOST_FDS = 64
 
 _FOR_A_MESSAGE = 3
-"""Descriptors that a process needs for a moment to take out a message: its
-in-flight lease, and two to open its arena."""
+"""Descriptors that a process needs briefly to take out a message: for the in-flight lease, and two
+to open the arena."""
 
 _SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL if sys.platform == "linux" else 0
 
 _PAUSE = 0.01
-"""Seconds between looks where the kernel offers nothing to wait for."""
+"""Seconds between two polls if the kernel has no event to wait for."""
 
 
 class SimpleQueue:
-    """A queue for all processes and threads of a program, in order, as
+    """A first-in, first-out queue for all processes and threads of a program, as
     `multiprocessing.SimpleQueue`.
 
-    Hand it to processes when they are started: as an argument of `multiprocessing.Process` (any
-    start method), in ``initargs`` of a pool, or by a fork.  Many may put and many may get; when one
-    of them dies, the others go on, and no message is lost but one that it had taken out.
+    Give it to processes when they are started: as an argument of `multiprocessing.Process` (any
+    start method), in ``initargs`` of a pool, or by a fork.  Any number of processes may put and
+    get.  If one of them dies, the others go on; only a message that it has taken out is lost.
 
     Args:
-        ctx: a context of `multiprocessing` or the name of a start method; taken for likeness with
-            `multiprocessing.SimpleQueue`, the queue is the same for all.
-        copy_tensor: False: storages of CPU tensors move to shared memory, and all who have
-            sent or got them see each other's writes.  True: a receiver's tensors are its own.
+        ctx: a context of `multiprocessing` or the name of a start method.  It has no effect, and
+            exists for compatibility with `multiprocessing.SimpleQueue`.
+        copy_tensor: False: storages of CPU tensors move to shared memory, and all processes that
+            have sent or got them see each other's writes.  True: a receiver's tensors are its own.
 
     Raises:
-        OptionError (a `ValueError`): no such context, or the system is not Linux.
-        OSError: no descriptor is left; a queue has two in each process.
+        OptionError (a `ValueError`): there is no such context, or the system is not Linux.
+        OSError: no descriptor is left; a queue needs two in each process.
     """
 
     def __init__(self, *, ctx: BaseContext | str | None = None, copy_tensor: bool = False) -> None:
@@ -93,7 +94,7 @@ class SimpleQueue:
     def _open(self, reader: socket.socket, writer: socket.socket, copy_tensor: bool) -> None:
         self._reader, self._writer = reader, writer
         self._copy_tensor = bool(copy_tensor)
-        self._arena: Arena | None = None  # which `_layout` is for
+        self._arena: Arena | None = None  # to which `_layout` belongs
         self._layout: Layout | None = None
         self._leave_arena: Callable[[], object] | None = None
 
@@ -102,9 +103,9 @@ class SimpleQueue:
     def put(self, obj: Any) -> None:
         """Put an object; waits while the queue is full.
 
-        It is full when 1 MiB of packets is on its way (less, where the system's
-        ``net.core.wmem_max`` is less), or when what lies in memory for messages on their way has
-        reached the arena's limit (half of what was available).
+        It is full if it holds 1 MiB of packets (or the system's ``net.core.wmem_max``, if that is
+        less), or if the memory of its messages has reached the arena's limit (half of the memory
+        that was available).
 
         Raises:
             TaskNotPicklable: it cannot be pickled or shared; the message says why.
@@ -121,27 +122,27 @@ class SimpleQueue:
         else:
             self._put(message, -1, held)
         if held:
-            # Its thread lets go of the blocks when they have arrived, also if nothing more is put.
+            # Its thread releases the blocks when they have arrived, even without another `put`.
             foreign.call()
 
     def _put(self, packet: bytes | memoryview, file: int, held: dict[Holds, list[Block]]) -> None:
         while not self._try_put(packet, file, held):
-            foreign.reclaim_arrived()  # what arrives now is let go even if we wait here for long
+            foreign.reclaim_arrived()  # now, since the wait may be long
             self._wait(self._writer, select.POLLOUT, None)
             self._check_open()
 
     def get(self, timeout: float | None = None) -> Any:
-        """Take the next object out; waits up to ``timeout`` seconds for one, None: for ever.
+        """Take the next object out; wait up to ``timeout`` seconds for one, None: for ever.
 
-        Every process that has the queue can put, this one too, so the queue never ends: when
-        nobody is left who would put, only the timeout ends the wait.  `close` in another thread
-        ends it within a second.
+        Every process that has the queue can put, including this one, so the queue never ends: if no
+        other process is left, only the timeout ends the wait.  `close` in another thread ends it
+        within a second.
 
         Raises:
-            queue.Empty: nothing came in time.
+            queue.Empty: no object came in time.
             ValueError: the queue is closed in this process, or ``timeout`` is negative.
             OSError: no descriptor is left; the message stays in the queue.
-            Exception: what unpickling the message raised; the message is gone.
+            Exception: unpickling the message has failed; the message is lost.
         """
         end = deadline_of(timeout)
         if timeout is not None and timeout < 0:
@@ -162,17 +163,17 @@ class SimpleQueue:
             foreign.call()
         return decode(message)
 
-    quick_put, quick_get = put, get  # machin's names for them without its locks; here are none
+    quick_put, quick_get = put, get  # machin has these names for variants without locks
 
     def empty(self) -> bool:
-        """Whether there is nothing to take out at this moment."""
+        """Whether there is no object to take out at this moment."""
         self._check_open()
         return not _poll(self._reader.fileno(), select.POLLIN, 0)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is something to take out.
+        """Return a descriptor that is readable while there is an object to take out.
 
-        For `select` and `multiprocessing.connection.wait`.  Others may take it out first.
+        For `select` and `multiprocessing.connection.wait`.  Another process may take it out first.
         """
         self._check_open()
         return self._reader.fileno()
@@ -180,7 +181,7 @@ class SimpleQueue:
     # -- ending ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give up this process's ends.  What is in the queue stays for the others."""
+        """Close the queue in this process.  Other processes can go on using it."""
         reader = self.__dict__.get("_reader")
         if reader is None:
             return  # it was never opened
@@ -231,14 +232,14 @@ class SimpleQueue:
     def _current_layout(self) -> Layout:
         arena = Arena.own()
         if self._layout is None or arena is not self._arena:
-            # The first time, or a fork has come in between.
+            # The first call, or the first one after a fork.
             self._arena = arena
             if arena is None:
                 share: Any = None if self._copy_tensor else _Unshared()
                 self._layout = BY_PIPE._replace(arena=share, anywhere=True)
             else:
                 arena.begin()
-                # Not in `__del__`, which the interpreter may call when modules are gone.
+                # Not in `__del__`, which may run at exit after modules were cleared.
                 self._leave_arena = weakref.finalize(self, _end, arena)
                 share = None if self._copy_tensor else arena
                 self._layout = Layout(lessor=_lease, arena=share, anywhere=True)
@@ -249,7 +250,7 @@ class SimpleQueue:
     ) -> bool:
         """Send a message if there is room for it."""
         try:
-            # No shield: nothing is noted for these that a signal handler could cut short.
+            # No shield: a signal handler can interrupt no bookkeeping here.
             if file < 0 and not held:
                 self._writer.send(packet, _SEND)
             else:
@@ -262,8 +263,8 @@ class SimpleQueue:
                 self._check_open()  # another thread has closed it
             if exc.errno != errno.ETOOMANYREFS:
                 raise
-        # As many descriptors of this user are on their way as the limit (ulimit -n) allows; no
-        # event tells when there are fewer.
+        # This user's descriptors in packets have reached the limit (ulimit -n).  No event reports
+        # when there are fewer.
         time.sleep(_PAUSE)
         return False
 
@@ -272,9 +273,9 @@ class SimpleQueue:
         with foreign.passing:
             fds = [] if file < 0 else [file]
             fds += [foreign.in_flight_leases_of(arena).descriptor() for arena in held]
-            # The lock keeps forks from copying leases; this does not wait while it is held.
+            # The lock keeps forks from copying leases; nothing waits while it is held.
             self._writer.sendmsg([packet], packets.rights(fds), _SEND)
-            # Only now: a packet for which there is no room is sent again, with the same blocks.
+            # After the packet was sent: otherwise it is sent again, with the same blocks.
             for arena, blocks in held.items():
                 foreign.in_flight_leases_of(arena).sent(blocks)
 
@@ -282,10 +283,10 @@ class SimpleQueue:
 
     @shielded
     def _try_get(self) -> bytes | memoryview | None:
-        """Take out a message if there is one, and take hold of its blocks."""
+        """Take out a message, if there is one, and take holds on its blocks."""
         with foreign.passing:
-            # Before the packet is taken out: the kernel drops descriptors that have no room.
-            # Another thread may open files in between: then `lost` says so.
+            # Before the packet is taken out: the kernel drops descriptors beyond the limit.  If
+            # another thread opens files in between, ``lost`` is true.
             _need_descriptors(self._reader.fileno())
             try:
                 data, fds, lost = packets.receive(self._reader, packets.LONGEST, _MOST_FDS)
@@ -300,14 +301,14 @@ class SimpleQueue:
                     )
                 return _opened(data, list(fds)) if fds else data
             finally:
-                # Closing the leases tells their senders that the blocks are held here by now.
+                # Closing the leases tells the senders that this process holds the blocks.
                 for fd in fds:
                     os.close(fd)
 
     def _wait(self, end: socket.socket, event: int, until: float | None) -> bool:
-        """Wait for an event; True: look again, it may have come."""
-        # Anew each second: another thread may close the queue, and a signal that comes just
-        # before a wait begins would be lost.
+        """Wait for an event, for a second at most; return False when ``until`` has passed."""
+        # Another thread may close the queue, and a signal that comes just before a wait would be
+        # missed.
         seconds = 1.0 if until is None else min(1.0, until - time.monotonic())
         fd = end.fileno()
         if fd >= 0:
@@ -323,12 +324,12 @@ def _poll(fd: int, event: int, seconds: float) -> bool:
 
 
 def _end(arena: Arena) -> None:
-    if arena is Arena._own:  # else a fork has come in between, and it is our parent's
+    if arena is Arena._own:  # otherwise it is the parent's: this process was forked
         arena.end()
 
 
 def _need_descriptors(fd: int) -> None:
-    """Raise `OSError` if so few are left that the kernel would drop those of a message."""
+    """Raise `OSError` if the kernel would drop descriptors of a message, since too few are left."""
     free: list[int] = []
     try:
         for _ in range(_FOR_A_MESSAGE):
@@ -339,9 +340,9 @@ def _need_descriptors(fd: int) -> None:
 
 
 def _lease(nbytes: int) -> Block | None:
-    """Lease a block of this process; waits for memory as long as some is in messages.
+    """Lease a block of this process; wait for memory while messages hold some.
 
-    None: what is left is in use by live objects; the message goes into a file then.
+    None: live objects hold all of it; then the message is put into a file.
     """
     arena = Arena.own()
     if arena is None:
@@ -350,12 +351,12 @@ def _lease(nbytes: int) -> Block | None:
     while block is None and foreign.reclaim_arrived():
         block = arena.lease(nbytes)
         if block is None:
-            time.sleep(_PAUSE)  # no event tells that an in-flight lease has come back
+            time.sleep(_PAUSE)  # no event reports the end of an in-flight lease
     return block
 
 
 def _opened(data: bytes, fds: list[int]) -> bytes | memoryview:
-    """Return the message of a packet with descriptors; what it names is held."""
+    """Return the message of a packet with descriptors, and take holds on its blocks."""
     message: bytes | memoryview = data
     if data[0] == _IN_FILE:
         message = packets.read_file(fds.pop(0), _FILE_HEAD.unpack(data)[1])
@@ -368,7 +369,7 @@ def _opened(data: bytes, fds: list[int]) -> bytes | memoryview:
 
 
 class _Unshared:
-    """Stands for the arena where there is none: only a tensor that should be shared asks it."""
+    """Replaces a missing arena; only tensors that should be shared use it."""
 
     def holds(self, address: int) -> bool:
         return False
