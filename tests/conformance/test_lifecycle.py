@@ -353,6 +353,15 @@ def test_task_references_are_released(kind, make_pool):
 
     eventually(gone, "all arguments and results released", 5)
 
+    result = pool.map_async(work.refuse_all, [work.Counted() for _ in range(10)], 1)
+    with pytest.raises(ValueError) as failed:
+        result.get()
+    del result
+    # The error may keep its own item, which is in the frames of its traceback.
+    eventually(lambda: gc.collect() >= 0 and work.Counted.alive <= 1, "other items released", 5)
+    del failed
+    eventually(gone, "the item of the error released", 5)
+
 
 def test_many_pools(kind, make_pool):
     """Twenty pools, one after the other, leave nothing behind."""

@@ -382,3 +382,23 @@ def test_worker_can_be_called_with_any_arguments(make_pool):
     seen = []
     assert make_pool(Wraps, 1).map(work.square, range(3)) == [0, 1, 4]
     assert seen == [5]
+
+
+def test_worker_of_a_thread_pool_sees_each_task(make_pool):
+    """A subclass of `ThreadPool` that overrides `worker` gets maps and streams task by task."""
+
+    class Wraps(xpool.ThreadPool):
+        @staticmethod
+        def worker(get, put, *args):
+            def get_and_see():
+                task = get()
+                seen.append(task and task[1])
+                return task
+
+            xpool.ThreadPool.worker(get_and_see, put, *args)
+
+    seen = []
+    pool = make_pool(Wraps, 2)
+    assert pool.map(work.square, range(4), 1) == [0, 1, 4, 9]
+    assert list(pool.imap(work.square, range(4))) == [0, 1, 4, 9]
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]

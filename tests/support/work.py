@@ -346,6 +346,11 @@ class Counted:
         Counted.alive -= 1
 
 
+def refuse_all(value: Any) -> Any:
+    """Raise an error."""
+    raise ValueError(type(value).__name__)
+
+
 def add_to(pair: tuple[int, int]) -> int:
     """Add the two elements of a pair."""
     return pair[0] + pair[1]

@@ -17,7 +17,6 @@ from xpool._calls.results import (
     Unopened,
     about_to_block,
     exception_in,
-    tasks_in,
 )
 from xpool._python.item_notes import number_item
 from xpool._python.waiters import Waiters, deadline_of
@@ -85,6 +84,8 @@ class ResultBuffer:
 
 class IMapIterator(Iterator[T]):
     """The results of `imap`, in order, as `multiprocessing.pool.IMapIterator`."""
+
+    ordered = True
 
     def __init__(self, label: str, pool: Any, chunked: bool) -> None:
         self.label = label
@@ -271,13 +272,14 @@ class IMapIterator(Iterator[T]):
         else:
             # Values of single tasks, up to the next `PickledResult`.
             beyond, weight, values, errors = first, 0, [], 0
+            plain = not self._chunked and not self.with_index
             while beyond - first < AT_ONCE and beyond in arrived:
                 ok, value, more, number = arrived[beyond]
                 if isinstance(value, PickledResult):
                     break
                 beyond += 1
                 weight += more
-                if ok and not self._chunked and not self.with_index:
+                if ok and plain:
                     values.append(value)
                     continue
                 # An error of the input is never returned in place of a result.
@@ -334,18 +336,18 @@ class IMapIterator(Iterator[T]):
 
     # -- the engine's side -------------------------------------------------------------------
 
-    def arrive(self, index: int, ok: bool, value: Any) -> None:
-        """Take the answer of the tasks from ``index`` on."""
-        self._take(index, ok, value, index)
+    def arrive(self, place: int, ok: bool, value: Any, index: int) -> None:
+        """Take the answer of the tasks from ``index`` on.
 
-    def _take(self, place: int, ok: bool, value: Any, index: int) -> None:
-        """Take an answer that is handed out at ``place``."""
+        ``place``: the number of tasks whose answers are handed out before it.
+        """
         weight = weigh(value)
         # Counted before it can be taken, so that `bytes_out` is never larger.
         self.buffer.bytes_in += weight
         self._arrived[place] = ok, value, weight, index
         # Last, here and below: woken threads check the fields set before.
-        self._waiters.wake()
+        if self._waiters.copy():  # as in `Waiters.wake`, without a call for most results
+            self._waiters.wake()
 
     def finish(self, length: int) -> None:
         """Note that the input had ``length`` tasks."""
@@ -366,13 +368,7 @@ class IMapIterator(Iterator[T]):
 class IMapUnorderedIterator(IMapIterator[T]):
     """The results of `imap_unordered`, in the order of their arrival."""
 
-    def __init__(self, label: str, pool: Any, chunked: bool) -> None:
-        super().__init__(label, pool, chunked)
-        self._came = 0  # number of tasks whose answers have arrived; it is the next place
-
-    def arrive(self, index: int, ok: bool, value: Any) -> None:
-        came, self._came = self._came, self._came + tasks_in(value)
-        self._take(came, ok, value, index)
+    ordered = False
 
 
 class Stream(Job):
@@ -397,7 +393,8 @@ class Stream(Job):
             return False
         # As `tasks_in`, without a call, since every answer of a stream comes here.
         tasks = value.count if isinstance(value, PickledResult) else 1
-        self._answered += tasks
+        before = self._answered
+        self._answered = before + tasks
         if self.progress is not None:
             self.progress.add(tasks)
         if self.answers is not None:
@@ -405,7 +402,7 @@ class Stream(Job):
         iterator = self._iterator()
         if iterator is not None:
             iterator.buffer.tasks_in = self._answered
-            iterator.arrive(index, ok, value)
+            iterator.arrive(index if iterator.ordered else before, ok, value, index)
         self.settled = self._answered == self._length
         return self.settled
 

@@ -21,7 +21,7 @@ class Source:
     threads run waiting calls and maps before the next task of this source.
     """
 
-    __slots__ = ("_before", "_first", "_func", "_items", "_places", "job", "last")
+    __slots__ = ("before", "first", "func", "items", "job", "last", "places")
 
     def __init__(
         self,
@@ -32,20 +32,10 @@ class Source:
         first: int = 0,
         last: bool = False,
     ) -> None:
-        self.job, self.last = job, last
-        self._func, self._before = func, before
-        self._items, self._first = items, first
+        self.job, self.func, self.before = job, func, before
+        self.items, self.first, self.last = items, first, last
         # `next` of a counter is atomic, so no two threads get the same place.
-        self._places = itertools.count()
-
-    def next(self) -> Any:
-        """Return the next task; None: there are no more, or the job is answered."""
-        if not self.job.settled:
-            place = next(self._places)
-            if place < len(self._items):
-                arguments = (*self._before, self._items[place])
-                return self.job.number, self._first + place, self._func, arguments, {}
-        return None
+        self.places = itertools.count()
 
 
 class Entry:
@@ -77,12 +67,13 @@ class Entry:
 class Member:
     """One thread of the backend."""
 
-    __slots__ = ("index", "job", "left", "over", "source", "thread")
+    __slots__ = ("done", "index", "job", "left", "over", "source", "thread")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.source: Source | None = None  # from which it takes tasks now
         self.thread: threading.Thread | None = None
         self.job = 0  # whose task it runs; 0: none
+        self.done = 0  # tasks that it has begun
         self.left = False  # abandoned: it ends when its task returns
         self.over = False  # surplus: it ends

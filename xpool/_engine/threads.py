@@ -29,8 +29,8 @@ from xpool._engine.jobs.budget import EndKind, RestartPolicy, back_off
 from xpool._engine.stacks import Whereabouts
 from xpool._engine.thread_tasks import Entry, Member, Source
 from xpool._python.waiters import TaskQueue
-from xpool._worker.callables import item_of
-from xpool._worker.context import WorkerInfo, enter, leave
+from xpool._worker.callables import item_of, with_context
+from xpool._worker.context import WorkerInfo, enter, exited, leave
 from xpool._worker.stopping import stack_of
 from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
 
@@ -74,11 +74,11 @@ class ThreadWorkers:
         size: int,
         options: ThreadOptions,
         jobs: Mapping[int, Job],
-        answer: Callable[[Any], None],
+        answer: Callable[[int, int, bool, Any], None],
     ) -> None:
         # Plain tasks, entries, or sources; None asks a thread to end.
         self.tasks = TaskQueue()
-        self._answer = answer  # takes results, in any thread
+        self._answer = answer  # takes job, index, whether it succeeded, and value; in any thread
         self.failure: BaseException | None = None
         self.dropped = False
         self._size, self._options, self._jobs = size, options, jobs
@@ -181,7 +181,7 @@ class ThreadWorkers:
                     self._policy.succeeded(index)
                     self._policy.succeeded(_ANY)
                 get, put = self._ends(me)
-                options.work(get, put, None, (), options.lifetime)
+                options.work(get, put, None, (), None)
         finally:
             # Free the place before another thread starts there.  Wake last: `join` then looks at
             # `_threads`.
@@ -213,25 +213,22 @@ class ThreadWorkers:
         return None
 
     def _ends(self, me: Member) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-        """Return the functions by which a thread takes tasks and answers them."""
+        """Return the functions by which a thread takes single tasks and answers them.
+
+        The first one also runs the tasks of sources.
+        """
         jobs, tasks, answer = self._jobs, self.tasks, self._answer
-        first = tasks.first
+        lifetime, contexts = self._options.lifetime, self._options.contexts
         entries: dict[tuple[int, int], tuple[int, Entry]] = {}  # by task: its key in `_held`
 
         def get() -> Any:
-            while not me.left:
+            while not me.left and me.done != lifetime:
                 # Without the lock, since each task comes by; `_is_surplus` decides with it.
                 if len(self._threads) > self._size and self._is_surplus(me):
                     return None
                 if me.source is not None:
-                    if me.source.last and first:
-                        self._put_back(me.source)
-                    else:
-                        task = me.source.next()
-                        if task is not None:
-                            me.job = task[0]
-                            return task
-                    me.source = None
+                    self._run_source(me, me.source)
+                    continue
                 task = tasks.get()
                 if task is None:
                     return None
@@ -248,24 +245,62 @@ class ThreadWorkers:
                 job = jobs.get(task[0])
                 if job is not None and not job.settled:
                     me.job = task[0]
+                    me.done += 1
                     if entry is not None:
                         entries[task[:2]] = self._hold(me, entry), entry
-                        return entry.begin()
-                    return task
+                        task = entry.begin()
+                    if contexts is None:
+                        return task
+                    number, index, func, args, kwds = task
+                    return number, index, *with_context(contexts[me.index], func, args), kwds
             return None
 
         def put(result: Any) -> None:
             me.job = 0
+            number, index, (ok, value) = result
             if entries:
-                key, entry = entries.pop(result[:2], (-1, None))
+                key, entry = entries.pop((number, index), (-1, None))
                 # Popped already: `_time_out` has answered it.
                 if entry is not None and (
-                    self._held.pop(key, None) is None or self._retried(entry, result[2])
+                    self._held.pop(key, None) is None or self._retried(entry, ok, value)
                 ):
                     return
-            answer(result)
+            answer(number, index, ok, value)
 
         return get, put
+
+    def _run_source(self, me: Member, source: Source) -> None:
+        """Run tasks of a source and answer each, until it has no more or `get` has to decide."""
+        answer, first, options = self._answer, self.tasks.first, self._options
+        job, items, places = source.job, source.items, source.places
+        func, before = source.func, source.before
+        if options.contexts is not None:
+            func, before = with_context(options.contexts[me.index], func, before)
+        me.job = job.number
+        while True:
+            place = next(places)
+            if place >= len(items) or job.settled:
+                me.source = None
+                break
+            ok = True
+            try:
+                value = func(*before, items[place])
+            except SystemExit as exc:
+                ok, value = False, exited(exc, func)
+            except BaseException as exc:
+                ok, value = False, exc
+            me.done += 1
+            answer(job.number, source.first + place, ok, value)
+            del value  # before the next task makes another one
+            if source.last and first:
+                me.source = None
+                self._put_back(source)
+                break
+            if me.left or me.done == options.lifetime or len(self._threads) > self._size:
+                break
+        me.job = 0
+        # The traceback of an error keeps this frame.
+        del source, job, items, func, before
 
     def _is_surplus(self, me: Member) -> bool:
         """Whether this thread is to end, because the pool has more threads than its size."""
@@ -292,9 +327,8 @@ class ThreadWorkers:
             self._alarm = when
         self.wake()
 
-    def _retried(self, entry: Entry, answer: tuple[bool, Any]) -> bool:
+    def _retried(self, entry: Entry, ok: bool, value: Any) -> bool:
         """Have a failed task run again after a pause, if its options say so."""
-        ok, value = answer
         options, tries = entry.options, entry.tries + 1
         exc = getattr(value, "exc", value)  # `multiprocessing` may have wrapped it
         if ok or tries > options.retries or not isinstance(exc, (WorkerDied, *options.retry_on)):
@@ -406,8 +440,8 @@ class ThreadWorkers:
         if entry.task is None:
             self._lost(member.index, EndKind.FAILED, error)
             return
-        if not self._retried(entry, (False, error)):
-            self._answer((job, index, (False, error)))
+        if not self._retried(entry, False, error):
+            self._answer(job, index, False, error)
         self._lost(member.index, EndKind.STOPPED)
 
     def _leave(self, members: list[Member]) -> None:

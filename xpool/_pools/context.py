@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from xpool._calls.options import check_iterable, resolve_processes
-from xpool._pools.hooks import Hooks, Result, Task
 from xpool._pools.process import Pool
 from xpool._pools.public import PublicVerbs
 from xpool._pools.thread import ThreadPool
-from xpool._worker.callables import each, one, star, star_each
-from xpool._worker.context import current_worker
 from xpool._worker.entry import MOST_WORKERS
 from xpool.devices.context import PROCESS
 from xpool.errors import OptionError
@@ -203,28 +199,3 @@ class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
 
     The other arguments are those of `ThreadPool`.
     """
-
-    @staticmethod
-    def worker(
-        get: Callable[[], Task | None],
-        put: Callable[[Result], object],
-        initializer: Callable[..., object] | None = None,
-        initargs: Iterable[object] = (),
-        maxtasks: int | None = None,
-    ) -> None:
-        """As `BasePool.worker`, with the context of this thread in front of the arguments."""
-        context = current_worker().context
-
-        def get_bound() -> Task | None:
-            task = get()
-            if task is None:
-                return None
-            job, chunk, func, args, kwds = task
-            if func in (one, each, star, star_each):
-                # The caller's function is the first argument, and gets the context.
-                args = (functools.partial(args[0], context), *args[1:])
-            else:
-                args = (context, *args)
-            return job, chunk, func, args, kwds
-
-        Hooks.worker(get_bound, put, initializer, initargs, maxtasks)

@@ -7,13 +7,11 @@ what the hook may do.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool import errors
-from xpool._worker.context import current_worker
-from xpool.errors import WorkerDied
+from xpool._worker.context import exited
 
 Task = tuple[int, int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Result = tuple[int, int, tuple[bool, Any]]
@@ -120,7 +118,7 @@ class Hooks:
             try:
                 answer: tuple[bool, Any] = (True, func(*args, **kwds))
             except SystemExit as exc:
-                answer = (False, _exited(exc, func))
+                answer = (False, exited(exc, func))
             except BaseException as exc:
                 answer = (False, Carried(exc))
             try:
@@ -131,13 +129,3 @@ class Hooks:
             done += 1
             # `get` may wait for a long time; drop the objects of this task before it does.
             del task, job, chunk, func, args, kwds, answer
-
-
-def _exited(exc: SystemExit, func: Callable[..., Any]) -> WorkerDied:
-    """Return the error of a task that called `sys.exit`, as if its worker had ended."""
-    try:
-        index = current_worker().index
-    except RuntimeError:
-        index = -1
-    code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
-    return WorkerDied(os.getpid(), code, index, getattr(func, "__qualname__", repr(func)))

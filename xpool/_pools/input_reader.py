@@ -84,6 +84,7 @@ class FlowControl:
         self._ahead = AHEAD_ITEMS * workers
         self._waiters = Waiters()
         self._waiting = False
+        self._wake_at = 0  # a count of taken items at which the waiting input reader is woken
         self.stopped = False
         self._given = 0  # number of items that a `Fed` input has got so far
         self.given_all = True
@@ -157,6 +158,7 @@ class FlowControl:
         if not self.is_open():
             # Set before `wait` checks again: the engine counts first and then reads this flag, so
             # one of the two notices the other.
+            self._wake_at = self.put - self._most_ahead() // 2
             self._waiting = True
             try:
                 self._waiters.wait(self.is_open, None)
@@ -189,7 +191,7 @@ class FlowControl:
         """Count tasks that no longer wait."""
         self.taken_items += tasks
         # Not at each task: the input reader sleeps until half of the waiting tasks are gone.
-        if self._waiting and 2 * (self.put - self.taken_items) <= self._most_ahead():
+        if self._waiting and self.taken_items >= self._wake_at:
             self._waiters.wake()
 
     def handed_out(self) -> None:

@@ -74,26 +74,25 @@ class ThreadPool(BasePool):
             self._jobs.unanswered,
             self._answerer(),
         )
-        kind = ThreadSubmitter
-        if type(self).pool_inqueue_put is not ThreadPool.pool_inqueue_put:
+        kind, own = ThreadSubmitter, type(self)
+        if own.pool_inqueue_put is not ThreadPool.pool_inqueue_put or (
+            own.worker is not ThreadPool.worker
+        ):
             kind = HookedThreadSubmitter
         self._submitter = kind(self, self._jobs, self._threads)
 
-    def _answerer(self) -> Callable[[Result], None]:
+    def _answerer(self) -> Callable[[int, int, bool, Any], None]:
         """Return the function that threads call with results; it does not hold the pool."""
         jobs, results = self._jobs, self._results
-
-        def answer(result: Result) -> None:
-            number, index, (ok, value) = result
-            jobs.deliver(number, index, ok, value)
-
-        def queue_result(result: Result) -> None:
-            results.append(result)
-            jobs.wake()
+        if type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get:
+            return jobs.deliver
 
         # A subclass with its own hook gets the results there, in the engine's thread.
-        delivers = type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get
-        return answer if delivers else queue_result
+        def queue_result(number: int, index: int, ok: bool, value: Any) -> None:
+            results.append((number, index, (ok, value)))
+            jobs.wake()
+
+        return queue_result
 
     def pool_inqueue_put(self, obj: Task | None) -> None:
         """Queue a task."""

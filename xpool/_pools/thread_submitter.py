@@ -58,7 +58,7 @@ class ThreadSubmitter(HookSubmitter):
 
 
 class HookedThreadSubmitter(ThreadSubmitter):
-    """For a pool whose subclass overrides `pool_inqueue_put`: each task goes through that."""
+    """For a subclass that overrides `pool_inqueue_put` or `worker`: all tasks go through these."""
 
     map = HookSubmitter.map
     stream = HookSubmitter.stream

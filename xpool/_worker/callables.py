@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import length_hint
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,16 @@ def applied(
     if chunked:
         return star_each if starred else each, (func,)
     return star if starred else one, (func,)
+
+
+def with_context(
+    context: Any, func: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a task's function and arguments such that the caller's function gets the context."""
+    if func in (one, each, star, star_each):
+        # The caller's function is the first argument.
+        return func, (partial(args[0], context), *args[1:])
+    return func, (context, *args)
 
 
 class Item:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from xpool._pickling.by_value.main import is_replica
 from xpool._python.import_hooks import child_prepares, is_initializing
 from xpool._python.worker_local import WorkerLocal
-from xpool.errors import OptionError
+from xpool.errors import OptionError, WorkerDied
 
 
 class WorkerInfo:
@@ -113,6 +115,16 @@ def current_worker() -> WorkerInfo:
             "the thread in which it runs them"
         )
     return info
+
+
+def exited(exc: SystemExit, func: Callable[..., Any]) -> WorkerDied:
+    """Return the error of a task that called `sys.exit`, as if its worker had ended."""
+    try:
+        index = current_worker().index
+    except RuntimeError:
+        index = -1
+    code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+    return WorkerDied(os.getpid(), code, index, getattr(func, "__qualname__", repr(func)))
 
 
 def imported_by_worker() -> str | None:
