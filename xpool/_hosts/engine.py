@@ -41,7 +41,7 @@ END_LIMIT = 5.0
 
 
 class HostEngine:
-    """Workers on the hosts of a fleet.
+    """Workers on the hosts of a fleet; `EngineProtocol` describes the methods.
 
     Args:
         fleet: places the agents and carries the calls to them.
@@ -71,7 +71,6 @@ class HostEngine:
 
     @property
     def failure(self) -> BaseException | PickledResult | None:
-        """Why no worker can run tasks any more; None: they can."""
         return self.service.failure
 
     # -- called by the pool, from any thread -------------------------------------------------------
@@ -88,13 +87,11 @@ class HostEngine:
         return True
 
     def submit(self, *ranges: TaskRange) -> None:
-        """Queue ranges of tasks, and permit them to hosts that have room."""
         with self.lock:
             if self.service.put(ranges):
                 self._events.put(None)  # wakes the engine's thread, which takes the results
 
     def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
-        """Queue a call: item ``number`` of `CALLS`."""
         with self.lock:
             if self.service.ending:
                 return
@@ -103,11 +100,9 @@ class HostEngine:
                 self.service.give()
 
     def call(self, task_range: TaskRange) -> None:
-        """Submit a range of one call; the engine's thread delivers its answer."""
         self.submit(task_range)
 
     def feed(self, task_range: TaskRange) -> None:
-        """Queue a range to which items were appended, and give them to hosts."""
         with self.lock:
             if not self.service.ending:
                 if not task_range.queued and task_range.items:
@@ -115,18 +110,15 @@ class HostEngine:
                 self.service.give()
 
     def resume(self) -> None:
-        """Have the engine's thread give out tasks that were held back.  Takes no lock."""
         self._events.put(None)
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
-        """Keep a function for the workers; return the number that tasks call it by."""
         with self.lock:
             number = next(self._functions)
             self.sched.table.learn(number, mode, payload)
             return number
 
     def forget(self, func: int) -> None:
-        """Let workers drop the function of a job that has ended."""
         with self.lock:
             self.service.send(self.sched.table.forget(func))
 
@@ -142,18 +134,15 @@ class HostEngine:
         return blob.name
 
     def withdraw(self, job: int, index: int | None = None) -> None:
-        """Drop the waiting tasks of a job that has ended, or one of them, and stop the running."""
         with self.lock:
             self.service.send(self.sched.withdraw(job, index))
             self.service.give()
 
     def runs(self, job: int, index: int | None = None) -> bool:
-        """Whether a task of this job, or this task, is permitted to a host and not answered."""
         with self.lock:
             return self.sched.table.runs(job, index)
 
     def sent(self, payload: bytes | memoryview) -> int:
-        """Return how many bytes of memory a message to a worker holds."""
         return len(payload)
 
     def statistics(self) -> dict[str, Any]:
@@ -211,27 +200,22 @@ class HostEngine:
 
     @property
     def ended(self) -> bool:
-        """Whether no agent is left and none is expected."""
         return self.service.ended
 
     def retire_all(self) -> None:
-        """Let workers end after their last answer; no more tasks will be submitted."""
         with self.lock:
             self.service.retire()
         self._events.put(None)
 
     def terminate(self, at_once: bool = False) -> None:
-        """Stop all agents now; their workers are killed."""
         with self.lock:
             self.service.stop(END_LIMIT)
         self._events.put(None)
 
     def close(self) -> None:
-        """Close the fleet; all agents have ended."""
         self._fleet.close()
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: use no worker, since they are the parent's."""
         self.lock = threading.Lock()  # some thread of the parent may have held it
         self.service.ending = True
 
@@ -256,10 +240,8 @@ class HostEngine:
             service.give()
 
     def wake(self) -> None:
-        """Make the engine's thread check its timers and the pool's state again."""
         self._events.put(None)
 
     def drop(self) -> None:
-        """Note that the pool was collected.  The garbage collector calls this: it takes no lock."""
         self.dropped = True
         self._events.put(None)

@@ -85,7 +85,6 @@ class HostState:
         ]
 
     def clear(self) -> None:
-        """Forget all batches."""
         for its in (self.staged, self.batches, self.recallable, self.recalled, self.permitted):
             its.clear()
         self.ahead = self.staged_items = self.nbytes = 0
@@ -121,7 +120,6 @@ class HostTable:
         return host
 
     def accept(self, host: HostState) -> None:
-        """Note that a host has joined."""
         host.accepting = True
         self.workers += host.workers
         self.with_capacity[host.number] = None
@@ -210,7 +208,6 @@ class HostTable:
         return any(host.names(job, index) for host in self.hosts.values())
 
     def clear(self) -> None:
-        """Forget all batches: the pool ends."""
         for its in (self.with_staged, self.recallable, self.unwatched):
             its.clear()
         for host in self.hosts.values():
@@ -219,7 +216,6 @@ class HostTable:
     # -- functions ---------------------------------------------------------------------------------
 
     def learn(self, number: int, mode: int, payload: Any) -> None:
-        """Keep a function for the hosts."""
         self._functions[number] = mode, payload
 
     def function_for(self, host: HostState, number: int) -> Func | None:

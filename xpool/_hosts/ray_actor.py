@@ -26,7 +26,6 @@ class HostAgent:
         self._agent: Agent | None = None
 
     def begin(self, config: bytes, host: str, first: int, workers: int) -> None:
-        """Start the workers."""
         _drop_thread_limit()
         ended = functools.partial(os._exit, 0)
         self._agent = Agent(
@@ -35,7 +34,6 @@ class HostAgent:
         self._agent.start()
 
     def call(self, said: Any, refs: Sequence[Any] = ()) -> Any:
-        """Pass a call to the agent; return its reply."""
         import ray
 
         assert self._agent is not None

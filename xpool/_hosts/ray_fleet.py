@@ -104,7 +104,7 @@ def ray_module() -> Any:
 
 
 class RayFleet:
-    """The agents of one pool.
+    """The agents of one pool; `Fleet` describes the public methods.
 
     Args:
         where: which hosts the pool uses.
@@ -130,7 +130,6 @@ class RayFleet:
         self._large = queue.SimpleQueue()
 
     def start(self, tell: Callable[[Any], object]) -> list[int]:
-        """Place an agent on each host."""
         self._tell = tell
         for node in self._first_nodes:
             self._begin(self._place(node))
@@ -276,7 +275,6 @@ class RayFleet:
         return isinstance(error, gone)
 
     def call(self, host: int, call: f.Call) -> None:
-        """Call an agent."""
         refs: list[Any] = []
         messages = []
         for one in call.messages:
@@ -334,11 +332,7 @@ class RayFleet:
             self._tell(f.Unreached(host, number))
 
     def put(self, payload: bytes | memoryview) -> Any:
-        """Put an object into Ray's store; hosts copy it from one another.
-
-        Raises:
-            XPoolError: Ray was shut down.
-        """
+        """Put an object into Ray's store; hosts copy it from one another."""
         import numpy
         import ray
 
@@ -347,7 +341,6 @@ class RayFleet:
         return ray.put(numpy.frombuffer(payload, "uint8"))
 
     def stop(self, host: int) -> None:
-        """End an agent and its workers."""
         import ray
 
         self._over.add(host)
@@ -363,7 +356,6 @@ class RayFleet:
             kill.start()
 
     def close(self) -> None:
-        """Stop querying the hosts, and drop the agents."""
         self._ends.put(None)
         self._large.put(None)
         self._actors.clear()

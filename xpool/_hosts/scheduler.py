@@ -59,7 +59,6 @@ class HostScheduler(Waiting):
         self.extend(len(self.table.host_of))
 
     def join(self, number: int) -> None:
-        """Put a host into service."""
         host = self.table.hosts[number]
         if host.leaving:
             return

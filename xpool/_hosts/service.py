@@ -184,7 +184,6 @@ class HostService:
     # -- events of the fleet -----------------------------------------------------------------------
 
     def happened(self, event: Any) -> None:
-        """Act on an event."""
         kind = type(event)
         if kind is f.Joined:
             self._joined(event)
@@ -216,8 +215,6 @@ class HostService:
     def _joined(self, event: f.Joined) -> None:
         if event.host in self.gone:
             return
-        if event.host not in self.expected:
-            self.sched.expect(event.host, event.workers)
         self.expected.discard(event.host)
         first = self.sched.table.hosts[event.host].first
         self.agents[event.host] = Conversation(

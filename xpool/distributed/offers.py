@@ -134,7 +134,6 @@ class Register:
             return None
 
     def strike(self, group_name: str, kind: Kind, key: Any, name: str) -> None:
-        """Remove a holder."""
         with self._lock:
             holders = self._holders.get((group_name, kind), {})
             if holders.get(key) == name:
@@ -148,7 +147,6 @@ class Register:
             return holder, [] if holder else list(holders)
 
     def drop(self, group_name: str) -> None:
-        """Remove a group."""
         with self._lock:
             self._holders.pop((group_name, "service"), None)
             self._holders.pop((group_name, "value"), None)

@@ -225,7 +225,6 @@ class Operations:
         return event
 
     def forget_event(self, event: threading.Event) -> None:
-        """Drop an event of `over_event`."""
         with self._lock:
             self._events.discard(event)
 

@@ -12,9 +12,10 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from xpool._python import error_imports
 from xpool.testing.waiting import eventually, wait_gone
@@ -23,6 +24,8 @@ __all__ = [
     "LeakError", "Snapshot", "command", "descendants", "descriptors", "mark_this_run", "no_leaks",
     "servers",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 MARK = "XPOOL_TEST_RUN"
 """Environment variable that marks the processes of this run, so that orphans are recognized."""
@@ -247,23 +250,15 @@ class Snapshot:
         ]
         # A process that has ended may still be a zombie, until its parent waits for it.
         if processes and not found:
-            try:
-                eventually(lambda: not descendants() - self.processes, "zombies", left())
-            except AssertionError:
-                found += [f"process {pid}: zombie" for pid in descendants() - self.processes]
+            zombies = _staying(lambda: descendants() - self.processes, left())
+            found += [f"process {pid}: zombie" for pid in zombies]
         for thread in new:
             thread.join(left())
             if thread.is_alive():
                 found.append(f"thread {thread.name}")
-        try:
-            eventually(lambda: not self.more_fds(), "descriptors", left())
-        except AssertionError:
-            found += [f"descriptor {fd}: {to}" for fd, to in sorted(self.more_fds().items())]
-        try:
-            eventually(lambda: not self._more_shm(), "names in /dev/shm", left())
-        except AssertionError:
-            found += sorted(self._more_shm())
-        return found
+        fds = _staying(lambda: self.more_fds().items(), left())
+        found += [f"descriptor {fd}: {to}" for fd, to in fds]
+        return found + _staying(self._more_shm, left())
 
     def _more_shm(self) -> set[str]:
         """Return new names in /dev/shm that belong to this process or its descendants.
@@ -282,6 +277,15 @@ class Snapshot:
                 if ours or not _numbers.isdisjoint(_NUMBER.findall(name)):
                     found.add(SHM + name)
         return found
+
+
+def _staying(look: Callable[[], Iterable[T]], limit: float) -> list[T]:
+    """Return what ``look()`` still returns after ``limit`` seconds, sorted."""
+    try:
+        eventually(lambda: not look(), "nothing is left", limit)
+        return []
+    except AssertionError:
+        return sorted(look())  # type: ignore[type-var]
 
 
 class LeakError(AssertionError):
