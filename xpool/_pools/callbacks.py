@@ -97,7 +97,10 @@ class _Caller:
                 self._queue.put(None)
 
     def start(self) -> None:
-        """Start the thread unless it runs: before it is needed, as none starts at the exit."""
+        """Start the thread unless it runs.
+
+        Called before it is needed, since the interpreter starts no threads at its exit.
+        """
         with self._lock:
             if self._runner is None:
                 self._start()
