@@ -516,6 +516,8 @@ def test_batches_are_made_in_common_memory():
 
 
 MADE = """
+    import threading
+
     import torch
     from support import leaks
     from torch.utils.data import TensorDataset
@@ -525,7 +527,9 @@ MADE = """
     if __name__ == "__main__":
         dataset = TensorDataset(torch.arange(8))
         DataLoader(dataset, 2)
+        assert len(list(DataLoader(dataset, 2, num_workers=1))) == 4
         assert leaks.servers() == []
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
         loader = DataLoader(dataset, 2, num_workers=1)
         (server,) = leaks.servers()
         assert len(list(loader)) == 4
@@ -535,5 +539,5 @@ MADE = """
 
 @pytest.mark.exhaustive
 def test_the_server_starts_with_the_loader(tmp_path):
-    """It imports torch while the program makes its model; a loader without workers has none."""
+    """It imports torch while the program makes its model; none starts where workers are forks."""
     assert scripts.run_ok([scripts.write(tmp_path / "made.py", MADE)]) == ""

@@ -56,7 +56,7 @@ PROGRAM = """
         ("__import__('multiprocessing').set_start_method('spawn')", "server"),
         ("threading.Thread(target=threading.Event().wait, daemon=True).start()", "server"),
         ("lock = __import__('_thread').start_new_thread(threading.Event().wait, ())", "server"),
-        ("xpool.preload('torch')", "server"),
+        ("xpool.preload('torch')", "fork"),
     ],
     ids=["alone", "spawn", "thread", "bare thread", "preload"],
 )
@@ -72,6 +72,7 @@ def test_workers_have_the_values_of_globals_in_each_epoch(tmp_path):
     program = """
         import sys
         import torch
+        import xpool
         from xpool.data import DataLoader
         from xpool.data.start import ForkServer, wanted_modules
         from xpool.testing.waiting import eventually
@@ -88,6 +89,7 @@ def test_workers_have_the_values_of_globals_in_each_epoch(tmp_path):
 
         if __name__ == "__main__":
             settings.SIZE = 224
+            xpool.preload("torch")
             loader = DataLoader(Sizes(), 4, num_workers=1)
             print(*next(iter(loader)).tolist())
             eventually(ForkServer.get(wanted_modules()).ready, "the server has torch")

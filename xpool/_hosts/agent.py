@@ -155,7 +155,7 @@ class Agent:
         if config.script is not None and main.location is not None:
             self._script = File(config.script, "xpool-script")
             main = main._replace(location=(*main.location, self._script.key[0]))
-        worker_config = WorkerConfig(spec, launcher, arena, limit, lambda: main, first, host)
+        worker_config = WorkerConfig(spec, launcher, arena, limit, lambda bare: main, first, host)
         self._engine = Engine(
             workers,
             Recipe(

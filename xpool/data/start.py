@@ -11,14 +11,17 @@ import threading
 import warnings
 from typing import Any
 
+import torch
+
+from xpool import pickle
 from xpool._engine.launch import (
     ForkServer,
     Handle,
     ProcessLauncher,
-    asked_for,
     import_for_arrays,
     wanted_modules,
 )
+from xpool._pickling.by_value.main import main_is_importable
 from xpool._pools.preloading import preload
 from xpool.data.ending import CLEANER, wait_for_ends
 from xpool.devices.frameworks import running_runtime
@@ -26,7 +29,8 @@ from xpool.devices.frameworks import running_runtime
 __all__ = ["find_context", "prepare"]
 
 _NEEDED = (
-    "multiprocessing.popen_fork", "xpool._pools.assembly", "xpool._worker.loop", "xpool.data.calls",
+    "multiprocessing.popen_fork", "xpool._pools.assembly", "xpool._worker.launch_shared",
+    "xpool._worker.loop", "xpool.data.calls",
 )  # fmt: skip
 """What a pool and its forked workers import, beside what the program has by then."""
 
@@ -37,9 +41,10 @@ ENDING_SECONDS = 1.0
 def prepare(context: Any) -> None:
     """Start and import what workers with this ``multiprocessing_context`` will need.
 
-    The fork server imports torch while the program makes its model.
+    The fork server imports torch while the program makes its model.  It takes as much memory as the
+    program, so it is not started here where the workers will most likely be forks.
     """
-    if context in (None, "forkserver"):
+    if context == "forkserver" or (context is None and not _will_fork()):
         preload()
     # Without a collection of garbage, which takes 150 ms where torch has many objects.
     collects = gc.isenabled()
@@ -50,6 +55,9 @@ def prepare(context: Any) -> None:
             importlib.import_module(name)
         if "numpy" in sys.modules:
             importlib.import_module("numpy.random")  # its state is asked for, and it is seeded
+        # What is learned of torch and of the script takes 30 ms, and forks inherit it.
+        pickle.loads(pickle.dumps(torch.empty(1)))
+        main_is_importable()
     finally:
         if collects:
             gc.enable()
@@ -57,13 +65,19 @@ def prepare(context: Any) -> None:
 
 def find_context(context: Any, size: int) -> Any:
     """Return the ``context=`` of a pool of ``size`` workers that starts now."""
-    # Whether the server is ready must not decide: forks have the values that the program has given
-    # to globals of its modules, and workers of the server have not.
-    if context is None and sys.platform == "linux" and not asked_for():
+    # Whether there is a server, and is ready, must not decide: forks have the values that the
+    # program has given to globals of its modules, and workers of the server have not.
+    if context is None and sys.platform == "linux":
         wait_for_ends(ENDING_SECONDS)
         if _may_fork():
             return _ForkedFirst(ForkServer.get(wanted_modules()), size)
     return context
+
+
+def _will_fork() -> bool:
+    """Whether this program may fork now, and has a torch that starts no device until then."""
+    has_device = any(getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
+    return sys.platform == "linux" and not has_device and _may_fork()
 
 
 def _may_fork() -> bool:
