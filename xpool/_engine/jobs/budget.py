@@ -8,7 +8,7 @@ from collections import deque
 WINDOW = 60.0
 """Seconds for which a death counts."""
 
-# Seconds between two tries of a task: at first, and at most.
+# Seconds between two tries of a task: the first pause, and the longest.
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
 
@@ -20,7 +20,7 @@ SYSTEM_ATTEMPTS = 6
 
 KILLED_STARTS = 8
 """Workers killed while they start in one place, at intervals that grow to a second.  More than
-`START_ATTEMPTS`, since the next one may well start."""
+`START_ATTEMPTS`, since a kill says nothing about the next start."""
 
 
 class EndKind(enum.Enum):
@@ -35,35 +35,32 @@ class EndKind(enum.Enum):
 
 
 class RestartPolicy:
-    """Says when a place that lost its worker gets the next one: of processes, and of threads.
+    """Decides when a place that has lost its worker, a process or a thread, gets the next one.
 
-    A pool whose workers die, and none of whose tasks comes to an end, is of no use and costs a
-    process each time: when more than ``most`` have died so within `WINDOW` seconds, it gives up.  A
-    task that ends in an exception is finished, too.
+    The pool gives up when more than ``most`` workers have died within `WINDOW` seconds and no task
+    was finished in between: each new worker would cost a process and achieve nothing.  A task that
+    raises an exception is finished, too.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._deaths: deque[float] = deque()
         # By place, since a worker was last ready there: starts that failed or were refused, and
-        # those that were killed by another program.
+        # starts that another program has killed.
         self._failures: dict[int, int] = {}
         self._killed: dict[int, int] = {}
-        self.finished = False  # set when a task is finished, and looked at after a death
+        self.finished = False  # set when a task is finished; read after a death
 
     def succeeded(self, place: int) -> None:
-        """Note that a worker became ready."""
+        """Record that a worker is ready."""
         self._failures.pop(place, None)
         self._killed.pop(place, None)
 
     def lost(self, place: int, kind: EndKind, now: float) -> float | None:
-        """Note that a worker ended; return the seconds until the next one starts.
-
-        None: to start another is hopeless.
-        """
+        """Record the end of a worker; return the seconds until the next start; None: give up."""
         if kind is EndKind.REFUSED:
             failures = self._failures[place] = self._failures.get(place, 0) + 1
-            # Never at once: what the system was short of a moment ago, it is short of now.
+            # Not at once: the system still lacks what it lacked a moment ago.
             return None if failures > SYSTEM_ATTEMPTS else 0.05 * 2**failures
         if kind is EndKind.FAILED:
             failures = self._failures[place] = self._failures.get(place, 0) + 1
@@ -72,7 +69,7 @@ class RestartPolicy:
             killed = self._killed[place] = self._killed.get(place, 0) + 1
             if killed >= KILLED_STARTS:
                 return None
-            # The first kill is taken for an accident: no pause.
+            # No pause after the first kill, which may be an accident.
             return min(1.0, 0.05 * 2**killed) if killed > 1 else 0.0
         self.succeeded(place)
         return None if kind is EndKind.DIED and self._is_one_too_many(now) else 0.0
@@ -93,19 +90,19 @@ class RestartPolicy:
 
     @property
     def deaths(self) -> int:
-        """How many have died since a task was finished, this minute."""
+        """The number of deaths in the last minute since a task was finished."""
         return len(self._deaths)
 
     def seconds(self) -> float:
-        """Return the seconds between the first and the last of these."""
+        """Return the seconds between the first and the last of these deaths."""
         return self._deaths[-1] - self._deaths[0]
 
 
 def back_off(tries: int, chance: float) -> float:
     """Return the seconds to wait before a task is run again that has been run ``tries`` times.
 
-    Doubled with each try, and drawn from the upper half (``chance``, from 0 to 1), so that tasks
-    that failed together do not come back together.
+    The pause doubles with each try.  ``chance`` (0 to 1) picks a value from its upper half, so that
+    tasks that failed together do not run again together.
     """
     # No power above 30: a task may have thousands of retries.
     pause: float = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries - 1, 30))

@@ -1,14 +1,14 @@
 """Decides when a worker's task must stop, by the shared page and the scheduler's records; pure.
 
-A worker is asked to stop a task first, and killed if it does not answer a moment later.  The page
-says when the running task began, so the parent checks seldom: at the time at which a task that was
-given just now could exceed its limit.  It then finds a task that is over its limit, or one that
-will be at a known time, or none; in the last case no task can exceed its limit before another limit
-has passed.  So tasks that are far below their limit cost nothing here.
+A worker is first asked to stop a task, and killed if it does not answer a moment later.  The page
+says when the running task began, so the parent checks seldom: when a task that was given just now
+could exceed its limit.  It then finds a task over its limit, or one that will be at a known time,
+or none; in the last case no task can exceed its limit before another limit has passed.  So tasks
+that are far below their limit cost nothing here.
 
 A worker that is stuck outside of a task has no running clock: it may be stopped by SIGSTOP, or the
-finalizer of a result may hang.  It is detected by a standstill: for as long as a
-limit it has neither read a message, nor begun an item, nor sent an answer, which take no time.
+finalizer of a result may hang.  It is detected by a standstill: for as long as a limit it has not
+read a message, begun an item or sent an answer, each of which takes no time.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -36,8 +36,8 @@ class Verdict(NamedTuple):
     when: float | None = None
 
 
-class Seen(NamedTuple):
-    """What the parent can see of a worker."""
+class Progress(NamedTuple):
+    """The progress of a worker, as far as the parent can see it."""
 
     began: int  # items that it has begun, ever
     since: float | None  # when it began its running item, if that has a limit
@@ -52,7 +52,7 @@ class Deadlines:
         self._last_progress: tuple[Any, float] | None = None
 
     def judge(
-        self, held: InFlight, running: tuple[Batch, int] | None, seen: Seen, now: float
+        self, held: InFlight, running: tuple[Batch, int] | None, seen: Progress, now: float
     ) -> Verdict:
         """Return what to do with a worker that holds ``held`` and runs ``running``."""
         again: list[float] = []
@@ -68,13 +68,13 @@ class Deadlines:
                 if now >= due:
                     return Verdict(Act.INTERRUPT, batch.seq + position)
                 again.append(due)
-        # A standstill may last as long as a limit.
+        # A worker without progress for as long as a limit is standing still.
         limits = [one.terms.limit.seconds for one in held.held if one.terms.limit is not None]
         if not limits:
             return Verdict(Act.NOTHING, when=min(again, default=None))
         # The earliest time at which an item that has not begun can exceed its limit.
         again.append(now + min(limits))
-        # A task whose clock runs, or that has no limit, is no standstill.
+        # A running task with a running clock, or without a limit, is no standstill.
         if seen.since is not None or (running is not None and running[0].terms.limit is None):
             self._last_progress = None
             return Verdict(Act.NOTHING, when=min(again))
@@ -87,7 +87,7 @@ class Deadlines:
         self,
         held: InFlight,
         running: tuple[Batch, int] | None,
-        seen: Seen,
+        seen: Progress,
         limit: float,
         now: float,
     ) -> Verdict:
