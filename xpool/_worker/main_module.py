@@ -151,7 +151,7 @@ class _Script:
             text[first - 1 : last] = self._lines[first - 1 : last]
             bound += names
         # Remove the caller's values while the units compute these names; restore them afterwards.
-        here = settled().intersection(bound)
+        here = settled.intersection(bound)
         come = {name: namespace.pop(name) for name in here if name in namespace}
         # Use the flags of the script's ``from __future__``, not those of this file.
         code = compile(b"".join(text), self._place, "exec", flags=self._flags, dont_inherit=True)
@@ -160,7 +160,7 @@ class _Script:
         finally:
             namespace.update(come)
             # The program has other values than these, which cannot be sent.
-            for name in here & missing() - come.keys():
+            for name in here & missing - come.keys():
                 namespace.pop(name, None)
         record_initial(bound if self._begun else None)
         self._begun = True
@@ -194,7 +194,7 @@ class _Script:
             return self._closed(pending, namespace)
         owners = [n for n, unit in todo if name in unit[2]]
         if any(unit[6] == _COMPUTES for n, unit in todo if n in owners):
-            wanted = () if name in settled() else (name,)
+            wanted = () if name in settled else (name,)
             return self._closed(pending, namespace, wanted)
         pending += owners or [n for n, unit in todo if unit[6] == _BINDS]
         return self._closed(pending, namespace)
@@ -203,7 +203,7 @@ class _Script:
         self, pending: list[int], namespace: dict[str, Any], wanted: tuple[str, ...] = ()
     ) -> set[int]:
         """Return these units and all that they need; existing values are not computed again."""
-        todo, here = self._todo, settled()
+        todo, here = self._todo, settled
         assert todo is not None
         chosen, anew = set[int](), set[str]()
         pending, names = list(pending), list(wanted)

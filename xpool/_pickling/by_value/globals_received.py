@@ -62,10 +62,10 @@ def unwrap(sender: str, exact: bool, entries: list[Any], body: bytes, *buffers: 
                 _incoming.parent = sender
             ours = _incoming.parent == sender
             if ours:
-                main.settle(entry.name for entry in found if entry.kind != KEEP)
+                main.settled.update(entry.name for entry in found if entry.kind != KEEP)
             for entry in found:
                 if entry.kind == KEEP:
-                    main.unsettle(entry.name)
+                    main.settled.discard(entry.name)
                 # In this order, since values may use earlier ones.
                 main.fill(entry.name.partition(".")[0])
                 if ours:
@@ -125,11 +125,11 @@ def _take(entry: Entry, exact: bool) -> None:
     try:
         if kind == VALUE:
             # Some objects are pickled by their own name: a TypeVar, a NewType.
-            main.unsettle(name)
+            main.settled.discard(name)
             try:
                 value = pickle.loads(data)
             finally:
-                main.settle([name])
+                main.settled.add(name)
         elif kind == PLACE:
             token, _, _, place, _ = data
             value = place.load() if token is None else open_broadcast(*data)
@@ -150,10 +150,10 @@ def _take(entry: Entry, exact: bool) -> None:
             setattr(main.namespace()[name.partition(".")[0]], attribute, value)
     elif value is MISSING:
         holder.pop(name, None)
-        main.missing().add(name)
+        main.missing.add(name)
     else:
         holder[name] = value
-        main.missing().discard(name)
+        main.missing.discard(name)
         _incoming.missing.pop(name, None)
         module = sys.modules["__main__"].__dict__
         # `multiprocessing` has copied the globals of its functions into the module.

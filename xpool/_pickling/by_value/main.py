@@ -46,14 +46,17 @@ class _State:
     replica: bool = False
     forked: bool = False
     told: bool | None = None  # the argument of mark_worker
-    initial: dict[str, Any]
-    settled: set[str]
-    missing: set[str]
     values: dict[str, Any] | None = None  # the globals of functions, if not the module's
 
 
 _state = _State()
-_state.initial, _state.settled, _state.missing = {}, set(), set()
+_initial: dict[str, Any] = {}
+
+settled: set[str] = set()
+"""In a worker, the globals whose values come from the caller: their statements are not run here."""
+
+missing: set[str] = set()
+"""In a worker, the globals whose values in the caller cannot be sent here."""
 
 
 def main_is_importable() -> bool:
@@ -131,26 +134,6 @@ TOP = "the top of the script"
 """Stands for a name that needs only the statements that act; no real name has spaces."""
 
 
-def settle(names: Iterable[str]) -> None:
-    """Record globals whose values come from the caller: their statements are not run here."""
-    _state.settled.update(names)
-
-
-def unsettle(name: str) -> None:
-    """Record that a value does not come: its statements may be run here."""
-    _state.settled.discard(name)
-
-
-def settled() -> set[str]:
-    """The globals whose values have come from the caller, or are missing there."""
-    return _state.settled
-
-
-def missing() -> set[str]:
-    """The globals whose values in the caller cannot be sent here."""
-    return _state.missing
-
-
 def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None:
     """Record that this process is a worker, whose ``__main__`` follows that of its parent.
 
@@ -162,7 +145,9 @@ def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None
     _state.replica, _state.forked = True, forked
     _state.told = importable
     # Forget the parent's state from before a fork.
-    _state.module, _state.settled, _state.missing = None, set(), set()
+    _state.module = None
+    for names in (_initial, settled, missing):
+        names.clear()
     _state.values = _run_by_multiprocessing(sys.modules["__main__"])
     record_initial()
 
@@ -188,10 +173,8 @@ def record_initial(names: Iterable[str] | None = None) -> None:
     Called when it is marked, and when the caller's script has been run here for its names.
     """
     values = namespace()
-    if names is None:
-        _state.initial = dict(values)
-    else:
-        _state.initial.update((name, values[name]) for name in names if name in values)
+    found = list(values) if names is None else names
+    _initial.update((name, values[name]) for name in found if name in values)
 
 
 def is_replica() -> bool:
@@ -209,7 +192,7 @@ def is_initial(name: str, value: Any) -> bool:
 
     Works once for each name, so that replaced objects are not kept alive.
     """
-    return _state.initial.pop(name, MISSING) is value
+    return _initial.pop(name, MISSING) is value
 
 
 def _examine(module: ModuleType | None) -> None:
