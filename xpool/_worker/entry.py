@@ -33,20 +33,6 @@ from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
-__all__ = [
-    "CALLED_OFF",
-    "CLOSE_ON_EXEC",
-    "COMPLETE",
-    "FORK",
-    "MOST_WORKERS",
-    "ONE",
-    "REFUSED",
-    "SEVERAL",
-    "TRACKER",
-    "main",
-    "set_environment",
-]
-
 FORK, COMPLETE = b"F", b"C"
 """A request to the server: fork a worker, which may stand in for a complete one, or may not."""
 

@@ -20,8 +20,6 @@ from xpool._memory.system import fix_size
 from xpool.errors import XPoolError
 from xpool.pickle import decode, encode
 
-__all__ = ["File", "FileOfAgent", "MpModelWrapper", "MpSerialExecutor"]
-
 T = TypeVar("T")
 
 

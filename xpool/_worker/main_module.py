@@ -23,8 +23,6 @@ from xpool._pickling.by_value.main import TOP, missing, record_initial, settled
 from xpool._python.import_hooks import when_imported
 from xpool._python.worker_local import process_is_shared
 
-__all__ = ["install"]
-
 # The first call makes the types of `ast`, which takes a millisecond.  Done here, the server does it
 # once for all workers.
 compile("", "", "exec")

@@ -18,8 +18,6 @@ from typing import Any
 from xpool._wire.outbox import Outbox
 from xpool._wire.wire import STEPPED_ASIDE
 
-__all__ = ["stand_in"]
-
 
 def stand_in(
     missing: Collection[str], box: Outbox, run: Collection[CodeType], opens: Collection[CodeType]

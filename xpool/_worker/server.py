@@ -33,8 +33,6 @@ from xpool._python import at_fork, import_hooks
 from xpool._python.exits import flush
 from xpool._worker import entry
 
-__all__ = ["main"]
-
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """torch reads this variable when it is imported: whether to load the backends of packages such as
 torch_tpu.  The server must not load them: they would read their variables, and those of the worker

@@ -51,8 +51,6 @@ from xpool._python import at_fork
 from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import by_handler
 
-__all__ = ["Book"]
-
 
 class _Sent(NamedTuple):
     refer: Callable[[], Any]  # returns the value, by a weak reference if possible
