@@ -96,6 +96,26 @@ def test_what_only_binds_is_left_out(tmp_path: Path):
 
 
 @pytest.mark.pure
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import abc\nclass made(abc.ABC):\n    @abc.abstractmethod\n    def go(self): pass",
+        "from enum import Enum, auto\nclass made(str, Enum):\n    A = auto()",
+        "import dataclasses as d\n@d.dataclass(frozen=True)\nclass made:\n    x: list = d.field()",
+        "from typing import Generic, TypeVar\nT = TypeVar('T')\nclass made(Generic[T]): pass",
+        "from typing import Protocol\nclass made(Protocol): pass",
+        "from collections import namedtuple\nclass made(namedtuple('made', 'x')): pass",
+        "import functools as ft\n@ft.lru_cache(maxsize=None)\ndef made(): pass",
+        "from contextlib import contextmanager as cm\n@cm\ndef made(): yield",
+        "class made:\n  @property\n  def x(self): pass\n  @x.setter\n  def x(self, x): pass",
+    ],
+)
+def test_decorators_and_metaclasses_of_the_standard_library(tmp_path: Path, statement: str):
+    """They only make what is bound."""
+    assert "made" in names(units(tmp_path, statement), BINDS)
+
+
+@pytest.mark.pure
 def test_what_computes_is_left_out(tmp_path: Path):
     """Assignments to names, blocks of them, and what is done to such a value alone."""
     found = units(tmp_path, COMPUTED)
@@ -125,7 +145,14 @@ def test_what_computes_is_left_out(tmp_path: Path):
         "with open(__file__) as file: hash(file.read())",
         "class Made: pass\nMade.rate = 3",
         "class Base:\n    def __init_subclass__(cls): pass\nclass made(Base): pass",
-        "import abc\nclass made(abc.ABC): pass",
+        "def wrap(f): return f\nclass made:\n    @wrap\n    def f(self): pass",
+        "import near\nclass made:\n    @near.keep\n    def f(self): pass",
+        "import near\nclass made(near.Base): pass",
+        "from functools import cache\ndef cache(f): return f\n@cache\ndef made(): pass",
+        "from enum import Enum\nclass made(Enum):\n    A = 1\n    def __init__(self, x): print()",
+        "from enum import Enum\nclass made(Enum):\n    A = print()",
+        "class Meta(type): pass\nclass made(metaclass=Meta): pass",
+        "import dataclasses\n@dataclasses.dataclass\nclass made:\n    x: int = hash(1)",
         "class made:\n    print('hello')",
         "def wrap(f): return f\n@wrap\ndef made(): pass",
         "def made(x=print('hello')): pass",
@@ -137,8 +164,11 @@ def test_what_computes_is_left_out(tmp_path: Path):
 )
 def test_what_may_act_is_not(tmp_path: Path, statement: str, monkeypatch: pytest.MonkeyPatch):
     """A statement that may do more than bind names, and than change values that it alone has."""
-    (tmp_path / "near.py").write_text("thing = [1]\n")
+    (tmp_path / "near.py").write_text(
+        "thing = [1]\nclass Base: pass\ndef keep(f): thing.append(f)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "near", raising=False)
     monkeypatch.setenv("MADE", "0")
     found = units(tmp_path, f"def f(): pass\n{statement}\n", __file__=__file__)
     assert "f" in names(found, BINDS) and found[-1].kind == ACTS
@@ -220,7 +250,8 @@ def test_what_acts_in_torch_waits_for_it(tmp_path: Path, monkeypatch: pytest.Mon
         BINDS,
         BINDS,
         COMPUTES,
-        *[WAITS] * 5,
+        *[WAITS] * 4,
+        BINDS,
         BINDS,
         BINDS,
         ACTS,
@@ -240,7 +271,9 @@ def test_imports_of_installed_packages_wait(tmp_path: Path, monkeypatch: pytest.
     installed = tmp_path / "site-packages"
     installed.mkdir()
     for name in ("pandas", "patches", "effect"):
-        (installed / f"{name}.py").write_text("def set_option(*args): pass\n")
+        (installed / f"{name}.py").write_text(
+            "def set_option(*args): pass\nclass Frame: pass\ndef keep(f): return f\n"
+        )
     (tmp_path / "near.py").write_text("")
     monkeypatch.syspath_prepend(str(installed))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -254,15 +287,39 @@ def test_imports_of_installed_packages_wait(tmp_path: Path, monkeypatch: pytest.
         import near
         pd.set_option("display.width", 80)
         patches.set_option("all", 1)
+        class Own(patches.Frame): pass
+        class Child(Own): pass
+        @pd.keep
+        def kept(): pass
+        @patches.keep
+        def patched(): pass
         def f(): pass
     """
     found = units(tmp_path, text)
     kinds = [unit.kind for unit in found]
-    assert kinds == [WAITS, WAITS, WAITS, ACTS, ACTS, WAITS, ACTS, BINDS]
+    assert kinds == [
+        *[WAITS, WAITS, WAITS, ACTS, ACTS, WAITS, ACTS],
+        *[WAITS, WAITS, WAITS, ACTS, BINDS],
+    ]
     assert {unit.awaits for unit in found if unit.kind == WAITS} == {(LIBRARY,)}
     said = read_units(str(tmp_path / "script.py"), {})
     assert said is not None and {"pandas", "patches", "effect"} <= set(said.packages)
     assert not {"near", "sys", "pytest", "xpool"} & set(said.packages)
+
+
+@pytest.mark.pure
+def test_an_unused_import_waits_if_it_has_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """That of pandas and the like; others may be there for their effect."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    for name in ("pandas", "effect"):
+        (installed / f"{name}.py").write_text("")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(installed))
+    found = units(tmp_path, "import pandas\nimport effect\nimport pandas, effect\ndef f(): pass\n")
+    assert [unit.kind for unit in found] == [WAITS, ACTS, ACTS, BINDS]
 
 
 @pytest.mark.pure
@@ -403,6 +460,97 @@ def test_a_worker_runs_what_a_name_needs(tmp_path: Path):
         "1000",
         "True",
     ]
+
+
+KEEPERS = """
+    KEPT = []
+
+    def keep(func):
+        KEPT.append(func.__name__)
+        return func
+
+    def below(cls):
+        return [one.__name__ for one in cls.__subclasses__()]
+
+    class Plugin:
+        pass
+"""
+
+KEPT = """
+    import keepers
+    from xpool import Pool
+
+    class Base:
+        @keepers.keep
+        def go(self):
+            pass
+
+    class Child(Base):
+        pass
+
+    class Root:
+        pass
+
+    class Leaf(Root):
+        pass
+
+    class Own(keepers.Plugin):
+        pass
+
+    def looks(x):
+        return keepers.KEPT, keepers.below(keepers.Plugin), keepers.below(Root)
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            print(pool.map(looks, [1]))
+        pool.join()
+"""
+
+
+@pytest.mark.xpool_only
+def test_what_other_modules_find_of_the_script(tmp_path: Path):
+    """Decorated methods that a module keeps, and subclasses."""
+    scripts.write(tmp_path / "keepers.py", KEEPERS)
+    path = scripts.write(tmp_path / "script.py", KEPT)
+    assert scripts.run_ok([path]) == "[(['go'], ['Own'], ['Leaf'])]\n"
+
+
+DEPENDENT = """
+    import dependency
+
+    options = {}
+
+    def set_option(name, value):
+        options[name] = value
+"""
+
+WITH_DEPENDENT = """
+    import os, sys
+    sys.path.insert(0, os.path.dirname(__file__) + "/site-packages")
+    import pandas
+    from xpool import Pool
+
+    pandas.set_option("width", 77)
+
+    def unpickled(value):
+        return sys.modules["pandas"].options
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            print(pool.map(unpickled, [pandas.set_option]))
+        pool.join()
+"""
+
+
+@pytest.mark.xpool_only
+def test_what_waits_for_a_package_runs_after_its_import(tmp_path: Path):
+    """Not when a package is imported on which it depends."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    scripts.write(installed / "dependency.py", "")
+    scripts.write(installed / "pandas.py", DEPENDENT)
+    path = scripts.write(tmp_path / "script.py", WITH_DEPENDENT)
+    assert scripts.run_ok([path]) == "[{'width': 77}]\n"
 
 
 CHANGED = """

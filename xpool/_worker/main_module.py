@@ -20,7 +20,7 @@ from collections.abc import Collection
 from typing import Any
 
 from xpool._pickling.by_value.main import TOP, missing, record_initial, settled
-from xpool._python.import_hooks import when_imported
+from xpool._python.import_hooks import is_initializing, when_imported
 from xpool._python.worker_local import process_is_shared
 
 # The first call makes the types of `ast`, which takes a millisecond.  Done here, the server does it
@@ -90,7 +90,7 @@ class _Script:
         self._todo: dict[int, _Unit] | None = None  # units that have not run, by number
         self._begun = False
         self._packages: tuple[str, ...] = ()  # packages of `LIBRARY` in `units` not yet imported
-        self._listens = False
+        self.awaited: set[str] = set()  # modules after whose import units may run
 
     def run(self, name: str, namespace: dict[str, Any]) -> _Script | None:
         """Run the units that a name needs; return self if other units are left to run."""
@@ -114,12 +114,12 @@ class _Script:
         self._execute(chosen, namespace)
         while due := [n for n in waiting if n in self._todo and self._is_due(n, ())]:
             self._execute(self._closed(due, namespace), namespace)
-        if not self._listens:
-            self._listens = True
-            awaited = {label for n in waiting if n in self._todo for label in self._todo[n][8]}
-            for label in awaited:
-                for package in self._modules_of(label):
-                    when_imported(package, _run_what_waits)
+        if waiting and not self.awaited:
+            labels = {label for n in waiting if n in self._todo for label in self._todo[n][8]}
+            # Also torch, which imports packages before it is complete.
+            self.awaited = {"torch", *(m for label in labels for m in self._modules_of(label))}
+            for module in self.awaited:
+                when_imported(module, _run_what_waits)
         return self if self._todo else None
 
     def leaves_out(self, name: str) -> bool:
@@ -256,8 +256,13 @@ class _Script:
 
 def _run_what_waits(library: Any) -> None:
     main = sys.modules["__main__"]
-    # Not if the running script imported the library: then it runs the waiting units itself.
-    if isinstance(main, _Main) and "_xpool_script" in main.__dict__:
+    # None if the running script imported the library: then it runs the waiting units itself.
+    script = main.__dict__.get("_xpool_script")
+    if not isinstance(main, _Main) or script is None:
+        return
+    # One that imports this library for itself is not complete: the units run after its import.
+    others = (sys.modules.get(name) for name in script.awaited - {library.__name__})
+    if not any(is_initializing(getattr(other, "__dict__", {})) for other in others):
         with contextlib.suppress(_NoSuchName):
             main._run_for(TOP)
 

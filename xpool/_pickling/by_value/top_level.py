@@ -197,12 +197,16 @@ def acted_on(node: ast.stmt) -> Iterator[str]:
 
 
 def calls_of(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the expressions that a statement calls, except in bodies of functions."""
+    """Yield the expressions that a statement calls, except in bodies of functions.
+
+    Decorators are called.
+    """
     todo = [node]
     while todo:
         one = todo.pop()
         if isinstance(one, ast.Call):
             yield one.func
+        yield from getattr(one, "decorator_list", ())
         if isinstance(one, ast.Lambda):
             todo += [*one.args.defaults, *filter(None, one.args.kw_defaults)]
         elif isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -5,17 +5,19 @@ already: loading data, building a model.  So the script's top level is divided i
 lines, of four kinds:
 
 * a unit that **acts** is run first, in the script's order: calls as statements, loops and ``with``
-  and ``if`` around them, assignments to attributes and items, decorated functions and classes,
+  and ``if`` around them, assignments to attributes and items, definitions that call something,
   imports of modules that may have effects;
 * a unit that **binds** (functions, plain classes, imports of the standard library, numpy and torch)
-  is run when a name is looked up that it binds, or that leads to it;
+  is run when a name is looked up that it binds, or that leads to it; a class also when one is
+  looked up that it derives from, which lists its subclasses;
 * a unit that **computes** is left out: assignments to names, blocks of these, changes of such
   a value alone (``data.sort()``, ``data["x"] = 1``), and calls of print.  Its values come from the
   program, with the functions that read them (`main_globals`).  It is run if a value cannot be sent,
   or if a statement that is run uses the name;
 * a unit that acts in torch or numpy alone **waits** until the worker imports that library.  Imports
-  of installed packages whose names the script uses, with settings of some of these, wait until the
-  worker imports any installed package.  An import of an unused name is there for its effect.
+  of installed packages whose names the script uses, settings of some of these, and classes that
+  derive from theirs, wait until the worker imports any installed package.  An import of an unused
+  name is there for its effect.
 
 Values that share an object are made by running their statements, since they may be compared by
 identity; large ones are copies in any case.
@@ -32,15 +34,19 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from xpool._pickling.by_value.libraries import (
+from xpool._pickling.by_value.effects import (
     LIBRARY,
     SELF_CONTAINED,
+    is_inert,
     is_installed,
+    is_plain_class,
     is_silent,
     library_of,
+    names_of_star,
+    origins_of,
 )
 from xpool._pickling.by_value.source import is_guard
 from xpool._pickling.by_value.top_level import (
@@ -148,21 +154,12 @@ def _looks_at_itself(tree: ast.Module) -> bool:
             own = isinstance(node.func, ast.Name) and node.func.id in ("vars", "locals", "dir")
             found = own and (not node.args or any(map(_names_a_module, node.args)))
         elif isinstance(node, ast.ImportFrom):
-            found = any(alias.name == "*" for alias in node.names) and _all_of(node) is None
+            found = any(alias.name == "*" for alias in node.names) and names_of_star(node) is None
         else:
             continue
         if found:
             return True
     return False
-
-
-def _all_of(node: ast.ImportFrom) -> set[str] | None:
-    """Return the names that ``from module import *`` binds; None: unknown."""
-    module = None if node.level else sys.modules.get(node.module or "")
-    if module is None:
-        return None
-    names = vars(module)
-    return set(names.get("__all__", (name for name in names if not name.startswith("_"))))
 
 
 def _names_a_module(node: ast.expr) -> bool:
@@ -190,12 +187,12 @@ class _Script:
         self._groups = groups
         self._alone: dict[str, bool] = {}
         self._names = [Names.all_of(map(names_of, group)) for group in groups]
-        self._imports = dict(_imports(groups))
         for group, found in zip(groups, self._names, strict=True):
             for node in group:
                 if isinstance(node, ast.ImportFrom) and "*" in found.bound:
-                    found.bound |= _all_of(node) or set()
+                    found.bound |= names_of_star(node) or set()
         self._bound = {name for names in self._names for name in names.bound}
+        self._origins = origins_of(groups)  # what imports bind, by name: "functools.cache"
         self._computed = self._find_computed()
         self._owners: dict[str, list[int]] = {}
         self._binds: list[set[str]] = []
@@ -278,30 +275,31 @@ class _Script:
         if isinstance(node, ast.ImportFrom):
             return node.level == 0 and is_silent(node.module or "", self._folder)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return not node.decorator_list and not any(calls_of(node))
+            return all(map(self._is_inert, calls_of(node)))
         if isinstance(node, ast.ClassDef):
-            return self._is_plain_class(node)
+            return self._is_plain_class(node) and not self._libraries_of_bases(node)
         return isinstance(node, ast.Pass) or is_text(node)
 
+    def _is_inert(self, called: ast.expr) -> bool:
+        return is_inert(called, self._origins, self._bound)
+
     def _is_plain_class(self, node: ast.ClassDef) -> bool:
+        return is_plain_class(node, self._values.get(node.name), self._origins, self._bound)
+
+    def _bases_of(self, node: ast.ClassDef) -> list[tuple[str, str]]:
+        """Return the modules and names of all bases, without those of modules that are silent."""
         found = self._values.get(node.name)
-        if node.keywords or node.decorator_list or not isinstance(found, type):
-            return False
-        # Except `object`: the hook of any other base runs when the class is made.
-        hooked = any("__init_subclass__" in vars(base) for base in found.__mro__[1:-1])
-        parts = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign, ast.Pass)
-        return (
-            type(found) is type
-            and not hooked
-            and not any(calls_of(node))
-            and all(isinstance(part, parts) or is_text(part) for part in node.body)
-            and all(
-                isinstance(one, ast.Name)
-                for part in node.body
-                if isinstance(part, (ast.Assign, ast.AnnAssign))
-                for one in targets_of(part)
-            )
-        )
+        bases = found.__mro__[1:-1] if isinstance(found, type) else ()
+        return [
+            (base.__module__, base.__name__)
+            for base in bases
+            if not is_silent(base.__module__, self._folder)
+        ]
+
+    def _libraries_of_bases(self, node: ast.ClassDef) -> set[str | None]:
+        """Return the libraries whose classes may list this one as a subclass; None: others may."""
+        modules = {module for module, _ in self._bases_of(node)} - {self._values.get("__name__")}
+        return {library_of(module.partition(".")[0]) for module in modules}
 
     def _libraries_of(self, node: ast.stmt) -> set[str]:
         """Return the libraries that a statement imports, or to which its effects are limited.
@@ -311,8 +309,11 @@ class _Script:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             return self._imported_libraries(node)
         roots: list[ast.expr] = [*calls_of(node)]
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            roots += [*getattr(node, "bases", ()), *node.decorator_list]
+        found = set[str | None]()
+        if isinstance(node, ast.ClassDef) and self._is_plain_class(node):
+            roots, found = [], self._libraries_of_bases(node)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            roots += getattr(node, "bases", ())
             if getattr(node, "keywords", ()):
                 return set()
         elif isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign, *_BLOCKS)):
@@ -327,21 +328,23 @@ class _Script:
             ]
         else:
             return set()
-        found = set(map(self._library_of, roots)) - {"builtins"}
+        found |= set(map(self._library_of, roots)) - {"builtins"}
         return set() if None in found else {name for name in found if name is not None}
 
     def _imported_libraries(self, node: ast.Import | ast.ImportFrom) -> set[str]:
         """Return what an import statement imports, if it may wait; else the empty set.
 
         It may not if it imports a module of the program, or a name that the script never uses,
-        which is imported for its effect.
+        which is imported for its effect.  Imports of `SELF_CONTAINED` have no effect to wait for.
         """
         tops = {top for top in self._tops(node) if not is_silent(top, self._folder)}
         found = {library_of(top) for top in tops} | {None for top in tops if top == "numpy"}
-        used = not isinstance(node, ast.Import) or all(
-            alias.asname or alias.name.partition(".")[0] in self._named for alias in node.names
+        wanted = not isinstance(node, ast.Import) or all(
+            alias.asname or top in self._named or top in SELF_CONTAINED
+            for alias in node.names
+            if (top := alias.name.partition(".")[0])
         )
-        if None in found or (LIBRARY in found and not used):
+        if None in found or (LIBRARY in found and not wanted):
             return set()
         return {label for label in found if label is not None}
 
@@ -353,8 +356,10 @@ class _Script:
         root = root_of(node)
         if root is None:
             return None
-        if root.id in self._imports:
-            top = self._imports[root.id]
+        if self._is_inert(node):
+            return "builtins"
+        if root.id in self._origins:
+            top = self._origins[root.id].partition(".")[0]
             label = library_of(top)
             return label if label != LIBRARY or top in SELF_CONTAINED else None
         return None if root.id in self._owners or root.id == "print" else _built_in(root.id)
@@ -375,7 +380,19 @@ class _Script:
         self._left_out = {
             name for i, kind in enumerate(kinds) if kind == COMPUTES for name in self._binds[i]
         }
+        self._below = self._subclasses()
         return [self._unit(i, group) for i, group in enumerate(self._groups)]
+
+    def _subclasses(self) -> dict[str, set[int]]:
+        """Return, by a class's name, the units of those that derive from it, which it may list."""
+        found: dict[str, set[int]] = {}
+        for i, group in enumerate(self._groups):
+            for node in group:
+                if isinstance(node, ast.ClassDef):
+                    for module, name in self._bases_of(node):
+                        if module == self._values.get("__name__"):
+                            found.setdefault(name, set()).add(i)
+        return found
 
     def _unit(self, i: int, group: list[ast.stmt]) -> Unit:
         first = min(map(first_line, group))
@@ -393,6 +410,7 @@ class _Script:
         else:
             # A unit that acts or computes may call all that it leads to.
             used = self._all_that(used | names.later)
+        below = {n for name in names.bound for n in self._below.get(name, ())}
         imports, awaits = set[str](), set[str]()
         for node in group:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -403,7 +421,7 @@ class _Script:
             first=first,
             last=last,
             names=tuple(sorted(self._binds[i])),
-            needs=tuple(sorted(self._owned(used - self._left_out) - {i})),
+            needs=tuple(sorted((self._owned(used - self._left_out) | below) - {i})),
             wants=tuple(sorted((used & self._left_out) - self._binds[i])),
             reads=tuple(sorted(reads - used)),
             kind=self._kinds[i],
@@ -411,8 +429,11 @@ class _Script:
             awaits=tuple(sorted(awaits)),
         )
 
-    def _tops(self, node: ast.Import | ast.ImportFrom) -> set[str]:
-        return {self._imports.get(name, "") for name in names_of(node).bound}
+    @staticmethod
+    def _tops(node: ast.Import | ast.ImportFrom) -> set[str]:
+        if isinstance(node, ast.ImportFrom):
+            return {"" if node.level else (node.module or "").partition(".")[0]}
+        return {alias.name.partition(".")[0] for alias in node.names}
 
     def _all_that(self, some: set[str]) -> set[str]:
         """Return these names and all that they lead to, also by calls."""
@@ -452,21 +473,6 @@ _BLOCKS = (
     ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match,
     *([vars(ast)["TryStar"]] if sys.version_info >= (3, 11) else []),
 )  # fmt: skip
-
-
-def _imports(groups: list[list[ast.stmt]]) -> Iterator[tuple[str, str]]:
-    """Yield names that are bound by imports, with the packages that they come from."""
-    for group in groups:
-        for node in group:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    top = alias.name.partition(".")[0]
-                    yield alias.asname or top, top
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                top = (node.module or "").partition(".")[0]
-                names = {alias.asname or alias.name for alias in node.names}
-                for name in names if "*" not in names else {"*"} | (_all_of(node) or set()):
-                    yield name, top
 
 
 def _built_in(name: str) -> str | None:

@@ -1,0 +1,207 @@
+"""Which effects the imports and the definitions of a script may have."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from xpool._pickling.by_value.top_level import calls_of, is_text, names_of, targets_of
+
+__all__ = [
+    "LIBRARY",
+    "SELF_CONTAINED",
+    "is_inert",
+    "is_installed",
+    "is_plain_class",
+    "is_silent",
+    "library_of",
+    "names_of_star",
+    "origins_of",
+    "stands_on_torch",
+]
+
+# These three print, open a browser, and change how the terminal is read.
+_SILENT = (sys.stdlib_module_names - {"this", "antigravity", "readline"}) | {
+    "numpy",
+    "torch",
+    "xpool",
+}
+"""Modules whose import has no effects outside of themselves."""
+
+LIBRARY = "library"
+"""Any installed package except numpy and those that use torch; they may affect each other."""
+
+SELF_CONTAINED = {
+    "PIL", "attr", "attrs", "cv2", "jax", "matplotlib", "numba", "pandas", "plotly", "polars",
+    "pyarrow", "pydantic", "scipy", "seaborn", "sklearn", "statsmodels", "tqdm", "xarray",
+}  # fmt: skip
+"""Libraries whose import, and whose functions, called as statements or as decorators, change only
+settings of libraries."""
+
+_OF_WORKERS = {"numpy", "torch", "xpool", "dill", "pytest"}
+"""Packages that a worker may import although no task uses them."""
+
+
+def is_silent(module: str, folder: str) -> bool:
+    """Whether importing a module has no other effects; ``folder``: that of the script."""
+    top = module.partition(".")[0]
+    file = getattr(sys.modules.get(top), "__file__", None) or ""
+    # A module of the program may have the same name.
+    own = os.path.dirname(file) in (folder, os.path.join(folder, top))
+    return top in _SILENT and (not own or top == "xpool")
+
+
+def library_of(top: str) -> str | None:
+    """Return the library of a package: "torch", "numpy" or `LIBRARY`; None: not installed."""
+    if stands_on_torch(top):
+        return "torch"
+    return top if top == "numpy" else LIBRARY if is_installed(top) else None
+
+
+def is_installed(top: str) -> bool:
+    """Whether an imported package is neither the program's own nor Python's."""
+    if "." in top or top in _OF_WORKERS or top in sys.stdlib_module_names:
+        return False
+    return "-packages" in (getattr(sys.modules.get(top), "__file__", None) or "")
+
+
+def stands_on_torch(top: str) -> bool:
+    """Whether a package is torch, or is imported and uses torch."""
+    torch = sys.modules.get("torch")
+    if top == "torch" or torch is None or top not in sys.modules:
+        return top == "torch"
+    if "-packages" not in (getattr(sys.modules[top], "__file__", None) or ""):
+        return False
+    return any(
+        getattr(module, "__dict__", {}).get("torch") is torch  # not `getattr`, which may import
+        for name, module in list(sys.modules.items())
+        if name == top or name.startswith(top + ".")
+    )
+
+
+def names_of_star(node: ast.ImportFrom) -> set[str] | None:
+    """Return the names that ``from module import *`` binds; None: unknown."""
+    module = None if node.level else sys.modules.get(node.module or "")
+    if module is None:
+        return None
+    names = vars(module)
+    return set(names.get("__all__", (name for name in names if not name.startswith("_"))))
+
+
+def origins_of(groups: Iterable[list[ast.stmt]]) -> dict[str, str]:
+    """Return what the imports of a script bind, by name: "functools.cache" for ``cache``.
+
+    Without names that are bound to something else, too.
+    """
+    found: dict[str, set[str]] = {}
+    for group in groups:
+        for node in group:
+            for name, origin in _origins(node):
+                found.setdefault(name, set()).add(origin)
+    return {name: origins.pop() for name, origins in found.items() if len(origins) == 1}
+
+
+def _origins(node: ast.stmt) -> Iterator[tuple[str, str]]:
+    """Yield what a statement binds, with the full name that is imported, "" if there is none."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            top = alias.name.partition(".")[0]
+            yield alias.asname or top, alias.name if alias.asname else top
+    elif isinstance(node, ast.ImportFrom):
+        module = "." * node.level + (node.module or "")
+        for alias in node.names:
+            for name in names_of_star(node) or () if alias.name == "*" else (alias.name,):
+                yield alias.asname or name, f"{module}.{name}"
+    else:
+        for name in names_of(node).bound:
+            yield name, ""
+
+
+# -- definitions -----------------------------------------------------------------------------------
+
+_INERT = {
+    "abc.abstractmethod", "collections.namedtuple",
+    "contextlib.asynccontextmanager", "contextlib.contextmanager",
+    "dataclasses.dataclass", "dataclasses.field",
+    "enum.auto", "enum.unique",
+    "functools.cache", "functools.cached_property", "functools.lru_cache", "functools.wraps",
+    "functools.singledispatch", "functools.total_ordering",
+    "typing.final", "typing.overload", "typing.runtime_checkable",
+    "classmethod", "property", "staticmethod",
+}  # fmt: skip
+"""What makes an object and has no other effect, by its full name."""
+
+_ACCESSORS = {"setter", "getter", "deleter"}  # of a property of the same class
+
+_METACLASSES = {"builtins", "abc", "enum", "typing"}
+"""Modules of metaclasses that only make the class."""
+
+_OF_ENUM = {"__init__", "__new__", "_generate_next_value_"}
+"""Methods that the metaclass of an enumeration calls."""
+
+
+def is_inert(called: ast.expr, origins: Mapping[str, str], bound: set[str]) -> bool:
+    """Whether calling this only makes an object.
+
+    Args:
+        origins: what the script's imports bind, by name: "functools.cache" for ``cache``.
+        bound: all names that the script binds.
+    """
+    if isinstance(called, ast.Call):  # a decorator with arguments
+        called = called.func
+    if isinstance(called, ast.Name):
+        own = "" if called.id in bound else called.id
+        return origins.get(called.id, own) in _INERT
+    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+        module = origins.get(called.value.id)
+        return f"{module}.{called.attr}" in _INERT
+    return False
+
+
+def is_plain_class(
+    node: ast.ClassDef, found: Any, origins: Mapping[str, str], bound: set[str]
+) -> bool:
+    """Whether making a class, which is ``found`` in the program, has no other effect.
+
+    Its bases may notice it: they have lists of their subclasses.
+    """
+    if not isinstance(found, type) or type(found).__module__ not in _METACLASSES:
+        return False
+    if any(keyword.arg != "metaclass" for keyword in node.keywords):
+        return False
+    # Except `object`: the hook of any other base runs when the class is made.
+    if any(
+        "__init_subclass__" in vars(base) and base.__module__ not in _METACLASSES
+        for base in found.__mro__[1:-1]
+    ):
+        return False
+    methods = {part.name for part in node.body if isinstance(part, _FUNCTIONS)}
+    if type(found).__module__ == "enum" and (
+        methods & _OF_ENUM or {base.__module__ for base in found.__mro__[1:]} - {"enum", "builtins"}
+    ):
+        return False
+    return all(
+        _is_accessor(called, methods) or is_inert(called, origins, bound)
+        for called in calls_of(node)
+    ) and all(map(_only_binds, node.body))
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _only_binds(part: ast.stmt) -> bool:
+    if isinstance(part, (ast.Assign, ast.AnnAssign)):
+        return all(isinstance(one, ast.Name) for one in targets_of(part))
+    return isinstance(part, (*_FUNCTIONS, ast.Pass)) or is_text(part)
+
+
+def _is_accessor(called: ast.expr, methods: set[str]) -> bool:
+    return (
+        isinstance(called, ast.Attribute)
+        and called.attr in _ACCESSORS
+        and isinstance(called.value, ast.Name)
+        and called.value.id in methods
+    )
