@@ -17,8 +17,8 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, Phase, settings
@@ -196,27 +196,18 @@ class PoolStateMachine(RuleBasedStateMachine):
     @rule(whats=st.lists(st.sampled_from(["value", "error"]), min_size=_THREADS, max_size=9))
     def several_threads(self, whats: list[str]) -> None:
         """Let several threads submit tasks at once, and get their answers."""
-        trouble: list[BaseException] = []
         self.open_gate()
         shares = [[self.spec(what) for what in whats[i::_THREADS]] for i in range(_THREADS)]
 
         def work(specs: list[Spec]) -> None:
-            try:
-                answers = [
-                    submit(self.pool, "apply_async", [spec], self.functions(), {}) for spec in specs
-                ]
-                for answer in answers:
-                    self.model.check(answer)
-            except BaseException as exc:
-                trouble.append(exc)
+            answers = [
+                submit(self.pool, "apply_async", [spec], self.functions(), {}) for spec in specs
+            ]
+            for answer in answers:
+                self.model.check(answer)
 
-        threads = [threading.Thread(target=work, args=(share,)) for share in shares]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if trouble:
-            raise trouble[0]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(work, shares))  # raises the first error
 
     @precondition(lambda self: self.model.owed)
     @rule(which=st.integers(0, 5))
