@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from xpool.devices.numa import find_nodes, numa_node, read
@@ -133,17 +133,12 @@ def find_chips(root: Path) -> tuple[Chip, ...]:
     elif (root / "dev/accel0").exists():
         # The older drivers number the files in PCI order.
         files = [f"dev/accel{i}" for i in range(len(found))]
-        found = [
-            Chip(c.generation, c.address, f if (root / f).exists() else "", c.node)
-            for c, f in zip(found, files)
-        ]
+        found = [replace(c, file=f) if (root / f).exists() else c for c, f in zip(found, files)]
     elif (root / "dev/vfio").is_dir():
         # VFIO without the file of any chip: this container has no chips.
         return ()
     users = holders((c.file for c in found if c.file), root)
-    return tuple(
-        Chip(c.generation, c.address, c.file, c.node, users.get(c.file, "")) for c in found
-    )
+    return tuple(replace(c, user=users.get(c.file, "")) for c in found)
 
 
 def holders(files: Iterable[str], root: Path = Path("/")) -> dict[str, str]:

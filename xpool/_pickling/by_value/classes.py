@@ -153,12 +153,11 @@ def _shell(cls: type, token: str) -> tuple[Any, ...]:
         if name in attributes:
             creation[name] = attributes[name]
     if "__slots__" in creation and not isinstance(creation["__slots__"], (str, tuple, list, dict)):
-        creation["__slots__"] = tuple(_slot_names(cls))  # if it was an iterator, it is exhausted
+        # If it was an iterator, it is exhausted.
+        creation["__slots__"] = tuple(
+            name for name, value in attributes.items() if isinstance(value, MemberDescriptorType)
+        )
     return token, type(cls), _maker(type(cls)), cls.__name__, cls.__bases__, creation
-
-
-def _slot_names(cls: type) -> list[str]:
-    return [name for name, value in vars(cls).items() if isinstance(value, MemberDescriptorType)]
 
 
 def _maker(metaclass: type) -> type:

@@ -44,16 +44,13 @@ def _reduce(pickler: Context, obj: Any) -> Any:
 
 
 def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) -> Any:
-    # So that two threads that load one token get one object.
-    with registry.lock:
-        found = registry.lookup(token)
-        made = None if found is None else found.ref()
-        if made is None:
-            made = kind(*args, **options)
-            if kind.__name__ != "TypeAliasType":  # whose module is read only
-                made.__module__ = module or "__main__"
-            registry.enter(made, token, own=False)
+    def build() -> Any:
+        made = kind(*args, **options)
+        if kind.__name__ != "TypeAliasType":  # whose module is read only
+            made.__module__ = module or "__main__"
         return made
+
+    return registry.shell(token, build)
 
 
 LAZY["typing"] = _lazy_typing
