@@ -9,8 +9,6 @@ import warnings
 
 from xpool._engine.launch import start_early
 
-__all__ = ["preload"]
-
 
 def preload(*modules: str) -> None:
     """Start the fork server now, in the background, and have it import these modules.

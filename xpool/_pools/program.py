@@ -1,4 +1,4 @@
-"""Tells the program's functions, classes and modules from others, and describes code."""
+"""Distinguishes the program's functions, classes and modules from others, and describes code."""
 
 from __future__ import annotations
 
@@ -15,25 +15,6 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from xpool._pickling.by_value.main import MAIN_NAMES
-
-__all__ = [
-    "CODE",
-    "Code",
-    "annotations_of",
-    "attributes_of",
-    "imported",
-    "inner",
-    "is_found",
-    "is_in_c",
-    "is_program",
-    "label_of",
-    "module_code",
-    "module_name",
-    "name_of",
-    "said",
-    "version_of",
-    "wrapped_by",
-]
 
 Code = tuple[Any, ...]
 """A description of code: plain values, and such tuples for nested code."""

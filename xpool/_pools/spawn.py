@@ -24,15 +24,6 @@ from xpool._python.waiters import LOST_SIGNAL
 from xpool._worker import replica
 from xpool.errors import PoolClosed, RemoteTraceback, WorkerDied, XPoolError, exit_reason
 
-__all__ = [
-    "ProcessContext",
-    "ReplicaDied",
-    "ReplicaProcess",
-    "Replicas",
-    "spawn",
-    "start_processes",
-]
-
 
 def spawn(
     fn: Callable[..., Any],
@@ -89,8 +80,7 @@ class Replicas(P2PPool):
 
     def pids(self) -> list[int | None]:
         """Return the process id of each worker; None: it has no process."""
-        pids: list[int | None] = self._engine.statistics()["pids"]
-        return pids
+        return self._all.pids()
 
 
 class ReplicaDied(WorkerDied):
@@ -161,7 +151,7 @@ class ReplicaProcess:
 
 
 class _Bells:
-    """The sentinels: a descriptor for each process, which becomes readable at its end."""
+    """The sentinels of the processes: descriptors that become readable at their ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
