@@ -110,11 +110,11 @@ def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
 @pytest.mark.parametrize(
     "where",
     [
-        "xpool.queue.simple:frame.adopt",
-        "xpool.queue.simple:foreign.ForeignArena.enter",
+        "xpool.queue:frame.adopt",
+        "xpool.queue:foreign.ForeignArena.enter",
         "xpool._memory.attachments:claim",
         "xpool._memory.holds:Holds._hold",
-        "xpool.queue.simple:decode",
+        "xpool.queue:decode",
     ],
 )
 def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
@@ -135,7 +135,7 @@ def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
 @pytest.mark.parametrize(
     ("where", "arrives"),
     [
-        ("xpool.queue.simple:encode", False),
+        ("xpool.queue:encode", False),
         ("xpool._memory.attachments:open_lease", False),
         ("xpool._memory.attachments:_set", False),
         ("xpool._memory.foreign:InFlightLeases.sent", True),
@@ -160,7 +160,7 @@ def test_a_reader_is_stopped_with_a_message(make_queue: Any, start: Any):
     """A process that stands still with a message in its hand keeps nobody else from anything."""
     q, results = make_queue(), make_queue()
     q.put((1, bytearray([1]) * LARGE))
-    stopped = start("spawn", parts.stop_at, "xpool.queue.simple:_opened", parts.report, q, results)
+    stopped = start("spawn", parts.stop_at, "xpool.queue:_opened", parts.report, q, results)
     eventually(lambda: _state(stopped.pid) == "T", "it stands still")
     start("spawn", parts.report, q, results)
     for i in range(2, 200):
@@ -175,9 +175,7 @@ def test_a_reader_is_stopped_with_a_message(make_queue: Any, start: Any):
 
 
 @pytest.mark.parametrize("size", [10, LARGE])
-@pytest.mark.parametrize(
-    "where", ["xpool.queue.simple:encode", "xpool.queue.simple:SimpleQueue._try_put"]
-)
+@pytest.mark.parametrize("where", ["xpool.queue:encode", "xpool.queue:SimpleQueue._try_put"])
 def test_a_writer_is_stopped_with_a_message(make_queue: Any, start: Any, where: str, size: int):
     """A process that stands still in the middle of `put` keeps nobody from putting and getting."""
     q = make_queue()

@@ -271,7 +271,7 @@ def test_descriptors_on_their_way(tmp_path: Any):
         """
         import errno, os, resource, threading, torch
         from xpool.queue import SimpleQueue
-        from xpool.queue import simple
+        from xpool import queue as simple
 
         SimpleQueue().put(torch.zeros(1))  # what it imports may be in a folder that is root's alone
         if os.getuid() == 0:

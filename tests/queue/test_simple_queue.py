@@ -410,9 +410,8 @@ def test_interpreter_shutdown(tmp_path: Any):
 
 
 def test_import_is_light():
-    """The queue imports neither torch nor dill nor numpy; the package does not import the queue."""
-    code = "import sys, xpool.queue; assert 'xpool.queue.simple' not in sys.modules\n"
-    code += "from xpool.queue import SimpleQueue; assert SimpleQueue.__name__\n"
+    """The queue imports neither torch nor dill nor numpy."""
+    code = "import sys; from xpool.queue import SimpleQueue\n"
     code += "q = SimpleQueue(); q.put(bytearray(1 << 20)); q.get()\n"
     code += "print({'torch', 'dill', 'numpy'} & set(sys.modules))"
     assert scripts.run_ok(["-c", code]).strip() == "set()"
