@@ -31,7 +31,6 @@ def new_buffer(size: int) -> bytearray | mmap.mmap:
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Return the address of a mapping."""
     import ctypes  # late: programs with small objects never need it
 
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -109,7 +109,6 @@ class Turn:
         return True
 
     def release(self) -> None:
-        """Release the lock."""
         self._depth -= 1
         if not self._depth:
             self._owner = 0

@@ -219,7 +219,6 @@ def adopt(message: bytes | memoryview) -> bytes | memoryview:
 
 
 def _block(known: list[int], which: int, place: int) -> Block:
-    """Hold a block."""
     if which >= len(known):
         raise ValueError("a message of xpool names a block, but not its arena")
     return Arena.find(known[which]).adopt(place)

@@ -95,7 +95,6 @@ class Flag:
         self._waiters = Waiters()
 
     def is_set(self) -> bool:
-        """Whether it is set."""
         return self._on
 
     def set(self) -> None:

@@ -45,7 +45,6 @@ class Lines:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write all lines."""
         for line in lines:
             self.write(line)
 

@@ -28,7 +28,7 @@ def lazy_import(module: str, name: str) -> Any:
 
 
 def reduce(obj: Any) -> Any:
-    """Reduce such an object."""
+    """Reduce the object that a lazy import binds."""
     # Only its repr says which import it stands for.  The object of `lazy from` refers to another
     # such object, which stands for the module.
     text = repr(obj)

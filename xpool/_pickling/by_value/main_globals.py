@@ -62,7 +62,7 @@ class _Sent(NamedTuple):
 
     @property
     def rest(self) -> tuple[int, bool, int, Any]:
-        """What an `Entry` has after the name."""
+        """The fields of an `Entry` after the name."""
         return self.serial, self.first, self.kind, self.data
 
 

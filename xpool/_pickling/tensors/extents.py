@@ -109,7 +109,7 @@ class Seen(list[Entry]):
 
     @classmethod
     def of(cls, pickler: Any) -> Seen:
-        """Return those of a pickler."""
+        """Return the objects of a pickler's run."""
         if pickler.tensors is None:
             pickler.tensors = cls()
         seen: Seen = pickler.tensors
