@@ -21,9 +21,9 @@ _CREDENTIALS = struct.Struct("iII")
 class Forked:
     """A child of the fork server, watched through the socket on which the server reports.
 
-    The child has the other end, too, so this one closes when both have ended.  With each packet the
-    kernel says which process has sent it: reports are the server's, and all that the child may send
-    is `entry.TRACKER`.
+    The server and the child have the other end, so the socket closes when both have ended.  The
+    kernel adds the sender's pid to each packet: only the server may send reports, and the child may
+    send only `entry.TRACKER`.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Forked:
         self._called_off = False
         self.exitcode: int | None = None
         self.stepped_aside = False
-        # Of a stand-in: is called when it is there, and when it has stepped aside.
+        # Of a stand-in: called when its pid is known, and when it has stepped aside.
         self.tell: Callable[[Forked], None] | None = None
         self._pid: int | None = None
         self._ended = False
-        self._server: int | None = None  # the process that has told the pid
+        self._server: int | None = None  # the process that has sent the pid
         self._nonsense: ValueError | None = None
-        # Non-blocking: `ended` is asked with the engine's lock held.
+        # Non-blocking: `ended` is called with the engine's lock held.
         os.set_blocking(status, False)
 
     @property
@@ -57,9 +57,9 @@ class Forked:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # an answer of ours was not read; what was written before comes now
+                continue  # an answer of ours was not read; earlier packets can be read now
             if sender is None:
-                self._ended = True  # the server was gone before, and with it the status
+                self._ended = True  # the server ended first, so nobody reports the status
                 if self._pid is None and not self._called_off and self.problem is None:
                     self.problem = self._why_no_fork()
             elif data[:1] == entry.REFUSED and self._pid is None and len(data) == 3:
@@ -84,11 +84,11 @@ class Forked:
                     self.tell(self)
 
     def _receive(self) -> tuple[bytes, int | None]:
-        """Take a packet; return it and the process that has sent it, None at the end."""
-        # Borrowed for the call: the descriptor belongs to this object, which `detach` leaves open.
+        """Receive a packet; return it and the pid of its sender, None at the end of the socket."""
+        # Borrowed for the call: `detach` leaves the descriptor open.
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, self.sentinel)
         try:
-            # A byte more than a report has, and room for no descriptors: these are dropped.
+            # One byte more than a report has.  No room for descriptors: the kernel drops them.
             data, notes, _, _ = sock.recvmsg(9, socket.CMSG_SPACE(_CREDENTIALS.size))
         finally:
             sock.detach()
@@ -99,19 +99,19 @@ class Forked:
         return data, None
 
     def _lend_tracker(self) -> None:
-        from multiprocessing import resource_tracker  # only here: most programs need it never
+        from multiprocessing import resource_tracker  # late: most programs never need it
 
         try:
-            # Starts the tracker where the program has none yet.
+            # Starts the tracker if the program has none yet.
             tracker = resource_tracker.getfd()
         except Exception:
-            tracker = None  # no process can be started; perhaps the worker can
-        # A copy: a socket object closes what it is made of.
+            tracker = None  # no process can be started here; perhaps the worker can
+        # A duplicate: the socket object closes its descriptor.
         with socket.socket(fileno=os.dup(self.sentinel)) as sock:
             try:
                 socket.send_fds(sock, [entry.TRACKER], [] if tracker is None else [tracker])
             except ConnectionError:
-                return  # it has ended meanwhile
+                return  # the worker has ended
 
     def ended(self) -> bool:
         self._read()
@@ -127,27 +127,27 @@ class Forked:
             return
         if pid is None:
             if signum == signal.SIGKILL:
-                # Not forked yet: the server looks for this before it forks.
+                # Not forked yet: the server checks for this message before it forks.
                 self._called_off = True
-                with contextlib.suppress(OSError):  # it has done so meanwhile, or is gone
+                with contextlib.suppress(OSError):  # it has forked meanwhile, or has ended
                     os.write(self.sentinel, entry.CALLED_OFF)
             return
-        # The pid might be another's by now.  But the server reports a death before it reaps, so
-        # when there is no report yet, what the pidfd was opened for is our worker.
+        # The pid may belong to another process by now.  But the server reports a death before it
+        # reaps the child: without a report, the pidfd is that of our worker.
         try:
             fd = os.pidfd_open(pid)
         except OSError:
-            return  # gone; or no descriptor is left, then the lifeline has to do
+            return  # it has ended; or no descriptor is free, then only the lifeline can end it
         try:
             self._read()
             if not self._ended:
                 signal.pidfd_send_signal(fd, signum)
         except (ProcessLookupError, PermissionError):
-            return  # of who the program was before: the lifeline has to do
+            return  # it has ended, or has an earlier user of the program: the lifeline ends it
         finally:
             os.close(fd)
 
     def close(self) -> None:
-        # Struck off before it is closed: another launch may be given the number at once.
+        # Removed before closing: another launch may get the same number at once.
         self._live.discard(self.sentinel)
         os.close(self.sentinel)

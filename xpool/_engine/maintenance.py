@@ -1,4 +1,4 @@
-"""Memory that workers share with this process is given back when it was unused for long."""
+"""Returns unused memory of the arena to the system, and clears the holds of ended workers."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ __all__ = ["ArenaMaintenance"]
 
 
 class ArenaMaintenance:
-    """The arena's attachments, one for each process of workers, and when it is to be trimmed.
+    """The arena's attachments, one for each process of workers, and the times of its trims.
 
-    Called with the engine's lock held, except `after_turn` and `end`, which take their time.
+    Called with the engine's lock held, except `after_turn` and `end`, which may take milliseconds.
     """
 
     def __init__(self, arena: Arena | None, reactor: Reactor) -> None:
         self._arena = arena
         self._reactor = reactor
-        # Filled under the lock, emptied without: `append` and `pop` of a list are atomic.
-        self._pending_reclaim: list[int] = []  # to be cleared by the engine's thread
-        self._due = False  # so is the memory that lay unused
-        self._planned = False
+        # Attachments whose holds the engine's thread clears.  Filled under the lock and emptied
+        # without it: `append` and `pop` of a list are atomic.
+        self._pending_reclaim: list[int] = []
+        self._due = False  # the engine's thread is to trim the arena
+        self._planned = False  # a timer for the next trim is set
         self._pause = IDLE_SECONDS
         if arena is not None:
             arena.begin()
 
     def take_attachment(self) -> tuple[Arena | None, int | None]:
-        """Return the arena and a place in it for a new process, None: there is no more."""
+        """Return the arena and an attachment for a new process; two None if none is free."""
         attachment = None if self._arena is None else self._arena.take_attachment()
         return (self._arena if attachment is not None else None), attachment
 
     def nonsense(self, attachment: int | None) -> str:
-        """Say what a process that has ended did to its table in the arena; empty: nothing."""
+        """Return how an ended process has damaged its table in the arena; empty: not at all."""
         try:
             if self._arena is not None and attachment is not None:
                 self._arena.file.check(attachment)
@@ -41,13 +42,13 @@ class ArenaMaintenance:
         return ""
 
     def free_attachment(self, attachment: int | None) -> None:
-        """The process that had this attachment has ended, or was not started."""
+        """Record that the process with this attachment has ended, or was not started."""
         if attachment is not None:
-            # Not here: to clear its holds takes milliseconds, and the engine's lock is held.
+            # Clear its holds later: that takes milliseconds, and the engine's lock is held here.
             self._pending_reclaim.append(attachment)
 
     def later(self) -> None:
-        """Blocks of the arena are in use: their memory goes back when they are not."""
+        """Record that blocks of the arena are used: plan a trim for when they no longer are."""
         self._pause = IDLE_SECONDS
         self._plan()
 
@@ -60,24 +61,24 @@ class ArenaMaintenance:
         self._due = True
 
     def after_turn(self) -> bool:
-        """Do what is due, without the lock; return whether `again` is to be called, with it."""
+        """Clear holds and trim the arena if due; return whether to call `again`, with the lock."""
         while self._pending_reclaim and self._arena is not None:
             self._arena.reclaim(self._pending_reclaim.pop())
         mapped.collect()
         if not self._due:
             return False
         arena = self._arena
-        self._due = self._planned = False  # first: what comes into use from here on is planned anew
+        self._due = self._planned = False  # first: blocks used from here on plan another trim
         self._pause = min(2 * self._pause, 60.0)
         return arena is not None and arena.trim()
 
     def again(self) -> None:
-        """There is more to give back: look once more, after a longer pause."""
+        """Plan another trim, after a longer pause: there is more to return."""
         self._plan()
 
     def end(self) -> None:
-        # No thread turns any more: what ended last is cleared here.
-        """All workers have ended."""
+        """Clear all holds and end the arena; all workers have ended."""
+        # The engine's thread no longer calls `after_turn`.
         while self._pending_reclaim and self._arena is not None:
             self._arena.reclaim(self._pending_reclaim.pop())
         arena, self._arena = self._arena, None
@@ -86,5 +87,5 @@ class ArenaMaintenance:
             mapped.collect()
 
     def forget(self) -> None:
-        """This process is a fork of the one that has the workers: the arena is not ours."""
+        """Forget the arena: it belongs to the parent of this forked child."""
         self._arena = None

@@ -1,4 +1,4 @@
-"""Memory that workers may have, and what is done while the machine is short of it.
+"""Limits of the memory of workers, and of the machine's memory.
 
 Guarded by the engine's lock.
 """
@@ -16,19 +16,19 @@ from xpool._memory.system import Scope, fullest_scope
 __all__ = ["MemoryGuard", "MemoryLimits"]
 
 POLL_SECONDS = 0.2
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 LARGE_PART = 0.02
-"""The part of the machine's memory that a worker has at least that is ended for it."""
+"""Part of the machine's memory; a worker that has less is not ended because the machine is full."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def private_memory(pid: int) -> int:
-    """Return how many bytes of memory a process has to itself; 0: it is gone."""
+    """Return how many bytes of private memory a process has; 0: it has ended."""
     try:
         with open(f"/proc/{pid}/statm") as file:
-            # proc(5), in pages: size, resident, and of that what is backed by files or shared.
+            # proc(5), in pages: total, resident, and the resident ones of files and shared memory.
             _, resident, shared, *_ = map(int, file.read().split())
     # OSError: there is no such process; ValueError: it ended while this was read.
     except (OSError, ValueError):
@@ -37,8 +37,11 @@ def private_memory(pid: int) -> int:
 
 
 class MemoryLimits(NamedTuple):
-    """Bytes that a worker may have to itself, and the parts of the machine's memory in use at which
-    tasks wait (``high``), and at which the largest worker is ended (``full``)."""
+    """Limits of memory; None: no limit.
+
+    ``worker``: bytes of private memory that a worker may have.  ``high``, ``full``: parts of the
+    machine's memory; if more is in use, tasks wait, or the largest worker is ended.
+    """
 
     worker: int | None = None
     high: float | None = None
@@ -46,10 +49,10 @@ class MemoryLimits(NamedTuple):
 
 
 class MemoryGuard:
-    """Ends workers with too much memory; is ``short`` while more than ``limits.high`` is in use.
+    """Ends workers with too much memory; ``short`` is True while more than ``high`` is in use.
 
-    ``end(worker, remark)`` ends a worker, ``again()`` gives out tasks that have waited.  Polls,
-    since no event tells of memory.
+    ``end(worker, remark)`` ends a worker; ``again()`` sends tasks that have waited.  It polls,
+    since the system has no event for memory in use.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class MemoryGuard:
         if self._high is not None:
             before, self.short = self.short, used > self._high
             if before:
-                self._again()  # also while it is short: one task may run where none does
+                self._again()  # also while memory is short: one task may run if none does
         if scope is not None and self._full is not None and used > self._full:
             self._end_largest(scope)
         self._reactor.call_at(self._reactor.now() + POLL_SECONDS, self._look)
@@ -97,7 +100,7 @@ class MemoryGuard:
         living = [s for s in self._workers if s.pid is not None and s.state.serves]
         sizes = [(private_memory(worker.pid or 0), worker.index, worker) for worker in living]
         bytes_, _, worker = max(sizes, default=(0, 0, None))
-        # The end of a small one helps nobody: the memory is someone else's.
+        # Ending a small worker would not help: other processes have the memory.
         if worker is not None and bytes_ > scope.total * LARGE_PART:
             self._end(
                 worker,

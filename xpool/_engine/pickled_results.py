@@ -1,4 +1,4 @@
-"""Values as workers have sent them, still pickled: opened by whoever asks for them."""
+"""Values as workers sent them, still pickled: the thread that asks for a value unpickles it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Encoded", "BufferedResult", "StartFailure"]
 
 
 class Encoded(PickledResult):
-    """Answers as they came: one payload, or ``count`` entries of an outbox."""
+    """Answers as a worker sent them: one payload, or ``count`` entries of an outbox."""
 
     __slots__ = ("_data", "_run", "count")
 
@@ -29,11 +29,11 @@ class Encoded(PickledResult):
         self.count = count
 
     def __reduce__(self) -> Any:
-        """For another host: what lies in blocks goes beside the pickle, as it is."""
+        """Pickle it for another host; contents of blocks are out-of-band buffers, not copied."""
         if type(self._data) is Leased:
             pickled, buffers = unpack(self._data)
             return BufferedResult, ([PickleBuffer(part) for part in (pickled, *buffers)],)
-        # A `memoryview` cannot be pickled; a large one goes beside the pickle, without a copy.
+        # A `memoryview` cannot be pickled; a large one becomes an out-of-band buffer.
         large = len(self._data) >= INLINE_BELOW
         data = PickleBuffer(self._data) if large else bytes(self._data)
         return Encoded, (data, self.count, self._run)
@@ -45,18 +45,18 @@ class Encoded(PickledResult):
     def open(self) -> list[Any]:
         data = self._data
         if not self._run:
-            # As `_opened`, without a call: every `apply` comes through here.
+            # As `_opened`, without a function call: each `apply` passes here.
             try:
                 return [decode(data)]
             except Exception as exc:
-                # Of a signal handler, a time limit for one: the answer can be asked for again.
+                # A signal handler raised it, such as a time limit: the caller may ask again.
                 if by_handler(exc):
                     raise
                 return [Unopened(exc)]
-        # As `entries`, in one pass: every result of a stream of short tasks comes through here.
+        # As `entries`, in one pass: each result of a stream of short tasks passes here.
         values: list[Any] = []
         at, end, size = 0, len(data), ENTRY.unpack_from
-        # No entry has the error bit here: those with errors were split when they came (`_split`).
+        # No entry has the error bit here: `Answers._split` took those with errors apart.
         while at + 4 <= end:
             stop = at + 4 + size(data, at)[0]
             values.append(_opened(data[at + 4 : stop]))
@@ -68,7 +68,7 @@ class Encoded(PickledResult):
 
 
 class BufferedResult(PickledResult):
-    """An answer that came from another host: its pickle, and the buffers of that, apart."""
+    """An answer from another host: its pickle, then its out-of-band buffers."""
 
     __slots__ = ("_parts",)
 
@@ -90,7 +90,7 @@ def _load(parts: list[memoryview]) -> Any:
 
 
 def _opened(payload: Any, load: Callable[[Any], Any] = decode) -> Any:
-    """Return what ``load`` makes of an answer, or `Unopened` where that raised an error."""
+    """Return ``load(payload)``, or `Unopened` if it raised an error."""
     try:
         return load(payload)
     except Exception as exc:
@@ -101,10 +101,10 @@ def _opened(payload: Any, load: Callable[[Any], Any] = decode) -> Any:
 
 
 class StartFailure(PickledResult):
-    """`WorkerStartFailed` with what the initializer raised as its cause: that is still pickled.
+    """`WorkerStartFailed` whose cause, the exception of the initializer, is still pickled.
 
-    To unpickle it may run any code of the user's, so whoever asks for it does that, each for
-    himself, and never the engine.
+    Unpickling may run users' code, so each caller that asks for the error unpickles it, and never
+    the engine.
     """
 
     __slots__ = ("_error", "_pickled")
@@ -129,6 +129,6 @@ class StartFailure(PickledResult):
         try:
             error.__cause__ = decode(self._pickled)
         except Exception as exc:
-            # It came whole in the worker.  The text of it is in the error, whatever this says.
+            # The text of the cause is in the error in any case.
             error.__cause__ = exc
         return [error]

@@ -1,9 +1,8 @@
-"""The parent's end of what workers say besides answers: log records and warnings.
+"""Receives log records and warnings from workers.
 
-Each worker has a socket of its own for them, so the parent knows the sender by the socket (see
-`xpool._worker.relay`).  The engine only sees that something has come.  Then a thread is started,
-one for each pool, which hands it to loggers and to `warnings`, whose handlers and filters are the
-program's.
+Each worker has a socket of its own for them, so the socket identifies the sender
+(`xpool._worker.relay`).  When data arrive, the engine starts a thread, one for each pool.  The
+thread passes them to `logging` and `warnings`, and so runs handlers and filters of the program.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from xpool._wire.records import LARGEST, LOG, MOST_DROPPED, record_from, unpack
 __all__ = ["Channel", "Relay", "levels"]
 
 STUCK = 10.0
-"""Seconds that a handler of loggers may take for one record when the pool ends.  Then the end of
-the pool no longer waits for the handlers."""
+"""Seconds that a handler of loggers may take for one record when the pool ends.  After that, the
+pool ends without waiting for the handlers."""
 
 _PLACES = 10_000
-"""Places of warnings that are remembered as shown."""
+"""Most places of warnings that are kept as shown."""
 
 _SOURCE_BYTES = 4 << 20
-"""Of a source file; the line that a warning names is not shown from a larger one."""
+"""Largest source file of which a warning shows the line."""
 
 _KIND = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
 _GONE: int = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
@@ -59,25 +58,25 @@ class Channel:
 
     def __init__(self, worker: int, fd: int, close: Callable[[int], object]) -> None:
         self.worker, self.fd, self.close = worker, fd, close
-        self.told = 0  # notices that the worker has dropped, as far as the program was told
-        self.dropped = 0  # as the worker's page says; set when the worker has ended
+        self.told = 0  # dropped notices that the program was told of
+        self.dropped = 0  # by the worker's page; set when the worker has ended
         self.ended = False  # the worker process has ended
-        self.silent = False  # the other end is closed, and the process has not been seen to end
-        self.invalid = False  # it has sent something that is no notice
+        self.silent = False  # the other end is closed, and `finish` was not called yet
+        self.invalid = False  # it has sent an invalid packet
 
     def shut(self) -> None:
-        """Let nothing more come in; what has come can still be read."""
+        """Refuse further packets; those that have arrived can still be read."""
         # Borrowed for the call: `detach` leaves the descriptor open.
         sock = socket.socket(fileno=self.fd)
         try:
             sock.shutdown(socket.SHUT_RD)
         except OSError:
-            return  # the other end is closed, and the system has shut this one
+            return  # the other end is closed, so this one is shut already
         finally:
             sock.detach()
 
     def has_something(self) -> bool:
-        """Whether something waits to be read; the end of the socket is nothing."""
+        """Whether a packet can be read; the end of the socket does not count."""
         sock = socket.socket(fileno=self.fd)
         try:
             return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
@@ -90,15 +89,15 @@ class Channel:
 class Relay:
     """The sockets from the workers of a pool, and the thread that reads them.
 
-    ``first``: the pool's number of the engine's first worker.
+    ``first``: the index in the pool of the engine's first worker.
 
-    `add`, `finish` and `begin` are called with the engine's lock, so one at a time.
+    `add`, `finish` and `begin` are called with the engine's lock held.
     """
 
     def __init__(self, name: str, first: int = 0) -> None:
         self._name, self._first = name, first
         self._poller: Any = select.epoll() if hasattr(select, "epoll") else select.poll()
-        # Made with the thread: tells it that no channel will be added any more.
+        # Made with the thread: tells it that no more channels will be added.
         self._wake: tuple[int, int] | None = None
         self._lock = threading.Lock()  # guards the closing of channels, between thread and engine
         self._channels: dict[int, Channel] = {}  # by descriptor
@@ -107,8 +106,8 @@ class Relay:
         self._places: set[tuple[Any, ...]] = set()  # of warnings that were shown
 
     def fileno(self) -> int | None:
-        """Return the descriptor that is readable when something has come; None: there is none,
-        and the thread has to run from the start."""
+        """Return a descriptor that is readable when data have arrived; None: there is none, so the
+        thread must run from the start."""
         return self._poller.fileno() if hasattr(self._poller, "fileno") else None
 
     @staticmethod
@@ -146,7 +145,7 @@ class Relay:
             if self._thread is None and nothing_dropped and not channel.has_something():
                 self._close(channel)
                 return
-            # The thread reads what has come, then the end.
+            # The thread reads the packets that have arrived, then the end.
             channel.shut()
             if channel.silent:
                 self._poller.register(channel.fd, _READ)
@@ -154,9 +153,9 @@ class Relay:
         self.begin()
 
     def is_needed(self) -> bool:
-        """Whether there is something to read, while no thread reads: not the mere end of a socket.
+        """Whether a packet can be read, while no thread reads; ends of sockets do not count.
 
-        Workers that stand in for others end without a word.
+        Stand-ins usually end without sending anything.
         """
         needed = False
         for fd, events in self._poller.poll(0):
@@ -169,7 +168,7 @@ class Relay:
         return needed
 
     def begin(self) -> bool:
-        """Start to read; False: the system has no thread now, or no descriptors."""
+        """Start the thread that reads; False: the system refuses a thread or descriptors now."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"{self._name}-logs", daemon=True)
             try:
@@ -187,19 +186,19 @@ class Relay:
         return True
 
     def end(self) -> None:
-        """Wait until all that workers have sent is handled; all their channels are finished.
+        """Wait until all records are handled; `finish` was called for all channels.
 
-        A handler that takes `STUCK` seconds for one record is left alone.
+        Stops waiting for a handler that takes `STUCK` seconds for one record.
         """
         if self._channels:
             self.begin()
         if self._wake is not None:
-            # Not by closing it alone: a process that some library has forked may have a copy.
+            # Closing alone may not wake it: a process that a library forked may have a copy.
             os.write(self._wake[1], b"!")
             os.close(self._wake[1])
         thread = self._thread
         if thread is None:
-            self._run(over=True)  # there is nothing to read, or no thread for it
+            self._run(over=True)  # nothing is to be read, or no thread could be started
             return
         handled = -1
         while thread.is_alive() and handled != self._handled:
@@ -216,8 +215,8 @@ class Relay:
                 )
 
     def after_fork_in_child(self) -> None:
-        """These workers are the parent's."""
-        # The channels are closed already: `_engine.channel` knows them.
+        """Forget the workers, which belong to the parent."""
+        # `_engine.channel` has closed the channels already.
         self._channels.clear()
         for fd in self._wake or ():
             os.close(fd)
@@ -227,8 +226,8 @@ class Relay:
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self, over: bool = False) -> None:
-        """Read until all channels are finished; ``over``: no channel will be added any more."""
-        # Milliseconds, for `poll`; a change does not wake it up as it does `epoll`.
+        """Read until all channels are finished; ``over``: no more channels will be added."""
+        # Milliseconds: a change wakes `epoll` but not `poll`.
         wait = () if self.fileno() is not None else (200,)
         while not over or self._channels:
             for fd, events in self._poller.poll(*wait):
@@ -247,12 +246,12 @@ class Relay:
         """Close a channel; called with the lock held."""
         if not channel.silent:
             self._poller.unregister(channel.fd)
-        # Before it is closed: then the number may be another channel's at once.
+        # Before it is closed: another channel may get the same number at once.
         del self._channels[channel.fd]
         channel.close(channel.fd)
 
     def _read(self, channel: Channel, events: int) -> None:
-        """Take one packet out, so that every worker has its turn."""
+        """Handle one packet, so that every worker has its turn."""
         try:
             data = os.read(channel.fd, LARGEST + 1)
         except BlockingIOError:
@@ -267,17 +266,17 @@ class Relay:
                     # It would be reported at every turn until `finish` is called.
                     channel.silent = True
                     self._poller.unregister(channel.fd)
-                # Else it is an empty packet, which no worker of ours sends.
+                # Otherwise it is an empty packet, which xpool's workers never send.
             if channel.ended:
                 self._tell_dropped(channel, channel.dropped)
             return
         if self._thread is not None:
-            # Handlers are the program's: they may compute with tensors (`tensors.sharing` asks).
+            # Handlers of the program may compute with tensors (`tensors.sharing` checks this).
             self._thread.runs_only_xpool = False  # type: ignore[attr-defined]
         try:
             self._handle(channel, data)
         except Exception:
-            # Of a handler, or of a field that it was given: it must not end the others.
+            # A handler or a field raised it: records of other workers must still be handled.
             threading.excepthook(
                 threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
             )
@@ -297,7 +296,7 @@ class Relay:
             _log(told)
 
     def _reject(self, channel: Channel, exc: ValueError) -> None:
-        # Once for each process: it may send any number of them.
+        # Once for each process, which may send any number of invalid packets.
         if not channel.invalid:
             channel.invalid = True
             _own_logger().warning(
@@ -331,7 +330,7 @@ class Relay:
         category, filename = type(message), _readable(shown.filename)
         try:
             warnings.warn_explicit(message, category, filename, shown.lineno)
-        except Warning as error:  # as the filters want it; but there is nobody to catch it
+        except Warning as error:  # the filters made it an error, which nobody catches
             warnings.showwarning(error, category, filename, shown.lineno)
 
 
@@ -351,24 +350,24 @@ class _Shown:
         self.place = self._module, self._name, self.filename, self.lineno
 
     def message(self) -> Warning:
-        """Return the warning, made without its constructor, which takes what it likes."""
+        """Return the warning, made without its constructor, whose arguments are unknown."""
         category = self._category()
-        # A class with a text of its own needs what its constructor sets.  Filters see through the
-        # class that is derived from it here.
+        # A class with its own `__str__` needs fields that its constructor sets.  Filters match the
+        # class derived from it here, too.
         if category.__str__ is not Warning.__str__:
             body = {"__module__": self._module, "__str__": Warning.__str__}
             try:
                 category = type(self._name, (category,), body)
-            except Exception:  # it allows no such class
+            except Exception:  # the class cannot be derived from
                 category = Warning
         try:
             return Warning.__new__(category, self.text)
-        except TypeError:  # its memory is laid out by another built-in class, an `OSError` say
+        except TypeError:  # its base is another built-in class, such as `OSError`
             return Warning(self.text)
 
     def _category(self) -> type[Warning]:
-        # Filters can name its class only where this program has it.  Looked up in the dictionary:
-        # a module may run code for a name that it does not have.
+        # Filters can name its class only if this program has it.  Read from the dictionary, since
+        # `getattr` may run code of the module.
         module = sys.modules.get(self._module)
         found = vars(module).get(self._name) if isinstance(module, types.ModuleType) else None
         if isinstance(found, type) and issubclass(found, Warning):
@@ -380,14 +379,15 @@ class _Shown:
 
 
 def _readable(filename: str) -> str:
-    """Return a file's name, so marked that its lines are not read if that could take for ever.
+    """Return a file's name, in angle brackets if reading the file could take for ever.
 
-    To show the line that a warning names, `warnings` reads all of the file (`linecache`).
+    To show the line of a warning, `warnings` reads the whole file (`linecache`), but not a name in
+    angle brackets.
     """
     try:
         found = os.stat(filename)
     except (OSError, ValueError):
-        return filename  # there is nothing to read, or it is in an archive
+        return filename  # the file does not exist, or lies in an archive
     usual = stat.S_ISREG(found.st_mode) and found.st_size <= _SOURCE_BYTES
     return filename if usual else f"<{filename}>"
 
@@ -411,10 +411,10 @@ def _own_logger() -> Any:
 
 
 def _logger(name: str) -> Any:
-    """Return the logger of this name, or the nearest one above it that exists.
+    """Return the logger of this name, or its nearest ancestor that exists.
 
-    A logger that does not exist has no handler and no level: those above it handle its records.  To
-    make it would let workers fill the program with loggers.
+    A logger that does not exist has no handler and no level, so its ancestors handle its records.
+    Creating it would let workers fill the program with loggers.
     """
     import logging
 

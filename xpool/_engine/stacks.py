@@ -1,7 +1,7 @@
-"""Where workers are: asked by a signal, whose handler writes the stack into the shared page.
+"""Stacks of workers: a signal asks for them, and its handler writes them into the shared page.
 
-The handler is faulthandler's, in C, so a worker that is stuck in C code answers too.  A process
-that is stopped, or that the kernel keeps, does not: of those /proc tells.
+The handler is faulthandler's, in C, so a worker that is stuck in C code answers, too.  A process
+that is stopped, or blocked in the kernel, does not answer; /proc says what it waits for.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -20,10 +20,10 @@ from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, TASK_LINE, Outbox
 __all__ = ["ANSWER_SECONDS", "Whereabouts", "ask", "collect", "in_kernel", "outside"]
 
 ANSWER_SECONDS = 0.5
-"""For which a worker is waited for that was asked."""
+"""Seconds to wait for a worker that was asked."""
 
 C_CODE_SECONDS = 0.1
-"""For which a worker may take to name its item, which it cannot do while it is in C code."""
+"""Seconds to wait for the line about the item, which a worker in C code cannot write."""
 
 _STATES = {
     "D": "in the kernel, waiting for a device or file",
@@ -36,20 +36,20 @@ _STATES = {
 
 
 class Whereabouts(NamedTuple):
-    """Where one worker is."""
+    """The task, stack and system state of one worker."""
 
     worker: int
     pid: int | None
-    task: str  # that it runs; empty: none
-    item: str  # what the worker says of its item, where Python code runs
-    seconds: float | None  # for which it has run that
-    stack: str  # of its task, most recent call first; empty: it has not told
-    waits: str  # what its process does, and what it waits for in the kernel
+    task: str  # the task that it runs; empty: none
+    item: str  # the worker's line about its item; empty if it runs C code
+    seconds: float | None  # since the task began
+    stack: str  # of its task, most recent call first; empty: it has not answered
+    waits: str  # the state of its process, and what it waits for in the kernel
     host: str = ""
 
 
 def in_kernel(pid: int) -> str:
-    """Return what a process does, and where the kernel says that it waits; "": not known."""
+    """Return the state of a process and what it waits for in the kernel; "": unknown."""
     try:
         state = _read(pid, "stat").rpartition(")")[2].split()[0]
         place = _read(pid, "wchan").strip("0 \n")
@@ -68,12 +68,12 @@ def _read(pid: int, name: str) -> str:
 
 
 def _library(pid: int) -> str:
-    """Return the file whose code has made the system call in which a process waits."""
+    """Return the file whose code made the system call in which a process waits."""
     try:
         pc = int(_read(pid, "syscall").split()[-1], 16)
         maps = _read(pid, "maps").splitlines()
     except (OSError, ValueError, IndexError):
-        return ""  # it runs, or may not be looked into
+        return ""  # it runs, or may not be inspected
     for line in maps:
         start, _, rest = line.partition("-")
         if int(start, 16) <= pc < int(rest.split()[0], 16):
@@ -82,21 +82,21 @@ def _library(pid: int) -> str:
 
 
 def outside(pid: int) -> list[Whereabouts]:
-    """Return where the workers of another process are.
+    """Return the whereabouts of the workers of another process.
 
     Raises:
         ProcessLookupError: there is no such process.
-        PermissionError: it is another user's.
+        PermissionError: the process has another user.
     """
     pages = _pages(pid)
     found: list[Whereabouts] = []
     for worker in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
         try:
-            # The parent has it too, perhaps.
+            # The parent may map the pages, too.
             if worker != pid and (page := _mapped(worker, pages)):
                 found.append(_outside(worker, page, len(found)))
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # it has ended, or has another user
     return found
 
 
@@ -129,7 +129,7 @@ def _outside(pid: int, page: str, index: int) -> Whereabouts:
                 time.sleep(0.005)
     finally:
         box.close()
-    # The loop's function that runs tasks is among the calls.
+    # It runs a task if the function of the loop that runs tasks is on the stack.
     runs = f"{OURS[0]}, line " in stack and " in _run\n" in stack
     task = "a task" if runs else ""
     item = stack.rpartition(TASK_LINE)[2].strip() if runs and TASK_LINE in stack else ""
@@ -140,13 +140,13 @@ def _outside(pid: int, page: str, index: int) -> Whereabouts:
 
 
 def ask(workers: list[WorkerProcess]) -> dict[WorkerProcess, int]:
-    """Ask those workers that can tell; return them, each with its process by number.
+    """Ask all workers that can answer; return each with the generation of its process.
 
     Called with the engine's lock held.
     """
     asked = {}
     for worker in workers:
-        # Not before its signal handler is there, nor while it is to break something off.
+        # Not before its signal handler is installed, nor while it is asked to stop an item.
         if worker.handle is None or not (worker.box.turn or worker.box.since) or worker.box.asked:
             continue
         worker.box.ask(NO_LIMIT)
@@ -162,7 +162,7 @@ def collect(
     describe: Callable[[int, int], str],
     waited: float,
 ) -> list[Whereabouts] | None:
-    """Return where the workers are, after so many seconds; None: some may answer yet.
+    """Return the whereabouts of workers, asked ``waited`` seconds ago; None: some may yet answer.
 
     Called with the engine's lock held.
     """

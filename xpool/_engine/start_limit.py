@@ -1,4 +1,4 @@
-"""How long a worker has that was asked to stop, and one that starts.
+"""Time limits of a worker that was asked to stop, and of a worker that starts.
 
 Called with the engine's lock held.
 """
@@ -15,28 +15,28 @@ from xpool.errors import TaskTimeout
 __all__ = ["STOP_GRACE_SECONDS", "StartLimit", "is_starved"]
 
 STOP_GRACE_SECONDS = 0.1
-"""Seconds between asking a worker to break off what it does and killing it."""
+"""Seconds between asking a worker to stop and killing it."""
 
 STARVED_SECONDS = 0.5
-"""Seconds after which a worker is killed that was asked, though it has waited for a processor."""
+"""Seconds after which a worker that was asked to stop is killed, even if it got no processor."""
 
 
 def is_starved(worker: WorkerProcess, now: float) -> bool:
-    """Whether a worker that was asked has hardly run since: it could not even answer."""
+    """Whether a worker has hardly run since it was asked to stop, so that it could not react."""
     when, ran_then, waited_then = worker.asked
     if now >= when + STARVED_SECONDS:
         return False
     ran, waited, is_runnable = worker.processor()
-    # The second: the first wait may go on still, and is not counted then.
+    # The second condition: the system does not count a wait that goes on.
     return waited - waited_then > STOP_GRACE_SECONDS / 2 or (
         is_runnable and ran - ran_then < STOP_GRACE_SECONDS / 2
     )
 
 
 class StartLimit:
-    """Seconds that a worker may take from its first line until it is ready; None: any time.
+    """Limits the seconds from a worker's first line until it is ready; None: no limit.
 
-    ``condemn(worker)`` is called with a worker that has taken longer.
+    ``condemn(worker)`` is called for a worker that has taken longer.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class StartLimit:
         self._overdue = Alarms(reactor, self._kill)
 
     def started(self, worker: WorkerProcess) -> None:
-        """A process was started."""
+        """Begin to check a worker whose process was started."""
         if self._seconds is not None:
             self._checks.schedule_by(worker, self._reactor.now() + self._seconds)
 
     def over(self, worker: WorkerProcess) -> None:
-        """It is ready, or starts no more."""
+        """End the checks: the worker is ready, or its start has ended."""
         self._checks.cancel(worker)
         self._overdue.cancel(worker)
 
     def _check(self, worker: WorkerProcess) -> None:
         assert self._seconds is not None and worker.handle is not None
         since, now = worker.box.since, self._reactor.now()
-        # Not at its first line yet: the time until then is the fork server's, or the system's.
+        # If it has not reached its first line, the fork server or the system is still at work.
         if since is None or now < since + self._seconds:
             self._checks.schedule_by(worker, (now if since is None else since) + self._seconds)
         else:
@@ -73,6 +73,6 @@ class StartLimit:
             self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
             return
         task = "The start of the worker, with its initializer,"
-        # Said first: the pool asks for it when the process has ended.
+        # Recorded first: the pool reads the reason when the process has ended.
         worker.failed(TaskTimeout(self._seconds, worker.index, worker.pid, task, stack))
         self._condemn(worker)

@@ -1,7 +1,7 @@
-"""Channels between workers: made when one of the two asks, and handed to both.
+"""Channels between workers: made when one of the two asks for it, and sent to both.
 
-Called with the engine's lock held.  A worker asks over its control, a socket of packets that the
-parent and it have (docs/peers.md).
+A worker asks through its control socket, which it shares with the parent (docs/peers.md).  Called
+with the engine's lock held.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from xpool._wire.wire import LINK, WANTED
 __all__ = ["Switchboard"]
 
 PEER_WAIT_SECONDS = 1.0
-"""Seconds that a worker whose peer is said to be dead has to be seen dead here too.  Then the peer
-is given a channel anew: what has closed the old one was something else."""
+"""Seconds to wait for the end of a peer that a worker has reported dead.  If the peer still lives
+then, both get a new channel: something else has closed the old one."""
 
 
 class _Link:
-    """A channel between two processes: its number, and the processes, by their generations."""
+    """A channel between two processes: its number, and the generations of the processes."""
 
     def __init__(self, serial: int, ends: tuple[int, int]) -> None:
         self.serial, self.ends = serial, ends
 
 
 class Switchboard:
-    """Who of the workers of an engine has a channel to whom."""
+    """The channels between the workers of an engine."""
 
     def __init__(
         self,
@@ -40,33 +40,33 @@ class Switchboard:
         distrust: Callable[[WorkerProcess, Exception], object],
     ) -> None:
         self._workers, self._reactor = workers, reactor
-        self._distrust = distrust  # what is done with a worker that sends an invalid message
-        self._links: dict[tuple[int, int], _Link] = {}  # the last of each pair, lower index first
+        self._distrust = distrust  # called for a worker that sends an invalid message
+        self._links: dict[tuple[int, int], _Link] = {}  # the latest of each pair, lower index first
         self._serials = 0
-        # Who asked for a channel to whom, and gets it with the peer's replacement, or then.
+        # By (asker, peer): requests that wait for the peer's next process, at most until the timer.
         self._waiting: dict[tuple[int, int], Timer] = {}
 
     def started(self, worker: WorkerProcess) -> None:
-        """A process was started: it may ask, and who waits for it gets a channel."""
+        """Listen to a new process, and connect it to the workers that wait for it."""
         assert worker.control is not None
         self._reactor.add(worker.control, lambda fd: self._read(worker, fd))
         for asker, peer in [pair for pair in self._waiting if pair[1] == worker.index]:
             self._connect(asker, peer)
 
     def ended(self, worker: WorkerProcess) -> None:
-        """A process has ended: it waits for nobody."""
+        """Stop listening to a process that has ended, and drop its requests."""
         assert worker.control is not None
         self._reactor.remove(worker.control)
         for pair in [pair for pair in self._waiting if pair[0] == worker.index]:
             self._forget(*pair)
 
     def _enough(self, asker: int, peer: int) -> None:
-        """A worker has waited long enough; where the peer has no process, it gets one with that."""
+        """Connect a worker that has waited long enough, unless the peer has no process yet."""
         if self._workers[peer].handle is not None:
             self._connect(asker, peer, patient=False)
 
     def _wait(self, asker: int, peer: int) -> None:
-        """Have a worker wait for a peer's replacement, as long as that may take to be there."""
+        """Have a worker wait for the next process of a peer."""
         self._forget(asker, peer)
         when = self._reactor.now() + PEER_WAIT_SECONDS
         self._waiting[asker, peer] = self._reactor.call_at(when, self._enough, asker, peer)
@@ -82,7 +82,7 @@ class Switchboard:
                 data = os.read(fd, WANTED.size)
             except BlockingIOError:
                 return
-            # It has ended, and had not read all that was sent (unix_release_sock in af_unix.c).
+            # It ended with unread data in its socket (unix_release_sock in af_unix.c).
             except ConnectionResetError:
                 data = b""
             if not data:
@@ -99,15 +99,15 @@ class Switchboard:
             self._connect_or_wait(worker, peer, ended, known)
 
     def _connect_or_wait(self, worker: WorkerProcess, peer: int, ended: int, known: int) -> None:
-        """A worker wants a channel; it knows of those up to ``known``; ``ended``: that has."""
+        """Handle a request; the worker knows channel ``known``, which has closed if ``ended``."""
         pair = min(worker.index, peer), max(worker.index, peer)
         other = self._workers[peer]
         link = self._links.get(pair)
-        # A replacement has another generation: the channel to its predecessor is no channel to it.
+        # A new process has another generation: the channel to its predecessor does not count.
         current = link is not None and link.ends == self._ends(pair)
         if link is not None and current and link.serial > known:
-            return  # it is on its way
-        # Its death may not have been seen here: a new channel would lead to the dead process.
+            return  # a newer channel was sent already
+        # The peer may be dead, which was not seen here yet: do not connect to a dead process.
         if other.handle is None or (current and ended):
             self._wait(worker.index, peer)
         else:
@@ -117,11 +117,11 @@ class Switchboard:
         return self._workers[pair[0]].generation, self._workers[pair[1]].generation
 
     def _connect(self, asker: int, peer: int, patient: bool = True) -> None:
-        """Make a channel and hand its ends to both.
+        """Make a channel and send its ends to both.
 
-        ``patient``: where the peer has ended, which has not been seen here, wait for the next one.
+        ``patient``: if the peer has ended, which was not seen here yet, wait for its next process.
         """
-        # One channel serves both: whoever else waits for the same pair has it, too.
+        # One channel serves requests of both workers.
         self._forget(asker, peer)
         self._forget(peer, asker)
         self._serials += 1
@@ -130,10 +130,10 @@ class Switchboard:
         except OSError as exc:
             self._refuse(asker, peer, exc)
             return
-        # The ends kept here close when they are handed on: else none would see the other's death.
+        # Close the ends here once they are sent: otherwise neither would see the other's death.
         with ends[0], ends[1]:
             try:
-                # The asker last: it is told when the other cannot have its end.
+                # The asker last: it is told if its peer cannot get an end.
                 try:
                     self._hand(peer, asker, ends[1])
                 except ConnectionError:
@@ -152,7 +152,7 @@ class Switchboard:
         fd = self._workers[worker].control
         if fd is None:
             raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
-        # Borrowed for the call: the worker owns the descriptor, which `detach` leaves open.
+        # Borrowed for the call: `detach` leaves the descriptor open.
         control = socket.socket(fileno=fd)
         try:
             socket.send_fds(control, [LINK.pack(peer, 0, self._serials)], [end.fileno()])
@@ -163,7 +163,7 @@ class Switchboard:
         control = self._workers[asker].control
         try:
             if control is not None:
-                # The reason, in the place of a descriptor: else the asker would wait for ever.
+                # Send the reason without a descriptor: otherwise the asker would wait for ever.
                 os.write(control, LINK.pack(peer, exc.errno or errno.EIO, self._serials))
         except OSError:
-            return  # it has ended, or reads nothing: then it does not wait either
+            return  # it has ended, or does not read, so it does not wait

@@ -1,18 +1,18 @@
 """The states of a pool and of a worker, as tables: the tables are the program.
 
-Rules that one could wrongly assume to be otherwise:
+Rules that are easily assumed to be otherwise:
 
-* A pool never goes back.  `close` after `terminate` changes nothing, and a pool that has
-  failed (a worker could not be started) is in TERMINATE, with the reason kept beside it.
+* A pool never returns to an earlier state.  `close` after `terminate` changes nothing.  A pool that
+  has failed (a worker could not be started) is in TERMINATE, and its `failure` is the reason.
 * A worker is not a process.  Its process may die and be replaced any number of times; the worker
-  keeps its index, its context and its device.  ABSENT is therefore both the first state and the
-  one between two processes.
-* A worker that is recalled or interrupted gets nothing more until its hand is empty: from the
-  moment of asking it begins nothing new, so nothing but what was named can be hit.
-* CONDEMNED and RETIRING take every word that may still come: a process that ends may have sent it
-  before.  What they are told changes nothing more for them.
+  keeps its index, its context and its device.  So ABSENT is the first state and also the state
+  between two processes.
+* A worker that is recalled or interrupted gets no tasks until it has answered all that it holds.
+  Once asked, it begins no other item, so a stop signal can hit only the named item.
+* CONDEMNED and RETIRING accept all events of a live worker: its process may have sent messages
+  before it ended.  These events do not change the state.
 
-An event that a state does not list is a bug: `step` raises and nothing has changed.
+An event that a state does not list is a bug: `step` raises an error and changes nothing.
 ``python -m xpool._engine.jobs.states`` prints the tables as markdown, the text of
 ``docs/dev/states.md``.
 """
@@ -26,7 +26,7 @@ from xpool.errors import InternalError
 
 
 class PoolStates(str, enum.Enum):
-    """What a pool does with new work; equal to the strings of `multiprocessing.pool`."""
+    """The states of a pool; equal to the strings of `multiprocessing.pool`."""
 
     RUN = "RUN"
     CLOSE = "CLOSE"
@@ -39,11 +39,11 @@ class PoolEvent(enum.Enum):
     CLOSE = "close()"
     TERMINATE = "terminate(), or the pool is dropped"
     DRAINED = "the last job is answered"
-    FAILED = "a worker cannot be started, or they die and nothing gets done"
+    FAILED = "a worker cannot be started, or workers die and no task is finished"
 
 
 class WorkerStates(enum.Enum):
-    """What the place of a worker holds."""
+    """The states of a worker."""
 
     ABSENT = "ABSENT"
     LAUNCHING = "LAUNCHING"
@@ -56,7 +56,7 @@ class WorkerStates(enum.Enum):
 
     @property
     def serves(self) -> bool:
-        """Whether a worker in it was ready for tasks, and was not told to end."""
+        """Whether a worker in this state has become ready and was not told to end."""
         return self in _SERVES
 
 
@@ -65,13 +65,13 @@ class WorkerEvent(enum.Enum):
 
     LAUNCH = "the start of a process is decided"
     LAUNCHED = "its process is started"
-    REFUSED = "no process can be started, or none is wanted any more"
+    REFUSED = "no process can be started, or none is needed any more"
     HELLO = "it has bound its device and run the initializer"
-    RECALL = "others are to get what it has not begun"
-    INTERRUPT = "it is asked to break off what it runs"
-    BROKEN_OFF = "what it was asked to break off is over"
-    EMPTIED = "it holds nothing any more"
-    RETIRE = "it is told to end after what it holds"
+    RECALL = "tasks that it has not begun are to go to others"
+    INTERRUPT = "it is asked to stop its running task"
+    BROKEN_OFF = "the task that it was asked to stop has ended"
+    EMPTIED = "it has answered all that it held"
+    RETIRE = "it is told to end after the tasks that it holds"
     CONDEMN = "it is killed"
     GONE = "its process has ended"
 
@@ -99,7 +99,7 @@ WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
     WorkerStates.ABSENT: {
         WorkerEvent.LAUNCH: WorkerStates.LAUNCHING,
     },
-    # No RETIRE, no CONDEMN: what the worker is told meanwhile, it is told when there is a process.
+    # No RETIRE, no CONDEMN: there is no process yet; `Replacement.launched` tells it afterwards.
     WorkerStates.LAUNCHING: {
         WorkerEvent.LAUNCHED: WorkerStates.STARTING,
         WorkerEvent.REFUSED: WorkerStates.ABSENT,
@@ -110,7 +110,7 @@ WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
         WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
         WorkerEvent.GONE: WorkerStates.ABSENT,
     },
-    # No INTERRUPT: a recall comes first, so that nothing else is begun.
+    # No INTERRUPT: a recall comes first, so that the worker begins no other item.
     WorkerStates.READY: {
         WorkerEvent.RECALL: WorkerStates.RECALLING,
         WorkerEvent.RETIRE: WorkerStates.RETIRING,
@@ -124,14 +124,14 @@ WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
         WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
         WorkerEvent.GONE: WorkerStates.ABSENT,
     },
-    # No EMPTIED: until BROKEN_OFF, the item to break off is in its hand.
+    # No EMPTIED: until BROKEN_OFF, the worker holds the item that it is to stop.
     WorkerStates.INTERRUPTING: {
         WorkerEvent.BROKEN_OFF: WorkerStates.RECALLING,
         WorkerEvent.RETIRE: WorkerStates.RETIRING,
         WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
         WorkerEvent.GONE: WorkerStates.ABSENT,
     },
-    # No HELLO: who condemns a worker that starts leaves a reason, and then it is not greeted.
+    # No HELLO: a starting worker is condemned for a reason, and `HELLO` is ignored if there is one.
     WorkerStates.CONDEMNED: {
         WorkerEvent.BROKEN_OFF: WorkerStates.CONDEMNED,
         WorkerEvent.EMPTIED: WorkerStates.CONDEMNED,
@@ -156,7 +156,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 def step(table: dict[S, dict[E, S]], state: S, event: E) -> S:
-    """Return the state that follows; raise `InternalError` when the table has none."""
+    """Return the next state; raise `InternalError` if the table has none."""
     try:
         return table[state][event]
     except KeyError:
