@@ -210,7 +210,7 @@ def test_a_loss(stage, tmp_path, what, how, when):
             assert len(lost) <= (2 if when == "running" else 20)
         if what == "agent":
             assert wait_gone(pids) == []
-            why = "died" if how == signal.SIGKILL else f"no word of its agent for {LEASE:g} s"
+            why = "died" if how == signal.SIGKILL else f"its agent has not replied for {LEASE:g} s"
             assert all(why in error.reason for error in lost.values())
     finally:
         if undo is not None:

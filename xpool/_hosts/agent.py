@@ -258,7 +258,7 @@ class Agent:
             if left <= 0 and not over:
                 over = True
                 print(
-                    f"xpool: the agent of {self._host} ends: no word of its driver for "
+                    f"xpool: the agent of {self._host} ends: its driver has not called for "
                     f"{self._lease:g} s",
                     file=sys.stderr,
                     flush=True,

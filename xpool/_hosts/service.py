@@ -133,7 +133,7 @@ class HostService:
         for index in range(one.first, one.first + len(one.items)):
             job, item = name_of(one.job, index)
             task = self._describe(job, item)
-            error = HostLost(host, "its workers have not come back", task, one.bound)
+            error = HostLost(host, "its workers are gone", task, one.bound)
             self.results.append((job, item, (False, error)))
 
     def give(self) -> None:
@@ -174,7 +174,7 @@ class HostService:
             if not agent.ended:
                 self._flush(number)
                 if self._now() > agent.heard + self._lease:
-                    agent.given_up = f"no word of its agent for {self._lease:g} s"
+                    agent.given_up = f"its agent has not replied for {self._lease:g} s"
                     self._fleet.stop(number)
                 elif self._now() >= agent.beaten + 2 * self._beat_seconds:
                     agent.beat(self._now())
@@ -262,7 +262,7 @@ class HostService:
             if self.retiring or self.failure is not None:
                 agent.ended = True
             else:  # its lease was over, since no call reached it
-                self._dead(host, "it was out of reach for too long")
+                self._dead(host, "the driver could not reach it during its lease")
 
     def placed(self, host: int, workers: list[Whereabouts] | None) -> list[Whereabouts]:
         """Return where workers of a host are, with the pool's indices and texts of their tasks.
