@@ -85,13 +85,13 @@ class Retire(NamedTuple):
     """End after the last answer."""
 
 
-# -- from an agent -----------------------------------------------------------------------------
-
-
 class LocateWorkers(NamedTuple):
     """Report where the workers are."""
 
     number: int
+
+
+# -- from an agent -----------------------------------------------------------------------------
 
 
 class WorkerLocations(NamedTuple):
