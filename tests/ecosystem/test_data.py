@@ -289,6 +289,8 @@ def test_arguments():
         DataLoader(Rows(), num_workers=1, multiprocessing_context=7)
     with pytest.raises(ValueError, match="'process' or 'thread'"):
         DataLoader(Rows(), num_workers=1, workers="threads")
+    with pytest.raises(TypeError, match=r"no keyword 'batchsize'; did you mean batch_size=\?"):
+        DataLoader(Rows(), batchsize=4)
     assert DataLoader[int](Rows()).batch_size == 1
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.utils.data
 
 from xpool import pickle
+from xpool._calls.keywords import names_of, refuse_unknown
 from xpool._pools.base import BasePool
 from xpool._pools.thread import ThreadPool
 from xpool.data.epoch import Before, Epoch
@@ -22,6 +23,9 @@ from xpool.data.state import Progress, between, check_state, facts
 from xpool.data.worker import Base, is_stateful
 from xpool.data.workers import Inline, Processes, Threads, check_pool
 from xpool.errors import OptionError
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 __all__ = ["DataLoader"]
 
@@ -90,7 +94,10 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         snapshot_every_n_steps: int = 1,
         pool: BasePool | None = None,
         workers: str = "process",
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_unknown("DataLoader", names_of(DataLoader.__init__.__code__), unknown)
         if pool is not None:
             num_workers = pool.size()
         super().__init__(
