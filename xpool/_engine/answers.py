@@ -24,8 +24,6 @@ from xpool._wire.outbox import NO_LIMIT, entries
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
 from xpool.errors import InternalError, TaskTimeout, WorkerDied
 
-__all__ = ["OURS", "Answers", "EngineOptions", "Parts", "own_part"]
-
 CULPRIT = 5
 """Workers that one task may kill, whatever its ``retries``."""
 

@@ -24,8 +24,6 @@ from xpool._wire.outbox import NO_LIMIT, Outbox, make_file
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._worker.entry import ONE, SEVERAL
 
-__all__ = ["Channel", "PipeChannel", "bundle", "owned"]
-
 # Shared by all pools.  Needs no lock: adding to a set is atomic.
 _parents_only: set[int] = set()
 

@@ -16,8 +16,6 @@ from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.reactor import Reactor
 from xpool._engine.worker import WorkerProcess
 
-__all__ = ["DirectReceive"]
-
 
 class _Turn:
     """A caller's turn at a worker's pipe."""

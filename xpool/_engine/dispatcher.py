@@ -14,8 +14,6 @@ from xpool._pickling.frame import inline
 from xpool._wire.pipes import FrameWriter
 from xpool._wire.wire import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame
 
-__all__ = ["Dispatcher"]
-
 
 class Dispatcher:
     """Writes messages to workers, and keeps the functions of unfinished jobs."""

@@ -47,8 +47,6 @@ from xpool._engine.worker import Recipe, WorkerProcess
 from xpool._pickling.frame import Leased, weight
 from xpool.errors import InternalError, OptionError, XPoolError
 
-__all__ = ["Engine", "System"]
-
 
 class System(NamedTuple):
     """The engine's only access to the system; a simulated world supplies its own."""

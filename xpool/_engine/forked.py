@@ -12,8 +12,6 @@ from collections.abc import Callable
 from xpool._wire.wire import STEPPED_ASIDE
 from xpool._worker import entry
 
-__all__ = ["Forked"]
-
 _CREDENTIALS = struct.Struct("iII")
 """`struct ucred` of unix(7): pid, uid, gid."""
 

@@ -28,19 +28,6 @@ from xpool._python.interrupt import deliver, interruptible, pending
 from xpool._worker import entry
 from xpool.errors import OptionError, XPoolError, exit_reason
 
-__all__ = [
-    "ForkServer",
-    "Handle",
-    "Launcher",
-    "ProcessLauncher",
-    "StandIns",
-    "asked_for",
-    "import_for_arrays",
-    "needs_arrays",
-    "start_early",
-    "wanted_modules",
-]
-
 
 class Handle(Protocol):
     """A started process."""

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from xpool._engine.jobs.scheduler import Batch
 from xpool.errors import OptionError
 
-__all__ = ["Account", "Event", "Ledger", "Slow", "Work"]
-
 SLOWEST = 10
 SHORTEST = 1_000_000
 """Nanoseconds: faster tasks are not listed among the slowest."""

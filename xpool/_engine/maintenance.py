@@ -6,8 +6,6 @@ from xpool._engine.reactor import Reactor
 from xpool._memory.arena import IDLE_SECONDS, Arena
 from xpool._pickling.tensors import mapped
 
-__all__ = ["ArenaMaintenance"]
-
 
 class ArenaMaintenance:
     """The arena's attachments, one for each process of workers, and the times of its trims.

@@ -13,8 +13,6 @@ from xpool._engine.reactor import Reactor
 from xpool._engine.worker import WorkerProcess
 from xpool._memory.system import Scope, fullest_scope
 
-__all__ = ["MemoryGuard", "MemoryLimits"]
-
 POLL_SECONDS = 0.2
 """Seconds between two checks."""
 

@@ -33,8 +33,6 @@ from xpool._wire.wire import (
     stop_frame,
 )
 
-__all__ = ["PAGE_SETTLE_SECONDS", "STOP_GRACE_SECONDS", "WorkerMonitor"]
-
 ENDED = -1
 """Stands for the kind of a message: there is no message."""
 

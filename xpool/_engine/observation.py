@@ -13,8 +13,6 @@ from xpool._engine.ledger import Event, Ledger, Slow, Work
 from xpool._engine.stacks import Whereabouts
 from xpool._engine.worker import WorkerProcess
 
-__all__ = ["Observation"]
-
 
 class Observation:
     """Looks at the engine's workers, scheduler and ledger, and changes none of them."""

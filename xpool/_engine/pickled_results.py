@@ -15,8 +15,6 @@ from xpool._wire.wire import ENTRY
 from xpool.errors import WorkerStartFailed
 from xpool.pickle import decode
 
-__all__ = ["Encoded", "BufferedResult", "StartFailure"]
-
 
 class Encoded(PickledResult):
     """Answers as a worker sent them: one payload, or ``count`` entries of an outbox."""

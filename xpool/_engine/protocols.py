@@ -16,8 +16,6 @@ from xpool._engine.jobs.scheduler import TaskRange, Terms
 if TYPE_CHECKING:
     from xpool._engine.ledger import Slow, Work
 
-__all__ = ["EngineProtocol", "LocalEngine", "WorkerBackend"]
-
 
 class WorkerBackend(Protocol):
     """The workers of a pool; the pool's thread holds this and not the pool while it waits."""

@@ -10,9 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Alarms", "Reactor", "Timer"]
-
-
 MOST_WAIT_SECONDS = 86400.0
 """Longest wait: epoll counts milliseconds in 31 bits, and a timer may be later."""
 

@@ -21,8 +21,6 @@ from typing import Any
 
 from xpool._wire.records import LARGEST, LOG, MOST_DROPPED, record_from, unpack
 
-__all__ = ["Channel", "Relay", "levels"]
-
 STUCK = 10.0
 """Seconds that a handler of loggers may take for one record when the pool ends.  After that, the
 pool ends without waiting for the handlers."""

@@ -42,8 +42,6 @@ from xpool.errors import (
     exit_reason,
 )
 
-__all__ = ["Launch", "Replacement"]
-
 LAST_WORDS_SECONDS = 1.0
 """Seconds of silence after which a killed worker counts as ended although its pipe is open: a child
 that one of its tasks has forked may hold that end."""

@@ -17,8 +17,6 @@ from xpool._engine.jobs.scheduler import Scheduler
 from xpool._engine.worker import WorkerProcess
 from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, TASK_LINE, Outbox
 
-__all__ = ["ANSWER_SECONDS", "Whereabouts", "ask", "collect", "in_kernel", "outside"]
-
 ANSWER_SECONDS = 0.5
 """Seconds to wait for a worker that was asked."""
 

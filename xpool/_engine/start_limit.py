@@ -12,8 +12,6 @@ from xpool._engine.reactor import Alarms, Reactor
 from xpool._engine.worker import WorkerProcess
 from xpool.errors import TaskTimeout
 
-__all__ = ["STOP_GRACE_SECONDS", "StartLimit", "is_starved"]
-
 STOP_GRACE_SECONDS = 0.1
 """Seconds between asking a worker to stop and killing it."""
 

@@ -17,8 +17,6 @@ from xpool._engine.worker import WorkerProcess
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool._wire.spin import Spin
 
-__all__ = ["Submission"]
-
 
 class Submission:
     """Queues tasks and gives them to idle workers."""

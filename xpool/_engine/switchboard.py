@@ -16,8 +16,6 @@ from xpool._engine.reactor import Reactor, Timer
 from xpool._engine.worker import WorkerProcess
 from xpool._wire.wire import LINK, WANTED
 
-__all__ = ["Switchboard"]
-
 PEER_WAIT_SECONDS = 1.0
 """Seconds to wait for the end of a peer that a worker has reported dead.  If the peer still lives
 then, both get a new channel: something else has closed the old one."""

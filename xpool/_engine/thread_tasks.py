@@ -11,8 +11,6 @@ from typing import Any
 from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
 
-__all__ = ["Entry", "Member", "Source"]
-
 
 class Source:
     """Consecutive tasks of a job, from which several threads take at once.

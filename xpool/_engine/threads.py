@@ -34,8 +34,6 @@ from xpool._worker.context import WorkerInfo, enter, exited, leave
 from xpool._worker.stopping import stack_of
 from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
 
-__all__ = ["ThreadOptions", "ThreadWorkers"]
-
 _WAKE = object()
 """In the queue: wakes a thread, which then checks whether it is a surplus one."""
 

@@ -21,8 +21,6 @@ from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, Outbox
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._wire.wire import Refusal
 
-__all__ = ["Asked", "Recipe", "WorkerProcess"]
-
 
 class Recipe(NamedTuple):
     """How the workers of an engine are started.

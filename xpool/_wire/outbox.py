@@ -41,21 +41,6 @@ import time
 from xpool._memory.system import fixed_file
 from xpool._wire.wire import ENTRY, ERROR_BIT
 
-__all__ = [
-    "CAPACITY",
-    "SIZE",
-    "HEAD",
-    "LIMIT",
-    "NO_LIMIT",
-    "STACK",
-    "STACK_AT",
-    "STOP_SIGNAL",
-    "TASK_LINE",
-    "Outbox",
-    "entries",
-    "make_file",
-]
-
 STOP_SIGNAL: int = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2
 """Asks a worker for its stack, and to break off the item that `stop` names.  Programs do not use
 this signal: libraries take SIGUSR1 and SIGUSR2, the C library the first real-time signals."""

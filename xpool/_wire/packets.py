@@ -17,8 +17,6 @@ from xpool._memory.buffers import new_buffer
 from xpool._memory.system import available_memory
 from xpool._python import at_fork
 
-__all__ = ["LONGEST", "file_with", "give_room", "read_file", "receive", "rights"]
-
 LONGEST = 96 * 1024
 """Largest message in a packet, in bytes: a pickle too small for a block, and its table."""
 

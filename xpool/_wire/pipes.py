@@ -15,8 +15,6 @@ from typing import Any
 from xpool._memory.buffers import new_buffer
 from xpool._wire.wire import TO_PARENT, Parts
 
-__all__ = ["FrameReader", "FrameWriter", "BlockingFrameReader", "write_all"]
-
 # Bytes: the default capacity of a pipe (pipe(7)).
 READ = 64 * 1024
 # Parts in one `writev`; the system's limit is 1024 (IOV_MAX).

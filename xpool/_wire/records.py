@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import logging
 
-__all__ = ["LARGEST", "LOG", "MOST_DROPPED", "WARNING", "Notice", "pack", "record_from", "unpack"]
-
 LOG, WARNING = "log", "warning"
 
 LARGEST = 128 * 1024

@@ -16,8 +16,6 @@ from typing import Any
 
 from xpool._memory.system import default_processes
 
-__all__ = ["Spin"]
-
 _MOMENT = 300e-6
 """Seconds.  Longer than a short task and its messages take when both sides sleep in between.  With
 a shorter moment both sides would keep sleeping: each poll would end before the other side, which

@@ -42,14 +42,6 @@ payload.  Answers have no names: they come in the order in which the worker was 
 import struct
 from typing import NamedTuple
 
-__all__ = [
-    "ANSWER", "BODY_AGAIN", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET",
-    "FUNC", "FUNC_HEAD", "GREETING", "LINK", "OUTBOX_MIXED", "READY", "SKIPPED",
-    "STEPPED_ASIDE", "STOP", "TASKS", "TIMED", "TO_PARENT", "TO_WORKER", "U64", "WANTED",
-    "WIRE", "Mode", "Parts", "Refusal", "boot_frame", "forget_frame", "func_frame",
-    "stop_frame", "tasks_frame",
-]  # fmt: skip
-
 Parts = list[bytes | memoryview]
 """The pieces of a frame, to be written one after the other."""
 
