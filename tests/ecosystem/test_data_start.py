@@ -98,6 +98,35 @@ def test_workers_have_the_values_of_globals_in_each_epoch(tmp_path):
     assert scripts.run_ok(["-"], program).split() == ["224"] * 8
 
 
+def test_a_death_at_the_end_of_an_epoch(tmp_path):
+    """The next epoch forks too, though a server imports torch for the dead worker's place."""
+    program = """
+        import os, signal, sys
+        import torch
+        from xpool.data import DataLoader
+
+        class Dying(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, i):
+                if i == 0:
+                    try:
+                        os.close(os.open(FILE, os.O_CREAT | os.O_EXCL))
+                    except FileExistsError:
+                        return os.getppid()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return os.getppid()
+
+        FILE = sys.argv[1]
+        if __name__ == "__main__":
+            loader = DataLoader(Dying(), 1, num_workers=2)
+            list(loader)
+            print({parent.item() for parent in loader} == {os.getpid()})
+    """
+    assert scripts.run_ok(["-", str(tmp_path / "died")], program).split() == ["True"]
+
+
 def test_forks_run_no_handlers_of_the_program():
     """A signal for a worker is not the program's, nor its event loop's."""
     program = """

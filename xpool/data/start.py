@@ -34,8 +34,12 @@ _NEEDED = (
 )  # fmt: skip
 """What a pool and its forked workers import, beside what the program has by then."""
 
-ENDING_SECONDS = 1.0
-"""How long a new epoch waits for the end of the last one's workers, to fork from one thread."""
+ENDING_SECONDS = 30.0
+"""How long a new epoch waits for the end of the last one's workers, to fork from one thread.
+
+They end at once, but a worker in place of a dead one may still wait for the server's import of
+torch.  Workers of that server would wait for it as well.
+"""
 
 
 def prepare(context: Any) -> None:
