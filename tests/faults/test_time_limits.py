@@ -114,17 +114,17 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
 ):
     """It could not even clean up; one that has nothing to wait for is killed."""
     from xpool import Pool
-    from xpool._engine import start_limit
-    from xpool._engine.worker import WorkerProcess
+    from xpool._engine import start_limit, worker
 
     asked = threading.Semaphore(0)
 
-    def processor(slot):
+    def processor(pid):
         asked.release()
         return 0.0, 0.0, runnable  # as of one that has been put aside since it was asked
 
     monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
-    monkeypatch.setattr(WorkerProcess, "processor", processor)
+    for module in start_limit, worker:
+        monkeypatch.setattr(module, "processor_times", processor)
     pool = make_pool(Pool, 1)
     pid = pool.apply(work.pid)
     result = pool.apply_async(work.leave_slowly, (mailbox.path, gate.path), timeout=LIMIT)
@@ -140,17 +140,18 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
 def test_how_long_a_worker_has_run(make_pool, mailbox, gate):
     """The system says so of a worker's main thread, and whether it is at a processor or in line."""
     from xpool import Pool
+    from xpool._engine.worker import processor_times
 
     pool = make_pool(Pool, 1)
     pool.apply(work.pid)
     (slot,) = pool._engine.workers
-    eventually(lambda: not slot.processor()[2], "it sleeps")
+    eventually(lambda: not processor_times(slot.pid)[2], "it sleeps")
     spinning = pool.apply_async(work.post_and_spin, (mailbox.path,))
     mailbox.lines(1)
-    ran, waited, _ = slot.processor()
-    eventually(lambda: slot.processor()[2], "it runs, or waits for a processor")
-    eventually(lambda: slot.processor()[0] > ran, "it has run for longer")
-    assert slot.processor()[1] >= waited
+    ran, waited, _ = processor_times(slot.pid)
+    eventually(lambda: processor_times(slot.pid)[2], "it runs, or waits for a processor")
+    eventually(lambda: processor_times(slot.pid)[0] > ran, "it has run for longer")
+    assert processor_times(slot.pid)[1] >= waited
     spinning.cancel()
 
 
@@ -432,12 +433,12 @@ def pass_gate_at(gate, bad, x):
 def test_a_worker_that_starts_and_waits_for_a_processor_says_where_it_is(make_pool, monkeypatch):
     """It is not killed before it could, however long the system has it wait."""
     from xpool import Pool, WorkerStartFailed
-    from xpool._engine import start_limit
-    from xpool._engine.worker import WorkerProcess
+    from xpool._engine import start_limit, worker
 
     monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
     monkeypatch.setattr(start_limit, "STOP_GRACE_SECONDS", 0.001)  # no time at all
-    monkeypatch.setattr(WorkerProcess, "processor", lambda slot: (0.0, 0.0, True))  # it is in line
+    for module in start_limit, worker:  # it is in line
+        monkeypatch.setattr(module, "processor_times", lambda pid: (0.0, 0.0, True))
     pool = make_pool(Pool, 1, work.count_up, initializer_timeout=LIMIT)
     with pytest.raises(WorkerStartFailed) as caught:
         pool.apply_async(work.square, (3,)).get(WAIT)

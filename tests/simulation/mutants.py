@@ -24,7 +24,7 @@ from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates
 from xpool._engine.jobs.waiting import Waiting
 from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.replacement import Launch, Replacement
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker import FunctionCache, WorkerProcess
 from xpool._wire.outbox import Outbox
 from xpool._wire.pipes import FrameReader
 from xpool.errors import InternalError
@@ -212,7 +212,7 @@ def _(patch: Patch) -> None:
 @mutant("answers found in the outbox are counted again when they are announced")
 def _(patch: Patch) -> None:
     def announced(original: Any, answers: Answers, worker: WorkerProcess, *message: Any) -> None:
-        worker.announced()
+        worker.early.announced()
         original(answers, worker, *message)
 
     wrap(patch, Answers, "announced", announced)
@@ -313,9 +313,9 @@ def _(patch: Patch) -> None:
 @mutant("a new worker is taken to know the functions of the one before")
 def _(patch: Patch) -> None:
     def reset(original: Any, worker: WorkerProcess) -> None:
-        known = getattr(worker, "known", set())
+        functions = getattr(worker, "functions", FunctionCache())
         original(worker)
-        worker.known = known
+        worker.functions = functions
 
     wrap(patch, WorkerProcess, "_reset", reset)
 

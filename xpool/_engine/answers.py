@@ -107,12 +107,12 @@ class Answers:
             Exception: of any type, if the worker has sent an invalid message.
         """
         # The message counts the answers that `WorkerMonitor._look` took early, too.
-        early = worker.answers_taken_early
+        early = worker.early.count
         boxed = count - early
         if boxed < 0:
             raise ValueError(f"{count} answers where {early} were taken before")
         if early:
-            worker.announced()
+            worker.early.announced()
         self._policy.finished = True
         # Before the scheduler moves on: the ledger names the task at the front.
         held = worker.in_flight.held

@@ -34,19 +34,20 @@ class Dispatcher:
         """Let workers drop a function: its job is done."""
         self._functions.pop(func, None)
         for worker in workers:
-            worker.may_forget(func)
+            worker.functions.drop(func)
 
     def send_batch(self, worker: WorkerProcess, batch: Batch) -> None:
         """Send tasks to a worker, after their function if it does not have that yet."""
         parts: Parts = []
         # Functions to drop first, then the function, then its tasks: all in one write.
-        if worker.forgotten:
-            parts = forget_frame(worker.forgets())
+        dropped = worker.functions.take_dropped()
+        if dropped:
+            parts = forget_frame(dropped)
         func = batch.func
-        if func and func not in worker.known and func in self._functions:
+        if func and func not in worker.functions and func in self._functions:
             # A missing function was forgotten since its job has failed; answers to tasks of the job
             # that are still sent are ignored.
-            worker.learned(func)
+            worker.functions.add(func)
             mode, payload = self._functions[func]
             parts += func_frame(func, mode, payload if worker.mapped else inline(payload))
         items = batch.items if worker.mapped else [inline(item) for item in batch.items]

@@ -81,9 +81,9 @@ class Engine:
         self.workers: list[WorkerProcess] = []
         self._add_workers(workers)
         for one_process in options.processes:
-            for i in one_process:
-                siblings = tuple(self.workers[k] for k in one_process if k != i)
-                self.workers[i].share_process(siblings)
+            together = tuple(self.workers[i] for i in sorted(one_process))
+            for worker in together:
+                worker.share_process(together)
         self.ledger = Ledger(workers, self._reactor.now, describe)
         self._maintenance = ArenaMaintenance(recipe.arena, self._reactor)
         parts = Parts(

@@ -350,11 +350,11 @@ class WorkerMonitor:
         box = worker.box
         # Read these before draining the pipe: the next check takes what this one has seen.
         began, tail = box.began, box.tail
-        seen = worker.looked(began, tail)
+        seen = worker.early.look(began, tail)
         # Messages first: an answer in the pipe may precede those in the outbox.
         self.drain(worker)
         if seen[1] > box.head and not worker.reader.partial:
-            worker.took_early(self.take_early(worker, seen[1]))
+            worker.early.took(self.take_early(worker, seen[1]))
             self._after_answers(worker)
         sits = w in self._give_back_requests and seen == (began, tail)
         surplus = worker.state is WorkerStates.READY and self._sched.surplus(w, began)
@@ -437,11 +437,8 @@ class WorkerMonitor:
 
     def _interrupt(self, worker: WorkerProcess, item: int) -> None:
         """Ask a worker to stop its running task, and to begin nothing more."""
-        # Name the item and recall the rest before sending the signal: its handler compares the
-        # name, and must not hit the next task.  The state table requires the recall first, too.
-        worker.name_item(item)
         self._recall(worker, item + 1)
-        worker.interrupt(self._reactor.now())
+        worker.interrupt(item, self._reactor.now())
         self._overdue.schedule_by(worker, self._reactor.now() + STOP_GRACE_SECONDS)
 
     def _kill_overdue(self, worker: WorkerProcess) -> None:

@@ -1,6 +1,6 @@
 """Starts the processes of workers, handles their ends, and replaces them.
 
-A process has one worker, or several as threads (`WorkerProcess.siblings`).  Siblings end together
+A process has one worker, or several as threads (`WorkerProcess.workers`).  Siblings end together
 and are settled together: first the messages of all are received, since they share an attachment to
 the arena; then the tasks of each are failed, retried or given to others; then one process is
 started for all of them.
@@ -217,7 +217,7 @@ class Replacement:
         if worker.state is WorkerStates.LAUNCHING:  # else it was put away by `launched`
             self._maintenance.free_attachment(launch.attachment)
         for one in worker.workers:
-            one.refused(exc if isinstance(exc, Exception) else None)
+            one.failed(exc if isinstance(exc, Exception) else None)
         if again and not self.ending and not self._left_over(worker):
             self._lost(End(EndKind.REFUSED, None, worker))
         # If the pool has ended meanwhile, no descriptor wakes its thread.
@@ -243,7 +243,7 @@ class Replacement:
     def resize(self) -> None:
         """Dismiss surplus workers."""
         for worker in self._workers:
-            if self._left_over(worker) and worker.may_be_told_to_end:
+            if self._left_over(worker) and worker.state.may_retire:
                 self._monitor.dismiss(worker)
 
     def _left_over(self, worker: WorkerProcess) -> bool:
@@ -253,7 +253,7 @@ class Replacement:
         """Let workers end when they have answered all tasks; no more will be submitted."""
         self.ending = True
         for worker in self._workers:
-            if worker.may_be_told_to_end:
+            if worker.state.may_retire:
                 self._monitor.retire(worker)
 
     def terminate(self, at_once: bool = False) -> None:
@@ -267,7 +267,7 @@ class Replacement:
 
     def _stop(self, worker: WorkerProcess, at_once: bool) -> None:
         assert worker.handle is not None
-        if worker.may_be_told_to_end:
+        if worker.state.may_retire:
             worker.retire()
         # None: the server has not forked it yet.
         if at_once or worker.pid is None:
@@ -287,12 +287,15 @@ class Replacement:
         if worker is not None:
             self._await_end(worker)
 
-    def _look_at_end(self, worker: WorkerProcess) -> None:
-        """Handle an event of the sentinel: a pid, or the end of the process."""
+    def _look_at_end(self, worker: WorkerProcess, silent: bool = False) -> None:
+        """Handle an event of the sentinel: a pid, or the end of the process.
+
+        ``silent``: it counts as ended, which cannot be verified.
+        """
         handle = worker.handle
         if handle is None:
             return
-        ended = [worker, *worker.siblings]
+        ended = list(worker.workers)
         if any(self._direct.postpone_exit(one) for one in ended):
             # Unread, it would wake the engine's thread again and again during the caller's turn.
             self._reactor.remove(handle.sentinel)
@@ -304,7 +307,7 @@ class Replacement:
             self._monitor.distrust(worker, exc)
             return
         exitcode = handle.exitcode
-        if exitcode is None and not self._finished_off(ended):
+        if exitcode is None and not silent and not self._finished_off(ended):
             return
         # Messages first, then the outbox: answers are in the order of the tasks.
         for one in ended:
@@ -359,7 +362,7 @@ class Replacement:
         Kills them first: otherwise their running tasks would run twice.
         """
         worker = min(ended, key=lambda one: one.index)  # represents all of them
-        if worker.silent or all(one.reader.ended for one in ended):
+        if all(one.reader.ended for one in ended):
             return True
         if not self._silences.pending(worker):
             # The sentinel stays readable.
@@ -384,8 +387,7 @@ class Replacement:
             self._look_at_end(worker)
 
     def _fell_silent(self, worker: WorkerProcess) -> None:
-        worker.fell_silent()
-        self._look_at_end(worker)
+        self._look_at_end(worker, silent=True)
 
     def _put_away(self, worker: WorkerProcess) -> None:
         """Release a worker whose tasks are settled."""
@@ -418,7 +420,7 @@ class Replacement:
         ended_by_us = next((one for one in ended if _told_to_end(one)), None)
         for one, (batch, position) in lost.items():
             not_counted = ended_by_us is not None and ended_by_us is not one
-            beside = one.remark or (_beside(one, ended_by_us, ran) if one.siblings else "")
+            beside = one.remark or (_beside(one, ended_by_us, ran) if one.workers[1:] else "")
             self._answers.lost(one, batch, position, exitcode, not_counted, beside, self.ending)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from xpool._engine.answers import own_part
 from xpool._engine.reactor import Alarms, Reactor
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker import WorkerProcess, processor_times
 from xpool.errors import TaskTimeout
 
 STOP_GRACE_SECONDS = 0.1
@@ -24,7 +24,7 @@ def is_starved(worker: WorkerProcess, now: float) -> bool:
     when, ran_then, waited_then = worker.asked
     if now >= when + STARVED_SECONDS:
         return False
-    ran, waited, is_runnable = worker.processor()
+    ran, waited, is_runnable = processor_times(worker.pid)
     # The second condition: the system does not count a wait that goes on.
     return waited - waited_then > STOP_GRACE_SECONDS / 2 or (
         is_runnable and ran - ran_then < STOP_GRACE_SECONDS / 2

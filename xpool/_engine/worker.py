@@ -48,6 +48,70 @@ class Asked(NamedTuple):
     waited: float
 
 
+def processor_times(pid: int | None) -> tuple[float, float, bool]:
+    """Return the seconds that the main thread of a process, which runs its tasks, has run and has
+    waited for a processor, and whether it runs or waits now.  Zeros and False: unknown.
+
+    The system counts a wait when it is over: a present wait is in neither number.
+    """
+    try:
+        # See the kernel's Documentation/scheduler/sched-stats.
+        with open(f"/proc/{pid}/schedstat") as file:
+            ran, waited = (int(word) * 1e-9 for word in file.read().split()[:2])
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (OSError, ValueError, IndexError):
+        return 0.0, 0.0, False
+    return ran, waited, state == "R"
+
+
+class FunctionCache:
+    """The functions that a worker has, by number, and those that its next message lets it drop."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._dropped: list[int] = []
+
+    def __contains__(self, func: int) -> bool:
+        return func in self._known
+
+    def add(self, func: int) -> None:
+        """Record that the worker is sent a function."""
+        self._known.add(func)
+
+    def drop(self, func: int) -> None:
+        """Let the worker drop a function with its next message, if it has it."""
+        if func in self._known:
+            self._known.discard(func)
+            self._dropped.append(func)
+
+    def take_dropped(self) -> list[int]:
+        """Return the functions that the next message lets it drop, once."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+
+class EarlyAnswers:
+    """What was read from an outbox before a message announced it."""
+
+    def __init__(self) -> None:
+        self.count = 0  # answers taken before the message that will announce them
+        self._seen = (0, 0)
+
+    def look(self, began: int, tail: int) -> tuple[int, int]:
+        """Record what a check saw in the page; return what the previous one saw."""
+        seen, self._seen = self._seen, (began, tail)
+        return seen
+
+    def took(self, answers: int) -> None:
+        """Record that answers were taken before their message."""
+        self.count += answers
+
+    def announced(self) -> None:
+        """Record that the message of the answers has come."""
+        self.count = 0
+
+
 class WorkerProcess:
     """The worker in one place of a pool, through all its processes, one after the other.
 
@@ -69,7 +133,8 @@ class WorkerProcess:
         self.recipe = recipe
         self.state = WorkerStates.ABSENT
         self.generation = 0  # processes started here so far
-        self.siblings: tuple[WorkerProcess, ...] = ()  # other threads of the same process
+        # All workers of its process, which are threads there, by index.
+        self.workers: tuple[WorkerProcess, ...] = (self,)
         self.timers: dict[Any, Timer] = {}  # by their `Alarms`
         self.attachment: int | None = None  # its place in the arena
         self._channel: Channel | None = None
@@ -82,18 +147,11 @@ class WorkerProcess:
         # The error of an invalid message; all later data of this process are ignored.
         self.protocol_error: Exception | None = None
         self.remark = ""  # for the error of its task: too much memory, or overwritten memory
-        # Functions that this process has; functions that the next message tells it to drop; and
-        # whether it can use blocks of the arena.
-        self.known: set[int] = set()
-        self.forgotten: list[int] = []
-        self.mapped = True
-        # What the last check saw in its outbox; how many answers were taken before the message that
-        # will announce them.
-        self.seen = (0, 0)
-        self.answers_taken_early = 0
+        self.mapped = True  # it can use blocks of the arena
+        self.functions = FunctionCache()
+        self.early = EarlyAnswers()
         self.interrupted: int | None = None  # the item that it was asked to stop
         self.asked = Asked(0.0, 0.0, 0.0)
-        self.silent = False  # it counts as ended, which cannot be verified
         self.deadlines = Deadlines()
 
     def _transition(self, event: WorkerEvent) -> None:
@@ -107,21 +165,11 @@ class WorkerProcess:
         """The worker's process id, None while there is none."""
         return self.handle.pid if self.handle is not None else None
 
-    @property
-    def workers(self) -> tuple["WorkerProcess", ...]:
-        """All workers of its process, itself included, by index."""
-        return tuple(sorted((self, *self.siblings), key=lambda one: one.index))
-
-    @property
-    def may_be_told_to_end(self) -> bool:
-        """Whether it has a process that was not yet told to end."""
-        return self.state is WorkerStates.STARTING or self.state.serves
-
     # -- its process starts --------------------------------------------------------------------
 
-    def share_process(self, siblings: tuple["WorkerProcess", ...]) -> None:
-        """Note which workers are threads of the same process."""
-        self.siblings = siblings
+    def share_process(self, workers: tuple["WorkerProcess", ...]) -> None:
+        """Note which workers are threads of the same process, itself included, by index."""
+        self.workers = workers
 
     def launching(self) -> None:
         """Record that the start of a process was decided."""
@@ -164,14 +212,10 @@ class WorkerProcess:
         self.writer, self.reader, self.box = channel.writer, channel.reader, channel.box
         self.poller, self.control = channel.poller, channel.control
 
-    def refused(self, reason: Exception | None) -> None:
-        """Record that no process could be started; None: none is needed any more."""
+    def failed(self, reason: Refusal | Exception | None) -> None:
+        """Record why it cannot start; None: its process is not needed any more."""
         if self.state is WorkerStates.LAUNCHING:
             self._transition(WorkerEvent.REFUSED)
-        self.reason = reason
-
-    def failed(self, reason: Refusal | Exception) -> None:
-        """Record why it cannot start."""
         self.reason = reason
 
     def ready(self, mapped: bool) -> None:
@@ -180,34 +224,6 @@ class WorkerProcess:
         self._transition(WorkerEvent.HELLO)
 
     # -- it works ------------------------------------------------------------------------------
-
-    def learned(self, func: int) -> None:
-        """Record that it is sent a function."""
-        self.known.add(func)
-
-    def may_forget(self, func: int) -> None:
-        """Have it drop a function with its next message, if it has it."""
-        if func in self.known:
-            self.known.discard(func)
-            self.forgotten.append(func)
-
-    def forgets(self) -> list[int]:
-        """Return the functions that the next message tells it to drop."""
-        forgotten, self.forgotten = self.forgotten, []
-        return forgotten
-
-    def looked(self, began: int, tail: int) -> tuple[int, int]:
-        """Record what a check saw in its page; return what the previous one saw."""
-        seen, self.seen = self.seen, (began, tail)
-        return seen
-
-    def took_early(self, answers: int) -> None:
-        """Record that answers were taken from its outbox before their message."""
-        self.answers_taken_early += answers
-
-    def announced(self) -> None:
-        """Record that the message of the answers taken early has come."""
-        self.answers_taken_early = 0
 
     def begun(self, answered: int) -> int:
         """Return how many items the worker has begun, ever; it has answered ``answered``.
@@ -231,23 +247,21 @@ class WorkerProcess:
         self.box.limit = NO_LIMIT
         self._transition(WorkerEvent.EMPTIED)
 
-    def interrupt(self, now: float) -> None:
-        """Ask it to stop the item that was named; it was recalled before."""
+    def interrupt(self, item: int, now: float) -> None:
+        """Ask it to stop an item; it was recalled before."""
         assert self.handle is not None
         self._transition(WorkerEvent.INTERRUPT)
-        self.asked = Asked(now, *self.processor()[:2])
-        self.handle.signal(STOP_SIGNAL)
-
-    def name_item(self, item: int) -> None:
-        """Name the item that it will be asked to stop."""
         self.interrupted = item
+        # The handler of the signal compares this, and must not hit the next task.
         self.box.ask(item + 1)
+        self.asked = Asked(now, *processor_times(self.pid)[:2])
+        self.handle.signal(STOP_SIGNAL)
 
     def ask_for_stack(self, now: float) -> None:
         """Ask it for its stack, while it starts."""
         assert self.handle is not None
         self.box.ask(NO_LIMIT)  # no item
-        self.asked = Asked(now, *self.processor()[:2])
+        self.asked = Asked(now, *processor_times(self.pid)[:2])
         self.handle.signal(STOP_SIGNAL)
 
     def broken_off(self) -> str:
@@ -282,10 +296,6 @@ class WorkerProcess:
         """Record that it has left impossible values in shared memory."""
         self.remark = f"It had written over memory that it shares with its parent ({what})."
 
-    def fell_silent(self) -> None:
-        """Count it as ended: it was killed and is silent, and its end cannot be verified."""
-        self.silent = True
-
     def kill(self) -> None:
         """Kill the process at once, also one that is stopped by SIGSTOP."""
         if self.handle is not None:
@@ -305,7 +315,7 @@ class WorkerProcess:
         self.handle = self._channel = self.control = self.attachment = None
         channel.close()
         # The last sibling closes the handle of the process.
-        if all(mate.handle is None for mate in self.siblings):
+        if all(one.handle is None for one in self.workers):
             disown(handle.sentinel)
             handle.close()
 
@@ -317,21 +327,3 @@ class WorkerProcess:
         """Cancel its timers; ``serving``: only those of a worker that is not told to end."""
         for alarms in [one for one in self.timers if one.serving or not serving]:
             alarms.cancel(self)
-
-    # -- its process in the system -------------------------------------------------------------
-
-    def processor(self) -> tuple[float, float, bool]:
-        """Return the seconds that its main thread, which runs the tasks, has run and has waited for
-        a processor, and whether it runs or waits now.  Zeros and False: unknown.
-
-        The system counts a wait when it is over: a present wait is in neither number.
-        """
-        try:
-            # See the kernel's Documentation/scheduler/sched-stats.
-            with open(f"/proc/{self.pid}/schedstat") as file:
-                ran, waited = (int(word) * 1e-9 for word in file.read().split()[:2])
-            with open(f"/proc/{self.pid}/stat") as file:
-                state = file.read().rpartition(")")[2].split()[0]
-        except (OSError, ValueError, IndexError):
-            return 0.0, 0.0, False
-        return ran, waited, state == "R"

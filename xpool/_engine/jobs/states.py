@@ -59,6 +59,11 @@ class WorkerStates(enum.Enum):
         """Whether a worker in this state has become ready and was not told to end."""
         return self in _SERVES
 
+    @property
+    def may_retire(self) -> bool:
+        """Whether a worker in this state has a process that was not yet told to end."""
+        return WorkerEvent.RETIRE in WORKER[self]
+
 
 class WorkerEvent(enum.Enum):
     """What can happen to a worker."""
