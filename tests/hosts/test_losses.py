@@ -294,6 +294,25 @@ def test_an_agent_that_dies_is_replaced(stage, tmp_path):
                 call.get(WAIT)
 
 
+def test_an_end_that_is_reported_twice(stage, monkeypatch):
+    """While an agent is being replaced, another failed call of it does not report that it is gone:
+    the pool would see no host left."""
+    node = ray_fleet.Node("an id", "a name", 1, 1)
+    fleet = ray_fleet.RayFleet(None, [node], None)
+    fleet._nodes[0] = node
+    events = []
+    fleet._tell = events.append
+
+    def add(_):
+        fleet._dead(0, "a second call has failed")
+        fleet._tell("coming")
+
+    monkeypatch.setattr(fleet, "_add", add)
+    monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "an id", "Alive": True}])
+    fleet._replace(0)
+    assert events == ["coming"] and fleet._ends.get_nowait()[0] == 0
+
+
 def where(_):
     """Return this worker's host."""
     return xpool.current_worker().host

@@ -232,9 +232,10 @@ class RayFleet:
         node = self._nodes[number]
         if not ray.is_initialized() or number in self._over or self._agents[node.id] > REPLACED:
             return
-        self._over.add(number)
         if any(one["NodeID"] == node.id and one["Alive"] for one in ray.nodes()):
             self._add(node)
+        # After `Coming`: another failed call of this agent must not report its end before that.
+        self._over.add(number)
 
     def _dead(self, number: int, reason: str) -> None:
         """Report the end of an agent after its replacement was placed.
