@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
     if name not in _homes:
         raise AttributeError(f"module 'xpool.data' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"xpool.data.{_homes[name]}"), name)
-    # The next look finds it there, and does not come here.
+    # Python calls this function only for names that the module lacks.
     globals()[name] = value
     return value
 

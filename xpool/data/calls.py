@@ -30,14 +30,14 @@ _received: WorkerCopy | None = None
 
 
 class AtStart:
-    """What a worker gets as it starts, by inheritance or pickled by `multiprocessing`."""
+    """The argument of a starting worker: inherited, or pickled by `multiprocessing`."""
 
     def __init__(self, made: WorkerCopy) -> None:
         self.made = made
 
     def __reduce__(self) -> Any:
         if multiprocessing.context.get_spawning_popen() is None:
-            # The pool then leaves it to the start method.
+            # The pool then passes it on by the start method.
             raise RuntimeError("this dataset goes to a worker by inheritance")
         return AtStart, (self.made,)
 
@@ -58,7 +58,7 @@ def begin() -> None:
 
 
 def receive(start: AtStart) -> None:
-    """Begin, and keep what came with the start, for `with_copy`."""
+    """Call `begin`, and keep the copy that came with the start, for `with_copy`."""
     global _received
     begin()
     _received = start.made
@@ -75,7 +75,7 @@ def in_thread(func: Callable[..., Any], copies: list[WorkerCopy], *args: Any) ->
 
 
 def after(before: Any, func: Callable[..., Any], *args: Any) -> Any:
-    """Call ``func(*args)`` when the result ``before`` is there; None: at once."""
+    """Call ``func(*args)`` when the result ``before`` is ready; None: at once."""
     if before is not None:
         before.wait()
     return func(*args)
@@ -87,5 +87,5 @@ def call(func: Callable[..., Any], *args: Any) -> Any:
 
 
 def without_context(context: Any, func: Callable[..., Any], *args: Any) -> Any:
-    """Call ``func(*args)``: the contexts of a pool that was given are for its other tasks."""
+    """Call ``func(*args)`` without the context, which a given pool passes to each task."""
     return func(*args)

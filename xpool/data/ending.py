@@ -17,15 +17,15 @@ CLEANER = "xpool-DataLoader-cleaner"
 
 
 def end_later(pool: BasePool | None) -> Callable[[Iterable[Any]], None]:
-    """Return what cancels results and ends a pool, in a thread that waits for it to be called.
+    """Return a function that has a waiting thread cancel results and end a pool.
 
-    The garbage collector may call it, in any thread and with any locks held: to put into such a
-    queue is one operation that waits for nothing.
+    The garbage collector may call the function, in any thread and with any locks held.  It only
+    puts the results into a `SimpleQueue`, which never waits.
     """
     orders: queue.SimpleQueue[Iterable[Any]] = queue.SimpleQueue()
 
     def clean() -> None:
-        # Waits here while the epoch, or the loader, lives.
+        # Waits as long as the epoch, or the loader, lives.
         for result in orders.get():
             result.cancel()
         if pool is not None:
@@ -43,7 +43,7 @@ def end_later(pool: BasePool | None) -> Callable[[Iterable[Any]], None]:
 
 
 def wait_for_ends(seconds: float) -> None:
-    """Wait until the pools that are being ended have no threads, at most ``seconds``."""
+    """Wait until all pools that `end_later` is ending have ended, at most ``seconds``."""
     until = time.monotonic() + seconds
     for thread in threading.enumerate():
         if getattr(thread, "is_ending", False):

@@ -1,4 +1,4 @@
-"""One walk through a dataset: what is asked of the workers, and in which order it is taken."""
+"""One pass over a dataset: requests batches from the workers and returns them in order."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ __all__ = ["Before", "Epoch"]
 
 
 class Before(NamedTuple):
-    """What an epoch begins with that is not resumed."""
+    """What a new epoch, one that is not resumed, begins with."""
 
     generators: dict[str, Any] | None  # their states; None: as they are
     seed: int | None  # drawn for an earlier epoch of the same workers
-    turn: int  # epochs that had their seed from it
-    bases: list[Base] | None  # states that the last epoch left in the workers
+    turn: int  # number of epochs whose seeds come from it
+    bases: list[Base] | None  # states of the workers at the end of the last epoch
 
 
 class Pending(NamedTuple):
-    """A batch that was asked for."""
+    """A batch that was requested and is not returned yet."""
 
     result: Any
     request: Request | None  # None: the dataset has no indices
@@ -53,12 +53,12 @@ class Epoch(Iterator[Any]):
     """The iterator of a `DataLoader`.
 
     Args:
-        loader: whose epoch this is.
-        workers: who makes the batches.
-        is_only: the workers serve this epoch only, and end with it.
+        loader: the loader that begins this epoch.
+        workers: make the batches.
+        is_only: whether the workers serve this epoch only, and end with it.
         number: of this epoch, among those of this loader.
-        before: generators and bases of the state before this epoch, and the draw of its seed.
-        resume: where an earlier epoch was, which this one goes on with.
+        before: what a new epoch begins with.
+        resume: the progress of an earlier epoch, from which this one goes on; None: a new epoch.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Epoch(Iterator[Any]):
         before: Before, resume: Progress | None,
     ) -> None:  # fmt: skip
         self._loader, self._workers = loader, workers
-        # Before all that may fail: `__del__` calls it then.
+        # First, since `__del__` calls it if anything below fails.
         self._clean = workers.end if is_only else end_later(None)
         self._pending: deque[Pending] = deque()
         self._pins, self._pin_thread = loader.pin_memory and can_pin(), None
@@ -80,10 +80,10 @@ class Epoch(Iterator[Any]):
             loader._index_sampler, loader.snapshot_every_n_steps
         )  # fmt: skip
         count = max(1, loader.num_workers) if self._has_parts else 0
-        self._known: dict[int, Request] = {}  # taken, with a gap before them
+        self._known: dict[int, Request] = {}  # batches taken while an earlier one was not
         generators = Generators(loader)
         if isinstance(workers, Inline) and self._has_parts:
-            # It may set the program's generators, from which is drawn then.
+            # Loading may set the generators of the program, from which the epoch then draws.
             for base in before.bases or () if resume is None else resume.bases:
                 workers.made.load(
                     {} if base.state is None else pickle.loads(base.state), base.is_end
@@ -96,7 +96,7 @@ class Epoch(Iterator[Any]):
                 self.progress = resume
             self._draw(before, resume is not None)
             self._ahead = _untaken(self._sampling, self.progress.beyond, self._known)
-            # The first is drawn here, while the generators are as they have to be.
+            # Draw the first request here, while the generators are in the right state.
             first = list(itertools.islice(self._ahead, 1))
             self._ahead = itertools.chain(first, self._ahead)
         progress = self.progress
@@ -108,14 +108,14 @@ class Epoch(Iterator[Any]):
         self._cycle = progress.next_part
         self._begin_parts(resume is not None)
         self._ended = 0 < count == len(progress.ended)
-        # As many batches ahead as torch's loader is.
+        # Request as many batches ahead as torch's loader.
         for _ in range(self._ahead_at_most()):
             self._submit()
 
     # -- how it begins -----------------------------------------------------------------------------
 
     def _draw(self, before: Before, resumed: bool) -> None:
-        """Draw the seeds and begin the sampler: in torch's order, and as often as torch."""
+        """Draw the seeds and begin the sampler, in the same order and as often as torch."""
         loader, progress = self._loader, self.progress
         is_new = not (loader.persistent_workers and before.turn)
         seed, shared = before.seed, None
@@ -127,7 +127,7 @@ class Epoch(Iterator[Any]):
             seed = int(drawn.item())
         if loader.num_workers:
             again = self._draw_shared_seed()
-            # Torch's new workers have begun with the first.
+            # New workers of torch begin with the first of the two.
             shared = shared if is_new else again
         if not resumed:
             assert seed is not None
@@ -151,7 +151,7 @@ class Epoch(Iterator[Any]):
         return int(dataloader._share_dist_seed(self._loader.generator, group))
 
     def _begin_parts(self, resumed: bool) -> None:
-        """Have each worker go to its part, and learn the states there; errors are raised here."""
+        """Move each worker to its part of the dataset, and get its state; raises its errors."""
         progress = self.progress
         if isinstance(self._workers, Inline) and self._has_parts:
             self._workers.made.begin(self._spec, 0, progress.bases[0])
@@ -194,7 +194,7 @@ class Epoch(Iterator[Any]):
         self._append(Pending(result, request, None, 0))
 
     def _begin_next(self) -> None:
-        """Have workers begin a batch of the next epoch: all of this one are made, or being made."""
+        """Request a batch of the next epoch; all batches of this one have been requested."""
         loader, progress = self._loader, self.progress
         if not loader._previews or self._is_only:
             return
@@ -214,7 +214,7 @@ class Epoch(Iterator[Any]):
         interval = self._loader.snapshot_every_n_steps
         wants_state = bool(interval) and (place + 1) % interval == 0
         if request is not None:
-            # A dataset with indices and no state needs nothing of what was before.
+            # A dataset with indices and without state does not depend on earlier batches.
             wants_state = self._asks_state
             since = self._since[part]
             since.append((request.number, request.indices))
@@ -222,7 +222,7 @@ class Epoch(Iterator[Any]):
             if not self._asks_state:
                 base = Base(place, base.state, base.is_end)
         if isinstance(self._workers, Inline):
-            # It is where it is: its state is asked for when it is wanted.
+            # The dataset is in this process: its state is read when it is needed.
             wants_state, requests = False, requests and requests[-1:]
             base = Base(place if requests else 0)
         name = f"batch {place} of worker {part}" if request is None else label(request)
@@ -238,7 +238,7 @@ class Epoch(Iterator[Any]):
         self._pending.append(item)
 
     def _next_part(self) -> int | None:
-        """Return whose turn it is; out of order, who has the room; None: all have ended."""
+        """Return the part for the next request; None: all have ended, or have enough requests."""
         progress, count = self.progress, len(self.progress.parts)
         at_most = 0
         if not self._loader.in_order and len(progress.ended) < count:
@@ -265,13 +265,13 @@ class Epoch(Iterator[Any]):
             ahead = sum(item.result.ready() for item in self._pending)
         while True:
             if is_inline and not self._ended:
-                self._submit()  # it is made when it is taken
+                self._submit()  # `get` makes it
             if not self._pending:
                 break
             place = self._ready_place()
             item = self._pending[place]
             del self._pending[place]
-            # Before this one is opened, so that a worker has something to do meanwhile.
+            # Request another before opening this one, so that no worker is idle meanwhile.
             if not is_inline:
                 self._submit()
             try:
@@ -298,7 +298,7 @@ class Epoch(Iterator[Any]):
             )
 
     def _ready_place(self) -> int:
-        """Wait for the next batch, or out of order for any; return its place among the pending."""
+        """Wait for the next batch (if out of order: any batch); return its place in `_pending`."""
         timeout = self._loader.timeout or None
         if self._loader.in_order or self._loader.num_workers == 0:
             self._pending[0].result.wait(timeout)
@@ -327,7 +327,7 @@ class Epoch(Iterator[Any]):
         if part is not None:
             state = None if answer is None else answer.state
             if answer is not None and answer.ended:
-                if part not in progress.ended:  # the first such answer has the state
+                if part not in progress.ended:  # only the first such answer has the state
                     progress.ended.add(part)
                     progress.bases[part] = Base(item.place, state, is_end=True)
                 self._ended = len(progress.ended) == len(progress.parts)
@@ -389,7 +389,7 @@ class Epoch(Iterator[Any]):
             self._pin_thread.end()
 
     def __del__(self) -> None:
-        # Dropped before its end: the batches that are being made are cancelled.
+        # Dropped before its end: cancel the batches that workers are making.
         if hasattr(self, "_pin_thread"):
             self._end()
 
@@ -397,8 +397,8 @@ class Epoch(Iterator[Any]):
 def _untaken(
     sampling: Sampling | None, beyond: set[int], known: dict[int, Request]
 ) -> Iterator[Request]:
-    """The sampler's requests, but those that were taken in an earlier epoch: they are noted."""
-    # No method: the epoch, which ends when it is dropped, would hold itself.
+    """Yield the requests of batches that were not taken before; note the others in ``known``."""
+    # Not a method: the iterator would keep the epoch alive, which ends when it is dropped.
     for request in sampling or ():
         if request.number in beyond and request.number not in known:
             known[request.number] = request
@@ -407,6 +407,6 @@ def _untaken(
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
-    """Return the seed of an epoch of workers that stay, for which one seed was drawn."""
-    # Spread over all bits: torch's generator takes 32 of them.
+    """Return the seed of the epoch ``turn`` of persistent workers, which draw one seed in all."""
+    # Spread over all bits, since torch's generator uses only 32 of them.
     return seed if turn == 1 else random.Random(f"{seed} {turn}").getrandbits(63)

@@ -1,4 +1,4 @@
-"""Random generators from which an epoch draws: their states, and drawing as in an earlier state."""
+"""The random generators from which an epoch draws: reads, sets and seeds them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["Generators", "seed_all", "states_of_all"]
 
-_DEPTH = 8  # samplers inside one another that are searched for generators of their own
+_DEPTH = 8  # how many nested samplers are searched for generators of their own
 
 
 class Generators:
@@ -37,7 +37,7 @@ class Generators:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Have the generators afterwards as before the block."""
+        """Restore the generators after the block."""
         states = self.states()
         try:
             yield
@@ -46,11 +46,11 @@ class Generators:
 
     @contextmanager
     def as_in(self, states: dict[str, Any] | None) -> Iterator[None]:
-        """Draw in the block as in ``states``; None: as the generators are.
+        """Set the generators to ``states`` for the block; None: leave them as they are.
 
-        Afterwards the generators of the loader and its samplers go on from there: later epochs draw
-        from them.  The program's own are as before, unless they were in that very state: then the
-        program goes on where it was left, and they have drawn what they drew then.
+        After the block, the generators of the loader and its samplers keep their new states, since
+        later epochs draw from them.  Those of the program are restored, unless they were in
+        ``states`` before: a resumed program then goes on with the same numbers as the first one.
         """
         if states is None:
             yield
@@ -80,7 +80,7 @@ def decoded(texts: dict[str, Any]) -> dict[str, Any]:
 
 
 def seed_all(seed: int, numpy_seed: Any = None, but: Iterable[str] = ()) -> None:
-    """Seed the global generators, but those with these names."""
+    """Seed the global generators, except those named in ``but``."""
     if "random" not in but:
         random.seed(seed)
     if "torch" not in but:
@@ -92,7 +92,7 @@ def seed_all(seed: int, numpy_seed: Any = None, but: Iterable[str] = ()) -> None
 
 
 def _seed_torch(seed: int) -> None:
-    # For a device that was not started, `torch.manual_seed` notes the seed, which takes 0.1 ms.
+    # `torch.manual_seed` takes 0.1 ms to record the seed for devices that are not started.
     torch.default_generator.manual_seed(seed)
     devices = (getattr(torch, kind, None) for kind in ("cuda", "xpu", "mtia"))
     if any(device is not None and device.is_initialized() for device in devices):
@@ -110,7 +110,7 @@ def states_of_all() -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any]) -> list[str]:
-    """Return which global generators are not as in these states."""
+    """Return the names of the global generators whose states differ from these."""
     now = states_of_all()
     return [name for name, state in before.items() if not _equal(state, now[name])]
 

@@ -118,7 +118,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         self.in_order = in_order
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self._iterable = isinstance(dataset, torch.utils.data.IterableDataset)
-        # By its name xpool's own server is meant, not the one of `multiprocessing`.
+        # The name "forkserver" means xpool's own server, not that of `multiprocessing`.
         self._context = multiprocessing_context
         self._given_pool = pool
         self._is_threaded = isinstance(pool, ThreadPool) or workers == "thread"
@@ -126,7 +126,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         if pool is not None:
             check_pool(pool, self._has_parts)
         elif self.num_workers and not self._is_threaded:
-            # What `worker_init_fn` seeds is drawn from in the same order each time.
+            # Batches get fixed workers, so that each draws from what `worker_init_fn` has seeded.
             self._has_parts = self._has_parts or worker_init_fn is not None
             prepare(multiprocessing_context)
         self._previews = (
@@ -134,20 +134,20 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         )
         self._preview: Preview | None = None
         self._kept: Processes | Threads | None = None
-        # Of the epoch that runs, or ran last.  Not the epoch itself: it ends when it is dropped.
+        # Of the current or last epoch.  Not the epoch itself, which must end when it is dropped.
         self._progress: Progress | None = None
         self._times: Times | None = None
         self._loaded: dict[str, Any] | None = None
         self._number = 0  # of the last epoch
         self._seed: int | None = None
-        self._turn = 0  # epochs that had their seed from it
+        self._turn = 0  # number of epochs whose seeds come from it
 
     def __iter__(self) -> Any:
         if self.pin_memory:
             warn_of_pinning(self.pin_memory_device)
         loaded, self._loaded = self._loaded, None
         resume = None
-        # Without workers the dataset itself has gone on.
+        # Without workers, the dataset itself has the state.
         left = self._left() if self.num_workers else None
         before = Before(None, self._seed, self._turn, left)
         if loaded is not None:
@@ -183,7 +183,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         """Return where the last epoch is, or what the next one begins with, as plain values.
 
         It can be written as JSON where the states of the dataset and the sampler can.  Call it
-        between two batches: it tells of those that were taken.
+        between two batches: it counts those that were returned.
         """
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
@@ -210,10 +210,10 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         """
         check_state(self, state)
         self._loaded = copy.deepcopy(dict(state))
-        self._kept = self._preview = None  # their datasets are somewhere else
+        self._kept = self._preview = None  # their datasets are at another place
 
     def _of(self, state: dict[str, Any]) -> tuple[Progress | None, Before]:
-        """Return what a loaded state says of the next epoch."""
+        """Return the progress of a loaded state, None if between epochs, and what comes before."""
         if state["epoch"] is not None:
             progress = Progress.of(state)
             return progress, Before(None, progress.seed, progress.turn - 1, None)
@@ -228,15 +228,15 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         return None, Before(decoded(state["generators"]), after["seed"], after["turn"], bases)
 
     def _left(self) -> list[Base] | None:
-        """Return the states that the last epoch left where the next one goes on with them."""
+        """Return the states from which the next epoch goes on; None: it begins anew."""
         if self._progress is None or not self._has_parts:
             return None
         if self._kept is None and self.num_workers:
-            return None  # new workers have the dataset as it is here
+            return None  # new workers get the dataset as it is in the program
         return self._progress.left() if self._progress.is_over else None
 
     def _own_sampler(self) -> Any:
-        """Return the sampler that has a state: below torch's own batches."""
+        """Return the sampler that may have a state: the one inside torch's `BatchSampler`."""
         sampler = self._index_sampler
         inner = type(sampler) is torch.utils.data.BatchSampler
         return sampler.sampler if inner else sampler

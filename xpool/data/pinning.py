@@ -18,7 +18,7 @@ __all__ = ["PinThread", "can_pin", "pinned", "warn_of_pinning"]
 
 
 def can_pin() -> bool:
-    """Whether there is a device for which memory can be pinned."""
+    """Whether this machine has a device for which memory can be pinned."""
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None:
         return bool(torch.cuda.is_available())
@@ -31,7 +31,7 @@ def pinned(batch: Any) -> Any:
 
 
 def warn_of_pinning(device: str) -> None:
-    """Say what of ``pin_memory=True`` has no effect here."""
+    """Warn if ``pin_memory=True`` or the device has no effect."""
     if device:
         warnings.warn(
             "pin_memory_device is deprecated, the current accelerator will be used as the device,"

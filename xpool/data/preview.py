@@ -25,11 +25,11 @@ _DRAW_ONLY = {
     DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler,
     WeightedRandomSampler,
 }  # fmt: skip
-"""The samplers that change nothing but generators when they are iterated over."""
+"""Samplers whose iteration changes only generators."""
 
 
 def can_preview(sampler: Any) -> bool:
-    """Whether a sampler can be asked what it will say, without changing what it says."""
+    """Whether iterating over a sampler leaves later iterations unchanged."""
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
     return type(sampler) in _DRAW_ONLY
@@ -38,11 +38,11 @@ def can_preview(sampler: Any) -> bool:
 class Preview:
     """Batches of the next epoch, made before the program has begun it.
 
-    The sampler is asked, and the generators are set back.  When the epoch begins, it asks the
-    sampler again, in its turn: the batches are used as long as the indices and the seed are these.
+    Draws from the sampler, and sets the generators back.  When the epoch begins, it draws again; it
+    uses these batches as long as its indices and its seed are the same.
 
     Args:
-        loader, workers: whose batches, and who makes them.
+        loader, workers: the loader, and its workers, which make the batches.
         spec: of the next epoch.
         at_most: how many batches are made.
     """
@@ -56,7 +56,7 @@ class Preview:
         self._begun: deque[tuple[Request, Any]] = deque()
 
     def begin_one(self) -> None:
-        """Have a worker begin one more batch, if there is one."""
+        """Request one more batch, if one is left."""
         if self._requests:
             request = self._requests.popleft()
             result = self._workers.make(
@@ -65,7 +65,7 @@ class Preview:
             self._begun.append((request, result))
 
     def take(self, spec: EpochSpec, request: Request) -> Any:
-        """Return the result that this epoch asks for next; None: it was not begun."""
+        """Return the early result for this request; None: there is none; the rest is dropped."""
         if self._begun and spec == self._spec:
             known, result = self._begun[0]
             if (known.number, known.indices) == (request.number, request.indices):
@@ -75,7 +75,7 @@ class Preview:
         return None
 
     def drop(self) -> None:
-        """Cancel what is of no use."""
+        """Cancel the batches that were requested."""
         self._requests.clear()
         while self._begun:
             self._begun.popleft()[1].cancel()

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 __all__ = ["LoaderReport", "Times"]
 
 HARDLY = 0.05
-"""The part of the time that a program may wait for batches until that is worth an advice."""
+"""The share of an epoch that a program may wait for batches before the report gives advice."""
 
 BUSY = 0.7
-"""The part of their time that workers work when more of them are what helps."""
+"""The share of their time that workers are busy from which the report advises more workers."""
 
 SMALL = 0.001
-"""Seconds to make a batch in, below which a larger one costs hardly more."""
+"""Seconds: if a batch takes less time to make, the report advises larger batches."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class LoaderReport:
     """Where the time of the last epoch went, up to the last batch that was taken.
 
     Attributes:
-        batches: how many were taken.
-        workers: how many there are; 0: the program makes the batches itself.
+        batches: number of batches that were taken.
+        workers: number of workers; 0: the program makes the batches itself.
         seconds: from the beginning of the iteration to the last batch.
         waited: seconds in which the program waited for batches.
         made: seconds in which workers made these batches, of all workers together.
         collated: seconds of ``made`` in ``collate_fn``.
-        ahead: how many batches were ready, on average, when one was asked for.
+        ahead: number of batches that were ready, on average, when the program asked for one.
         advice: what to change, in a sentence.
     """
 

@@ -1,4 +1,4 @@
-"""What an epoch takes from its sampler: numbered requests, and the sampler's state beside them."""
+"""`Sampling`: draws numbered requests from the sampler of an epoch, with the sampler's states."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Request", "Sampling", "label"]
 
 
 class Request(NamedTuple):
-    """What the sampler said for one batch."""
+    """The indices of one batch, as drawn from the sampler."""
 
     number: int
     indices: Any
-    digest: int  # of all indices up to these
-    state: bytes | None  # of the sampler after it, pickled; None: there is none, or it is not due
+    digest: int  # of all indices up to this batch
+    state: bytes | None  # pickled, of the sampler after it; None: it has none, or it is not due
 
 
 class Sampling(Iterator[Request]):
@@ -38,7 +38,7 @@ class Sampling(Iterator[Request]):
     def __init__(self, sampler: Any, interval: int) -> None:
         self._sampler, self._interval = sampler, interval
         self._inner, self._size, self._drop_last = sampler, 0, False
-        # Torch's own, which has no state: the states of what it batches count.
+        # Torch's own has no state, but the sampler inside may have one.
         if type(sampler) is BatchSampler:
             self._inner = sampler.sampler
             self._size, self._drop_last = sampler.batch_size, sampler.drop_last
@@ -46,7 +46,7 @@ class Sampling(Iterator[Request]):
         self._digest = 0
 
     def begin(self) -> None:
-        """Call ``__iter__`` of a sampler of one's own; below torch's batches, that comes later."""
+        """Call ``__iter__`` of the sampler; inside torch's `BatchSampler`, with the first batch."""
         self._indices: Any = None
         if self._inner is self._sampler:
             self._indices = self._requests = iter(self._inner)
@@ -54,7 +54,7 @@ class Sampling(Iterator[Request]):
             self._requests = self._batches()
 
     def go_on(self, taken: int, digest: int, drawn: int, state: bytes | None) -> None:
-        """Begin behind ``taken`` batches; a sampler with a state, from ``drawn`` ones on.
+        """Begin after ``taken`` batches; a sampler with a state is loaded as after ``drawn``.
 
         Raises:
             OptionError: it gives other indices than when the state was taken.
@@ -84,7 +84,7 @@ class Sampling(Iterator[Request]):
             )
 
     def states(self) -> bytes | None:
-        """Return the sampler's and its iterator's state, pickled; None: they have none."""
+        """Return the pickled states of the sampler and its iterator; None: they have none."""
         state = {}
         if is_stateful(self._inner):
             state["sampler"] = self._inner.state_dict()
@@ -112,7 +112,7 @@ class Sampling(Iterator[Request]):
 
 
 def label(request: Request) -> str:
-    """Return how messages call a batch."""
+    """Return the name of a batch in messages."""
     return f"batch {request.number} (indices {reprlib.repr(request.indices)})"
 
 
@@ -121,5 +121,5 @@ def _digest(indices: Any, before: int) -> int:
     try:
         # The second version does not depend on how many references there are.
         return zlib.crc32(marshal.dumps(indices, 2), before)
-    except ValueError:  # no plain numbers and texts: only counted
+    except ValueError:  # marshal takes only plain values; others are counted
         return zlib.crc32(b"?", before)

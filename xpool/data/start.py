@@ -32,7 +32,7 @@ _NEEDED = (
     "multiprocessing.popen_fork", "xpool._pools.assembly", "xpool._worker.launch_shared",
     "xpool._worker.loop", "xpool.data.calls",
 )  # fmt: skip
-"""What a pool and its forked workers import, beside what the program has by then."""
+"""Modules that a pool and its forked workers need."""
 
 ENDING_SECONDS = 30.0
 """How long a new epoch waits for the end of the last one's workers, to fork from one thread.
@@ -50,7 +50,7 @@ def prepare(context: Any) -> None:
     """
     if context == "forkserver" or (context is None and not _will_fork()):
         preload()
-    # Without a collection of garbage, which takes 150 ms where torch has many objects.
+    # A garbage collection would take 150 ms with the objects of torch.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -91,15 +91,16 @@ def _may_fork() -> bool:
         return False
     if multiprocessing.current_process().daemon or running_runtime() is not None:
         return False
-    # Threads of C code that run Python have frames, too.  The cleaners wait without a lock.
+    # Threads of C code that run Python have frames, too.  Cleaners wait and hold no lock.
     cleaners = {thread.ident for thread in threading.enumerate() if thread.name == CLEANER}
     return sys._current_frames().keys() - cleaners == {threading.get_ident()}
 
 
 class _ForkedFirst:
-    """Starts a pool's first workers as forks of the program, and those in their places by a server.
+    """Forks the program for a pool's first workers, and starts their replacements by a server.
 
-    Forks begin at once.  When one dies, the program has threads, and may have started a device.
+    Forks begin at once.  When one dies, the program has threads and may have started a device, so
+    it cannot be forked safely.
     """
 
     inherits = False
@@ -123,7 +124,7 @@ class _ForkedFirst:
         if not self.forks:
             return self._server.launch(boot, name, daemon, inherited)
         with warnings.catch_warnings():
-            # Python 3.12 and 3.13 warn of OpenMP's threads.  A worker computes in one thread.
+            # Python 3.12 and later warn of OpenMP's threads.  Workers compute in one thread.
             warnings.simplefilter("ignore", DeprecationWarning)
             handle = self._forking.launch(boot, name, daemon, inherited)
         self._left -= 1

@@ -1,4 +1,4 @@
-"""How far a loader has come: what `DataLoader.state_dict` tells, and `load_state_dict` takes."""
+"""The progress of an epoch, and the plain values of `DataLoader.state_dict`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ VERSION = 2
 
 
 class Progress:
-    """Where an epoch is, from the point of view of who takes its batches.
+    """The place in an epoch, counted by the batches that the program has taken.
 
     Attributes:
         seed, shared_seed: of the epoch.
-        turn: how many epochs had their seed from the same draw, this one included.
+        turn: number of epochs, up to this one, whose seeds come from the same draw.
         generators: their states when it began.
-        taken, beyond: so many batches were taken, one after the other, and these numbers after a
-            gap, which ``in_order=False`` leaves.
-        digest: of the indices of those without a gap.
+        taken, beyond: number of batches taken without a gap, and the numbers of those taken after
+            a gap, which ``in_order=False`` may leave.
+        digest: of the indices of the batches without a gap.
         drawn, sampler: the sampler's state, and how many batches it had drawn then.
-        parts: for each worker that has a part of its own, how many batches of it were taken.
+        parts: for each worker with a part of its own, the number of batches taken from it.
         bases: the last state of each such part.
         ended: the parts that have ended.
-        next_part: whose turn it is.
+        next_part: the part of the next batch.
     """
 
     def __init__(self, generators: dict[str, Any], parts: int) -> None:
@@ -46,7 +46,7 @@ class Progress:
         self.next_part = 0
         self.yielded = 0
         self.is_over = False
-        self.ask: Callable[[], bytes | None] | None = None  # for the state there is without workers
+        self.ask: Callable[[], bytes | None] | None = None  # returns the state without workers
 
     def as_state(self) -> dict[str, Any]:
         """Return this as plain values."""
@@ -76,13 +76,13 @@ class Progress:
             self.bases = [Base(self.parts[0], state, self.is_over)]
 
     def left(self) -> list[Base]:
-        """Return what this epoch left in the workers, for the next one to begin with."""
+        """Return the states of the workers after this epoch, with which the next one begins."""
         self.learn()
         return [Base(0, base.state, is_end=True) for base in self.bases]
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
-        """Return the progress that `as_state` told."""
+        """Return the progress that `as_state` described."""
         workers = state["workers"]
         progress = cls(decoded(state["generators"]), len(workers))
         for name, value in state["epoch"].items():
@@ -105,7 +105,7 @@ def between(
     sampler: bytes | None,
     bases: list[Base],
 ) -> dict[str, Any]:
-    """Return the plain values of a state before an epoch: the next one begins with it."""
+    """Return the plain values of a state between two epochs."""
     return {
         "epoch": None,
         "next": {"seed": seed, "turn": turn},
@@ -118,7 +118,7 @@ def between(
 
 
 def facts(loader: Any) -> dict[str, Any]:
-    """Return what has to be the same in the loader that goes on."""
+    """Return the values that must be equal in the loader that loads the state."""
     try:
         length = len(loader.dataset)
     except (TypeError, NotImplementedError):
@@ -130,10 +130,10 @@ def facts(loader: Any) -> dict[str, Any]:
 
 
 def check_state(loader: Any, state: Any) -> None:
-    """Refuse a state that another loader has told.
+    """Refuse a state that does not fit this loader.
 
     Raises:
-        OptionError: it is of another loader, or of no loader of xpool's.
+        OptionError: it is that of another loader, or not a state of a loader of xpool's.
     """
     if not isinstance(state, Mapping) or not {"version", "epoch", "generators"} <= set(state):
         raise OptionError(

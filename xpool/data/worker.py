@@ -1,4 +1,4 @@
-"""What a worker has of a loader, and how it makes a batch of it."""
+"""`WorkerCopy`: a worker's dataset and settings, and how it makes a batch."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ __all__ = ["Base", "EpochSpec", "Made", "WorkerCopy", "is_stateful", "is_pipe"]
 class EpochSpec(NamedTuple):
     """What all batches of one epoch have in common."""
 
-    number: int  # of the loader's epochs, begun and resumed ones
+    number: int  # counts all epochs of the loader, new and resumed ones
     seed: int
-    shared_seed: int | None  # of a data pipe's shuffling, the same in all workers
+    shared_seed: int | None  # with which all workers shuffle a data pipe
 
 
 class Base(NamedTuple):
-    """Where a worker's part of the dataset was once: what a replaced worker begins at."""
+    """An earlier place and state of a worker's part, from which its replacement begins."""
 
-    place: int = 0  # batches of this part that were made then
+    place: int = 0  # number of batches of this part that were made by then
     state: bytes | None = None  # pickled; None: as at the beginning
-    is_end: bool = False  # the state is that after the epoch before: this one begins with it
+    is_end: bool = False  # whether it is the state at the end of the epoch before
 
 
 class Made(NamedTuple):
-    """What a worker answers."""
+    """The answer of a worker."""
 
     batch: Any
     seconds: float = 0.0  # that it took to make
     collating: float = 0.0  # those of them in collate_fn
-    state: bytes | None = None  # of a part after it; None: there is none, or none was wanted
-    ended: bool = False  # there is no batch: the part has ended
+    state: bytes | None = None  # of the part after this batch; None: none exists or is wanted
+    ended: bool = False  # whether the part has ended; then there is no batch
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether a dataset, an iterator or a sampler can tell and load its state."""
+    """Whether an object has ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(thing, "state_dict", None)) and callable(
         getattr(thing, "load_state_dict", None)
     )
 
 
 def is_pipe(dataset: Any) -> bool:
-    """Whether a dataset is one of torch's data pipes, which the loader shards and seeds."""
+    """Whether a dataset is a data pipe of torch; the loader shards and seeds these."""
     return isinstance(dataset, (IterDataPipe, MapDataPipe))
 
 
 class WorkerCopy:
-    """A worker's dataset, and what makes batches of it.
+    """A worker's dataset, and the methods that make batches of it.
 
-    A process opens one that was pickled, or has inherited it, so the dataset is its own.  Threads
-    have one each, of the same dataset.  Without workers there is one, in the caller's thread.
+    A worker process gets one pickled or inherited, so its dataset is a copy.  Each thread has one,
+    with the program's dataset.  Without workers, the caller's thread has one.
     """
 
     is_thread = False
@@ -75,13 +75,13 @@ class WorkerCopy:
         self.batch_size = loader.batch_size
         self.workers = loader.num_workers
         self.initialize = loader.worker_init_fn
-        # As torch's workers have their part of a pipe.
+        # As in torch, each worker gets its part of a data pipe.
         self._world, self._rank = dataloader._get_distributed_settings()
         if is_pipe(self.dataset) and self.workers:
             self.initialize = functools.partial(
                 dataloader._sharding_worker_init_fn, self.initialize, self._world, self._rank
             )
-        self._epoch = self._over = -1  # number of the epoch it is in, and of one that has ended
+        self._epoch = self._over = -1  # number of the current epoch, and of the last ended one
         self._initialized = False
         self._seeded: list[str] = []  # generators that worker_init_fn has used
         self._generators: Any = None  # a thread's own
@@ -92,7 +92,7 @@ class WorkerCopy:
     # -- tasks -------------------------------------------------------------------------------------
 
     def make(self, epoch: EpochSpec, number: int, indices: Any) -> Made:
-        """Make one batch of a dataset with indices, whichever worker this is."""
+        """Make one batch of a dataset with indices; any worker may do it."""
         shard = 0 if self.is_inline else current_worker().index
         with self._as_worker(epoch, shard):
             if self._epoch != epoch.number:
@@ -100,7 +100,7 @@ class WorkerCopy:
             return self._batch(epoch, number, indices)
 
     def begin(self, epoch: EpochSpec, shard: int, base: Base) -> bytes | None:
-        """Go to the beginning of this worker's part, or to ``base``; return the state there."""
+        """Go to ``base``, in this worker's part of the dataset; return the state there."""
         with self._as_worker(epoch, shard):
             self._begin(epoch, shard, base)
             return self.state()
@@ -111,14 +111,14 @@ class WorkerCopy:
         """Make batch ``place`` of this worker's part.
 
         ``requests``: number and indices of each batch from ``base`` up to this one; None: the
-        dataset has no indices.  A worker that is not there, since it replaces one or goes on in an
-        old epoch, makes those before it too, from ``base`` on.
+        dataset has no indices.  A worker at another place (it replaces a dead one, or an epoch was
+        resumed) makes all batches from ``base`` up to this one, and returns only this one.
         """
         with self._as_worker(epoch, shard):
             if self._over == epoch.number:
                 return Made(None, ended=True)
             if self._epoch != epoch.number or not base.place <= self._place <= place:
-                # A stream that cannot begin is over after that error.
+                # An iterable dataset that raises when it begins has ended.
                 self._over = epoch.number if requests is None else -1
                 self._begin(epoch, shard, base)
                 self._over = -1
@@ -135,7 +135,7 @@ class WorkerCopy:
                 except StopIteration:
                     if requests is not None:
                         raise
-                    # Whatever an iterator says when it is asked again.
+                    # Even if the iterator would yield more when it is asked again.
                     self._over = epoch.number
                     return Made(None, state=self.state(), ended=True)
                 except Exception:
@@ -147,10 +147,10 @@ class WorkerCopy:
                 del made
 
     def state(self) -> bytes | None:
-        """Return the state of the dataset and its iterator, pickled; None: they have none."""
+        """Return the pickled state of the dataset and its iterator; None: they have none."""
         iterator = getattr(self._fetcher, "dataset_iter", None)
         state: dict[str, Any] = {}
-        # Once, where a dataset is its own iterator.
+        # Only once if a dataset is its own iterator.
         if is_stateful(self.dataset) and iterator is not self.dataset:
             state["dataset"] = self.dataset.state_dict()
         if iterator is not None and is_stateful(iterator):
@@ -164,13 +164,13 @@ class WorkerCopy:
         if self.is_inline:
             yield
             return
-        # At each batch: a worker may serve several loaders by turns.
+        # Set for each batch, since a worker may serve several loaders in turn.
         info = make_info(shard, self.workers, epoch.seed + shard, self.dataset, self._generators)
         with as_worker(info, self.is_thread):
             yield
 
     def _begin(self, epoch: EpochSpec, shard: int, base: Base) -> None:
-        """Go to ``base`` in this epoch, or in the next one with the same dataset."""
+        """Go to ``base`` in this epoch; in a later epoch, go on with the dataset as it is."""
         goes_on = self._initialized and self._epoch != epoch.number
         self._epoch = -1  # until this has succeeded
         if is_pipe(self.dataset):
@@ -179,7 +179,7 @@ class WorkerCopy:
             self._initialize(epoch, shard)
         if self.kind == dataloader._DatasetKind.Iterable:
             self._seed(epoch.seed + shard, _numpy_seed(epoch.seed, shard))
-        # A worker that goes on has its dataset as the last epoch left it.
+        # A worker that was in the last epoch goes on with the dataset as it left it.
         state = {} if base.state is None or goes_on else pickle.loads(base.state)
         if not self.is_inline:
             self.load(state, base.is_end)
@@ -192,7 +192,7 @@ class WorkerCopy:
         self._epoch = epoch.number
 
     def load(self, state: dict[str, Any], is_end: bool) -> None:
-        """Have the dataset be as in a state; ``is_end``: of the end of an epoch."""
+        """Load a state into the dataset; ``is_end``: whether it is that of the end of an epoch."""
         if "dataset" in state:
             self.dataset.load_state_dict(state["dataset"])
         elif is_end and "iterator" in state and is_stateful(self.dataset):
@@ -223,7 +223,7 @@ class WorkerCopy:
 
     def _batch(self, epoch: EpochSpec, number: int | None, indices: Any) -> Made:
         if number is not None:
-            # By the batch's own number, so that who makes it, and how often, changes nothing.
+            # By the number of the batch, so that the worker, and a repetition, change nothing.
             self._seed(epoch.seed + number)
         begun, self._collating = time.perf_counter(), 0.0
         batch = self._fetcher.fetch(indices)
@@ -237,7 +237,7 @@ class WorkerCopy:
             self._collating = time.perf_counter() - begun
 
     def _seed(self, seed: int, numpy_seed: Any = None) -> None:
-        # Without workers the program's generators are drawn from; threads share these.
+        # Without workers, the dataset draws from the program's generators.  Threads share them.
         if self.is_thread:
             seed_own(self._generators, seed)
         elif not self.is_inline:

@@ -24,7 +24,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def as_worker(info: Any, is_thread: bool) -> Iterator[None]:
-    """Have `get_worker_info` return ``info`` in the block, to this thread or the whole process."""
+    """Make `get_worker_info` return ``info`` within the block, in this thread or the process."""
     holder, name = (_of_thread, "info") if is_thread else (torch_worker, "_worker_info")
     before = getattr(holder, name, None)
     setattr(holder, name, info)
@@ -35,7 +35,7 @@ def as_worker(info: Any, is_thread: bool) -> Iterator[None]:
 
 
 def make_info(shard: int, workers: int, seed: int, dataset: Any, generators: Any) -> Any:
-    """Return what describes one worker to a dataset; ``generators``: a thread's own, or None."""
+    """Return torch's `WorkerInfo` of a worker; ``generators``: those of its thread, or None."""
     extra = {} if generators is None else {"rng": generators, "worker_method": "thread"}
     return torch_worker.WorkerInfo(
         id=shard, num_workers=workers, seed=seed, dataset=dataset, **extra
@@ -43,7 +43,7 @@ def make_info(shard: int, workers: int, seed: int, dataset: Any, generators: Any
 
 
 def own_generators() -> Any:
-    """Return new generators for one thread; None: this torch has no place for them."""
+    """Return new generators for one thread; None: this torch's `WorkerInfo` has no ``rng``."""
     if not hasattr(torch_worker, "_RNG"):
         return None
     numpy = sys.modules.get("numpy")
@@ -63,10 +63,10 @@ def seed_own(generators: Any, seed: int) -> None:
 
 
 def use_threads() -> None:
-    """Have `get_worker_info` tell the worker threads of this process apart.
+    """Make `get_worker_info` return the info of the calling thread.
 
-    Torch's looks at one variable of the process.  Its code is replaced, not the function, which
-    programs have imported under their own names: one that got None would not share out its data.
+    Torch's function reads one variable of the process.  Its code object is replaced, not the
+    function, since programs have imported the function under their own names.
     """
     vars(torch_worker)["_xpool_of_thread"] = _of_thread
     torch_worker.get_worker_info.__code__ = _get_worker_info.__code__
@@ -78,7 +78,7 @@ def _get_worker_info() -> Any:
 
 
 def use_common_memory() -> None:
-    """Have torch collate tensors in memory that is not shared, in this process's workers too.
+    """Make torch collate tensors in memory that is not shared, also in workers.
 
     In a worker torch makes each batch in a new shared file.  For a batch of 19 MB that takes ten
     times as long, and a process would copy the batch from there all the same.

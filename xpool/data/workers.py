@@ -1,4 +1,4 @@
-"""Who makes the batches of a loader: processes, threads, or the caller's thread.
+"""The workers of a loader: processes, threads, or the caller's thread.
 
 Each kind has two methods: `make` has a worker make a batch, and `end` ends the pool if it is the
 loader's own.
@@ -37,7 +37,7 @@ from xpool.errors import OptionError
 __all__ = ["RETRIES", "Inline", "Processes", "Threads", "check_pool"]
 
 RETRIES = 2
-"""How many more times a batch is made if its worker dies."""
+"""How many times a batch is made again if its worker dies."""
 
 
 def check_pool(pool: BasePool, has_parts: bool) -> None:
@@ -76,7 +76,7 @@ class Inline:
 
 
 class _Later:
-    """A result that is made by asking for it."""
+    """A result that `get` computes."""
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._func, self._args = func, args
@@ -95,7 +95,7 @@ class _Later:
 
 
 class Processes:
-    """Worker processes, which have a copy of the loader's dataset each."""
+    """Worker processes, each with a copy of the loader's dataset."""
 
     def __init__(self, loader: Any, has_parts: bool) -> None:
         self._pool, self._ref, made = loader._given_pool, None, WorkerCopy(loader)
@@ -109,7 +109,7 @@ class Processes:
         self._prefix = without_context if isinstance(self._pool, CtxPool) else call
 
     def _start(self, loader: Any, pool_class: type[Pool], made: WorkerCopy) -> Pool:
-        """Start workers that have what this dataset needs: locks and open files too."""
+        """Start workers with the dataset, which may hold locks and open files."""
         context, size = loader._context, loader.num_workers
         if not _forks(context):
             # With an initializer no worker begins before it has torch, which each batch needs.
@@ -121,7 +121,7 @@ class Processes:
                 self._ref = pool.broadcast(made)
                 return pool
             except Exception:  # of any object's own __reduce__
-                # What multiprocessing passes on to a process as it starts: as torch's loader does.
+                # Only the start of a process can pass on such a dataset, as in torch's loader.
                 pool.terminate()
                 pool.join()
         if context is None or context == "forkserver":
@@ -133,7 +133,7 @@ class Processes:
     ) -> Any:
         """Have worker ``shard``, or any worker, call ``func(copy, *args)``; return the result.
 
-        ``label`` says in messages what the call is.
+        ``label`` names the call in messages.
         """
         if shard is None:
             result = self._pool.apply_async(
@@ -147,12 +147,12 @@ class Processes:
         return result
 
     def end(self, results: Iterable[Any] = ()) -> None:
-        """Cancel what runs of these results, and end workers that are the loader's own."""
+        """Cancel these results, and end workers that are the loader's own."""
         self._ref = None  # the workers let go of the dataset
         self._end(results)
 
     def __del__(self) -> None:
-        # Kept by a loader, or left by an epoch that could not begin.
+        # Persistent workers, or those of an epoch that could not begin.
         if hasattr(self, "_end"):
             self._end(())
 
@@ -174,9 +174,9 @@ at_exit.append(_join_threads)
 
 
 class Threads:
-    """Worker threads, which all have the loader's own dataset.
+    """Worker threads, which share the loader's dataset.
 
-    One that has a place of its own in each worker is copied for each, but not what it holds.
+    A dataset with a part for each worker gets a shallow copy for each.
     """
 
     def __init__(self, loader: Any, has_parts: bool) -> None:
@@ -212,7 +212,7 @@ class Threads:
         return result
 
     def end(self, results: Iterable[Any] = ()) -> None:
-        """Cancel what waits of these results, and end threads that are the loader's own."""
+        """Cancel these results if they wait, and end threads that are the loader's own."""
         self._end(results)
 
     def __del__(self) -> None:
@@ -221,7 +221,7 @@ class Threads:
 
 
 def _own(dataset: Any) -> Any:
-    # The graph of a data pipe is split among the workers, whole.
+    # Each worker shards its own graph of data pipes, so all of it is copied.
     return copy.deepcopy(dataset) if is_pipe(dataset) else copy.copy(dataset)
 
 
