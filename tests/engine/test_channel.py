@@ -38,7 +38,7 @@ def box():
     fd = make_file()
     box = Outbox(fd)
     os.close(fd)
-    box.limit = NO_LIMIT
+    box.forbid(NO_LIMIT)
     yield box
     box.close()
 
@@ -195,7 +195,7 @@ def test_a_mark_that_cannot_be(box):
 def test_the_limit_is_obeyed(box):
     """An item from the limit on is not entered, and the parent sees how far the worker came."""
     assert box.enter(0) and box.began == 1
-    box.limit = 1
+    box.forbid(1)
     assert not box.enter(1)
     # Should it die now, nobody takes the item that it was refused for one that it ran.
     assert box.began == 1

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from support import scripts
 
+from xpool._pickling.by_value.effects import LIBRARY
 from xpool._pickling.by_value.units import (
     ACTS,
     BINDS,
     COMPUTES,
-    LIBRARY,
     WAITS,
     Unit,
     read_units,

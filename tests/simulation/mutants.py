@@ -277,7 +277,7 @@ def _(patch: Patch) -> None:
         monitor._sched.take_back(worker.index, began)
         monitor.give_idle()
 
-    wrap(patch, WorkerMonitor, "_recall", recall)
+    wrap(patch, WorkerMonitor, "recall", recall)
 
 
 @mutant("a silent worker is not looked at")
@@ -297,12 +297,12 @@ def _(patch: Patch) -> None:
 
 @mutant("the limit stays after the worker has emptied its hand")
 def _(patch: Patch) -> None:
-    def emptied(original: Any, monitor: WorkerMonitor, worker: WorkerProcess) -> None:
+    def emptied(original: Any, worker: WorkerProcess) -> None:
         limit = worker.box.limit
-        original(monitor, worker)
-        worker.box.limit = limit
+        original(worker)
+        worker.box.forbid(limit)
 
-    wrap(patch, WorkerMonitor, "_emptied", emptied)
+    wrap(patch, WorkerProcess, "emptied", emptied)
 
 
 @mutant("the rest of a message that did not fit is not sent")

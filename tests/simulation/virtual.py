@@ -364,7 +364,7 @@ class SimChannel:
         self.writer = _SimOutlet(kernel, kernel.fds.add(tasks, True))
         self.reader = _SimInlet(kernel, kernel.fds.add(answers, False))
         self.box = self._page.box(by_parent=True)
-        self.box.limit = NO_LIMIT
+        self.box.forbid(NO_LIMIT)
         self._page.show()  # the process is started after it
 
     def attach(self, handle: Any) -> None:

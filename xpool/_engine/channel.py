@@ -142,7 +142,7 @@ class PipeChannel:
                 os.set_blocking(self.control, False)
             box = Outbox(page)
             # The page is all zeros: a limit of 0 would forbid the worker to begin any task.
-            box.limit = NO_LIMIT
+            box.forbid(NO_LIMIT)
             # In the order of the table in `worker.entry`.
             if relay is not None:
                 others.append(its_logs)

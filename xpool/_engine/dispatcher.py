@@ -40,14 +40,14 @@ class Dispatcher:
         """Send tasks to a worker, after their function if it does not have that yet."""
         parts: Parts = []
         # Functions to drop first, then the function, then its tasks: all in one write.
-        dropped = worker.functions.take_dropped()
-        if dropped:
-            parts = forget_frame(dropped)
+        functions = worker.functions
+        if functions.dropped:
+            parts = forget_frame(functions.take_dropped())
         func = batch.func
-        if func and func not in worker.functions and func in self._functions:
+        if func and func not in functions.known and func in self._functions:
             # A missing function was forgotten since its job has failed; answers to tasks of the job
             # that are still sent are ignored.
-            worker.functions.add(func)
+            functions.add(func)
             mode, payload = self._functions[func]
             parts += func_frame(func, mode, payload if worker.mapped else inline(payload))
         items = batch.items if worker.mapped else [inline(item) for item in batch.items]

@@ -99,12 +99,6 @@ class WorkerMonitor:
         # The last message: the worker first answers all tasks that it was sent before.
         self._dispatcher.send(worker, stop_frame())
 
-    def dismiss(self, worker: WorkerProcess) -> None:
-        """Let a worker end after its running task; others get the tasks that it has not begun."""
-        if worker.in_flight.size:
-            self._recall(worker, worker.box.began)
-        self.retire(worker)
-
     def condemn(self, worker: WorkerProcess, remark: str = "") -> None:
         """Kill a worker; it gets no more tasks and is not checked any more."""
         self._sched.retire(worker.index)
@@ -183,7 +177,7 @@ class WorkerMonitor:
         """
         box = worker.box
         # At least one of the two differs if the page was filled with zeros or with 0xFF.
-        if box.words[LIMIT] != box.limit_written or box.words[HEAD] != box.head_written:
+        if box.words[LIMIT] != box.limit or box.words[HEAD] != box.head:
             raise ValueError("the parent's words in the shared page are overwritten")
         if kind == ANSWER:
             self.answers.announced(worker, errors, count, body, mark, nanos)
@@ -226,7 +220,10 @@ class WorkerMonitor:
             self._checks.schedule_by(worker, self._reactor.now())
         # It has answered or skipped all that it held when it was recalled.
         if in_flight.paused and not size:
-            self._emptied(worker)
+            self._recalls.cancel(worker)
+            worker.emptied()
+            if worker.state is WorkerStates.READY:
+                self._sched.resume(w)
         if worker.state is not WorkerStates.READY:
             # It continues with what it holds, and its next answers may wait in its outbox.
             if w in self._multi_item and worker.state is not WorkerStates.CONDEMNED:
@@ -249,13 +246,6 @@ class WorkerMonitor:
         # This worker may be idle while others hold tasks that they do not run.
         elif self._multi_item:
             self._look_for_surplus(worker)
-
-    def _emptied(self, worker: WorkerProcess) -> None:
-        """Resume a recalled worker that has answered all that it held."""
-        self._recalls.cancel(worker)
-        worker.emptied()
-        if worker.state is WorkerStates.READY:
-            self._sched.resume(worker.index)
 
     def drain(self, worker: WorkerProcess) -> None:
         """Receive all that is in a worker's pipe."""
@@ -359,12 +349,12 @@ class WorkerMonitor:
         sits = w in self._give_back_requests and seen == (began, tail)
         surplus = worker.state is WorkerStates.READY and self._sched.surplus(w, began)
         if surplus and (self._sched.idle or sits):
-            self._recall(worker, began)
+            self.recall(worker, began)
             self._looks.schedule_by(worker, now + PAGE_SETTLE_SECONDS)
         elif w in self._multi_item and (tail > box.head or seen != (began, tail)):
             self._looks.schedule_by(worker, now + OUTBOX_POLL_SECONDS)
 
-    def _recall(self, worker: WorkerProcess, began: int) -> None:
+    def recall(self, worker: WorkerProcess, began: int) -> None:
         """Forbid a worker to begin items from number ``began`` on, and give them to others.
 
         They are taken back a moment later, when the worker has surely seen the limit.
@@ -402,7 +392,7 @@ class WorkerMonitor:
             worker = self._workers[w]
             # A condemned worker begins nothing more and cannot be recalled.
             if worker.state is not WorkerStates.CONDEMNED:
-                self._recall(worker, worker.box.began)
+                self.recall(worker, worker.box.began)
                 self._check(worker)
                 # It may have been about to begin another task of the job.
                 self._checks.schedule_by(worker, self._reactor.now() + PAGE_SETTLE_SECONDS)
@@ -430,14 +420,14 @@ class WorkerMonitor:
             self.condemn(worker)
         else:
             if act is Act.RECALL:
-                self._recall(worker, seen.began)
+                self.recall(worker, seen.began)
                 when = now + PAGE_SETTLE_SECONDS
             if when is not None:
                 self._checks.schedule_by(worker, when)
 
     def _interrupt(self, worker: WorkerProcess, item: int) -> None:
         """Ask a worker to stop its running task, and to begin nothing more."""
-        self._recall(worker, item + 1)
+        self.recall(worker, item + 1)
         worker.interrupt(item, self._reactor.now())
         self._overdue.schedule_by(worker, self._reactor.now() + STOP_GRACE_SECONDS)
 

@@ -209,7 +209,7 @@ class Replacement:
             elif self.ending:
                 self._monitor.retire(one)
             elif self._left_over(one):
-                self._monitor.dismiss(one)
+                self._dismiss(one)
 
     def refused(self, launch: Launch, exc: BaseException, *, again: bool) -> None:
         """Record that a process could not be started; ``again``: try again after a pause."""
@@ -244,7 +244,13 @@ class Replacement:
         """Dismiss surplus workers."""
         for worker in self._workers:
             if self._left_over(worker) and worker.state.may_retire:
-                self._monitor.dismiss(worker)
+                self._dismiss(worker)
+
+    def _dismiss(self, worker: WorkerProcess) -> None:
+        """Let a worker end after its running task; others get the tasks that it has not begun."""
+        if worker.in_flight.size:
+            self._monitor.recall(worker, worker.box.began)
+        self._monitor.retire(worker)
 
     def _left_over(self, worker: WorkerProcess) -> bool:
         return worker.index >= self._sched.size

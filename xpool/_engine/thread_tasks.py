@@ -1,15 +1,21 @@
-"""What the threads of a pool work on: tasks that several threads share, and tasks with options."""
+"""The tasks of a pool's threads, and the threads: the parts of `ThreadWorkers`."""
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import itertools
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
+from xpool._engine.jobs.budget import back_off
+from xpool._python.waiters import TaskQueue
+from xpool.errors import WorkerDied
 
 
 class Source:
@@ -34,6 +40,37 @@ class Source:
         self.items, self.first, self.last = items, first, last
         # `next` of a counter is atomic, so no two threads get the same place.
         self.places = itertools.count()
+
+
+class SourceQueue(TaskQueue):
+    """The queue of all threads: plain tasks, entries, sources, and None, which ends a thread."""
+
+    def put_source(self, source: Source, threads: int) -> None:
+        """Let this many threads take from a source."""
+        for _ in range(threads):
+            self.put(source, source.last)
+
+    def put_source_back(self, source: Source) -> None:
+        """Let any thread go on with a source."""
+        if source.last:
+            self.put_back(source)  # before later items of the same stream
+        else:
+            self.put(source)
+
+    def spread(self, running: list[Source], more: int) -> None:
+        """Let ``more`` threads take from each source, running or waiting."""
+        seen = set[int]()
+        for last, waiting in (False, self.first), (True, self.last):
+            # Other threads append to the right meanwhile, and take from the left.
+            found = [(one, 0) for one in running if one.last is last]
+            with contextlib.suppress(IndexError):
+                for _ in range(len(waiting)):
+                    found.append((waiting.popleft(), 1))
+            for task, waits in found:
+                fresh = type(task) is Source and id(task) not in seen
+                seen.add(id(task))
+                for _ in range(waits + more * fresh):
+                    self.put(task, last)
 
 
 class Entry:
@@ -75,3 +112,124 @@ class Member:
         self.done = 0  # tasks that it has begun
         self.left = False  # abandoned: it ends when its task returns
         self.over = False  # surplus: it ends
+
+
+class Places:
+    """The threads of a pool, by index.
+
+    ``lock`` guards all fields.  It is never held while a task, an initializer or a delivery runs.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.threads: dict[int, Member] = {}
+        self.left = 0  # abandoned threads
+        self.over = 0  # surplus threads among `threads`
+
+    def missing(self, size: int) -> list[int]:
+        """Return the empty places in which threads are to start, the lowest first."""
+        missing = size - len(self.threads) + self.over
+        # After a `resize`, threads with higher numbers may remain.
+        free = (i for i in range(len(self.threads) + missing) if i not in self.threads)
+        return list(itertools.islice(free, max(missing, 0)))
+
+    def is_surplus(self, me: Member, size: int) -> bool:
+        """Whether this thread is to end, because there are more threads than places."""
+        with self.lock:
+            me.over = not me.left and len(self.threads) - self.over > size
+            self.over += me.over
+        return me.over
+
+    def remove(self, member: Member) -> None:
+        """Free the place of a thread."""
+        del self.threads[member.index]
+        self.over -= member.over
+
+    def abandon(self, members: list[Member]) -> None:
+        """Free the places of threads that go on with their tasks."""
+        with self.lock:
+            for member in members:
+                # It may have ended or been abandoned since the caller looked.
+                if self.threads.get(member.index) is member:
+                    self.remove(member)
+                    member.left = True
+                    self.left += 1
+
+    def of_job(self, job: int) -> list[Member]:
+        """Return the threads that are in a task of this job now."""
+        with self.lock:
+            return [member for member in self.threads.values() if member.job == job]
+
+
+class HeldTasks:
+    """Running tasks with options, with their threads, and tasks that wait to be tried again.
+
+    Running tasks need no lock: `dict.pop` is atomic, and the thread that pops an entry answers the
+    task.  ``wake`` is called when `alarm`, the time of the next check, becomes an earlier one.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._held: dict[int, tuple[Member, Entry]] = {}
+        self._numbers = itertools.count()
+        self._random = random.Random()
+        self._lock = threading.RLock()  # guards all below
+        self.alarm: float | None = None
+        self._later: list[tuple[float, int, Entry]] = []  # a heap, by time
+
+    def begin(self, me: Member, entry: Entry) -> int:
+        """Record what a thread begins; return its key."""
+        key = next(self._numbers)
+        entry.since = time.monotonic()
+        # Before the alarm is set: the thread that it wakes looks there.
+        self._held[key] = me, entry
+        if entry.options.timeout is not None:
+            self.wake_by(entry.since + entry.options.timeout)
+        return key
+
+    def end(self, key: int) -> bool:
+        """Forget a running task; return whether the caller is to answer it."""
+        return self._held.pop(key, None) is not None
+
+    def retried(self, entry: Entry, ok: bool, value: Any) -> bool:
+        """Have a failed task run again after a pause, if its options say so."""
+        options, tries = entry.options, entry.tries + 1
+        exc = getattr(value, "exc", value)  # `multiprocessing` may have wrapped it
+        if ok or tries > options.retries or not isinstance(exc, (WorkerDied, *options.retry_on)):
+            return False
+        again = Entry(entry.task, options, entry.chunked, tries)
+        when = time.monotonic() + back_off(tries, self._random.random())
+        with self._lock:
+            heapq.heappush(self._later, (when, next(self._numbers), again))
+        self.wake_by(when)
+        return True
+
+    def wake_by(self, when: float) -> None:
+        """Have a check at that time."""
+        with self._lock:
+            if self.alarm is not None and self.alarm <= when:
+                return
+            self.alarm = when
+        self._wake()
+
+    def take_due(self, now: float) -> list[Entry]:
+        """Return the tasks to be tried again now; begin a check, and set the next alarm."""
+        due = []
+        with self._lock:
+            while self._later and self._later[0][0] <= now:
+                due.append(heapq.heappop(self._later)[2])
+            # Clear it before `take_overdue` looks: an entry that comes meanwhile sets it again.
+            self.alarm = self._later[0][0] if self._later else None
+        return due
+
+    def take_overdue(self, now: float) -> Iterator[tuple[Member, Entry, float]]:
+        """Yield the tasks that are over their time limits, with these; the caller answers them."""
+        # An atomic copy: other threads begin and end tasks meanwhile.
+        for key, (member, entry) in self._held.copy().items():
+            seconds = entry.options.timeout
+            if seconds is not None:
+                due = entry.since + seconds
+                if now < due:
+                    self.wake_by(due)
+                elif self.end(key):
+                    yield member, entry, seconds

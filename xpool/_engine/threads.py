@@ -6,17 +6,13 @@ which all threads take.  The thread that has run a task delivers its result to t
 A thread cannot be stopped.  A thread whose task is over its time limit, or was cancelled, is
 abandoned: the task is answered, another thread takes its place, and it ends when its task returns.
 The task's thread and the engine's thread both may answer a task with a limit: the one that pops it
-from `_held` does, which is one atomic operation.  A late result of a cancelled job is dropped.
+from `HeldTasks` does, which is one atomic operation.  A late result of a cancelled job is dropped.
 """
 
 from __future__ import annotations
 
-import contextlib
-import heapq
-import itertools
 import os
 import queue
-import random
 import sys
 import threading
 import time
@@ -25,14 +21,13 @@ from typing import Any, NamedTuple
 
 from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
-from xpool._engine.jobs.budget import EndKind, RestartPolicy, back_off
+from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.stacks import Whereabouts
-from xpool._engine.thread_tasks import Entry, Member, Source
-from xpool._python.waiters import TaskQueue
+from xpool._engine.thread_tasks import Entry, HeldTasks, Member, Places, Source, SourceQueue
 from xpool._worker.callables import item_of, with_context
 from xpool._worker.context import WorkerInfo, enter, exited, leave
 from xpool._worker.stopping import stack_of
-from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
+from xpool.errors import TaskTimeout, WorkerStartFailed
 
 _WAKE = object()
 """In the queue: wakes a thread, which then checks whether it is a surplus one."""
@@ -74,8 +69,7 @@ class ThreadWorkers:
         jobs: Mapping[int, Job],
         answer: Callable[[int, int, bool, Any], None],
     ) -> None:
-        # Plain tasks, entries, or sources; None asks a thread to end.
-        self.tasks = TaskQueue()
+        self.tasks = SourceQueue()
         self._answer = answer  # takes job, index, whether it succeeded, and value; in any thread
         self.failure: BaseException | None = None
         self.dropped = False
@@ -85,19 +79,9 @@ class ThreadWorkers:
         # No budget: threads do not end by themselves.
         self._policy = RestartPolicy(0)
         self._ending = False
-        # Running tasks with options, and their threads.  No lock: `dict.pop` is atomic, and the
-        # thread that pops the entry answers the task.
-        self._held: dict[int, tuple[Member, Entry]] = {}
-        self._numbers = itertools.count()
-        self._random = random.Random()
-        # Guards all below.  Never held while a task, an initializer or a delivery runs.
-        self._lock = threading.RLock()
-        self._threads: dict[int, Member] = {}  # by index
+        self._held = HeldTasks(self.wake)
+        self._places = Places()
         self._pauses: dict[int, float] = {}  # by index: a place stays empty until then
-        self._left = 0  # abandoned threads
-        self._over = 0  # surplus threads among `_threads`
-        self._alarm: float | None = None  # when `_check_times` is due
-        self._later: list[tuple[float, int, Entry]] = []  # a heap of tasks to try again, by time
 
     def start_missing(self) -> None:
         """Start a thread for every place that has none.
@@ -105,19 +89,12 @@ class ThreadWorkers:
         Raises:
             RuntimeError: the system refuses a thread.
         """
-        with self._lock:
-            for index in self._missing():
+        with self._places.lock:
+            for index in self._places.missing(0 if self._ending else self._size):
                 self._start(index)
 
-    def _missing(self) -> list[int]:
-        """Return the empty places in which threads are to start, the lowest first."""
-        missing = 0 if self._ending else self._size - len(self._threads) + self._over
-        # After a `resize`, threads with higher numbers may remain.
-        free = (i for i in range(len(self._threads) + missing) if i not in self._threads)
-        return list(itertools.islice(free, max(missing, 0)))
-
     def _start(self, index: int) -> None:
-        member = self._threads[index] = Member(index)
+        member = self._places.threads[index] = Member(index)
         member.thread = threading.Thread(
             target=self._run,
             args=(member,),
@@ -127,7 +104,7 @@ class ThreadWorkers:
         try:
             member.thread.start()
         except BaseException:
-            del self._threads[index]  # else `ended` never becomes true
+            del self._places.threads[index]  # else `ended` never becomes true
             raise
 
     def _lost(self, index: int, kind: EndKind, cause: BaseException | None = None) -> None:
@@ -135,7 +112,7 @@ class ThreadWorkers:
         now = time.monotonic()
         # An initializer that fails in one thread fails in the others, too.
         place = _ANY if kind is EndKind.FAILED else index
-        with self._lock:
+        with self._places.lock:
             pause, attempts = self._policy.lost(place, kind, now), self._policy.attempts(place)
             if pause is not None:
                 self._pauses[index] = now + pause
@@ -150,11 +127,12 @@ class ThreadWorkers:
     def _replace(self) -> None:
         """Start the threads that are missing and whose pause is over."""
         now, refused = time.monotonic(), None
-        with self._lock:
-            for index in self._missing() if self.failure is None else ():
+        with self._places.lock:
+            size = 0 if self._ending or self.failure is not None else self._size
+            for index in self._places.missing(size):
                 when = self._pauses.get(index, now)
                 if when > now:
-                    self._wake_by(when)
+                    self._held.wake_by(when)
                     continue
                 self._pauses.pop(index, None)
                 try:
@@ -175,20 +153,22 @@ class ThreadWorkers:
         try:
             failed = self._initialize(me)
             if failed is None and not me.left:
-                with self._lock:
+                with self._places.lock:
                     self._policy.succeeded(index)
                     self._policy.succeeded(_ANY)
                 get, put = self._ends(me)
                 options.work(get, put, None, (), None)
         finally:
             # Free the place before another thread starts there.  Wake last: `join` then looks at
-            # `_threads`.
+            # the places.
             leave()
-            with self._lock:
+            with self._places.lock:
                 if not me.left:
-                    self._remove(me)
+                    self._places.remove(me)
             if me.source is not None:
-                self._put_back(me.source)  # its lifetime is over: another thread goes on
+                self.tasks.put_source_back(
+                    me.source
+                )  # its lifetime is over: another thread goes on
             if not me.left and not self._ending and self.failure is None:
                 self._lost(index, EndKind.FAILED if failed else EndKind.FINISHED, failed)
             self.wake()
@@ -201,13 +181,13 @@ class ThreadWorkers:
         options = self._options
         if options.initializer is None:
             return None
-        key = self._hold(me, Entry(None, TaskOptions(timeout=options.initializer_timeout)))
+        key = self._held.begin(me, Entry(None, TaskOptions(timeout=options.initializer_timeout)))
         try:
             options.initializer(*options.initargs)
         except BaseException as exc:
             return exc
         finally:
-            self._held.pop(key, None)
+            self._held.end(key)
         return None
 
     def _ends(self, me: Member) -> tuple[Callable[[], Any], Callable[[Any], None]]:
@@ -216,13 +196,14 @@ class ThreadWorkers:
         The first one also runs the tasks of sources.
         """
         jobs, tasks, answer = self._jobs, self.tasks, self._answer
+        held, places, threads = self._held, self._places, self._places.threads
         lifetime, contexts = self._options.lifetime, self._options.contexts
-        entries: dict[tuple[int, int], tuple[int, Entry]] = {}  # by task: its key in `_held`
+        entries: dict[tuple[int, int], tuple[int, Entry]] = {}  # by task: its key in `held`
 
         def get() -> Any:
             while not me.left and me.done != lifetime:
-                # Without the lock, since each task comes by; `_is_surplus` decides with it.
-                if len(self._threads) > self._size and self._is_surplus(me):
+                # Without the lock, since each task comes by; `is_surplus` decides with it.
+                if len(threads) > self._size and places.is_surplus(me, self._size):
                     return None
                 if me.source is not None:
                     self._run_source(me, me.source)
@@ -245,7 +226,7 @@ class ThreadWorkers:
                     me.job = task[0]
                     me.done += 1
                     if entry is not None:
-                        entries[task[:2]] = self._hold(me, entry), entry
+                        entries[task[:2]] = held.begin(me, entry), entry
                         task = entry.begin()
                     if contexts is None:
                         return task
@@ -258,10 +239,8 @@ class ThreadWorkers:
             number, index, (ok, value) = result
             if entries:
                 key, entry = entries.pop((number, index), (-1, None))
-                # Popped already: `_time_out` has answered it.
-                if entry is not None and (
-                    self._held.pop(key, None) is None or self._retried(entry, ok, value)
-                ):
+                # Ended already: `_time_out` has answered it.
+                if entry is not None and (not held.end(key) or held.retried(entry, ok, value)):
                     return
             answer(number, index, ok, value)
 
@@ -270,6 +249,7 @@ class ThreadWorkers:
     def _run_source(self, me: Member, source: Source) -> None:
         """Run tasks of a source and answer each, until it has no more or `get` has to decide."""
         answer, first, options = self._answer, self.tasks.first, self._options
+        threads = self._places.threads
         job, items, places = source.job, source.items, source.places
         func, before = source.func, source.before
         if options.contexts is not None:
@@ -292,51 +272,13 @@ class ThreadWorkers:
             del value  # before the next task makes another one
             if source.last and first:
                 me.source = None
-                self._put_back(source)
+                self.tasks.put_source_back(source)
                 break
-            if me.left or me.done == options.lifetime or len(self._threads) > self._size:
+            if me.left or me.done == options.lifetime or len(threads) > self._size:
                 break
         me.job = 0
         # The traceback of an error keeps this frame.
         del source, job, items, func, before
-
-    def _is_surplus(self, me: Member) -> bool:
-        """Whether this thread is to end, because the pool has more threads than its size."""
-        with self._lock:
-            me.over = not me.left and len(self._threads) - self._over > self._size
-            self._over += me.over
-        return me.over
-
-    def _hold(self, me: Member, entry: Entry) -> int:
-        """Record what a thread begins; return its key in `_held`."""
-        key = next(self._numbers)
-        entry.since = time.monotonic()
-        # Before the alarm is set: the thread that it wakes looks there.
-        self._held[key] = me, entry
-        if entry.options.timeout is not None:
-            self._wake_by(entry.since + entry.options.timeout)
-        return key
-
-    def _wake_by(self, when: float) -> None:
-        """Have `_check_times` called at that time.  The lock may be held; it is reentrant."""
-        with self._lock:
-            if self._alarm is not None and self._alarm <= when:
-                return
-            self._alarm = when
-        self.wake()
-
-    def _retried(self, entry: Entry, ok: bool, value: Any) -> bool:
-        """Have a failed task run again after a pause, if its options say so."""
-        options, tries = entry.options, entry.tries + 1
-        exc = getattr(value, "exc", value)  # `multiprocessing` may have wrapped it
-        if ok or tries > options.retries or not isinstance(exc, (WorkerDied, *options.retry_on)):
-            return False
-        again = Entry(entry.task, options, entry.chunked, tries)
-        when = time.monotonic() + back_off(tries, self._random.random())
-        with self._lock:
-            heapq.heappush(self._later, (when, next(self._numbers), again))
-        self._wake_by(when)
-        return True
 
     # -- in the engine's thread, or a caller's -----------------------------------------------------
 
@@ -353,46 +295,24 @@ class ThreadWorkers:
             self._size = before
             raise
         finally:
-            with self._lock:
-                running = [one.source for one in self._threads.values() if one.source is not None]
-                surplus = len(self._threads) - self._over - self._size
+            with self._places.lock:
+                threads = self._places.threads
+                running = [one.source for one in threads.values() if one.source is not None]
+                surplus = len(threads) - self._places.over - self._size
             for _ in range(surplus):
                 # A thread that waits in `get` checks the size when something comes.
                 self.tasks.put(_WAKE)
         if size > before:
-            self._spread(running, size - before)
-
-    def _spread(self, running: list[Source], more: int) -> None:
-        """Let ``more`` threads take from each source, running or waiting."""
-        tasks, seen = self.tasks, set[int]()
-        for last, waiting in (False, tasks.first), (True, tasks.last):
-            # Other threads append to the right meanwhile, and take from the left.
-            found = [(one, 0) for one in running if one.last is last]
-            with contextlib.suppress(IndexError):
-                for _ in range(len(waiting)):
-                    found.append((waiting.popleft(), 1))
-            for task, waits in found:
-                fresh = type(task) is Source and id(task) not in seen
-                seen.add(id(task))
-                for _ in range(waits + more * fresh):
-                    tasks.put(task, last)
-
-    def _put_back(self, source: Source) -> None:
-        """Let any thread go on with a source."""
-        if source.last:
-            self.tasks.put_back(source)  # before later items of the same stream
-        else:
-            self.tasks.put(source)
+            self.tasks.spread(running, size - before)
 
     def put(self, source: Source, tasks: int) -> None:
         """Let threads take from a source of this many tasks; few tasks wake few threads."""
-        for _ in range(min(tasks, self._size)):
-            self.tasks.put(source, source.last)
+        self.tasks.put_source(source, min(tasks, self._size))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until something has happened, and act on time limits."""
-        # Without the lock: `_wake_by` puts into `_signal` after it has set a sooner alarm.
-        alarm = self._alarm
+        # Without a lock: `wake_by` calls `wake` after it has set a sooner alarm.
+        alarm = self._held.alarm
         if alarm is not None:
             left = min(max(0.0, alarm - time.monotonic()), MOST_WAIT_SECONDS)
             timeout = left if timeout is None else min(left, timeout)
@@ -407,28 +327,18 @@ class ThreadWorkers:
 
     def _check_times(self, now: float) -> None:
         """Answer tasks that are over their time limit, and queue those to be tried again."""
-        with self._lock:
-            while self._later and self._later[0][0] <= now:
-                self.tasks.put(heapq.heappop(self._later)[2])
-            # Clear it before looking at `_held`: an entry that comes meanwhile sets it again.
-            self._alarm = self._later[0][0] if self._later else None
+        for again in self._held.take_due(now):
+            self.tasks.put(again)
         if self._pauses:
             self._replace()
-        # An atomic copy: other threads begin and end tasks meanwhile.
-        for key, (member, entry) in self._held.copy().items():
-            if entry.options.timeout is not None:
-                due = entry.since + entry.options.timeout
-                if now < due:
-                    self._wake_by(due)
-                # Popped here, so its thread does not answer it when its task returns.
-                elif self._held.pop(key, None) is not None:
-                    self._time_out(member, entry, entry.options.timeout)
+        for member, entry, seconds in self._held.take_overdue(now):
+            self._time_out(member, entry, seconds)
 
     def _time_out(self, member: Member, entry: Entry, seconds: float) -> None:
         thread = member.thread
         assert thread is not None
         stack = stack_of(sys._current_frames().get(thread.ident or 0), _OURS)
-        self._leave([member])
+        self._places.abandon([member])
         task, job, index = "The initializer", 0, 0
         if entry.task is not None:
             job, index = entry.task[:2]
@@ -438,42 +348,26 @@ class ThreadWorkers:
         if entry.task is None:
             self._lost(member.index, EndKind.FAILED, error)
             return
-        if not self._retried(entry, False, error):
+        if not self._held.retried(entry, False, error):
             self._answer(job, index, False, error)
         self._lost(member.index, EndKind.STOPPED)
 
-    def _leave(self, members: list[Member]) -> None:
-        """Abandon these threads."""
-        with self._lock:
-            for member in members:
-                # It may have ended or been abandoned since the caller looked.
-                if self._threads.get(member.index) is member:
-                    self._remove(member)
-                    member.left = True
-                    self._left += 1
-
-    def _remove(self, member: Member) -> None:
-        del self._threads[member.index]
-        self._over -= member.over
-
     def withdraw(self, job: int) -> None:
         """Abandon the threads that run tasks of this job, which has ended."""
-        with self._lock:
-            members = [member for member in self._threads.values() if member.job == job]
-        self._leave(members)
+        members = self._places.of_job(job)
+        self._places.abandon(members)
         for member in members:
             self._lost(member.index, EndKind.STOPPED)
 
     def runs(self, job: int) -> bool:
         """Whether a thread is in a task of this job now."""
-        with self._lock:
-            return any(member.job == job for member in self._threads.values())
+        return bool(self._places.of_job(job))
 
     def stacks(self) -> list[Whereabouts]:
         """Return where each thread is."""
         frames = sys._current_frames()
-        with self._lock:
-            members = sorted(self._threads.values(), key=lambda member: member.index)
+        with self._places.lock:
+            members = sorted(self._places.threads.values(), key=lambda member: member.index)
         found = []
         for member in members:
             thread = member.thread
@@ -497,7 +391,7 @@ class ThreadWorkers:
         """Let each thread end when the queue is empty."""
         self._ending = True
         # An abandoned thread may just have begun to wait for a task, as the others do.
-        for _ in range(max(self._size, len(self._threads)) + self._left):
+        for _ in range(max(self._size, len(self._places.threads)) + self._places.left):
             self.tasks.put(None, last=True)
 
     def terminate(self) -> None:
@@ -513,7 +407,7 @@ class ThreadWorkers:
     @property
     def ended(self) -> bool:
         """Whether all threads have ended."""
-        return self._ending and not self._threads
+        return self._ending and not self._places.threads
 
     def join(self) -> None:
         """Wait for all threads."""
@@ -525,7 +419,6 @@ class ThreadWorkers:
 
     def after_fork_in_child(self) -> None:
         """Forget the threads, which a fork does not copy."""
-        # Some thread of the parent may have held it.
-        self._lock = threading.RLock()
+        # Some thread of the parent may have held their locks.
+        self._held, self._places = HeldTasks(self.wake), Places()
         self._ending = True
-        self._threads = {}

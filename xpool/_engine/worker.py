@@ -69,25 +69,22 @@ class FunctionCache:
     """The functions that a worker has, by number, and those that its next message lets it drop."""
 
     def __init__(self) -> None:
-        self._known: set[int] = set()
-        self._dropped: list[int] = []
-
-    def __contains__(self, func: int) -> bool:
-        return func in self._known
+        self.known: set[int] = set()
+        self.dropped: list[int] = []
 
     def add(self, func: int) -> None:
         """Record that the worker is sent a function."""
-        self._known.add(func)
+        self.known.add(func)
 
     def drop(self, func: int) -> None:
         """Let the worker drop a function with its next message, if it has it."""
-        if func in self._known:
-            self._known.discard(func)
-            self._dropped.append(func)
+        if func in self.known:
+            self.known.discard(func)
+            self.dropped.append(func)
 
     def take_dropped(self) -> list[int]:
         """Return the functions that the next message lets it drop, once."""
-        dropped, self._dropped = self._dropped, []
+        dropped, self.dropped = self.dropped, []
         return dropped
 
 
@@ -238,13 +235,13 @@ class WorkerProcess:
 
     def recall(self, limit: int) -> None:
         """Forbid it to begin items from number ``limit`` on."""
-        self.box.limit = limit
+        self.box.forbid(limit)
         self._transition(WorkerEvent.RECALL)
 
     def emptied(self) -> None:
         """End a recall: it has answered all that it held."""
         # Before it gets a task, which it would skip otherwise.
-        self.box.limit = NO_LIMIT
+        self.box.forbid(NO_LIMIT)
         self._transition(WorkerEvent.EMPTIED)
 
     def interrupt(self, item: int, now: float) -> None:

@@ -77,7 +77,7 @@ class Outbox:
 
     capacity = CAPACITY
     # The parent's copies of its own words.
-    limit_written = head_written = _adopted = 0
+    limit = head = _adopted = 0
 
     def __init__(self, fd: int) -> None:
         # The mapping duplicates the descriptor (mmapmodule.c), so the caller may close `fd`.
@@ -184,14 +184,9 @@ class Outbox:
         """Number of log records and warnings that the worker could not send, ever."""
         return self.words[_DROPPED]
 
-    @property
-    def limit(self) -> int:
-        """The worker enters no item from this number on."""
-        return self.limit_written
-
-    @limit.setter
-    def limit(self, seq: int) -> None:
-        self.limit_written = self.words[LIMIT] = seq
+    def forbid(self, seq: int) -> None:
+        """Let the worker enter no item from this number on."""
+        self.limit = self.words[LIMIT] = seq
 
     @property
     def since(self) -> float | None:
@@ -227,12 +222,7 @@ class Outbox:
         Code that must avoid a call compares `words` with the two numbers itself.
         """
         words = self.words
-        return words[LIMIT] == self.limit_written and words[HEAD] == self.head_written
-
-    @property
-    def head(self) -> int:
-        """Bytes of answers taken out, ever."""
-        return self.head_written
+        return words[LIMIT] == self.limit and words[HEAD] == self.head
 
     def adopt(self) -> None:
         """Count one more answer whose blocks the parent holds: the worker may release them."""
@@ -241,7 +231,7 @@ class Outbox:
 
     def take(self, mark: int) -> bytes:
         """Take out the bytes before ``mark``: whole entries, which `entries` splits."""
-        head = self.head_written
+        head = self.head
         if mark - head > self.capacity or mark < head:
             raise ValueError(f"outbox mark {mark} does not fit head {head}")
         start, stop = head % self.capacity, head % self.capacity + mark - head
@@ -250,7 +240,7 @@ class Outbox:
         else:
             data = bytes(self._data[start:]) + bytes(self._data[: stop - self.capacity])
         # Written after the copy: from here on the worker may write over these bytes.
-        self.head_written = self.words[HEAD] = mark
+        self.head = self.words[HEAD] = mark
         return data
 
 

@@ -63,8 +63,6 @@ from xpool._pickling.by_value.top_level import (
 )
 from xpool._pickling.by_value.top_values import held_alone, sharing
 
-__all__ = ["ACTS", "BINDS", "COMPUTES", "LIBRARY", "WAITS", "Unit", "Units", "read_units"]
-
 BINDS, ACTS, COMPUTES, WAITS = range(4)
 """Kinds of units."""
 
