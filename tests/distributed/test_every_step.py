@@ -32,7 +32,7 @@ ROOMS = tuple(
 )
 VICTIM = 1
 DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
-STEPS = 1000
+STEPS = 1450
 """Lines that rank 1 runs, about: torch's threads answer what comes, so they vary a little."""
 JOINED = 350
 """By this line it has joined, and the others see at once that it dies."""
@@ -122,7 +122,7 @@ def test_nobody_dies(ranks: Ranks):
     """What the others are to survive works, and has the steps that are drawn from."""
     first, victim, last = run(ranks, -1)
     assert first[:2] == last[:2] == ("", 2)
-    assert not victim[0] and 0.9 * STEPS < victim[2] < 1.5 * STEPS
+    assert not victim[0] and 0.9 * STEPS < victim[2] < 1.2 * STEPS
 
 
 @pytest.mark.parametrize("seed", [*also(*range(6 * DEEP))])

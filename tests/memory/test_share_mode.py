@@ -223,12 +223,12 @@ def former(pool):
 
 if __name__ == "__main__":
     from xpool._pickling.tensors import sharing
-    kept, move = [], sharing._move
+    kept, exchange = [], sharing._exchange
     def noted(*args):
-        block = move(*args)
-        kept.append(hasattr(block, "former"))
-        return block
-    sharing._move = noted
+        former = exchange(*args)
+        kept.append(former is not None)
+        return former
+    sharing._exchange = noted
     with xpool.Pool(1, is_copy_tensor=False) as pool:
         print(former(pool))
         end = threading.Event()

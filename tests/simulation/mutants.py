@@ -561,7 +561,7 @@ def _(patch: Patch) -> None:
 
 @mutant("a worker that is over goes on getting tasks")
 def _(patch: Patch) -> None:
-    patch.setattr(WorkerMonitor, "dismiss", nothing)
+    patch.setattr(Replacement, "_dismiss", nothing)
 
 
 @mutant("a worker with tasks of its own is dismissed")
