@@ -149,7 +149,7 @@ class Replacement:
         self._kills = Alarms(reactor, lambda worker: worker.kill(), serving=False)
         self._restarts = Alarms(reactor, self.due.append, serving=False)
         # For killed workers of which only silence can tell that they have ended.
-        self._silences = Alarms(reactor, self._fell_silent, serving=False)
+        self._silences = Alarms(reactor, partial(self._look_at_end, silent=True), serving=False)
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class Replacement:
 
         Kills them first: otherwise their running tasks would run twice.
         """
-        worker = min(ended, key=lambda one: one.index)  # represents all of them
+        worker = ended[0]  # the first by index represents all of them
         if all(one.reader.ended for one in ended):
             return True
         if not self._silences.pending(worker):
@@ -391,9 +391,6 @@ class Replacement:
         self._silences.schedule_by(worker, self._reactor.now() + LAST_WORDS_SECONDS)
         if one.reader.ended:
             self._look_at_end(worker)
-
-    def _fell_silent(self, worker: WorkerProcess) -> None:
-        self._look_at_end(worker, silent=True)
 
     def _put_away(self, worker: WorkerProcess) -> None:
         """Release a worker whose tasks are settled."""

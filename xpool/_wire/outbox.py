@@ -73,7 +73,7 @@ def make_file() -> int:
 
 
 class Outbox:
-    """The mapped page.  The worker calls `enter`, `fits` and `append`; the rest is the parent's."""
+    """The mapped page, as its worker and its parent use it: each writes its own words."""
 
     capacity = CAPACITY
     # The parent's copies of its own words.
