@@ -30,11 +30,12 @@ import time
 from threading import get_ident
 
 from xpool._memory import attachments
-from xpool._memory.holds import Block, Holds, Turn
+from xpool._memory.holds import Block, Holds
 from xpool._memory.layout import ENTRIES, HOLDS, PAGE, ArenaFile, Entry
 from xpool._memory.region import Region
 from xpool._memory.system import available_memory, fixed_file
 from xpool._python import at_fork
+from xpool._python.hidden import is_mine
 from xpool._python.interrupt import shielded
 
 IDLE_SECONDS = 5.0
@@ -260,7 +261,7 @@ class Arena(Holds):
         Returns None if the system has no memory, or if the program would use more than ``limit``
         bytes of shared memory (None: the arena's own limit).
         """
-        if self._turn.is_mine():
+        if is_mine(self._turn):
             return None  # a signal handler or finalizer that interrupts this thread's turn
         with self._turn:
             self._take_dropped()
@@ -286,7 +287,7 @@ class Arena(Holds):
 
         Returns whether a later call may give back more.
         """
-        if self._turn.is_mine():
+        if is_mine(self._turn):
             return True  # as in `lease`
         before = (time.monotonic() if now is None else now) - IDLE_SECONDS
         more = True
@@ -318,7 +319,7 @@ class Arena(Holds):
     def statistics(self) -> dict[str, int]:
         """Return counts: ``bytes`` used by the program, ``blocks`` that this process has made, how
         many of these are held (``out``), and how many blocks this process holds (``held``)."""
-        interrupts = self._turn.is_mine()
+        interrupts = is_mine(self._turn)
         with self._turn:
             if not interrupts:
                 self._look_for_free()
@@ -363,7 +364,7 @@ _forking: dict[int, list[tuple[Arena, int, int]]] = {}  # by thread
 def _before_fork() -> None:
     turns = _forking[get_ident()] = []
     for arena in list(Arena._known.values()):
-        if arena._turn.is_mine():
+        if is_mine(arena._turn):
             continue  # a signal handler interrupts a turn: its child must not use the arena
         # Held during the fork, so that the child copies consistent counts.
         arena._turn.acquire()
@@ -398,7 +399,7 @@ def _after_fork_in_child() -> None:
     for arena in Arena._known.values():
         arena._pins.close()
         # A new one: no thread would release the copy of the held lock.
-        arena._turn = Turn()
+        arena._turn = threading.RLock()
         arena.__class__ = _Inherited
     Arena._known = {}
     Arena._own = None

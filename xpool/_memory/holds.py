@@ -15,12 +15,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any
 
 from xpool._memory.layout import ArenaFile
 from xpool._memory.pins import Pins
 from xpool._memory.region import Region
+from xpool._python.hidden import is_mine
 from xpool._python.interrupt import shielded, uninterrupted
 
 
@@ -83,43 +83,6 @@ def make_block_type(capacity: int) -> Any:
     return made
 
 
-class Turn:
-    """The lock of a process's holds, taken for moments: ``with turn``.
-
-    Re-entrant: a signal handler or a finalizer may interrupt its own thread's turn.  It finds out
-    by `is_mine`, and then leaves the counts alone.
-    """
-
-    __slots__ = ("_depth", "_lock", "_owner")
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = self._owner = 0
-
-    def is_mine(self) -> bool:
-        """Whether the calling thread is in its turn."""
-        return self._owner == get_ident()
-
-    def acquire(self, blocking: bool = True) -> bool:
-        """Take the lock; return whether that succeeded."""
-        if not self._lock.acquire(blocking):
-            return False
-        self._depth += 1
-        self._owner = get_ident()
-        return True
-
-    def release(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = 0
-        self._lock.release()
-
-    __enter__ = acquire
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
 class Holds:
     """The blocks of one file that this process holds.  All methods may be called by any thread."""
 
@@ -131,7 +94,9 @@ class Holds:
         self.attachment = attachment
         self._region = region
         self._mine = file.holds(attachment)
-        self._turn = Turn()  # guards the next four
+        # Guards the next four.  Re-entrant: a signal handler or a finalizer may interrupt its own
+        # thread's turn.  It finds out by `is_mine`, and then leaves the counts alone.
+        self._turn = threading.RLock()
         self._counts: dict[int, int] = {}  # how many holds there are on each block
         # Blocks that this process has held, by offset: an entry keeps its place for ever.
         self._numbers: dict[int, int] = {}
@@ -193,7 +158,7 @@ class Holds:
 
     def _hold_again(self, number: int) -> Block:
         """Hold a block that this process or another one holds."""
-        if self._turn.is_mine():
+        if is_mine(self._turn):
             # The caller interrupts the turn, which will count the hold.
             place = self._place(number)
             self._numbers[place[0]] = number
@@ -248,7 +213,7 @@ class Holds:
         Never waits: another thread that is in its turn calls this afterwards.
         """
         turn = self._turn
-        while (self._dropped or self._late) and not turn.is_mine() and turn.acquire(False):
+        while (self._dropped or self._late) and not is_mine(turn) and turn.acquire(False):
             try:
                 self._take_dropped()
             finally:

@@ -1,4 +1,4 @@
-"""Facts that pickling needs, and for which the standard library has no public name."""
+"""Facts for which the standard library has no public name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ CachedFunction: type = type(functools.lru_cache(len))
 def is_free_threaded() -> bool:
     """Whether threads of this interpreter run Python code at the same instant."""
     return not getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+def is_mine(lock: Any) -> bool:
+    """Whether the calling thread holds a `threading.RLock`, which `Condition` asks in this way."""
+    return bool(lock._is_owned())
 
 
 def registered_classes(cls: type) -> Any:
