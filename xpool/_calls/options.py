@@ -8,7 +8,7 @@ import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from xpool._memory.system import default_processes
 from xpool.errors import OptionError
@@ -39,12 +39,6 @@ class ManyOptions(CallOptions, total=False):
     seed: int | None
 
 
-class MapOptions(ManyOptions, total=False):
-    """These, and the keyword that decides the type of the results."""
-
-    on_error: Literal["raise", "return"]
-
-
 class TaskOptions(NamedTuple):
     """The checked options of a job."""
 
@@ -53,7 +47,7 @@ class TaskOptions(NamedTuple):
     waits: bool = False  # the submitting thread waits for the result at once
     timeout: float | None = None  # seconds for one call of the function; None: no limit
     retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a task runs again
-    progress: Any = False  # as in `MapOptions`
+    progress: Any = False  # as in `ManyOptions`
     returns_errors: bool = False
     journal: Any = None  # the path of a database
     key: Any = None

@@ -14,8 +14,6 @@ import torch
 
 from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
 
-__all__ = ["stack"]
-
 KEPT_BUFFERS = 8
 """How many buffers of one size a thread uses again: about as many as it has batches in flight."""
 

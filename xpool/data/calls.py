@@ -15,17 +15,6 @@ import torch
 from xpool._worker.context import current_worker
 from xpool.data.worker import WorkerCopy
 
-__all__ = [
-    "AtStart",
-    "after",
-    "begin",
-    "call",
-    "in_thread",
-    "receive",
-    "with_copy",
-    "without_context",
-]
-
 _received: WorkerCopy | None = None
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from xpool._pools.base import BasePool
 
-__all__ = ["CLEANER", "end_later", "wait_for_ends"]
-
 CLEANER = "xpool-DataLoader-cleaner"
 """The name of these threads."""
 

@@ -28,8 +28,6 @@ from xpool.data.state import Progress
 from xpool.data.worker import Base, EpochSpec, Made, WorkerCopy, is_pipe, is_stateful
 from xpool.data.workers import Inline, Processes, Threads
 
-__all__ = ["Before", "Epoch"]
-
 
 class Before(NamedTuple):
     """What a new epoch, one that is not resumed, begins with."""

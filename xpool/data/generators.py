@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Generators", "seed_all", "states_of_all"]
-
 _DEPTH = 8  # how many nested samplers are searched for generators of their own
 
 

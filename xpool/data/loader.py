@@ -27,7 +27,6 @@ from xpool.errors import OptionError
 if TYPE_CHECKING:
     from typing_extensions import Never
 
-__all__ = ["DataLoader"]
 
 T = TypeVar("T", covariant=True)
 

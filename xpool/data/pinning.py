@@ -14,8 +14,6 @@ from torch.utils.data._utils import pin_memory as torch_pin_memory
 from xpool._pools.base import at_exit
 from xpool._python.waiters import Flag
 
-__all__ = ["PinThread", "can_pin", "pinned", "warn_of_pinning"]
-
 
 def can_pin() -> bool:
     """Whether this machine has a device for which memory can be pinned."""

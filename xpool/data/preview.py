@@ -19,8 +19,6 @@ from xpool.data.generators import Generators
 from xpool.data.sampling import Request, Sampling, label
 from xpool.data.worker import EpochSpec, WorkerCopy
 
-__all__ = ["Preview", "can_preview"]
-
 _DRAW_ONLY = {
     DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler,
     WeightedRandomSampler,

@@ -6,8 +6,6 @@ import os
 import time
 from dataclasses import dataclass
 
-__all__ = ["LoaderReport", "Times"]
-
 HARDLY = 0.05
 """The share of an epoch that a program may wait for batches before the report gives advice."""
 

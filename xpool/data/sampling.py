@@ -15,8 +15,6 @@ from xpool import pickle
 from xpool.data.worker import is_stateful
 from xpool.errors import OptionError
 
-__all__ = ["Request", "Sampling", "label"]
-
 
 class Request(NamedTuple):
     """The indices of one batch, as drawn from the sampler."""

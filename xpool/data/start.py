@@ -26,8 +26,6 @@ from xpool._pools.preloading import preload
 from xpool.data.ending import CLEANER, wait_for_ends
 from xpool.devices.frameworks import running_runtime
 
-__all__ = ["find_context", "prepare"]
-
 _NEEDED = (
     "multiprocessing.popen_fork", "xpool._pools.assembly", "xpool._worker.launch_shared",
     "xpool._worker.loop", "xpool.data.calls",

@@ -10,8 +10,6 @@ from xpool.data.generators import decoded, encoded
 from xpool.data.worker import Base
 from xpool.errors import OptionError
 
-__all__ = ["VERSION", "Progress", "between", "check_state", "facts"]
-
 VERSION = 2
 
 

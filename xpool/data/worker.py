@@ -17,8 +17,6 @@ from xpool._worker.context import current_worker
 from xpool.data.generators import changed, seed_all, states_of_all
 from xpool.data.worker_info import as_worker, make_info, seed_own, use_common_memory
 
-__all__ = ["Base", "EpochSpec", "Made", "WorkerCopy", "is_stateful", "is_pipe"]
-
 
 class EpochSpec(NamedTuple):
     """What all batches of one epoch have in common."""

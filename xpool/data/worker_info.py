@@ -15,10 +15,6 @@ from torch.utils.data._utils import worker as torch_worker
 
 from xpool.data.batch_memory import stack
 
-__all__ = [
-    "as_worker", "make_info", "own_generators", "seed_own", "use_common_memory", "use_threads",
-]  # fmt: skip
-
 _of_thread = threading.local()
 
 

@@ -34,8 +34,6 @@ from xpool.data.worker import WorkerCopy, is_pipe
 from xpool.data.worker_info import own_generators, use_threads
 from xpool.errors import OptionError
 
-__all__ = ["RETRIES", "Inline", "Processes", "Threads", "check_pool"]
-
 RETRIES = 2
 """How many times a batch is made again if its worker dies."""
 

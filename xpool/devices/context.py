@@ -14,7 +14,6 @@ from xpool.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PROCESS", "DeviceContext", "own_device"]
 
 PROCESS = "XPOOL_PROCESS"
 """Variable in a context's ``env``: names the process of which the worker is a thread, and its

@@ -14,8 +14,6 @@ from xpool.devices.host import Host
 from xpool.devices.nvml import Gpu
 from xpool.errors import DeviceError, OptionError
 
-__all__ = ["VisibleDevice", "cuda_env", "visible_devices"]
-
 MASK = "CUDA_VISIBLE_DEVICES"
 
 

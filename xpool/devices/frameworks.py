@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from xpool.errors import DeviceError
 
-__all__ = ["check_torch_xla", "pick_tpu_framework", "running_runtime"]
-
 TORCH_XLA_LEAST = (2, 3)
 """`torch_xla.device()` came with 2.3.  Each release is built for the torch of the same number."""
 

@@ -17,8 +17,6 @@ from pathlib import Path
 from xpool.devices.numa import find_nodes, numa_node, read
 from xpool.devices.nvml import Gpu, find_gpus
 
-__all__ = ["Chip", "Host", "find_chips", "holders", "usable_cpus"]
-
 # PCI vendor, and devices by generation, as sysfs writes them.
 _GOOGLE = "0x1ae0"
 _GENERATIONS = {

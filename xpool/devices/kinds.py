@@ -17,8 +17,6 @@ from xpool.devices.frameworks import check_torch_xla, pick_tpu_framework
 from xpool.devices.host import Host
 from xpool.errors import DeviceError, OptionError
 
-__all__ = ["KINDS", "Asked", "best"]
-
 TPU_PORT = 8476
 """First port of a replica group over several hosts, which must agree on it: torch_xla's port."""
 

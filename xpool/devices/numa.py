@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["find_nodes", "numa_node", "parse_cpulist", "read"]
-
 
 def find_nodes(root: Path) -> dict[int, tuple[int, ...]]:
     """Return the cores of each NUMA node, from sysfs."""

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from xpool.devices.numa import numa_node
 
-__all__ = ["LIBRARY", "Gpu", "Spare", "find_gpus", "find_spare"]
-
 LIBRARY = "libnvidia-ml.so.1"
 
 _PROHIBITED, _EXCLUSIVE_PROCESS = 2, 3  # nvmlComputeMode_t

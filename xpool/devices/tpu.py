@@ -12,11 +12,6 @@ from dataclasses import dataclass
 
 from xpool.errors import OptionError
 
-__all__ = [
-    "CORE_EACH", "DEVICES", "SCRUB", "Slice", "accelerator_type", "group_env", "independent_env",
-    "shape",
-]  # fmt: skip
-
 Env = dict[str, str | None]
 
 SCRUB = (
