@@ -233,6 +233,25 @@ def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
     assert int(kept[0]) == 3 and bool((kept == 3).all())
 
 
+def test_memory_of_a_dead_writers_worker(make_queue: Any, start: Any):
+    """The same, where a worker of the dead writer's has made the tensors."""
+    q, go = make_queue(), make_queue()
+    process = start("spawn", parts.pass_on_results, q, 4, 4 << 20, go)
+    taken = [q.get(LIMIT) for _ in range(4)]
+    go.put(None)
+    process.join(LIMIT)
+    (theirs,) = [arena for arena in Arena._known.values() if isinstance(arena, ForeignArena)]
+    kept = taken[1]
+    del taken
+
+    def tidied() -> bool:
+        parts.foreign.tidy()  # the worker dies a moment after its parent
+        return theirs.file.used() < 2 * (4 << 20)
+
+    eventually(tidied, "the memory of three tensors goes back")
+    assert bool((kept == 7).all())
+
+
 @pytest.mark.exhaustive
 def test_few_descriptors(make_queue: Any, start: Any, tmp_path: Any):
     """5,000 small shared tensors under a soft limit of 64 descriptors, all of them live."""

@@ -56,12 +56,11 @@ class Arena(Holds):
     # Guards `_own`: two threads may make the first pools at once.
     _making = threading.Lock()
     _known: dict[int, Arena] = {}  # by token
-    _mapping: type[ArenaFile] = ArenaFile
-    _allotting: type[Region] = Region
 
-    def __init__(self, fd: int, token: int, attachment: int, region: int, limit: int) -> None:
-        file = self._mapping(fd, region)
-        super().__init__(file, self._allotting(file, attachment), token, attachment)
+    def __init__(
+        self, file: ArenaFile, token: int, attachment: int, limit: int, entries: list[Entry]
+    ) -> None:
+        super().__init__(file, Region(file, attachment, entries), token, attachment)
         self.limit = limit
         # Used by the process that made the file: attachments to give away; attachments in which no
         # process allocates, so that blocks released there can be punched; blocks there that were
@@ -104,7 +103,9 @@ class Arena(Holds):
             fd = fixed_file("xpool-arena", ArenaFile.size_for(region))
             attachments.attach(fd, 0)
             # The token is odd and never 0, which stands for no arena in a message.
-            arena = cls(fd, int.from_bytes(os.urandom(8), "little") | 1, 0, region, limit)
+            token = int.from_bytes(os.urandom(8), "little") | 1
+            file = ArenaFile(fd, region)
+            arena = cls(file, token, 0, limit, file.table(0))
         except (OSError, ValueError, OverflowError):
             # Not supported, or a limit on addresses or descriptors: values go through pipes.
             if fd >= 0:
@@ -121,7 +122,9 @@ class Arena(Holds):
         Raises:
             OSError: the system refuses, probably by a limit on addresses (``ulimit -v``).
         """
-        return cls(fd, *facts)
+        token, attachment, region, limit = facts
+        file = ArenaFile(fd, region)
+        return cls(file, token, attachment, limit, file.table(attachment))
 
     def facts(self, attachment: int, limit: int) -> tuple[int, int, int, int]:
         """Return the second argument of `join`, made of builtins."""
@@ -146,7 +149,7 @@ class Arena(Holds):
     def elsewhere(cls, address: int, arena: Arena | None) -> bool:
         """Whether an address is in another arena, in a block that another process holds, too."""
         for other in list(cls._known.values()):
-            offset = None if other is arena else other._offset_of(address)
+            offset = None if other is arena else other.file.offset_of(address)
             if offset is not None:
                 number = other._numbers.get(offset)
                 return number is None or not other.file.only(number, other.attachment)

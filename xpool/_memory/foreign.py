@@ -26,7 +26,6 @@ from xpool._memory.arena import IDLE_SECONDS, Arena
 from xpool._memory.buffers import address_of
 from xpool._memory.holds import Block, Holds
 from xpool._memory.layout import HOLDS, ArenaFile
-from xpool._memory.region import Region
 from xpool._memory.system import is_fixed
 from xpool._python import at_fork
 from xpool._python.interrupt import shielded
@@ -54,59 +53,43 @@ class _Part(ArenaFile):
 
     def __init__(self, fd: int, region: int) -> None:
         super().__init__(fd, region)
-        self._others: dict[
-            int, tuple[mmap.mmap, int]
-        ] = {}  # by attachment: the region, its address
+        # By attachment: the region, and its address.
+        self._others: dict[int, tuple[mmap.mmap, int]] = {}
 
     def _extent(self) -> int:
         return self.start(1)
 
-    def address_at(self, offset: int) -> int:
-        """Return the address of a byte that is not in the first region."""
+    def pages(self, offset: int) -> tuple[mmap.mmap, int, int]:
+        """Return the mapping that has a byte of the file, its address, and the byte's place."""
+        if offset < len(self.map):
+            return super().pages(offset)
         attachment = (offset - self.start(0)) // self.region
+        start = self.start(attachment)
         if attachment not in self._others:
-            region = mmap.mmap(self.fd, self.region, offset=self.start(attachment))
+            region = mmap.mmap(self.fd, self.region, offset=start)
             region.madvise(mmap.MADV_DONTDUMP)
             # Kept for good: blocks in it refer to the arena, which refers to this.
             self._others[attachment] = region, address_of(region)
-        return self._others[attachment][1] + offset - self.start(attachment)
+        return (*self._others[attachment], offset - start)
+
+    def address_at(self, offset: int) -> int:
+        """Return the address of a byte of the file."""
+        _, address, place = self.pages(offset)
+        return address + place
 
     def offset_of(self, address: int) -> int | None:
         """Return which byte of these regions is at an address; None: none."""
         for attachment, (_, begin) in list(self._others.items()):
             if 0 <= address - begin < self.region:
                 return self.start(attachment) + address - begin
-        return None
-
-
-class _NoRegion(Region):
-    """A region in which nothing is allocated."""
-
-    blocks = out = 0
-    filled = False
-
-    def __init__(self, file: ArenaFile, attachment: int) -> None:
-        return
-
-    def place(self, number: int) -> None:
-        return
-
-    def collect_all(self) -> None:
-        return
-
-    def give_back(self, before: float) -> bool:
-        return False
+        return super().offset_of(address)
 
 
 class ForeignArena(Arena):
     """The arena of another process, in which blocks are held but not leased."""
 
-    _mapping: type[ArenaFile] = _Part
-    _allotting: type[Region] = _NoRegion
-    file: _Part
-
-    def __init__(self, fd: int, token: int, attachment: int, region: int, limit: int) -> None:
-        super().__init__(fd, token, attachment, region, limit)
+    def __init__(self, file: ArenaFile, token: int, attachment: int) -> None:
+        super().__init__(file, token, attachment, 0, [])
         self._was_used = True  # since the last `tidy`
         self._heritage = set(range(HOLDS))  # attachments to clear when the maker is dead
 
@@ -121,28 +104,18 @@ class ForeignArena(Arena):
         """
         if not is_fixed(fd):
             raise ValueError("a message of xpool names a file that can be cut short by its sender")
-        region = ArenaFile.region_of(fd)
         # A new description, for its own locks; the message's description is its sender's.
         own = attachments.reopen(fd)
         try:
-            # A preliminary number: the mapped file is needed to find a free one.
-            foreign = cls(own, token, HOLDS - 1, region, 0)
-            try:
-                for attachment in range(HOLDS - 1, attachments.FIRST_FOREIGN - 1, -1):
-                    if attachments.claim(foreign.file, own, attachment, foreign=True):
-                        foreign.attachment = attachment
-                        foreign._mine = foreign.file.holds(attachment)
-                        _foreign[token] = foreign
-                        return foreign
-                raise LookupError(
-                    f"a message of xpool lies in the memory of another process, which "
-                    f"{HOLDS - attachments.FIRST_FOREIGN} processes use already; more are not "
-                    "possible"
-                )
-            except BaseException:
-                # `Arena` has registered it.
-                del cls._known[token]
-                raise
+            file = _Part(own, ArenaFile.region_of(own))
+            for attachment in range(HOLDS - 1, attachments.FIRST_FOREIGN - 1, -1):
+                if attachments.claim(file, own, attachment, foreign=True):
+                    foreign = _foreign[token] = cls(file, token, attachment)
+                    return foreign
+            raise LookupError(
+                f"a message of xpool lies in the memory of another process, which "
+                f"{HOLDS - attachments.FIRST_FOREIGN} processes use already; more are not possible"
+            )
         except BaseException:
             os.close(own)
             raise
@@ -181,15 +154,6 @@ class ForeignArena(Arena):
     def _hold(self, number: int) -> Block:
         self._was_used = True
         return super()._hold(number)
-
-    def _offset_of(self, address: int) -> int | None:
-        offset = super()._offset_of(address)
-        return self.file.offset_of(address) if offset is None else offset
-
-    def _address_at(self, offset: int) -> int:
-        if offset < len(self.file.map):
-            return super()._address_at(offset)
-        return self.file.address_at(offset)
 
     def _inherit(self) -> None:
         """Give back unheld memory in place of the dead maker of the file."""

@@ -109,18 +109,10 @@ class Holds:
 
     # -- places ------------------------------------------------------------------------------------
 
-    def _offset_of(self, address: int) -> int | None:
-        """Return which byte of the file lies at an address; None: none of it does."""
-        offset = address - self.file.address
-        return offset if 0 <= offset < len(self.file.map) else None
-
     def _number_at(self, address: int) -> int | None:
         """Return the block that begins at an address, if this process holds it."""
-        offset = self._offset_of(address)
+        offset = self.file.offset_of(address)
         return None if offset is None else self._numbers.get(offset)
-
-    def _address_at(self, offset: int) -> int:
-        return self.file.address + offset
 
     # -- taking and dropping holds -----------------------------------------------------------------
 
@@ -193,7 +185,7 @@ class Holds:
 
     def _block(self, number: int, offset: int, capacity: int) -> Block:
         kind = block_types.get(capacity) or make_block_type(capacity)
-        made = kind.from_address(self._address_at(offset))
+        made = kind.from_address(self.file.address_at(offset))
         made.number = number
         made.arena = self
         block: Block = made

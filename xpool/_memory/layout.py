@@ -87,6 +87,19 @@ class ArenaFile:
             self._address = address_of(self.map)
         return self._address
 
+    def pages(self, offset: int) -> tuple[mmap.mmap, int, int]:
+        """Return the mapping that has a byte of the file, its address, and the byte's place."""
+        return self.map, self.address, offset
+
+    def address_at(self, offset: int) -> int:
+        """Return the address of a byte of the file."""
+        return self.address + offset
+
+    def offset_of(self, address: int) -> int | None:
+        """Return which byte of the file lies at an address; None: none of it does."""
+        offset = address - self.address
+        return offset if 0 <= offset < len(self.map) else None
+
     def holds(self, attachment: int) -> memoryview:
         """Return the column of an attachment: 1 where its process holds the block."""
         return self._tables[attachment::_ENTRY]
@@ -276,7 +289,8 @@ class ArenaFile:
             self._note_filled(entry, 1)  # as in `fill`
             size = -(-entry.capacity // PAGE) * PAGE
             try:
-                self.map.madvise(mmap.MADV_REMOVE, entry.offset, size)
+                pages, _, start = self.pages(entry.offset)
+                pages.madvise(mmap.MADV_REMOVE, start, size)
             except OSError:
                 pass  # a kernel without it: the memory is reused, or freed with the file
             self._note_filled(entry, 0)

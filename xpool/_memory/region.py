@@ -38,13 +38,13 @@ def _capacity(nbytes: int) -> int:
 class Region:
     """The allocator.  A block is free when no process holds it; it keeps its memory for a while."""
 
-    def __init__(self, file: ArenaFile, attachment: int) -> None:
+    def __init__(self, file: ArenaFile, attachment: int, entries: list[Entry]) -> None:
         self._file = file
         self._first = attachment * ENTRIES
         self._top = file.start(attachment)
         self._end = self._top + file.region
         # The blocks, by index.  Other processes may hold blocks of an earlier owner of the region.
-        self.entries: list[Entry] = file.table(attachment)
+        self.entries = entries
         # Blocks that were held when last checked; the young ones in the order of leases.
         self._young: list[int] = []
         self._old: deque[int] = deque()
