@@ -9,51 +9,35 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from xpool._python.waiters import Waiters
 
 
-class _Bell(Protocol):
+class _Bell:
+    """An event of a loop, and the function by which other threads have the loop call something."""
+
+    def __init__(self, call: Callable[[Callable[[], object]], object], event: Any) -> None:
+        self._call, self._event = call, event
+
     def release(self) -> object:
         """Wake the coroutine, from any thread; RuntimeError: its loop has ended."""
+        return self._call(self._event.set)
 
-    async def rung(self) -> object:
+    async def rung(self) -> None:
         """Wait for `release`."""
-
-
-class _AsyncioBell:
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._event = loop, asyncio.Event()
-
-    def release(self) -> object:
-        # Only the loop's own thread may set an event; the same holds for trio's, below.
-        return self._loop.call_soon_threadsafe(self._event.set)
-
-    async def rung(self) -> object:
-        return await self._event.wait()
-
-
-class _TrioBell:
-    def __init__(self, trio: Any) -> None:
-        self._token, self._event = trio.lowlevel.current_trio_token(), trio.Event()
-
-    def release(self) -> object:
-        return self._token.run_sync_soon(self._event.set)
-
-    async def rung(self) -> object:
-        return await self._event.wait()
+        await self._event.wait()
 
 
 def _bell() -> _Bell:
     try:
-        return _AsyncioBell(asyncio.get_running_loop())
+        return _Bell(asyncio.get_running_loop().call_soon_threadsafe, asyncio.Event())
     except RuntimeError:
         # A program in trio's loop has imported trio.
         trio = sys.modules.get("trio")
         if trio is None:
             raise
-        return _TrioBell(trio)
+        return _Bell(trio.lowlevel.current_trio_token().run_sync_soon, trio.Event())
 
 
 async def _until(waiters: Waiters, there: Callable[[], bool]) -> None:
