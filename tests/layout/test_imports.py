@@ -196,12 +196,8 @@ def test_worker_entry_is_light():
 
 @pytest.mark.starts
 def test_the_codec_knows_no_kind_of_object():
-    """The codec alone does what the standard pickle does, and imports nothing of the families."""
-    loaded = run_python(
-        "from xpool._pickling.pickler import decode, encode\n"
-        "def add(x): return x + 1\n"
-        "assert decode(encode({'f': add}))['f'] is add\n"
-    )
+    """The codec imports nothing of the families, which register their reducers with it."""
+    loaded = run_python("import xpool._pickling.pickler")
     assert not {
         name
         for name in loaded

@@ -213,7 +213,7 @@ def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | 
     if not reducers.script.importable() and _MAIN in data:
         return None
     if pickler.names:
-        if main_globals and not reducers.script.quiet(pickler.names):
+        if main_globals:
             parts = reducers.script.preface(pickler.names, chunks, buffers, pickler.shared, layout)
             if parts is not None:
                 chunks, buffers = parts

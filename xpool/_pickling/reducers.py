@@ -46,47 +46,8 @@ def in_place(pickler: Context, block: Block) -> PickleBuffer:
 Reducer = Callable[[Any, Any], Any]
 
 
-class Script(Protocol):
-    """What the pickler asks about the program's ``__main__``."""
-
-    def importable(self) -> bool:
-        """Whether functions and classes of ``__main__`` can be pickled by name."""
-
-    def pickled_namespace(self, values: dict[Any, Any]) -> Any:
-        """Reduce the globals of ``__main__``; `NotImplemented` for any other dict."""
-
-    def quiet(self, names: set[str]) -> bool:
-        """Whether a message that names these globals needs no preface."""
-
-    def preface(
-        self,
-        names: set[str],
-        chunks: list[bytes],
-        buffers: list[PickleBuffer],
-        shared: dict[int, Block],
-        layout: Layout,
-    ) -> tuple[list[bytes], list[PickleBuffer]] | None:
-        """Put the needed globals before a pickle; None: it needs none."""
-
-
-class _NoScript:
-    """The standard pickler's way: objects of ``__main__`` are pickled by name, without globals."""
-
-    def importable(self) -> bool:
-        return True
-
-    def pickled_namespace(self, values: dict[Any, Any]) -> Any:
-        return NotImplemented
-
-    def quiet(self, names: set[str]) -> bool:
-        return True
-
-    def preface(self, *message: Any) -> None:
-        return None
-
-
-script: Script = _NoScript()
-"""Set once, by `xpool._pickling.by_value`."""
+script: Any
+"""Answers what a pickler asks about the program's ``__main__`` (`by_value.main_globals`)."""
 
 REDUCERS: dict[type, Reducer] = {}
 

@@ -115,12 +115,6 @@ class _Plan(NamedTuple):
 _PLANS = 256
 
 
-def _quiet(names: set[str]) -> bool:
-    """Whether a remembered plan says that a message with these names needs no globals."""
-    plan = _outgoing.plans.get(frozenset(names))
-    return plan is not None and not plan.data and plan.holds()
-
-
 def _plan(names: frozenset[str]) -> _Plan:
     # Without the lock: a plan is never changed, only replaced.
     plan = _outgoing.plans.get(names)
@@ -381,9 +375,9 @@ class _MainModule:
     """Answers the pickler's questions about ``__main__``."""
 
     importable = staticmethod(main.main_is_importable)
-    quiet = staticmethod(_quiet)
 
     def pickled_namespace(self, values: dict[Any, Any]) -> Any:
+        """Reduce the globals of ``__main__``; `NotImplemented` for any other dict."""
         return (main.namespace, ()) if values is main.namespace() else NotImplemented
 
     def preface(
@@ -394,6 +388,7 @@ class _MainModule:
         shared: dict[int, Block],
         layout: Layout,
     ) -> tuple[list[bytes], list[PickleBuffer]] | None:
+        """Put the needed globals before a pickle; None: it needs none."""
         entries = _collect(names, layout)
         if not entries:
             return None
