@@ -13,6 +13,7 @@ When a worker dies, its batch runs again, up to `RETRIES` times.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import threading
@@ -41,6 +42,9 @@ RETRIES = 2
 """How often a batch runs again after its worker has died."""
 
 
+_Outcome = tuple[Any, BaseException | None]
+"""How a batch ended: its value, or its error."""
+
 # Options for arrays in files, which joblib passes to every backend of processes.
 _OF_FILES = frozenset({"max_nbytes", "mmap_mode", "temp_folder", "verbose"})
 
@@ -61,7 +65,6 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
     """The unfinished batches.  Needs no lock: each operation on it is atomic."""
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """Return the number of workers."""
         if n_jobs == 0:
             raise ValueError("n_jobs == 0 in Parallel has no meaning")
         if n_jobs is None:
@@ -99,18 +102,29 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
                 "this backend is not configured; a generator of an earlier call to Parallel may "
                 "have been dropped: exhaust it first"
             )
-        done = _Done(self._jobs, callback)
-        job = pool.apply_async(
-            func, callback=done.value, error_callback=done.error, retries=self._retries
-        )
-        done.started(job)
+        jobs, over = self._jobs, False
+        job: AsyncResult[Any] | None = None
+
+        def done(value: Any, error: BaseException | None = None) -> None:
+            nonlocal over
+            over = True
+            jobs.discard(job)
+            if callback is not None:
+                callback((value, error))
+
+        failed = functools.partial(done, None)
+        job = pool.apply_async(func, callback=done, error_callback=failed, retries=self._retries)
+        jobs.add(job)
+        if over:  # perhaps before `job` was set
+            jobs.discard(job)
         return job
 
     def retrieve_result_callback(self, out: _Outcome) -> Any:
         """Return the batch's result, or raise its error."""
-        if out.error is not None:
-            raise out.error
-        return out.value
+        value, error = out
+        if error is not None:
+            raise error
+        return value
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """Cancel all batches; a worker that does not stop is replaced."""
@@ -187,53 +201,10 @@ class ThreadsBackend(_PoolBackend):
         self._pool = ThreadPool(workers, name="joblib", **others)
 
     def terminate(self) -> None:
-        """End the threads."""
         # Ended only once: joblib may call this several times.
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.terminate()
-
-
-class _Outcome:
-    """How a batch ended."""
-
-    __slots__ = ("error", "value")
-
-    def __init__(self, value: Any, error: BaseException | None) -> None:
-        self.value, self.error = value, error
-
-
-class _Done:
-    """The two callbacks of a batch, and its place among the unfinished ones."""
-
-    def __init__(
-        self, jobs: set[AsyncResult[Any]], callback: Callable[[_Outcome], object] | None
-    ) -> None:
-        self._jobs, self._callback = jobs, callback
-        self._job: AsyncResult[Any] | None = None
-        self._over = False
-
-    def started(self, job: AsyncResult[Any]) -> None:
-        # The batch may have finished by now: `started` or `_finish`, whichever is later, removes
-        # it.
-        self._job = job
-        self._jobs.add(job)
-        if self._over:
-            self._jobs.discard(job)
-
-    def value(self, value: Any) -> None:
-        self._finish(_Outcome(value, None))
-
-    def error(self, error: BaseException) -> None:
-        self._finish(_Outcome(None, error))
-
-    def _finish(self, outcome: _Outcome) -> None:
-        self._over = True
-        # None: the answer came before `started`.
-        if self._job is not None:
-            self._jobs.discard(self._job)
-        if self._callback is not None:
-            self._callback(outcome)
 
 
 def _in_worker() -> bool:
@@ -249,7 +220,6 @@ def _set_up(
     initializer: Callable[..., object] | None,
     initargs: Iterable[Any],
 ) -> None:
-    """Prepare a worker."""
     _limit_threads(variables)
     if initializer is not None:
         initializer(*initargs)
