@@ -315,14 +315,6 @@ def foreign(path):
     base.close()
 
 
-def old(path):
-    """Make a journal as an earlier xpool did."""
-    with sqlite3.connect(path) as base:
-        base.execute("CREATE TABLE xpool_function (name TEXT)")
-        base.execute("CREATE TABLE xpool_done (key PRIMARY KEY, value BLOB)")
-    base.close()
-
-
 def newer(path):
     """Make a journal as a later xpool may."""
     with ThreadPool(1) as pool:
@@ -334,7 +326,7 @@ def newer(path):
 
 @pytest.mark.parametrize(
     ("make", "match"),
-    [(foreign, "another program's"), (old, "an earlier xpool"), (newer, "of format 99")],
+    [(foreign, "another program's"), (newer, "of format 99")],
 )
 def test_other_databases_are_refused(path, make, match):
     """A database that is no journal of this format is refused by name, and stays as it was."""

@@ -199,11 +199,6 @@ class Journal:
                 f"{self.path} is a journal of format {version}, and this xpool writes format "
                 f"{_FORMAT}: give another path"
             )
-        if "xpool_function" in tables:
-            raise OptionError(
-                f"{self.path} is a journal of an earlier xpool, which did not record its "
-                "function: give another path"
-            )
         if application or version or tables:
             raise OptionError(f"{self.path} is not a journal: it is another program's database")
         return False
@@ -331,7 +326,6 @@ class Journal:
         return status.st_dev, status.st_ino
 
     def close(self) -> None:
-        """Close the database."""
         with self._lock:
             self._base.close()
 
