@@ -72,7 +72,6 @@ class Hosts(NamedTuple):
         return self.living()
 
     def make_engine(self, pool: Any, nodes: list[Node]) -> HostEngine:
-        """Return the engine of a pool on these hosts."""
         workers = [node.workers for node in nodes]
         return make_engine(pool, workers, functools.partial(RayFleet, self, nodes), self.kind)
 

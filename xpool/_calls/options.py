@@ -124,7 +124,6 @@ def check_seconds(name: str, value: Any) -> float | None:
 
 
 def check_progress(value: Any) -> None:
-    """Raise `TypeError` unless ``value`` is True, False, a title or a callable."""
     if not isinstance(value, (bool, str)) and not callable(value):
         raise TypeError(
             f"progress must be True, a title or a callable (done, total), not {value!r}"
@@ -148,7 +147,6 @@ def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Raise `TypeError` unless ``value`` can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a callable, not {value!r}")
 
@@ -189,7 +187,6 @@ def check_iterable(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def check_can_iterate(iterable: Any) -> None:
-    """Raise `TypeError` when the input of a map or stream is not iterable."""
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
         raise TypeError(
             f"iterable must be iterable, not {type(iterable).__name__}; for one call of a function "
@@ -198,7 +195,6 @@ def check_can_iterate(iterable: Any) -> None:
 
 
 def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> int:
-    """Return the number of workers."""
     if contexts is not None:
         n = len(contexts)
         if n == 0:
@@ -214,7 +210,6 @@ def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> 
 
 
 def check_chunksize(chunksize: Any) -> int:
-    """Return a chunk size of at least 1."""
     if isinstance(chunksize, Iterable):
         raise TypeError(
             f"chunksize must be a whole number, not {reprlib.repr(chunksize)}. The verbs take one "
@@ -229,7 +224,6 @@ def default_chunksize(length: int, workers: int) -> int:
 
 
 def check_share_method(method: Any) -> None:
-    """Raise `OptionError` for a share method that does not exist."""
     if method not in SHARE_METHODS:
         raise OptionError(
             f"share_method must be 'cpu', 'cuda', 'xla' or None, not {method!r}; "
@@ -259,7 +253,6 @@ def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
 
 
 def check_output(output: Any) -> None:
-    """Raise `OptionError` unless ``output`` is "prefix", "files" or None."""
     if output not in ("prefix", "files", None):
         raise OptionError(f"output must be 'prefix', 'files' or None, not {output!r}")
 
@@ -271,7 +264,6 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raise `TypeError` unless ``seed`` is an int or None."""
     if seed is not None and not isinstance(seed, int):
         raise TypeError(f"seed must be an int or None, not {seed!r}")
 

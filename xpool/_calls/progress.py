@@ -67,7 +67,6 @@ class Progress:
         return self._is_bar and _is_terminal(sys.stderr)
 
     def begin(self) -> None:
-        """Start the display."""
         try:
             self._thread.start()
         except RuntimeError:  # the system refuses a thread
@@ -75,11 +74,9 @@ class Progress:
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._thread)))
 
     def add(self, tasks: int) -> None:
-        """Count answered tasks."""
         self._tasks += tasks
 
     def end(self) -> None:
-        """End the display after the last state."""
         self._over.set()
 
     def wait(self) -> None:

@@ -132,7 +132,6 @@ class HostTable:
         self.with_capacity.pop(host.number, None)
 
     def remove(self, number: int) -> HostState:
-        """Remove and return a host that is gone."""
         for its in (
             self.with_staged, self.recallable, self.unfilled, self.with_bound, self.unwatched,
         ):  # fmt: skip

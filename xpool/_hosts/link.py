@@ -26,12 +26,10 @@ class Link:
         self._early: dict[int, Sequence[Any]] = {}  # arrived out of order, by their first number
 
     def queue(self, message: Any) -> None:
-        """Add a message to those that have to be sent."""
         self._out.append(message)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a message has to be sent."""
         return self.sent < self.acked + len(self._out)
 
     def take(self, most: int, weight: Any) -> tuple[int, list[Any]]:

@@ -382,7 +382,6 @@ class HostScheduler(Waiting):
         return found
 
     def clear(self) -> None:
-        """Drop everything: the pool ends."""
         super().clear()
         self.table.clear()
 

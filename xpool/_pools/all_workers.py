@@ -66,7 +66,6 @@ class AllWorkers:
         self._broadcast: list[File] = []  # broadcast objects that are not in an arena
 
     def run(self, func: Any, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
-        """Do what `Pool.run_all` says."""
         self._life.check_running()
         self._submitter.check(func)
         group = self._group
@@ -130,7 +129,6 @@ class AllWorkers:
             raise
 
     def resize(self, size: int) -> None:
-        """Change the number of workers to ``size``."""
         with self._order:  # a call on all workers must be submitted to all of them
             if self._group is not None:
                 raise OptionError("a pool with a create_group cannot be resized")
@@ -152,7 +150,6 @@ class AllWorkers:
         return pids
 
     def broadcast(self, obj: Any) -> Broadcast:
-        """Do what `Pool.broadcast` says."""
         from xpool._pickling.by_value.broadcast import Broadcast, broadcast
         from xpool._worker.launch_shared import File, FileOfAgent
 

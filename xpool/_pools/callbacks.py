@@ -88,7 +88,6 @@ class _Caller:
         self._last: Callable[[], None] | None = None
 
     def add(self, call: _Call) -> None:
-        """Queue a call."""
         # Queued first, so that the serving thread finds it, whichever that is.
         self._queue.put(call)
         with self._lock:

@@ -53,7 +53,6 @@ class EngineSubmitter(HookSubmitter):
         self._one_as_call = one_as_call
 
     def check(self, func: Any) -> None:
-        """Raise `TypeError` unless workers can call ``func``."""
         if not callable(func):
             check_callable("func", func)
         inner = func.func if isinstance(func, functools.partial) else func
@@ -125,7 +124,6 @@ class EngineSubmitter(HookSubmitter):
         self.engine.submit(task_range)
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        """Return the function that submits a task of the stream; it does not hold the pool."""
         begin, owner = self.learn(job, work)
         stream = TaskStream(self.engine, self.packer, begin, flow, owner)
         if owner is None:
@@ -156,7 +154,6 @@ class EngineSubmitter(HookSubmitter):
         self.engine.submit(TaskRange(job.number, 0, index, (payload,), worker, terms_of(options)))
 
     def on_all(self, job: Job, call: tuple[Any, ...], size: int) -> None:
-        """Submit a call to each of ``size`` workers."""
         # Pickled once, and marked as kept: each worker copies what lies in blocks.
         payload, owner = self.packer.pack_task(call, True, None)
         payloads = [payload] * size
@@ -170,7 +167,6 @@ class EngineSubmitter(HookSubmitter):
         )
 
     def beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs ``func`` and keeps its output apart from a progress bar."""
         from xpool._worker.line_streams import Clearing  # here, since few programs need it
 
         return Clearing(func)
@@ -181,7 +177,6 @@ class EngineSubmitter(HookSubmitter):
 
     @shielded
     def runs(self, job: Job) -> bool:
-        """Whether a worker is in a task of this job now."""
         return self.engine.runs(*_place(job))
 
 
@@ -210,7 +205,6 @@ class PeerSubmitter(EngineSubmitter):
             self.engine.submit(task_range.beside(i, (item,), -1))
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        """Return the function that submits a task of the stream; it does not hold the pool."""
         begin, owner = self.learn(job, work)
         return TaskStream(self.engine, self.packer, begin, flow, -1 if owner is None else owner).put
 

@@ -96,8 +96,6 @@ def _as_broken(error: BaseException) -> BaseException:
 
 
 class _Callback:
-    """A callback of a finished future."""
-
     def __init__(self, func: Callable[[Any], object], future: _Future[Any]) -> None:
         self._func, self._future = func, future
 
@@ -134,7 +132,6 @@ class _Future(concurrent.futures.Future[T]):
     _forked: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the call's result, or raise its error; see `Future.result`."""
         if self._forked is not None:
             raise _as_broken(self._forked)
         if not self.done():
@@ -142,7 +139,6 @@ class _Future(concurrent.futures.Future[T]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the call's error, or None; see `Future.exception`."""
         if self._forked is not None:
             return _as_broken(self._forked)
         if not self.done():

@@ -72,7 +72,6 @@ class Lifecycle:
             return list(self._jobs.unanswered.values())
 
     def close(self) -> None:
-        """Accept no more jobs."""
         self._step(PoolEvent.CLOSE)
         self._jobs.wake()
 

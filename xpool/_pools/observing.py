@@ -147,7 +147,6 @@ class Stacks(tuple[WorkerStack, ...]):
 
 
 def stacks_of(pool: ObservedPool) -> Stacks:
-    """Return where each worker is."""
     backend: Any = getattr(pool, "_backend", None)
     if not hasattr(backend, "stacks"):
         raise OptionError(
@@ -157,7 +156,6 @@ def stacks_of(pool: ObservedPool) -> Stacks:
 
 
 def as_stacks(found: list[Whereabouts]) -> Stacks:
-    """Return an engine's findings as a `Stacks`."""
     return Stacks(
         WorkerStack(w.worker, w.pid, w.host, w.task, w.item, w.seconds, w.stack, w.waits)
         for w in found

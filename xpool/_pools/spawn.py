@@ -79,7 +79,6 @@ class Replicas(P2PPool):
         super().__init__(n, replica.keep, (fn, args), context=start_method, is_daemon=daemon)
 
     def pids(self) -> list[int | None]:
-        """Return the process id of each worker; None: it has no process."""
         return self._all.pids()
 
 

@@ -97,7 +97,6 @@ class ModelComplexityEstimator:
 
 
 def check_model(name: str, model: Any) -> nn.Module:
-    """Return ``model``; raise `TypeError` if it is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name} must be a torch.nn.Module, not {model!r}")
     return model

@@ -71,7 +71,6 @@ def after(before: Any, func: Callable[..., Any], *args: Any) -> Any:
 
 
 def call(func: Callable[..., Any], *args: Any) -> Any:
-    """Call ``func(*args)``."""
     return func(*args)
 
 

@@ -35,7 +35,6 @@ class Generators:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the generators after the block."""
         states = self.states()
         try:
             yield

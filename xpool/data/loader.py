@@ -159,7 +159,6 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         return epoch
 
     def _workers(self) -> Inline | Processes | Threads:
-        """Return the workers of the epoch that begins."""
         if self.num_workers == 0:
             return Inline(self)
         if self._kept is not None:

@@ -82,7 +82,6 @@ class PinThread:
         self._made.put(None)
 
     def join(self) -> None:
-        """Wait for the end of the thread."""
         self._thread.join()
 
 
@@ -113,7 +112,6 @@ class PinnedResult:
         self._made.put(self)
 
     def pin(self) -> None:
-        """Copy the batch into pinned memory."""
         if self._flag.is_set():
             return
         try:

@@ -90,7 +90,6 @@ class Times:
         self._collated += collated
 
     def report(self) -> LoaderReport:
-        """Return what was noted so far."""
         return LoaderReport(
             batches=self._batches, workers=self._workers, seconds=self._latest - self._begun,
             waited=self._waited, made=self._made, collated=self._collated,

@@ -110,7 +110,6 @@ class Sampling(Iterator[Request]):
 
 
 def label(request: Request) -> str:
-    """Return the name of a batch in messages."""
     return f"batch {request.number} (indices {reprlib.repr(request.indices)})"
 
 

@@ -118,7 +118,6 @@ class _ForkedFirst:
         return not self.forks
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
-        """Start a worker."""
         if not self.forks:
             return self._server.launch(boot, name, daemon, inherited)
         with warnings.catch_warnings():

@@ -47,7 +47,6 @@ class Progress:
         self.ask: Callable[[], bytes | None] | None = None  # returns the state without workers
 
     def as_state(self) -> dict[str, Any]:
-        """Return this as plain values."""
         self.learn()
         return {
             "epoch": {

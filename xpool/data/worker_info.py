@@ -49,7 +49,6 @@ def own_generators() -> Any:
 
 
 def seed_own(generators: Any, seed: int) -> None:
-    """Seed what `own_generators` returned."""
     if generators is None:
         return
     generators.random_generator.seed(seed)

@@ -33,7 +33,6 @@ class Raised:
         self.data = data
 
     def error(self) -> Exception:
-        """The exception, with a `RemoteTraceback` as its cause."""
         exc: BaseException = decode(self.data)
         if isinstance(exc, Exception):
             return exc

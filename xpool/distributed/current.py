@@ -48,7 +48,6 @@ def claim(world: CurrentWorld) -> None:
 
 
 def free(world: CurrentWorld) -> None:
-    """Forget ``world``, if it is this process's."""
     global _world
     with _lock:
         # In a forked child, ``world`` may be the parent's, and the child in a world of its own.

@@ -16,7 +16,6 @@ def connection_lost(exc: BaseException) -> bool:
 
 
 def timed_out(exc: BaseException) -> bool:
-    """Whether a timeout has expired."""
     # The first letter is left out, since torch writes it in either case.
     text = str(exc)
     return "imed out" in text or "imeout" in text

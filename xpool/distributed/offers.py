@@ -32,7 +32,6 @@ class Offers:
         self.own: dict[Kind, dict[Any, Any]] = {"service": {}, "value": {}}  # guarded by _lock
 
     def check_usable(self) -> None:
-        """Raise `GroupError` if the group was destroyed in this process."""
         if self.destroyed:
             raise GroupError(
                 f"Group {self._group_name!r} was destroyed in {get_cur_name()!r}; make a new one."
@@ -96,7 +95,6 @@ class Offers:
         return found
 
     def holder(self, kind: Kind, key: Hashable) -> str:
-        """Return the holder of a key; `GroupKeyError` if there is none."""
         holder, keys = self.find(kind, key)
         if holder is None:
             raise not_found(self._group_name, kind, key, keys)
@@ -104,7 +102,6 @@ class Offers:
 
 
 def not_found(group_name: str, kind: Kind, key: Any, keys: list[Any]) -> GroupKeyError:
-    """Return the error for a key that nobody offers."""
     there = ", ".join(sorted(map(repr, keys))) or "none"
     return GroupKeyError(
         f"{kind.capitalize()} {key!r} was not found on Group [{group_name}]; "

@@ -34,7 +34,6 @@ class Peers:
             return next(name for name in self.names if name not in self._lost)
 
     def lost(self) -> dict[str, str]:
-        """Return the lost ranks, each with the reason."""
         with self._changed:
             return dict(self._lost)
 
@@ -45,7 +44,6 @@ class Peers:
             return f"{name!r} {self._lost.get(name, 'is there')}; still there: {left}"
 
     def check(self, name: str) -> None:
-        """Raise `PeerLost` if a process is known to be lost."""
         # Without the lock: reading a dict is atomic.
         if name in self._lost:
             raise PeerLost(f"No call can reach {name!r}: {self.describe(name)}.")

@@ -82,7 +82,6 @@ def check_timeout(name: str, value: Any) -> float:
 
 
 def check_address(name: str, address: Any) -> None:
-    """Raise `OptionError` if ranks certainly cannot meet at an address; None: the default."""
     if address is None:
         return
     if not isinstance(address, str):
@@ -194,7 +193,6 @@ class _Opening:
         return outcome
 
     def timed_out(self, story: str) -> GroupTimeout:
-        """Return the error for a store that was not found."""
         seconds = round(self._limit.total_seconds(), 1)
         if self._unknown is not None:
             text = f"{self._unknown}. See that the name is right and known here."

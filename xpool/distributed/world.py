@@ -395,7 +395,6 @@ class World:
             current.free(self)
 
     def _farewell(self, name: str) -> Farewell:
-        """Return the farewell to ``name``: this process leaves."""
         with self._lock:
             groups = list(self._collective)
         completed = {group.key: group.operations.completed() for group in groups}

@@ -124,7 +124,6 @@ class PushPullGradServer:
 
 
 def facts_of(gradients: Gradients) -> Facts:
-    """Return the `Facts` of gradients."""
     return {name: _describe(one.shape, one.dtype, one.layout) for name, one in gradients.items()}
 
 
@@ -134,7 +133,6 @@ def _describe(shape: Any, dtype: Any, layout: Any = torch.strided) -> str:
 
 
 def check_facts(server_name: str, managed: Facts, given: Facts) -> None:
-    """Raise `ModelNotManaged` unless gradients fit the managed model."""
     if given != managed:
         differ = sorted(
             name for name in given.keys() | managed.keys() if given.get(name) != managed.get(name)

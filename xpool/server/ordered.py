@@ -149,12 +149,10 @@ def register(undo: ExitStack, group: RpcGroup, key: str, service: Callable[..., 
 
 
 def push_service(server_name: str) -> str:
-    """Return the name of the service that takes pushes."""
     return f"{server_name}/_push_service"
 
 
 def pull_service(server_name: str) -> str:
-    """Return the name of the service that answers pulls."""
     return f"{server_name}/_pull_service"
 
 

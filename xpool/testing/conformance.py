@@ -46,7 +46,6 @@ class _Report:
             self.wrong.append(what)
 
     def took(self, hook: str, seconds: float, args: tuple[Any, ...]) -> None:
-        """Check the duration of a call of a hook."""
         if hook in ("maintain_pool", "terminate_workers") and seconds > QUICK:
             self.say(f"{hook}() took {seconds:.1f} s; it may not block")
         timeout = args[0] if args else 0.0
@@ -54,7 +53,6 @@ class _Report:
             self.say(f"{hook}({timeout}) took {seconds:.1f} s; it waits no longer than that")
 
     def returned(self, hook: str, value: Any) -> None:
-        """Check what a hook has returned."""
         if hook == "maintain_pool" and not isinstance(value, bool):
             self.say(f"{hook}() returned {value!r}; it says whether workers ended")
         if hook == "pool_outqueue_get" and not _is_result(value):

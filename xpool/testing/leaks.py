@@ -133,7 +133,6 @@ def descendants() -> set[int]:
 
 
 def servers() -> list[int]:
-    """Return the kept servers of this process."""
     found = [int(pid) for pid, parent in _ours().items() if _kept(pid, parent)]
     _servers.update(found)
     return found

@@ -118,7 +118,6 @@ class PoolStateMachine(RuleBasedStateMachine):
     # -- helpers ---------------------------------------------------------------------------------
 
     def spec(self, what: str) -> Spec:
-        """Return the specification of a new task."""
         self.numbers += 1
         if what == "held":
             self.held += 1
@@ -152,13 +151,11 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(running)
     @rule(what=st.sampled_from(["value", "value", "error", "held", "large"]))
     def apply_async(self, what: str) -> None:
-        """Submit a call."""
         self.submit("apply_async", [what])
 
     @precondition(running)
     @rule(verb=st.sampled_from(["map_async", "starmap_async"]), whats=_MIXED, chunk=_CHUNK)
     def many(self, verb: str, whats: list[str], chunk: int) -> None:
-        """Submit a map."""
         self.submit(verb, whats, chunksize=chunk)
 
     @precondition(running)
@@ -182,7 +179,6 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(running)
     @rule(verb=st.sampled_from(["map", "starmap"]), n=st.integers(0, 8))
     def map(self, verb: str, n: int) -> None:
-        """Make a map that waits for its results."""
         self.open_gate()
         one, two = self.functions()
         specs = [self.spec("value") for _ in range(n)]
@@ -212,7 +208,6 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.owed)
     @rule(which=st.integers(0, 5))
     def take(self, which: int) -> None:
-        """Get any one of the expected answers."""
         self.open_gate()
         self.model.check(self.model.owed.pop(which % len(self.model.owed)))
 
@@ -296,7 +291,6 @@ class PoolStateMachine(RuleBasedStateMachine):
 
     @rule(really=_SELDOM)
     def terminate(self, really: bool) -> None:
-        """Terminate the pool."""
         if not really:
             return
         self.open_gate()

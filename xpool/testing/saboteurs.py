@@ -29,7 +29,6 @@ for ever, and computing for ever."""
 
 
 def same(x: Any = None) -> Any:
-    """Return the argument."""
     return x
 
 
@@ -93,12 +92,10 @@ class EndsWhenPickled:
 
 
 def make_ends_when_pickled(how: str) -> Any:
-    """Return an object that ends this process when the result is pickled."""
     return EndsWhenPickled(how)
 
 
 def make_ends_when_unpickled(how: str) -> Any:
-    """Return an object that ends the receiver when the result is unpickled."""
     return EndsWhenUnpickled(how)
 
 

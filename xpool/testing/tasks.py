@@ -46,5 +46,4 @@ def in_context(_context: Any, *args: Any) -> Any:
 
 
 def unpicklable(*_: Any) -> Any:
-    """Return an object that cannot be pickled."""
     return threading.Lock()
