@@ -237,7 +237,8 @@ class Holds:
         held = list(self._counts)
         for number in held:
             self._counts[number] += 1
-        self._pins.add(fd, held)
+        if fd >= 0:
+            self._pins.add(fd, held)
 
     def _unpin(self) -> None:
         self._dropped.extend(self._pins.take_ended())

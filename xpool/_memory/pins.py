@@ -15,32 +15,27 @@ class Pins:
     """The pipes to forked children, and the blocks that are held for each."""
 
     def __init__(self) -> None:
-        self._pins: list[tuple[int, list[int]]] = []
+        self._blocks: dict[int, list[int]] = {}
+        self._poller = select.poll()
 
     def __bool__(self) -> bool:
-        return bool(self._pins)
+        return bool(self._blocks)
 
     def add(self, fd: int, numbers: list[int]) -> None:
-        """Add a child that has the other end of the pipe ``fd``; -1: no pipe, held for good."""
-        self._pins.append((fd, numbers))
+        """Add a child that has the other end of the pipe ``fd``."""
+        self._blocks[fd] = numbers
+        self._poller.register(fd, 0)  # poll(2) always reports a hang-up
 
     def take_ended(self) -> list[int]:
         """Remove the children that have ended, and return their blocks, once for each child."""
         found: list[int] = []
-        for pin in list(self._pins):
-            fd, numbers = pin
-            if fd < 0:
-                continue
-            poller = select.poll()
-            poller.register(fd, 0)  # poll(2) always reports a hang-up
-            if poller.poll(0):
-                self._pins.remove(pin)
-                os.close(fd)
-                found += numbers
+        for fd, _ in self._poller.poll(0) if self._blocks else ():
+            self._poller.unregister(fd)
+            os.close(fd)
+            found += self._blocks.pop(fd)
         return found
 
     def close(self) -> None:
         """In a child, close the parent's ends of the pipes."""
-        for fd, _ in self._pins:
-            if fd >= 0:
-                os.close(fd)
+        for fd in self._blocks:
+            os.close(fd)
