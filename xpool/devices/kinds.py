@@ -115,12 +115,17 @@ def _spread(n: int, per_process: int) -> list[int]:
 
 
 def _cpu(host: Host, asked: Asked) -> list[DeviceContext]:
-    n, per_worker, per_process, independent, framework = asked
+    _check_plain("cpu", asked)
+    return _contexts(host, "cpu", "torch", [_Part("")] * (asked.n or len(host.cpus)))
+
+
+def _check_plain(kind: str, asked: Asked, why: str = "") -> None:
+    """Raise `OptionError` unless each worker is an independent process of torch with one device."""
+    _, per_worker, per_process, independent, framework = asked
     if per_worker != 1 or not independent or framework or (per_process or 1) > 1:
         raise OptionError(
-            "devices('cpu') takes no per_worker=, per_process=, independent= or framework="
+            f"devices({kind!r}) takes no per_worker=, per_process=, independent= or framework={why}"
         )
-    return _contexts(host, "cpu", "torch", [_Part("")] * (n or len(host.cpus)))
 
 
 def _cuda(host: Host, asked: Asked) -> list[DeviceContext]:
@@ -148,17 +153,12 @@ def _cuda(host: Host, asked: Asked) -> list[DeviceContext]:
 
 
 def _mps(host: Host, asked: Asked) -> list[DeviceContext]:
-    n, per_worker, per_process, independent, framework = asked
-    if per_worker != 1 or not independent or framework or (per_process or 1) > 1:
-        raise OptionError(
-            "devices('mps') takes no per_worker=, per_process=, independent= or framework=: a Mac "
-            "has one GPU, which its n= workers share"
-        )
+    _check_plain("mps", asked, ": a Mac has one GPU, which its n= workers share")
     if not host.metal:
         raise DeviceError("devices('mps'): this is not a Mac with an Apple GPU; use devices('cpu')")
     if "torch" not in host.packages:
         raise DeviceError("devices('mps'): torch is not installed here: pip install torch")
-    return _contexts(host, "mps", "torch", [_Part("")] * (n or 1))
+    return _contexts(host, "mps", "torch", [_Part("")] * (asked.n or 1))
 
 
 def _xla(host: Host, asked: Asked) -> list[DeviceContext]:
