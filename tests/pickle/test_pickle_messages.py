@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpool._pickling import frame
-from xpool._pickling.policy import INLINE_BELOW, in_block
+from xpool._pickling.policy import INLINE_BELOW
 from xpool.pickle import Pickler, decode, dumps, encode, encode_exception, loads
 
 pytestmark = pytest.mark.pure
@@ -113,12 +113,6 @@ def test_not_a_message() -> None:
         decode(b"\x02" + bytes(50))
     with pytest.raises(ValueError, match="cut short"):
         decode(struct.pack("<BBxxIQ", frame.FRAMED, 0, 1000, 0) + bytes(50))
-
-
-def test_in_block() -> None:
-    """The size of a buffer decides whether it goes into a block."""
-    assert not in_block(INLINE_BELOW - 1)
-    assert in_block(INLINE_BELOW)
 
 
 def test_pickler() -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from xpool._memory.arena import MISSING, Arena
 from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
 from xpool._memory.holds import Block, Holds
-from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout, in_block
+from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout
 
 # The first byte: the opcode PROTO of a pickle, or 1, which is no opcode.
 PLAIN = 0x80
@@ -143,7 +143,7 @@ def _lease(
     if layout.lessor is None:
         return blocks
     leased = list(blocks)
-    if in_block(size):
+    if size >= INLINE_BELOW:
         leased[0] = block = layout.lessor(size)
         if block is None:
             # Refused: the blocks leased so far are released with `leased`.

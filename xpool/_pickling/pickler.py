@@ -19,7 +19,7 @@ from xpool._memory.buffers import same_bytes
 from xpool._memory.holds import Block
 from xpool._pickling import diagnose, fallback, frame, reducers
 from xpool._pickling.fastpath import SHORT
-from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout, in_block
+from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout
 from xpool._python.interrupt import by_handler
 from xpool.errors import XPoolError
 
@@ -78,7 +78,7 @@ def _place(
     out_of_band: bool, buffers: list[PickleBuffer], shared: dict[int, Block], buffer: PickleBuffer
 ) -> bool:
     # A buffer that is a block already is sent by name, however small it is.
-    if id(buffer) not in shared and not (out_of_band and in_block(buffer.raw().nbytes)):
+    if id(buffer) not in shared and not (out_of_band and buffer.raw().nbytes >= INLINE_BELOW):
         return True
     buffers.append(buffer)
     return False
@@ -412,7 +412,7 @@ def _message(result: Pickled, layout: Layout, main_globals: bool) -> bytes | mem
     if result.names and main_globals:
         parts = reducers.script.preface(result.names, chunks, buffers, result.shared, layout)
         chunks, buffers = parts or (chunks, buffers)
-    if buffers or (layout.lessor is not None and in_block(sum(map(len, chunks)))):
+    if buffers or (layout.lessor is not None and sum(map(len, chunks)) >= INLINE_BELOW):
         return frame.pack(chunks, buffers, layout, result.shared)
     return b"".join(chunks)
 

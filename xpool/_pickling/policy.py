@@ -69,8 +69,3 @@ pools: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 def share(layout: Layout, arena: Arena, method: str | None) -> Layout:
     """Return a layout for share mode; ``method``: the only kind that is shared, None: all kinds."""
     return layout._replace(arena=arena if method in (None, "cpu") else None, method=method)
-
-
-def in_block(nbytes: int) -> bool:
-    """Whether a pickle or buffer of ``nbytes`` bytes goes into a block, if there is a lessor."""
-    return nbytes >= INLINE_BELOW

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pickle import PickleBuffer
 from typing import Any, Protocol
@@ -52,20 +53,14 @@ script: Any
 REDUCERS: dict[type, Reducer] = {}
 
 #: Modules whose reducers are registered when one of their objects is first pickled.
-LAZY: dict[str, Callable[[], None]] = {}
+LAZY: dict[str, Callable[[], object]] = {}
 
 
 def lazily(family: str, *modules: str) -> None:
     """Import the module with the reducers of these modules' objects when one is first pickled."""
 
-    def load() -> None:
-        import_module(family)  # registers its own loaders
-        for name in modules:
-            if LAZY.get(name) is load:
-                LAZY.pop(name, None)  # it was imported before, or by another thread
-
     for name in modules:
-        LAZY.setdefault(name, load)
+        LAZY.setdefault(name, partial(import_module, family))
 
 
 #: Reducers that apply to subclasses, too, unless a nearer base has one.
@@ -126,7 +121,9 @@ def _find(kind: type) -> Reducer | None:
                     return reducer
                 load = LAZY.get(base.__module__)
                 if load is not None:
-                    load()  # which takes itself out of the table
+                    load()
+                    if LAZY.get(base.__module__) is load:  # not if it has put another here
+                        del LAZY[base.__module__]
                     break
             else:
                 return reducer_for(kind)

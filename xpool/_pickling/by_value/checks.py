@@ -12,44 +12,38 @@ _TOO_LONG = 1.0
 """Total seconds that the checks of one global may take before a warning."""
 
 
-class Checks:
-    """How long the checks of each global have taken."""
+_seconds: dict[str, float] = {}  # that the checks of each global have taken
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
 
-    def took(self, name: str, nbytes: int, seconds: float) -> None:
-        """Count a check; warn about the global once its checks have taken too long."""
-        before = self._seconds.get(name, 0.0)
-        after = self._seconds[name] = before + seconds
-        if before < _TOO_LONG <= after:
-            warnings.warn(
-                f"The global {name!r} of __main__ ({nbytes:,} bytes pickled) is compared at each "
-                "call with what the workers have, since it may have been changed in place. That "
-                f"has taken {after:.1f} s by now. If it does not change, write "
-                f"`{name.rpartition('.')[2]}: Final = ...` in the script, and it is not compared "
-                "again; or give it to the workers by `pool.broadcast` or an initializer.",
-                RuntimeWarning,
-                stacklevel=_outside(),
-            )
-
-    def keeps_lock(self, name: str) -> None:
-        """Warn, when a lock is first met, that it keeps no two workers apart."""
-        warnings.warn(
-            f"The lock {name!r} of __main__ is another one in each worker, so tasks of two workers "
-            "can hold it at the same time. To prevent that, pass a multiprocessing.Lock in "
-            "initargs=; if it is for the threads of one task, ignore this warning.",
-            RuntimeWarning,
-            stacklevel=_outside(),
+def took(name: str, nbytes: int, seconds: float) -> None:
+    """Count a check; warn about the global once its checks have taken too long."""
+    before = _seconds.get(name, 0.0)
+    after = _seconds[name] = before + seconds
+    if before < _TOO_LONG <= after:
+        _warn(
+            f"The global {name!r} of __main__ ({nbytes:,} bytes pickled) is compared at each "
+            "call with what the workers have, since it may have been changed in place. That "
+            f"has taken {after:.1f} s by now. If it does not change, write "
+            f"`{name.rpartition('.')[2]}: Final = ...` in the script, and it is not compared "
+            "again; or give it to the workers by `pool.broadcast` or an initializer."
         )
 
 
-def _outside() -> int:
-    """Return the stack level of the first caller outside of xpool, for `warn` in `took`."""
-    level, frame = 1, sys._getframe(2)
+def keeps_lock(name: str) -> None:
+    """Warn, when a lock is first met, that it keeps no two workers apart."""
+    _warn(
+        f"The lock {name!r} of __main__ is another one in each worker, so tasks of two workers "
+        "can hold it at the same time. To prevent that, pass a multiprocessing.Lock in "
+        "initargs=; if it is for the threads of one task, ignore this warning."
+    )
+
+
+def _warn(text: str) -> None:
+    """Warn at the first caller outside of xpool."""
+    level, frame = 2, sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "xpool":
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]
-    return level + 1
+    warnings.warn(text, RuntimeWarning, stacklevel=level)
 
 
 def is_final(name: str) -> bool:

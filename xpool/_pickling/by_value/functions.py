@@ -282,7 +282,6 @@ def _lazy_dataclasses() -> None:
     """Pickle the markers inside ``__dataclass_fields__`` by name."""
     import dataclasses
 
-    LAZY.pop("dataclasses", None)
     marks = ("_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR", "MISSING", "KW_ONLY")
     for name in (*marks, "_HAS_DEFAULT_FACTORY"):
         mark = getattr(dataclasses, name, None)
@@ -305,8 +304,6 @@ LAZY["dataclasses"] = _lazy_dataclasses
 def _lazy_locks() -> None:
     """Pickle a lock in a class definition as a new lock; refuse any other lock."""
     import threading
-
-    LAZY.pop("_thread", None)
 
     def reduce_lock(pickler: Context, obj: Any) -> Any:
         if not pickler.blob:

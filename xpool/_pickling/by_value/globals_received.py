@@ -22,7 +22,7 @@ from xpool._pickling.by_value import main
 from xpool._pickling.by_value.broadcast import open_broadcast
 from xpool._pickling.by_value.main import MISSING
 from xpool._pickling.pickler import write_global
-from xpool._pickling.policy import in_block
+from xpool._pickling.policy import INLINE_BELOW
 from xpool._python import at_fork
 
 VALUE, PLACE, KEEP, NONE = range(4)
@@ -175,7 +175,7 @@ def _is_same(value: Any, data: bytes) -> bool:
         written = write_global(value, True)
     except Exception:  # of any object's own __reduce__
         return False
-    if in_block(written.nbytes):
+    if written.nbytes >= INLINE_BELOW:
         return False
     return _as_of_caller(b"".join(written.chunks)) == _as_of_caller(data)
 

@@ -38,14 +38,13 @@ from typing import Any, NamedTuple
 
 from xpool._memory.holds import Block
 from xpool._pickling import reducers
-from xpool._pickling.by_value import main
-from xpool._pickling.by_value.checks import Checks, is_final
+from xpool._pickling.by_value import checks, main
 from xpool._pickling.by_value.globals_received import KEEP, NONE, PLACE, VALUE, Entry, unwrap
 from xpool._pickling.by_value.main import MAIN_NAMES, MISSING
 from xpool._pickling.by_value.names import goes_by_name
 from xpool._pickling.by_value.reads import reads
 from xpool._pickling.pickler import write_global
-from xpool._pickling.policy import Layout, in_block
+from xpool._pickling.policy import INLINE_BELOW, Layout
 from xpool._pickling.reducers import in_place
 from xpool._python import at_fork
 from xpool._python.hidden import CachedFunction
@@ -83,7 +82,6 @@ class _Outgoing:
         self.sent: dict[str, _Sent] = {}
         self.anyone = Book()  # for messages that belong to no pool
         self.plans: dict[frozenset[str], _Plan] = {}
-        self.checks = Checks()
 
 
 # -- which globals have to travel ---------------------------------------------------------------
@@ -261,14 +259,14 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
         alone = itself or _only_top_level(name)
         kind = KEEP if alone or "." in name else NONE
         if kind == KEEP and sent is None and type(value) in _LOCKS:
-            _outgoing.checks.keeps_lock(name)
+            checks.keeps_lock(name)
         data = f"{type(error).__name__}: {error}".encode("utf-8", "replace")
         if sent is not None and sent.kind == kind and sent.refer() is value:
             return sent
     else:
         if large is not None and place is large.data:
             seconds = time.perf_counter() - begun
-            _outgoing.checks.took(name, place.nbytes, seconds)
+            checks.took(name, place.nbytes, seconds)
             return large
         if place is not None:
             kind, data = PLACE, place
@@ -277,7 +275,7 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
                 sent = _outgoing.sent[name] = sent._replace(refer=_reference(value))
             return sent
     # A mutable value is not referenced: its bytes are compared in any case.
-    stays = type(value) in _NEVER_CHANGE or (kind == PLACE and is_final(name))
+    stays = type(value) in _NEVER_CHANGE or (kind == PLACE and checks.is_final(name))
     refer = _reference(value) if stays or kind in (KEEP, NONE) else _nothing
     first = sent is None and large is None
     now = _Sent(refer, next(_outgoing.serials), first, kind, data, names)
@@ -313,7 +311,7 @@ def _pickled(value: Any, layout: Layout, large: _Sent | None) -> tuple[Any, byte
     The place is that of ``large`` if that has the same bytes.
     """
     written = write_global(value, True)
-    if in_block(written.nbytes):
+    if written.nbytes >= INLINE_BELOW:
         if large is not None and written.lies_in(large.data.content()):
             return large.data, b"", large.names
         if layout.publisher is not None:

@@ -16,7 +16,6 @@ _KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 def _lazy_typing() -> None:
     import typing
 
-    LAZY.pop("typing", None)
     register(*(getattr(typing, kind) for kind in _KINDS if hasattr(typing, kind)))(_reduce)
 
 

@@ -29,7 +29,6 @@ _ndarray: Any = None
 
 def _lazy_numpy() -> None:
     np = sys.modules["numpy"]
-    LAZY.pop("numpy", None)
     REDUCERS[np.ndarray] = _reduce
     SHORT[np.ndarray] = _short
     REDUCERS[np.memmap] = _reduce_mapped
@@ -38,16 +37,12 @@ def _lazy_numpy() -> None:
 
 def _lazy_masked() -> None:
     # Explicitly: numpy imports `numpy.ma` at its first use, when no descriptor may be left.
-    for name in _MASKED:
-        LAZY.pop(name, None)
     REDUCERS[sys.modules["numpy.ma"].MaskedArray] = _reduce_masked
 
 
 LAZY["numpy"] = _lazy_numpy
 # Where numpy says the class is, by its version.
-_MASKED = ("numpy.ma", "numpy.ma.core")
-for _module in _MASKED:
-    LAZY[_module] = _lazy_masked
+LAZY["numpy.ma"] = LAZY["numpy.ma.core"] = _lazy_masked
 
 
 def _described(dtype: Any) -> Any:

@@ -58,9 +58,6 @@ _has_names: Any = None  # in older versions of torch axes may have names
 def _lazy_torch() -> None:
     """Put torch's types into the table of reducers."""
     torch = sys.modules["torch"]
-    for name in _MODULES:
-        # The first module that is used registers all of them.
-        LAZY.pop(name, None)
     _learn(torch)
     REDUCERS[torch.Tensor] = _reduce
     SHORT[torch.Tensor] = _short
@@ -71,9 +68,7 @@ def _lazy_torch() -> None:
     REDUCERS[torch.storage.TypedStorage] = composite.reduce_typed_storage
 
 
-_MODULES = ("torch", "torch.nn.parameter", "torch.storage")
-for _module in _MODULES:
-    LAZY[_module] = _lazy_torch
+LAZY["torch"] = LAZY["torch.nn.parameter"] = LAZY["torch.storage"] = _lazy_torch
 
 
 def _learn(torch: Any) -> None:
