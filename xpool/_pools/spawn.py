@@ -8,12 +8,10 @@ results.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.connection
 import os
-import queue
 import signal
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,7 +125,7 @@ class ReplicaProcess:
     def sentinel(self) -> int:
         """A descriptor that is readable when the process has ended; valid as long as the
         context."""
-        return self._context._bells.sentinel(self._index)
+        return self._context._sentinels[self._index].fd
 
     def is_alive(self) -> bool:
         """Whether it runs."""
@@ -149,34 +147,23 @@ class ReplicaProcess:
         return f"<ReplicaProcess {self._index} exitcode={self.exitcode}>"
 
 
-class _Bells:
-    """The sentinels of the processes: descriptors that become readable at their ends."""
+class _Sentinel:
+    """A descriptor that is readable from the call of `ring` on."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # Guarded by _lock: the pipes of the sentinels that were asked for, and the ended processes.
-        self._pipes: dict[int, tuple[int, int]] = {}
-        self._rung: set[int] = set()
-        weakref.finalize(self, _close_pipes, self._pipes)
+        self.fd, writer = os.pipe()
+        self._writers = [writer]
 
-    def sentinel(self, index: int) -> int:
-        with self._lock:
-            if index not in self._pipes:
-                self._pipes[index] = os.pipe()
-                if index in self._rung:
-                    os.write(self._pipes[index][1], b"E")
-            return self._pipes[index][0]
+    def ring(self) -> None:
+        """Make it readable; called once or twice, by any thread."""
+        with contextlib.suppress(IndexError):
+            writer = self._writers.pop()
+            os.write(writer, b"E")  # the end of the pipe would not do: a fork may have the writer
+            os.close(writer)
 
-    def ring(self, index: int) -> None:
-        with self._lock:
-            if index in self._pipes and index not in self._rung:
-                os.write(self._pipes[index][1], b"E")
-            self._rung.add(index)
-
-
-def _close_pipes(pipes: dict[int, tuple[int, int]]) -> None:
-    for fd in sum(pipes.values(), ()):
-        os.close(fd)
+    def __del__(self) -> None:
+        for fd in (self.fd, *self._writers) if hasattr(self, "_writers") else ():
+            os.close(fd)
 
 
 class ProcessContext:
@@ -194,8 +181,7 @@ class ProcessContext:
     ) -> None:
         self._pool = pool  # None: there are no processes
         self._ended: list[int] = []  # indices in the order of the ends
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._bells = _Bells()
+        self._sentinels = [_Sentinel() for _ in args]
         self._running = set(range(len(args)))
         self._values: list[Any] = [None] * len(args)
         self._failure: BaseException | None = None
@@ -213,19 +199,18 @@ class ProcessContext:
 
     def _told(self, index: int) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
         # Without `self`, since the pool holds its callbacks and this object holds the pool.
-        ended, news, bells = self._ended, self._news, self._bells
+        ended, sentinel = self._ended, self._sentinels[index]
 
         def tell(_: Any) -> None:
             ended.append(index)
-            bells.ring(index)
-            news.put(None)
+            sentinel.ring()
 
         return tell, tell
 
     @property
     def sentinels(self) -> dict[int, int]:
         """The index of each process whose end `join` has not seen, by its sentinel."""
-        return {self._bells.sentinel(i): i for i in sorted(self._running)}
+        return {self._sentinels[i].fd: i for i in sorted(self._running)}
 
     def pids(self) -> list[int]:
         """Wait until all processes have started; return their ids in order of index.
@@ -318,12 +303,10 @@ class ProcessContext:
                     if error is not None and not others:
                         return index, error
             left = LOST_SIGNAL if until is None else min(LOST_SIGNAL, until - time.monotonic())
-            if not self._running or (left <= 0 and self._news.empty()):
+            if not self._running:
                 return None
-            try:
-                self._news.get(timeout=max(0.0, left))
-            except queue.Empty:
-                continue
+            if not multiprocessing.connection.wait(self.sentinels, max(0.0, left)) and left <= 0:
+                return None
 
     def _take(self, index: int) -> BaseException | None:
         """Store the result of an ended process; return its failure."""
@@ -352,7 +335,7 @@ class ProcessContext:
             # A terminated pool does not run callbacks.
             for index in self._running.difference(self._ended):
                 self._ended.append(index)
-                self._bells.ring(index)
+                self._sentinels[index].ring()
 
     def _error(self, index: int, exc: BaseException) -> BaseException:
         """Return the exception that `join` raises."""
