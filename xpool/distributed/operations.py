@@ -21,7 +21,7 @@ from xpool.distributed.faults import connection_lost, first_line, timed_out
 
 _ABORT_TAG = 0x7AB0  # of a message that no rank sends
 _NEWS_SECONDS = 0.5  # to learn of a death, so that an error can name the process
-_THREAD_SECONDS = 5.0  # for threads that still wait for torch after the group's end
+_THREAD_SECONDS = 5.0  # for a thread that still waits for torch after the group's end
 _MESSAGES = ("isend", "irecv")
 
 
@@ -137,8 +137,7 @@ class Operations:
         # Guarded by _lock, an ordered set: messages that were sent and not waited for.  torch drops
         # a message when its work is collected, and the receiver then takes the wrong message.
         self._sent: dict[Pending, None] = {}
-        # Guarded by _lock: threads that wait for torch; they end with the group.
-        self._threads: list[threading.Thread] = []
+        self._closing: threading.Thread | None = None  # waits for torch; ends with the group
 
     def launch(self, what: str, start: Callable[[], Any], kind: type[Pending] = Pending) -> Pending:
         """Begin an operation: ``start`` returns torch's work."""
@@ -256,7 +255,11 @@ class Operations:
         elif abort and first:
             # Some collectives may still succeed.  A new thread waits for them, since this one may
             # be a thread of torch's RPC, which has other calls to answer.
-            self._start_thread(self._close_later)
+            closing = threading.Thread(
+                target=self._close_later, name="xpool-group-end", daemon=True
+            )
+            closing.start()
+            self._closing = closing
 
     def end(self) -> None:
         """Destroy the group: messages that were not received are lost."""
@@ -272,19 +275,10 @@ class Operations:
             self.group = None
         with self._lock:
             self._sent.clear()
-            threads, self._threads = self._threads, []
         # A thread that is in torch's code when Python ends aborts the process: Python ends such
         # threads by pthread_exit(3), which unwinds C++ functions that must not throw.
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(_THREAD_SECONDS)
-
-    def _start_thread(self, target: Callable[[], None]) -> None:
-        """Call ``target`` in a thread that `end` waits for."""
-        thread = threading.Thread(target=target, name="xpool-group-end", daemon=True)
-        thread.start()
-        with self._lock:
-            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+        if self._closing not in (None, threading.current_thread()):
+            self._closing.join(_THREAD_SECONDS)
 
     def _close(self, abort: bool = True) -> None:
         """Close the group's connections, once, so that everything that waits on them ends."""

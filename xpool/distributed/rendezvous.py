@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import numbers
 import os
@@ -149,7 +150,8 @@ def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
     except GroupTimeout:
         raise
     except dist.DistError as exc:
-        if _is_taken(exc) and rank == 0:
+        taken = "EADDRINUSE" in str(exc) or "address already in use" in str(exc).lower()
+        if taken and rank == 0:
             raise OptionError(
                 f"Rank 0 cannot listen at {address}: another process has that port. Give all ranks "
                 "another one, or end what uses it."
@@ -165,10 +167,6 @@ def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
     return store
 
 
-def _is_taken(exc: BaseException) -> bool:
-    return "EADDRINUSE" in str(exc) or "address already in use" in str(exc).lower()
-
-
 class _Opening:
     """Opens a store in a thread.  torch exceeds its limits if a server accepts a connection and
     never answers, and doubles them if a name has no address."""
@@ -177,20 +175,15 @@ class _Opening:
         self._address, self._rank, self._world_size, self._limit = address, rank, world_size, limit
         self._unknown: str | None = None  # why the host's name has no address, so far
         self._over = threading.Event()  # the caller has given up
-        # The store or an error; appended before `_done` is set.
-        self._outcome: list[Any] = []
-        self._done = threading.Event()
+        self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
         threading.Thread(target=self._run, name="xpool-open-store", daemon=True).start()
 
     def result(self, timeout: float) -> Any:
         """Return the store.  Raises the errors of `_open`, and `GroupTimeout`."""
-        if not self._done.wait(timeout):
+        if not concurrent.futures.wait([self._outcome], timeout).done:
             self._over.set()
             raise self.timed_out("no answer")
-        (outcome,) = self._outcome
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        return self._outcome.result()
 
     def timed_out(self, story: str) -> GroupTimeout:
         seconds = round(self._limit.total_seconds(), 1)
@@ -209,10 +202,9 @@ class _Opening:
 
     def _run(self) -> None:
         try:
-            self._outcome.append(self._open())
+            self._outcome.set_result(self._open())
         except BaseException as exc:
-            self._outcome.append(exc)
-        self._done.set()
+            self._outcome.set_exception(exc)
 
     def _open(self) -> Any:
         place = _host_and_port(self._address)
