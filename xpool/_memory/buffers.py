@@ -38,7 +38,6 @@ def address_of(mapping: mmap.mmap) -> int:
 
 @lru_cache(maxsize=256)  # making a type takes 20 us
 def array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """Return the ctypes array type of ``nbytes`` bytes."""
     import ctypes
 
     return ctypes.c_char * nbytes

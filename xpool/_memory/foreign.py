@@ -60,7 +60,6 @@ class _Part(ArenaFile):
         return self.start(1)
 
     def pages(self, offset: int) -> tuple[mmap.mmap, int, int]:
-        """Return the mapping that has a byte of the file, its address, and the byte's place."""
         if offset < len(self.map):
             return super().pages(offset)
         attachment = (offset - self.start(0)) // self.region
@@ -73,7 +72,6 @@ class _Part(ArenaFile):
         return (*self._others[attachment], offset - start)
 
     def address_at(self, offset: int) -> int:
-        """Return the address of a byte of the file."""
         _, address, place = self.pages(offset)
         return address + place
 

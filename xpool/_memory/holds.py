@@ -51,7 +51,6 @@ class Block:
         return self.arena.file.stamps[self.number] << 32 | self.number
 
     def view(self, nbytes: int) -> memoryview:
-        """Return the first ``nbytes`` bytes."""
         return memoryview(self).cast("B")[:nbytes]  # type: ignore[arg-type]
 
     @uninterrupted
@@ -69,7 +68,6 @@ block_types: dict[int, Any] = {}  # by capacity: few, since there are four in an
 
 
 def make_block_type(capacity: int) -> Any:
-    """Return the type of blocks of this many bytes."""
     made = block_types.get(capacity)
     if made is None:
         import ctypes

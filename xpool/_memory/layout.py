@@ -92,7 +92,6 @@ class ArenaFile:
         return self.map, self.address, offset
 
     def address_at(self, offset: int) -> int:
-        """Return the address of a byte of the file."""
         return self.address + offset
 
     def offset_of(self, address: int) -> int | None:
@@ -106,20 +105,16 @@ class ArenaFile:
 
     @staticmethod
     def size_for(region: int) -> int:
-        """Return the size of a file with regions of this many bytes."""
         return _DATA + HOLDS * region
 
     @staticmethod
     def region_of(fd: int) -> int:
-        """Return how many bytes each region of a file has."""
         return (os.fstat(fd).st_size - _DATA) // HOLDS
 
     def _extent(self) -> int:
-        """Bytes of the file that are mapped."""
         return self.size_for(self.region)
 
     def start(self, attachment: int) -> int:
-        """Return where an attachment's region begins."""
         return _DATA + attachment * self.region
 
     # -- tables --------------------------------------------------------------------------------

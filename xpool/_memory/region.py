@@ -237,7 +237,6 @@ class Region:
 
     @property
     def blocks(self) -> int:
-        """Blocks that were ever made."""
         return len(self.entries)
 
     @property

@@ -94,7 +94,6 @@ class _Options(NamedTuple):
     tensors: Any = None
 
     def set_in(self, pickler: Any) -> Any:
-        """Set the options of a pickler; return the pickler."""
         pickler.layout, pickler.recurse, pickler.blob, pickler.follow, pickler.tensors = self
         return pickler
 
@@ -377,7 +376,6 @@ def _by_dill(obj: Any, options: _Options, error: Exception) -> Pickled:
 
 
 def _run_dill(obj: Any, options: _Options) -> Any:
-    """Return dill's pickler, which has pickled an object."""
     file, buffers, shared = io.BytesIO(), list[PickleBuffer](), dict[int, Block]()
     callback = _placer(options.layout, buffers, shared)
     slow = options.set_in(fallback.pickler_class()(file, options.recurse, callback))

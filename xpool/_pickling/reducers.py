@@ -93,7 +93,6 @@ def register(*types: type) -> Callable[[Reducer], Reducer]:
 
 
 def reducer_override(pickler: Any, obj: Any) -> Any:
-    """The method that both picklers have."""
     kind = type(obj)
     reducer = REDUCERS.get(kind)
     if reducer is None:

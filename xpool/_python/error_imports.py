@@ -39,7 +39,6 @@ def kept_descriptor() -> int | None:
 
 
 def ready() -> None:
-    """Import the modules that a failed task needs."""
     global _spare
     if _spare is None:
         return

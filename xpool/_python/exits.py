@@ -87,7 +87,6 @@ def _limit() -> None:
 
 
 def flush() -> None:
-    """Flush stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

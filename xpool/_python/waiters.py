@@ -130,7 +130,6 @@ class TaskQueue:
 
     @uninterrupted
     def put_back(self, item: Any) -> None:
-        """Insert an item at the head of ``last``."""
         self.last.appendleft(item)
         self._wake_one()
 

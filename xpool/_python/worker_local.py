@@ -18,7 +18,6 @@ def share_process() -> None:
 
 
 def process_is_shared() -> bool:
-    """Whether this process has several workers."""
     return _shared
 
 

@@ -123,7 +123,6 @@ class Outbox:
         self.words[_SINCE] = 0
 
     def begin_turn(self, when: float) -> None:
-        """Write when the worker began the first task that it has not answered."""
         self._turn[0] = int(when * 1e9)
 
     def told_to_stop(self) -> bool:
@@ -131,7 +130,6 @@ class Outbox:
         return self.words[_STOP] == self.words[_BEGAN]
 
     def count_dropped(self, number: int) -> None:
-        """Write how many log records and warnings could not be sent, ever."""
         self.words[_DROPPED] = number
 
     @property
@@ -164,7 +162,6 @@ class Outbox:
 
     @property
     def tail(self) -> int:
-        """Bytes of answers written, ever."""
         return self.words[_TAIL]
 
     @property
@@ -181,7 +178,6 @@ class Outbox:
 
     @property
     def dropped(self) -> int:
-        """Number of log records and warnings that the worker could not send, ever."""
         return self.words[_DROPPED]
 
     def forbid(self, seq: int) -> None:
@@ -208,7 +204,6 @@ class Outbox:
         self.words[_STOP] = began
 
     def clear_stack(self) -> None:
-        """Erase the stack that the worker wrote for an earlier request."""
         self._map[STACK_AT:SIZE] = bytes(STACK)
 
     def stack(self) -> str:

@@ -35,7 +35,6 @@ def give_room(writer: socket.socket) -> None:
 
 
 def rights(fds: Sequence[int]) -> list[tuple[int, int, array[int]]]:
-    """Return descriptors as ancillary data for `socket.sendmsg`."""
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
 
 

@@ -136,7 +136,6 @@ class FrameReader:
 
     @property
     def partial(self) -> bool:
-        """Whether a part of a frame has arrived."""
         return bool(self.buffer) or self.body is not None
 
     @property

@@ -85,7 +85,6 @@ class Refusal(NamedTuple):
     pickled: bytes | memoryview
 
     def packed(self) -> bytes:
-        """Return the body of a FAILED frame."""
         line = self.line.encode(errors="backslashreplace")
         return ENTRY.pack(len(line)) + line + self.pickled
 
@@ -99,7 +98,6 @@ class Refusal(NamedTuple):
 
 
 def tasks_frame(func: int, items: list[bytes | memoryview], kind: int = TASKS) -> Parts:
-    """Return the parts of a TASKS or TIMED frame."""
     n = len(items)
     if n == 1:
         size = len(items[0])
@@ -110,22 +108,18 @@ def tasks_frame(func: int, items: list[bytes | memoryview], kind: int = TASKS) -
 
 
 def func_frame(func: int, mode: int, payload: bytes | memoryview) -> Parts:
-    """Return the parts of a FUNC frame."""
     head = FUNC_HEAD.pack(func, mode)
     return [TO_WORKER.pack(FUNC, 1, len(head) + len(payload)) + head, payload]
 
 
 def forget_frame(funcs: list[int]) -> Parts:
-    """Return the parts of a FORGET frame."""
     n = len(funcs)
     return [TO_WORKER.pack(FORGET, n, 8 * n) + struct.pack(f"<{n}Q", *funcs)]
 
 
 def boot_frame(body: bytes) -> Parts:
-    """Return the parts of a BOOT frame."""
     return [TO_WORKER.pack(BOOT, 1, len(body)), body]
 
 
 def stop_frame() -> Parts:
-    """Return the parts of a STOP frame."""
     return [TO_WORKER.pack(STOP, 0, 0)]

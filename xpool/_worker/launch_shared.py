@@ -57,7 +57,6 @@ class File:
 
     @property
     def key(self) -> tuple[str, int]:
-        """The path and inode, which identify the file."""
         return self._at
 
     def open(self) -> int:

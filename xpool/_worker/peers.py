@@ -68,7 +68,6 @@ class _Channel:
     # -- out -----------------------------------------------------------------------------------
 
     def try_send(self, scope: int, message: bytes | memoryview) -> bool:
-        """Send a message if there is room for it."""
         size = weight(message) if type(message) is Leased else 0
         self.full = False
         if size and self.under_way and self.bytes_out + size > WINDOW:
@@ -356,7 +355,6 @@ class Peers:
         return None
 
     def _take_links(self) -> None:
-        """Receive the channels that the parent has made."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self._control, LINK.size, 1)

@@ -68,7 +68,6 @@ class _Channel:
         self._count_dropped = count_dropped
 
     def send(self, kind: str, fields: dict[str, Any]) -> None:
-        """Send a record or warning, or count it as dropped."""
         try:
             self._sock.send(pack(kind, self._dropped, fields), self._flags)
         except OSError:

@@ -24,7 +24,6 @@ def pid(*_: Any) -> int:
 
 
 def run(index: int) -> Any:
-    """Return ``fn(index, *args)``."""
     assert _what is not None
     fn, args = _what
     return fn(index, *args)

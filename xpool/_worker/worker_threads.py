@@ -149,7 +149,6 @@ class _Member(threading.Thread):
     # -- in the main thread --------------------------------------------------------------------
 
     def tell(self) -> None:
-        """Write the thread's stack."""
         frame = sys._current_frames().get(self.ident or 0)
         text = f"{stack_of(frame)}\n{TASK_LINE}{item_of(frame)}\n"
         os.pwrite(self.fd, text.encode()[: STACK - 1] + b"\0", STACK_AT)

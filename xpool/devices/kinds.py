@@ -78,8 +78,6 @@ def _contexts(
 
 
 class Asked(NamedTuple):
-    """The arguments of `devices`, except the kind."""
-
     n: int | None
     per_worker: int
     per_process: int | None
@@ -110,7 +108,6 @@ def _cores(number: int, workers: int, process: _Part) -> list[_Part]:
 
 
 def _spread(n: int, per_process: int) -> list[int]:
-    """Return the number of workers in each process, for n workers in all."""
     return [min(per_process, n - i) for i in range(0, n, per_process)]
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def find_nodes(root: Path) -> dict[int, tuple[int, ...]]:
-    """Return the cores of each NUMA node, from sysfs."""
     nodes = {}
     for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
         cpus = parse_cpulist(read(path / "cpulist"))

@@ -76,7 +76,6 @@ class _Text(str):
 
 
 def add_note(exc: BaseException, note: str) -> None:
-    """Add a line to the text of an exception."""
     if hasattr(exc, "add_note"):
         exc.add_note(note)
     elif exc.args and isinstance(exc.args[0], str):

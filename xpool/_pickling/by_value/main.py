@@ -178,12 +178,10 @@ def record_initial(names: Iterable[str] | None = None) -> None:
 
 
 def is_replica() -> bool:
-    """Whether `mark_worker` was called in this process."""
     return _state.replica
 
 
 def is_forked() -> bool:
-    """Whether this replica is a fork of its parent."""
     return _state.forked
 
 

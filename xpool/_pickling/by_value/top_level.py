@@ -27,7 +27,6 @@ class Names:
 
     @classmethod
     def all_of(cls, some: Iterable[Names]) -> Names:
-        """Return the union."""
         found = cls()
         for one in some:
             found.bound |= one.bound

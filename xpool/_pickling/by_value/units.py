@@ -90,7 +90,6 @@ class Units(NamedTuple):
     packages: tuple[str, ...]  # that the program has imported: `LIBRARY`, as far as units await it
 
     def plain(self) -> tuple[Any, ...]:
-        """Return this as plain tuples."""
         return self.check, self.flags, tuple(map(tuple, self.units)), self.packages
 
 

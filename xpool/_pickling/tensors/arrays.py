@@ -59,7 +59,6 @@ def _described(dtype: Any) -> Any:
 
 
 def _reduce(pickler: Context, array: Any) -> Any:
-    """Reduce an array of exactly that type."""
     dtype = array.dtype
     # numpy's own pickle contains the objects.
     if dtype.hasobject:

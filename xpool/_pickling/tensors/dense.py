@@ -56,7 +56,6 @@ _has_names: Any = None  # in older versions of torch axes may have names
 
 
 def _lazy_torch() -> None:
-    """Put torch's types into the table of reducers."""
     torch = sys.modules["torch"]
     _learn(torch)
     REDUCERS[torch.Tensor] = _reduce
@@ -347,7 +346,6 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
 
 
 def _from_buffer_of(name: str) -> Any:
-    """Return the function that makes a flat tensor of a buffer."""
     if name not in _FROM_BUFFER:
         import torch
 
@@ -400,7 +398,6 @@ def _shared(buffer: Any, name: str, count: int, offset: int, shape: Any, strides
 
 @builder
 def _at(user: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
-    """Return a tensor over a storage, or over the storage of another tensor."""
     import torch
 
     storage = user if isinstance(user, torch.UntypedStorage) else user.untyped_storage()

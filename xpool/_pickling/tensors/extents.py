@@ -109,14 +109,12 @@ class Seen(list[Entry]):
 
     @classmethod
     def of(cls, pickler: Any) -> Seen:
-        """Return the objects of a pickler's run."""
         if pickler.tensors is None:
             pickler.tensors = cls()
         seen: Seen = pickler.tensors
         return seen
 
     def note_array(self, array: Any) -> None:
-        """Record an array that is not empty."""
         # All instances share the empty tuple, since most messages have no array.
         if isinstance(self.arrays, tuple):
             self.arrays = []
@@ -133,7 +131,6 @@ class Seen(list[Entry]):
         return len(self) + len(self.arrays) >= 2 and bool(self._pieces())
 
     def merged(self) -> Seen:
-        """Return the state of the second run."""
         known = Seen()
         known.plan = self._pieces()
         return known

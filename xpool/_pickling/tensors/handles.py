@@ -178,7 +178,6 @@ class Keeper:
         )
 
     def get(self, name: int) -> Any:
-        """Return a tensor that is kept, or None."""
         kept = self._kept.get(name)
         return None if kept is None else kept[1]
 

@@ -132,7 +132,6 @@ def collect() -> bool:
 
 @builder
 def open_file(token: Any, path: str, inode: int, offset: int, nbytes: int) -> Any:
-    """Return a storage over a part of a file."""
     import torch
 
     gone = f"the file of a tensor is gone ({path}): its sender has ended"

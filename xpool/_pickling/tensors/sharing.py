@@ -216,7 +216,6 @@ def _has_other_users(torch: Any, storage: Any, tensor: Any) -> bool:
 
 
 def _swap(torch: Any, storage: Any, other: Any) -> None:
-    """Exchange the memory of two storages of one size."""
     if hasattr(storage, "_swap_data_ptr_"):
         storage._swap_data_ptr_(other)
         return
