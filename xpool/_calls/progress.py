@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from xpool._python.waiters import Flag, Waiters
+from xpool._python.waiters import Flag
 
 INTERVAL = 0.1
 """Seconds between two updates."""
@@ -57,7 +57,7 @@ class Progress:
         self._total, self._size, self._drawn = total, size, drawn
         self._tasks = 0  # number of answered tasks; guarded by the pool's lock
         self._over = Flag()
-        self._waiters = Waiters()  # threads that wait until the last state is shown
+        self._shown = Flag()  # the last state
         # The thread holds neither the job nor the pool, which may be dropped.
         self._thread = threading.Thread(target=self._run, name="xpool-progress", daemon=True)
 
@@ -70,7 +70,7 @@ class Progress:
         try:
             self._thread.start()
         except RuntimeError:  # the system refuses a thread
-            self._shown_all = True
+            self._shown.set()
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._thread)))
 
     def add(self, tasks: int) -> None:
@@ -81,12 +81,9 @@ class Progress:
 
     def wait(self) -> None:
         """Wait until the last state is shown; `end` was called or will be."""
-        if self._thread is not threading.current_thread():
-            # The thread has also ended in a forked child.
-            over = LAST_LOOK if self._is_bar else None
-            self._waiters.wait(lambda: not self._thread.is_alive() or self._shown_all, over)
-
-    _shown_all = False
+        # In a forked child the thread does not live.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._shown.wait(LAST_LOOK if self._is_bar else None)
 
     def _run(self) -> None:
         try:
@@ -98,8 +95,7 @@ class Progress:
                 # The last state, which was reached after the last update.
                 self._show(shown)
         finally:
-            self._shown_all = True
-            self._waiters.wake()
+            self._shown.set()
 
     def _show(self, shown: int) -> int:
         # The last task may have fewer items than the others.

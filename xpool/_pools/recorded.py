@@ -9,6 +9,7 @@ from typing import Any
 
 from xpool._calls.results import PickledResult, Unopened
 from xpool._calls.streams import BOOKKEEPING, IMapIterator, Stream, weigh
+from xpool._pools.job_table import JobTable
 from xpool._pools.journal import Journal, Stored
 from xpool.pickle import dumps
 
@@ -19,9 +20,7 @@ AT_ONCE = 1000
 class Recorded(Stream):
     """A stream whose answers are stored in a journal before its iterator gets them.
 
-    ``deliver`` passes answers to a thread.  It calls ``hand_on(index, ok, value)`` with each stored
-    answer, or ``fail_all(exc)``.  The input reader passes results that are stored already to
-    ``found(index, result)``.  None of the three may hold the pool.
+    ``deliver`` passes answers to a thread, which stores them and hands them on.
     """
 
     def __init__(
@@ -30,19 +29,17 @@ class Recorded(Stream):
         number: int,
         gone: Callable[[], None],
         journal: Journal,
-        found: Callable[[int, PickledResult], None],
-        hand_on: Callable[[int, bool, Any], None],
-        fail_all: Callable[[BaseException], None],
+        jobs: JobTable,
     ) -> None:
         super().__init__(iterator, number, gone)
-        self._journal, self._found = journal, found
+        self._journal, self._jobs = journal, jobs
         self._keys: dict[int, str] = {}  # keys of submitted items, by index
         self._count: Callable[[int], object] | None = None  # the stream's `answers`
         # The thread does not hold the job, so that a dropped iterator is noticed.
         self._queue: queue.SimpleQueue[tuple[int, bool, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_write_all,
-            args=(self._queue, self._keys, journal, hand_on, fail_all),
+            args=(self._queue, self._keys, journal, jobs, number),
             name="xpool-journal",
             daemon=True,
         )
@@ -50,7 +47,7 @@ class Recorded(Stream):
 
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
         """Return a function that puts an item, or delivers its stored result."""
-        journal, keys, found = self._journal, self._keys, self._found
+        journal, keys, jobs, number = self._journal, self._keys, self._jobs, self.number
         # `deliver` counts the answers, since stored items and those without a key are never put.
         self._count, self.answers = self.answers, None
 
@@ -58,7 +55,7 @@ class Recorded(Stream):
             key = journal.key(item)
             stored = journal.find(key)
             if stored is not None:
-                found(index, stored)
+                jobs.deliver(number, index, True, stored)
                 return 0
             # Before `put`, which the answer may precede.
             keys[index] = key
@@ -87,8 +84,8 @@ def _write_all(
     results: queue.SimpleQueue[tuple[int, bool, Any] | None],
     keys: dict[int, str],
     journal: Journal,
-    hand_on: Callable[[int, bool, Any], None],
-    fail_all: Callable[[BaseException], None],
+    jobs: JobTable,
+    number: int,
 ) -> None:
     """Store answers as they arrive, until None arrives."""
     end = False
@@ -106,10 +103,12 @@ def _write_all(
                     there[n] = index, ok, _pickled(index, value, keys, rows)
             journal.write(rows)
             for answer in there:
-                hand_on(*answer)
+                jobs.deliver_recorded(number, *answer)
             del answers, there, rows
     except BaseException as exc:
-        fail_all(exc)
+        job = jobs.unanswered.get(number)
+        if job is not None:
+            jobs.fail([job], exc)
     finally:
         journal.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import reprlib
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -28,7 +27,7 @@ from xpool._calls.options import (
     label,
 )
 from xpool._calls.progress import Progress
-from xpool._calls.results import AsyncResult, Job, MapResult, PickledResult, Unopened
+from xpool._calls.results import AsyncResult, Job, MapResult, Unopened
 from xpool._calls.streams import IMapIterator, Stream
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.input_reader import Fed, FlowControl, InputReader
@@ -402,21 +401,7 @@ def _stream(
         return Stream(results, number, gone)
     from xpool._pools.recorded import Recorded  # imports sqlite3
 
-    def found(index: int, value: PickledResult) -> None:
-        jobs.deliver(number, index, True, value)
-
-    def hand_on(index: int, ok: bool, value: Any) -> None:
-        jobs.deliver_recorded(number, index, ok, value)
-
-    def fail_all(exc: BaseException) -> None:
-        job = job_ref()
-        if job is not None:
-            jobs.fail([job], exc)
-
-    journal = _open_journal(pool, func, options)
-    job = Recorded(results, number, gone, journal, found, hand_on, fail_all)
-    job_ref = weakref.ref(job)
-    return job
+    return Recorded(results, number, gone, _open_journal(pool, func, options), jobs)
 
 
 @interruptible

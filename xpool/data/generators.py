@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import random
 import sys
-from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,13 +65,20 @@ class Generators:
 
 
 def encoded(states: dict[str, Any]) -> dict[str, Any]:
-    """Return states as texts and numbers, which can be written as JSON."""
-    return {name: _CODECS[name][0](state) for name, state in states.items()}
+    """Return states as numbers and names, which can be written as JSON."""
+    own = [state.tolist() for state in states["own"]]
+    return {**states, "torch": states["torch"].tolist(), "own": own}
 
 
-def decoded(texts: dict[str, Any]) -> dict[str, Any]:
-    """Return the states that `encoded` made texts of."""
-    return {name: _CODECS[name][1](text) for name, text in texts.items()}
+def decoded(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the states that `encoded` returned, perhaps after JSON has made lists of tuples."""
+    states = {name: _as_tuple(state) for name, state in plain.items()}
+    own = [torch.tensor(state, dtype=torch.uint8) for state in plain["own"]]
+    return {**states, "torch": torch.tensor(plain["torch"], dtype=torch.uint8), "own": own}
+
+
+def _as_tuple(state: Any) -> Any:
+    return tuple(map(_as_tuple, state)) if isinstance(state, (list, tuple)) else state
 
 
 def seed_all(seed: int, numpy_seed: Any = None, but: Iterable[str] = ()) -> None:
@@ -124,38 +129,3 @@ def _set_all(states: dict[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         numpy.random.set_state(states["numpy"])
-
-
-def _tensor_text(state: torch.Tensor) -> str:
-    return base64.b64encode(array("B", state.tolist()).tobytes()).decode()
-
-
-def _text_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-def _words_text(words: Iterable[int]) -> str:
-    return base64.b64encode(array("I", words).tobytes()).decode()
-
-
-def _text_words(text: str) -> tuple[int, ...]:
-    return tuple(array("I", base64.b64decode(text)))
-
-
-def _list_of(one: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
-    return lambda many: [one(each) for each in many]
-
-
-# Of `random` and numpy the second part is the generator's words, the rest are names and numbers.
-_CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "torch": (_tensor_text, _text_tensor),
-    "own": (_list_of(_tensor_text), _list_of(_text_tensor)),
-    "random": (
-        lambda state: [state[0], _words_text(state[1]), *state[2:]],
-        lambda texts: (texts[0], _text_words(texts[1]), *texts[2:]),
-    ),
-    "numpy": (
-        lambda state: [state[0], _words_text(state[1]), *state[2:]],
-        lambda texts: (texts[0], _text_words(texts[1]), *texts[2:]),
-    ),
-}

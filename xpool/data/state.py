@@ -10,7 +10,7 @@ from xpool.data.generators import decoded, encoded
 from xpool.data.worker import Base
 from xpool.errors import OptionError
 
-VERSION = 2
+VERSION = 3
 
 
 class Progress:
