@@ -24,6 +24,7 @@ from xpool.errors import OptionError, PeerLost, PoolClosed
 
 if TYPE_CHECKING:
     from xpool._pickling.by_value.broadcast import Broadcast
+    from xpool._pickling.policy import Layout
     from xpool._pools.group import WorkerGroup
     from xpool._pools.task_files import TaskFiles
     from xpool._worker.launch_shared import File
@@ -150,14 +151,19 @@ class AllWorkers:
         return pids
 
     def broadcast(self, obj: Any) -> Broadcast:
-        from xpool._pickling.by_value.broadcast import Broadcast, broadcast
+        from xpool._pickling.by_value.broadcast import Broadcast, publish
         from xpool._worker.launch_shared import File, FileOfAgent
+        from xpool.pickle import encode
 
         self._life.check_running()
         packer = self._submitter.packer
         lessor, name = packer.layout.lessor, type(obj).__name__
         if lessor is not None and packer.memory_limit:
-            return broadcast(obj, packer.token, packer.recurse, lessor)
+
+            def write(layout: Layout) -> bytes | memoryview:
+                return encode(obj, recurse=packer.recurse, layout=layout)
+
+            return publish(write, packer.token, lessor, name)
         message = packer.pack_option(f"broadcast of a {name}", obj)
         if self.hosts is not None:
             engine: Any = self._submitter.engine

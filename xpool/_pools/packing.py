@@ -37,11 +37,6 @@ class Packer:
         self.recurse, self.token, self.layout = recurse, token, layout
         self.arena, self.memory_limit = arena, memory_limit
 
-    def pack(self, obj: Any, kept: bool = False) -> Payload:
-        """Pickle an object for a worker; ``kept``: the message may be sent more than once."""
-        layout = self.layout._replace(kept=True) if kept else self.layout
-        return encode(obj, recurse=self.recurse, layout=layout)
-
     pack_atoms = staticmethod(encode_atoms)
     """Pickle each of many numbers or short texts; None: some items are of other types."""
 
@@ -49,6 +44,7 @@ class Packer:
     def pack_task(self, task: Any, kept: bool, worker: int | None) -> tuple[Payload, int | None]:
         """Pickle a task for a worker (None: any, -1: the least loaded); return message and worker.
 
+        ``kept``: the message may be sent more than once.
         A task with handles to tensors on devices goes to their worker; if there are several, to the
         one with most of their bytes.  Tensors of other workers are copied.
         """

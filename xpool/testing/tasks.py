@@ -43,7 +43,3 @@ def perform_pair(number: int, spec: tuple[str, int, str | None]) -> Any:
 def in_context(_context: Any, *args: Any) -> Any:
     """Do the same as `perform` or `perform_pair`, for pools whose tasks get a context first."""
     return perform(args[-1])
-
-
-def unpicklable(*_: Any) -> Any:
-    return threading.Lock()

@@ -25,7 +25,7 @@ from typing import Any
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._memory.layout import LARGE
-from xpool._pickling.pickler import decode, encode
+from xpool._pickling.pickler import decode
 from xpool._pickling.policy import Layout, pools
 from xpool._pickling.reducers import Context, builder, in_place, register
 from xpool._python.worker_local import WorkerLocal
@@ -94,28 +94,17 @@ def _reduce(pickler: Context, ref: Broadcast) -> Any:
     return open_broadcast, (in_place(pickler, ref._token), *ref._about)
 
 
-def broadcast(
-    obj: Any, pool: str, recurse: bool, lessor: Callable[[int], Block | None]
-) -> Broadcast:
-    """Pickle an object into a block, and return the reference to it.
-
-    Raises:
-        TaskNotPicklable: it cannot be pickled, or there is no memory for it.
-    """
-
-    def write(layout: Layout) -> bytes | memoryview:
-        return encode(obj, recurse=recurse, layout=layout)
-
-    return publish(write, pool, lessor, type(obj).__name__)
-
-
 def publish(
     write: Callable[[Layout], bytes | memoryview],
     pool: str,
     lessor: Callable[[int], Block | None],
     what: str,
 ) -> Broadcast:
-    """Return a reference to the message that ``write(layout)`` makes."""
+    """Return a reference to the message that ``write(layout)`` makes, which lies in a block.
+
+    Raises:
+        TaskNotPicklable: there is no memory for it, or ``write`` raises this.
+    """
     block: Block | None = None
 
     def room(nbytes: int) -> memoryview:
