@@ -232,12 +232,7 @@ def check_share_method(method: Any) -> None:
 
 
 def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
-    """Return the most bytes of a worker, and the largest part of memory in use.
-
-    Raises:
-        TypeError: one is not a number.
-        OptionError (a `ValueError`): one has a wrong value, or this is not Linux.
-    """
+    """Return the most bytes of a worker, and the largest part of memory in use."""
     if worker is not None:
         worker = check_bytes("worker_memory", worker)
     if high is not None:

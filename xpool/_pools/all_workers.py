@@ -191,12 +191,7 @@ class AllWorkersResult(Job):
     # -- the caller's side -------------------------------------------------------------------
 
     def get(self) -> list[Any]:
-        """Return the results by index of the worker, or raise the cause of the first failure.
-
-        Raises:
-            Exception: the error of the function; its ``__cause__`` names the worker.
-            WorkerDied, TaskTimeout: as for any task; ``worker`` is the worker's index.
-        """
+        """Return the results by index of the worker, or raise the cause of the first failure."""
         about_to_block()
         self._waiters.wait(lambda: self._released or bool(self._errors), None)
         if self._failure is not None:

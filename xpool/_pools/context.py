@@ -155,11 +155,7 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
 
 
 def shared_processes(contexts: Sequence[Any]) -> list[list[int]]:
-    """Return the processes that these contexts share: the workers of each, by index.
-
-    Raises:
-        OptionError: contexts that name one process do not fit into it.
-    """
+    """Return the processes that these contexts share: the workers of each, by index."""
     found: dict[str, list[int]] = {}
     for i, context in enumerate(contexts):
         name = (getattr(context, "env", None) or {}).get(PROCESS)

@@ -124,15 +124,7 @@ class Identity:
         self._above: dict[int, int] = {}
 
     def of_function(self, func: Any, beside: dict[str, Any]) -> dict[str, str]:
-        """Return the digests of a function's parts, by their names.
-
-        Args:
-            func: the function.
-            beside: further objects that its results depend on, by name.
-
-        Raises:
-            Unknown: a part has no digest.
-        """
+        """Return the digests of a function's parts, by their names."""
         root = _Node()
         root.parts["the version of Python"] = f"{sys.version_info[0]}.{sys.version_info[1]}"
         self._look(root, lambda node: self._fill_root(node, func, beside))
@@ -143,9 +135,6 @@ class Identity:
 
         If it holds a function or class that its name does not lead to (a lambda, a local class),
         the digest includes all parts, and no parts are returned.
-
-        Raises:
-            Unknown: it has no digest.
         """
         kind = type(item)
         if kind in ATOMS:  # takes a microsecond; a node takes five

@@ -118,11 +118,7 @@ class Lifecycle:
         self._jobs.fail(jobs, error, call_back=False)
 
     def join(self, timeout: float | None) -> bool:
-        """Wait until the workers and the pool's threads have ended; return whether they have.
-
-        Raises:
-            ValueError, RuntimeError: as `BasePool.join`.
-        """
+        """Wait until the workers and the pool's threads have ended; return whether they have."""
         if self.state is PoolStates.RUN:
             raise ValueError(f"Pool is still running: close or terminate {self.name} before join")
         if self._jobs.callbacks.runs_here():

@@ -100,11 +100,7 @@ def _publish(
 def find_arena(
     copy_tensor: bool, method: str | None, limit: int | None, token: str
 ) -> tuple[Arena | None, int, Layout]:
-    """Return the arena of a pool, the bytes that it may use, and the layout of its messages.
-
-    Raises:
-        OptionError: tensors must be shared, and this process cannot have an arena.
-    """
+    """Return the arena of a pool, the bytes that it may use, and the layout of its messages."""
     arena = Arena.own()
     if arena is None:
         if not copy_tensor:

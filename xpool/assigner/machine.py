@@ -40,11 +40,6 @@ def find_places(wanted: Any, cpu_weight: float, host: Host | None = None) -> lis
     """Return the places that ``wanted`` names; None: all CUDA devices, or the CPU without them.
 
     Entries that name the same device share its memory and power equally.
-
-    Raises:
-        TypeError: ``wanted`` is not a list of devices.
-        OptionError (a `ValueError`): an entry is not a CPU or CUDA device, or the list is empty.
-        DeviceError (a `RuntimeError`): a CUDA device does not exist or cannot be used.
     """
     host = Host.here() if host is None else host
     if wanted is None:

@@ -38,11 +38,6 @@ class Preview:
 
     Draws from the sampler, and sets the generators back.  When the epoch begins, it draws again; it
     uses these batches as long as its indices and its seed are the same.
-
-    Args:
-        loader, workers: the loader, and its workers, which make the batches.
-        spec: of the next epoch.
-        at_most: how many batches are made.
     """
 
     def __init__(self, loader: Any, workers: Any, spec: EpochSpec, at_most: int) -> None:

@@ -52,11 +52,7 @@ class Sampling(Iterator[Request]):
             self._requests = self._batches()
 
     def go_on(self, taken: int, digest: int, drawn: int, state: bytes | None) -> None:
-        """Begin after ``taken`` batches; a sampler with a state is loaded as after ``drawn``.
-
-        Raises:
-            OptionError: it gives other indices than when the state was taken.
-        """
+        """Begin after ``taken`` batches; a sampler with a state is loaded as after ``drawn``."""
         if state is not None:
             states = pickle.loads(state)
             if "sampler" in states:

@@ -127,11 +127,7 @@ def facts(loader: Any) -> dict[str, Any]:
 
 
 def check_state(loader: Any, state: Any) -> None:
-    """Refuse a state that does not fit this loader.
-
-    Raises:
-        OptionError: it is that of another loader, or not a state of a loader of xpool's.
-    """
+    """Refuse a state that does not fit this loader."""
     if not isinstance(state, Mapping) or not {"version", "epoch", "generators"} <= set(state):
         raise OptionError(
             "load_state_dict takes what state_dict() of an xpool.data.DataLoader returned; this "

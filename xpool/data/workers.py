@@ -39,11 +39,7 @@ RETRIES = 2
 
 
 def check_pool(pool: BasePool, has_parts: bool) -> None:
-    """Refuse a pool that cannot make the batches of a loader.
-
-    Raises:
-        OptionError: it is of another kind.
-    """
+    """Refuse a pool that cannot make the batches of a loader."""
     if not isinstance(pool, (Pool, ThreadPool)):
         raise OptionError(
             "pool= must be one of processes (Pool, CtxPool, P2PPool) or a ThreadPool, not "

@@ -122,11 +122,7 @@ def send(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> T:
-    """Return ``start(func, args, kwargs)``; if torch cannot pickle them, send them by value.
-
-    Raises:
-        TaskNotPicklable: they cannot be sent by value either.
-    """
+    """Return ``start(func, args, kwargs)``; if torch cannot pickle them, send them by value."""
     kwargs = kwargs or {}
     try:
         return start(portable(func), args, kwargs)

@@ -22,13 +22,7 @@ _generation = 0  # of the group that this worker is in
 
 
 class Join:
-    """A function that makes its worker a member of the pool's world, and returns its process id.
-
-    Args:
-        generation: the number of times that the pool has made its world.
-        size: number of workers; the index of a worker is its rank.
-        address: of the store at which they meet.
-    """
+    """A function that makes its worker a member of the pool's world, and returns its process id."""
 
     def __init__(
         self, generation: int, size: int, address: str, backend: str, timeout: float

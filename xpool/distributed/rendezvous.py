@@ -63,11 +63,7 @@ def beside(address: str) -> str:
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """Return a limit in seconds, at most `MOST_SECONDS`.
-
-    Raises:
-        OptionError: it is not a number, not above 0, or too large.
-    """
+    """Return a limit in seconds, at most `MOST_SECONDS`."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # This form of the condition refuses NaN, too.
     if not (number and 0 < value <= MOST_SECONDS):
@@ -228,11 +224,7 @@ class _Opening:
         )
 
     def _await_name(self, host: str) -> None:
-        """Wait until a host name has an address: the name of a service may get one late.
-
-        Raises:
-            GroupTimeout: the caller has given up.
-        """
+        """Wait until a host name has an address: the name of a service may get one late."""
         while not self._over.is_set():
             try:
                 socket.getaddrinfo(host, None)
@@ -245,11 +237,7 @@ class _Opening:
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    """Return host and port of ``tcp://`` and ``env://``; None: another kind of address.
-
-    Raises:
-        ValueError: host or port is missing or wrong.
-    """
+    """Return host and port of ``tcp://`` and ``env://``; None: another kind of address."""
     url = urlparse(address)
     if url.query or url.scheme not in ("tcp", "env"):
         return None
