@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from xpool._worker.context import current_worker
 from xpool.distributed.errors import PeerLost
@@ -21,25 +21,25 @@ _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
 _generation = 0  # of the group that this worker is in
 
 
-class Join:
+class Join(NamedTuple):
     """A function that makes its worker a member of the pool's world, and returns its process id."""
 
-    def __init__(
-        self, generation: int, size: int, address: str, backend: str, timeout: float
-    ) -> None:
-        self._generation, self._size, self._address = generation, size, address
-        self._backend, self._timeout = backend, timeout
+    generation: int
+    size: int
+    address: str
+    backend: str
+    timeout: float
 
     def __call__(self, *_: Any) -> int:
         global _generation
-        if self._backend == "xla":
+        if self.backend == "xla":
             import_module("torch_xla.distributed.xla_backend")  # registers the backend
         # A replacement has the index, and so the rank, of the worker that it replaces.
-        rank, how = current_worker().index, {"backend": self._backend, "timeout": self._timeout}
-        with _variables(self._address):
-            join(rank, self._size, self._address, **how)  # type: ignore[arg-type]
+        rank = current_worker().index
+        with _variables(self.address):
+            join(rank, self.size, self.address, backend=self.backend, timeout=self.timeout)
         # After `join`: a worker that could not join is in no group.
-        _generation = self._generation
+        _generation = self.generation
         return os.getpid()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import rpc
@@ -16,6 +15,13 @@ from torch.futures import Future
 
 from xpool.distributed.current import current, the_world
 from xpool.distributed.peers import DIED, LEFT, Peers
+
+Farewell = tuple[dict[Any, int], dict[Any, Any]]
+"""What a process tells another before it leaves: the number of collectives that have succeeded, by
+group, and the answers that the other has not acknowledged, by meeting.
+
+Earlier messages use other connections: they may arrive later, or be lost with these connections.
+"""
 
 FAREWELL_SECONDS = 5.0
 """Seconds for a call that only improves the error messages of others."""
@@ -73,7 +79,7 @@ class Watchers:
             for name in left:
                 try:
                     # Wait for this call: the answers below may be lost with their connections.
-                    told = peers.me, farewell(name)
+                    told = peers.me, *farewell(name)
                     rpc.rpc_sync(name, _told, args=told, timeout=FAREWELL_SECONDS)
                 except RuntimeError:
                     pass  # it has gone or is slow: its own held call will tell it
@@ -81,20 +87,6 @@ class Watchers:
             held, self._held = self._held or [], None
         for future in held:
             future.set_result(LEFT)
-
-
-@dataclass
-class Farewell:
-    """Tells another process what the two have completed together, before this one leaves.
-
-    Earlier messages of this process use other connections: they may arrive later, or be lost with
-    these connections.
-    """
-
-    completed: dict[Any, int]
-    """The number of collectives that have succeeded, by collective group."""
-    answers: dict[Any, Any]
-    """Answers that the receiver has not acknowledged, by meeting."""
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
@@ -106,9 +98,9 @@ def _greet() -> None:
     """Answer a call that is made for its connection."""
 
 
-def _told(name: str, farewell: Farewell) -> None:
+def _told(name: str, completed: dict[Any, int], answers: dict[Any, Any]) -> None:
     # None: the receiver has left as well.
     world = current()
     if world is not None:
-        world.meetings.deliver(name, farewell.answers)
-        world.peers.lose(name, LEFT, farewell.completed)
+        world.meetings.deliver(name, answers)
+        world.peers.lose(name, LEFT, completed)

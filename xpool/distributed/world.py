@@ -398,7 +398,7 @@ class World:
         with self._lock:
             groups = list(self._collective)
         completed = {group.key: group.operations.completed() for group in groups}
-        return Farewell(completed, self.meetings.answers(name))
+        return completed, self.meetings.answers(name)
 
     def __enter__(self) -> World:
         return self
