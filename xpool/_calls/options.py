@@ -55,9 +55,6 @@ class TaskOptions(NamedTuple):
     seed: int | None = None  # with the number of an item, it seeds the item's generators
 
 
-SHARE_METHODS = ("cpu", "cuda", "xla", None)
-
-
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
     """Return ``value`` as an int of at least ``least``.
 
@@ -130,11 +127,11 @@ def check_progress(value: Any) -> None:
         )
 
 
-def check_on_error(value: Any) -> bool:
-    """Return whether errors are returned; raise `OptionError` for an unknown choice."""
-    if value not in ("raise", "return"):
-        raise OptionError(f"on_error must be 'raise' or 'return', not {value!r}")
-    return bool(value == "return")
+def check_choice(name: str, value: Any, *choices: str | None) -> None:
+    """Raise `OptionError` unless ``value`` is one of the choices."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise OptionError(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
 
 
 def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:
@@ -223,14 +220,6 @@ def default_chunksize(length: int, workers: int) -> int:
     return max(1, math.ceil(length / (4 * workers)))
 
 
-def check_share_method(method: Any) -> None:
-    if method not in SHARE_METHODS:
-        raise OptionError(
-            f"share_method must be 'cpu', 'cuda', 'xla' or None, not {method!r}; "
-            "None shares each tensor by its own kind"
-        )
-
-
 def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
     """Return the most bytes of a worker, and the largest part of memory in use."""
     if worker is not None:
@@ -245,11 +234,6 @@ def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
             "worker_memory and memory_high need Linux, whose /proc reports the use of memory"
         )
     return worker, high
-
-
-def check_output(output: Any) -> None:
-    if output not in ("prefix", "files", None):
-        raise OptionError(f"output must be 'prefix', 'files' or None, not {output!r}")
 
 
 def check_flag(name: str, value: Any) -> None:

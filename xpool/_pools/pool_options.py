@@ -9,13 +9,12 @@ from typing import Any, Concatenate, ParamSpec
 from xpool._calls.keywords import names_of, names_of_inits, refuse_unknown
 from xpool._calls.options import (
     check_bytes,
+    check_choice,
     check_count,
     check_flag,
     check_memory,
-    check_output,
     check_seconds,
     check_seed,
-    check_share_method,
 )
 from xpool.errors import OptionError
 
@@ -51,9 +50,9 @@ class PoolOptions:
         hosts: Any = None,
         name: str | None = None,
     ) -> None:
-        check_share_method(share_method)
+        check_choice("share_method", share_method, "cpu", "cuda", "xla", None)
         check_seed(seed)
-        check_output(output)
+        check_choice("output", output, "prefix", "files", None)
         check_flag("is_recursive", is_recursive)
         check_flag("is_daemon", is_daemon)
         check_flag("is_copy_tensor", is_copy_tensor)

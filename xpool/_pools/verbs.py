@@ -16,10 +16,10 @@ from xpool._calls.options import (
     check_args,
     check_callable,
     check_can_iterate,
+    check_choice,
     check_chunksize,
     check_count,
     check_exceptions,
-    check_on_error,
     check_progress,
     check_seconds,
     check_seed,
@@ -113,9 +113,11 @@ def options_of(
         raise TypeError(f"version must be a str or an int, not {version!r}")
     if seed is not None:
         _check_item_seed(pool, seed, journal)
-    returns = on_error != "raise" and check_on_error(on_error)
+    returns_errors = on_error != "raise"
+    if returns_errors:
+        check_choice("on_error", on_error, "raise", "return")
     return TaskOptions(
-        retries, worker, waits, timeout, on, progress, returns, journal, key, version, seed
+        retries, worker, waits, timeout, on, progress, returns_errors, journal, key, version, seed
     )
 
 

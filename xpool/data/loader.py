@@ -11,6 +11,7 @@ import torch.utils.data
 
 from xpool import pickle
 from xpool._calls.keywords import names_of, refuse_unknown
+from xpool._calls.options import check_choice
 from xpool._pools.base import BasePool
 from xpool._pools.thread import ThreadPool
 from xpool.data.epoch import Before, Epoch
@@ -112,8 +113,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
                 "prefetch_epochs=True: without persistent_workers=True the next epoch has other "
                 "workers; give both"
             )
-        if workers not in ("process", "thread"):
-            raise OptionError(f"workers must be 'process' or 'thread', not {workers!r}")
+        check_choice("workers", workers, "process", "thread")
         self.in_order = in_order
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self._iterable = isinstance(dataset, torch.utils.data.IterableDataset)

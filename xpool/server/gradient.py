@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xpool._calls.options import check_choice
 from xpool.distributed.errors import GroupError, PeerLost
 from xpool.distributed.group import RpcGroup
 from xpool.errors import OptionError
@@ -199,8 +200,7 @@ class PushPullGradServerImpl:
                 raise OptionError(f"reducer {name!r} is not in the group: {', '.join(members)}")
         if not self.secondary_reducers:
             raise OptionError("secondary_reducers must name at least one member")
-        if reduce_method not in ("sum", "mean"):
-            raise OptionError(f"reduce_method must be 'sum' or 'mean', not {reduce_method!r}")
+        check_choice("reduce_method", reduce_method, "sum", "mean")
         if not 1 <= reduce_batch_size < max_queue_size:
             raise OptionError(
                 "reduce_batch_size must be 1 or more and less than max_queue_size, not "
@@ -397,8 +397,6 @@ class PushPullGradServerImpl:
         return None
 
     def _reduced(self, batch: list[Gradients]) -> Gradients:
-        for other in batch[1:]:
-            check_facts(self.server_name, facts_of(batch[0]), facts_of(other))
         reduced = {}
         for name in batch[0]:
             stacked = torch.stack([one[name].to(self.reduce_device) for one in batch])
