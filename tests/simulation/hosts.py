@@ -662,7 +662,7 @@ class HostWorld(World):
 
     def check_bytes(self, host: Any) -> None:
         """What is sent ahead is bounded, but for one task for each worker, and one bound to it."""
-        batches = [*host.staged, *host.batches.values()]
+        batches = [*host.staged, *dict.fromkeys(host.permitted.values())]
         shared = sum(batch.nbytes for batch in batches if batch.items.bound is None)
         bound = sum(batch.nbytes for batch in batches) - shared
         largest = max((batch.nbytes for batch in batches if len(batch.items.items) == 1), default=0)
@@ -731,7 +731,7 @@ class HostWorld(World):
             host.sat_on = {one: host.sat_on.get(one, self.now) for one in sits}
         for host in self.hosts.values():
             for (worker, _), since in host.sat_on.items():
-                batches = len(sched.table.hosts[host.number].batches)
+                batches = len(set(sched.table.hosts[host.number].permitted.values()))
                 limit = 0.1 + 4 * self.latency * (2 + batches)
                 if idle is not None and self.now - max(idle, since) > limit:
                     self.wrong(f"worker {worker} of {host.name} sits on tasks since {since:.6f}")

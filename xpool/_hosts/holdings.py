@@ -63,7 +63,6 @@ class HostState:
         self.known: set[int] = set()  # numbers of the functions that it has
         self.staged: deque[StagedBatch] = deque()  # staged, not permitted batches, oldest first
         self.staged_items = 0
-        self.batches: dict[int, StagedBatch] = {}  # permitted, not all answered; oldest first
         self.permitted: dict[tuple[int, int], StagedBatch] = {}  # permitted items, by name
         self.ahead = 0  # number of permitted items that any of its workers may run
         self.nbytes = 0  # of staged and permitted batches
@@ -85,7 +84,7 @@ class HostState:
         ]
 
     def clear(self) -> None:
-        for its in (self.staged, self.batches, self.recallable, self.recalled, self.permitted):
+        for its in (self.staged, self.recallable, self.recalled, self.permitted):
             its.clear()
         self.ahead = self.staged_items = self.nbytes = 0
 
@@ -168,7 +167,6 @@ class HostTable:
     def permit(self, host: HostState, batch: StagedBatch) -> None:
         """Note that a host may begin a batch."""
         items = batch.items
-        host.batches[batch.number] = batch
         for index in range(items.first, items.first + len(items.items)):
             host.permitted[name_of(items.job, index)] = batch
         if items.bound is None:
@@ -194,7 +192,6 @@ class HostTable:
             self.bound_ahead[bound] -= 1
         batch.left -= 1
         if not batch.left:
-            del host.batches[batch.number]
             host.recallable.pop(batch.number, None)
             host.recalled.pop(batch.number, None)
             host.nbytes -= batch.nbytes
