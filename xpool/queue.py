@@ -17,7 +17,6 @@ message names.
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import select
 import socket
@@ -31,6 +30,7 @@ from queue import Empty
 from types import TracebackType
 from typing import Any
 
+from xpool._calls.options import check_context
 from xpool._memory import foreign
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block, Holds
@@ -81,7 +81,8 @@ class SimpleQueue:
     """
 
     def __init__(self, *, ctx: BaseContext | str | None = None, copy_tensor: bool = False) -> None:
-        _check_context(ctx)
+        if ctx is not None:
+            check_context("ctx", ctx)
         if sys.platform != "linux":
             raise OptionError(
                 "xpool.queue.SimpleQueue needs Linux (packets that carry descriptors, anonymous "
@@ -379,16 +380,4 @@ class _Unshared:
             "a tensor cannot be put into a SimpleQueue with copy_tensor=False: this process cannot "
             "have memory that it shares with others (a limit on addresses, ulimit -v, forbids it); "
             "use copy_tensor=True"
-        )
-
-
-def _check_context(ctx: Any) -> None:
-    if isinstance(ctx, str):
-        methods = multiprocessing.get_all_start_methods()
-        if ctx not in methods:
-            raise OptionError(f"ctx must be one of {methods}, not {ctx!r}")
-    elif ctx is not None and not hasattr(ctx, "get_start_method"):
-        raise TypeError(
-            "ctx must be a multiprocessing context, the name of a start method or None, "
-            f"not {ctx!r}"
         )

@@ -4,6 +4,7 @@
 
 import functools
 import math
+import multiprocessing
 import os
 import reprlib
 import sys
@@ -218,6 +219,16 @@ def check_chunksize(chunksize: Any) -> int:
 def default_chunksize(length: int, workers: int) -> int:
     """Return the chunk size of `map`: about four chunks for each worker."""
     return max(1, math.ceil(length / (4 * workers)))
+
+
+def check_context(name: str, value: Any) -> None:
+    """Raise an error unless ``value`` is a context of `multiprocessing`, or a start method."""
+    if isinstance(value, str):
+        check_choice(name, value, *multiprocessing.get_all_start_methods())
+    elif not hasattr(value, "Process"):
+        raise TypeError(
+            f"{name} must be the name of a start method or a multiprocessing context, not {value!r}"
+        )
 
 
 def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:

@@ -8,6 +8,7 @@ import sys
 from multiprocessing.context import BaseContext
 from typing import cast
 
+from xpool._calls.options import check_context
 from xpool._engine.launch import (
     ForkServer,
     Launcher,
@@ -33,16 +34,9 @@ def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False)
         if may_stand_in and needs_arrays(modules) and not asked_for():
             return StandIns(modules)
         return ForkServer.get(modules)
+    check_context("context", context)
     if isinstance(context, str):
-        methods = multiprocessing.get_all_start_methods()
-        if context not in methods:
-            raise OptionError(f"context must be one of {methods}, not {context!r}")
         context = multiprocessing.get_context(context)
-    if not hasattr(context, "Process"):
-        raise TypeError(
-            f"context must be the name of a start method or a multiprocessing context, "
-            f"not {context!r}"
-        )
     if context.get_start_method() == "fork":
         _refuse_fork_of_runtime()
     elif unguarded_script() is not None:
