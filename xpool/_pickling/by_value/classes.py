@@ -45,16 +45,13 @@ def reduce_class(pickler: Context, cls: type) -> Any:
         return name
     flags = cls.__flags__
     if not flags & _HEAP_TYPE or flags & _IMMUTABLE_TYPE:
-        return (type, (_INSTANCES[cls],)) if cls in _INSTANCES else NotImplemented
+        return NotImplemented
     if pickler.blob:
         return _written_out(cls)
     entry = _up_to_date(cls, pickler.recurse)
     pickler.names |= entry.names
     blob = entry.blobs[pickler.recurse]
     return _load, (entry.token, entry.version, blob, tuple(sorted(entry.names)))
-
-
-_INSTANCES: dict[type, Any] = {type(one): one for one in (None, NotImplemented, ...)}
 
 
 def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
@@ -152,11 +149,6 @@ def _shell(cls: type, token: str) -> tuple[Any, ...]:
     for name in ("__slots__", "__orig_bases__"):
         if name in attributes:
             creation[name] = attributes[name]
-    if "__slots__" in creation and not isinstance(creation["__slots__"], (str, tuple, list, dict)):
-        # If it was an iterator, it is exhausted.
-        creation["__slots__"] = tuple(
-            name for name, value in attributes.items() if isinstance(value, MemberDescriptorType)
-        )
     return token, type(cls), _maker(type(cls)), cls.__name__, cls.__bases__, creation
 
 
