@@ -41,12 +41,8 @@ class Display(Protocol):
 class Progress:
     """Counts the done items of one job, and shows the count in a thread.
 
-    Args:
-        how: True; a title; or a callable ``(done, total)``.
-        title: the title for ``how=True``.
-        total: number of items; None: not known.
-        size: number of items in a task; the last task may have fewer.
-        drawn: returns the number of items that have been drawn.
+    ``title`` is that for ``how=True``.  A task has ``size`` items; the last may have fewer.
+    ``drawn()`` returns the number of items that have been drawn.
     """
 
     def __init__(

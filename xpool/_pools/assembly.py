@@ -6,33 +6,20 @@ imports what a worker needs, the program imports the parent's side of it.
 
 from __future__ import annotations
 
-from xpool._engine.answers import EngineOptions
-from xpool._engine.engine import Engine
-from xpool._engine.memory import MemoryLimits
-from xpool._engine.relay import Relay
-from xpool._engine.worker import Recipe
-from xpool._pickling.policy import pools
-from xpool._pools.all_workers import AllWorkers
-from xpool._pools.engine_submitter import EngineSubmitter, HookedEngineSubmitter
-from xpool._pools.packing import Packer, find_arena
-from xpool._pools.worker_config import Main, WorkerConfig, WorkerSpec
+from xpool._engine.answers import EngineOptions as EngineOptions
+from xpool._engine.engine import Engine as Engine
+from xpool._engine.memory import MemoryLimits as MemoryLimits
+from xpool._engine.relay import Relay as Relay
+from xpool._engine.worker import Recipe as Recipe
+from xpool._pickling.policy import pools as pools
+from xpool._pools.all_workers import AllWorkers as AllWorkers
+from xpool._pools.engine_submitter import EngineSubmitter as EngineSubmitter
+from xpool._pools.engine_submitter import HookedEngineSubmitter as HookedEngineSubmitter
+from xpool._pools.packing import Packer as Packer
+from xpool._pools.packing import find_arena as find_arena
+from xpool._pools.worker_config import Main as Main
+from xpool._pools.worker_config import WorkerConfig as WorkerConfig
+from xpool._pools.worker_config import WorkerSpec as WorkerSpec
 from xpool._python import error_imports
-
-__all__ = [
-    "AllWorkers",
-    "Engine",
-    "EngineOptions",
-    "EngineSubmitter",
-    "HookedEngineSubmitter",
-    "Main",
-    "MemoryLimits",
-    "WorkerConfig",
-    "Packer",
-    "Recipe",
-    "Relay",
-    "WorkerSpec",
-    "find_arena",
-    "pools",
-]
 
 error_imports.prepare(keep_path=False)

@@ -50,13 +50,8 @@ class Pending(NamedTuple):
 class Epoch(Iterator[Any]):
     """The iterator of a `DataLoader`.
 
-    Args:
-        loader: the loader that begins this epoch.
-        workers: make the batches.
-        is_only: whether the workers serve this epoch only, and end with it.
-        number: of this epoch, among those of this loader.
-        before: what a new epoch begins with.
-        resume: the progress of an earlier epoch, from which this one goes on; None: a new epoch.
+    ``is_only``: whether the workers serve this epoch only, and end with it.  ``resume``: the
+    progress of an earlier epoch, from which this one goes on; None: a new epoch.
     """
 
     def __init__(

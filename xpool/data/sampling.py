@@ -28,9 +28,7 @@ class Request(NamedTuple):
 class Sampling(Iterator[Request]):
     """The requests of one epoch, in order.
 
-    Args:
-        sampler: the loader's sampler, of indices or of batches.
-        interval: how many batches lie between two states of a stateful sampler.
+    ``interval``: how many batches lie between two states of a stateful sampler.
     """
 
     def __init__(self, sampler: Any, interval: int) -> None:
