@@ -15,12 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from xpool._calls.results import local
 from xpool._python.interrupt import shielded
 from xpool._python.waiters import Flag
-
-Call = Callable[[], object]
 
 
 @shielded
@@ -31,6 +30,16 @@ def join_ended(thread: threading.Thread) -> None:
     in it (bpo-45274).
     """
     thread.join()
+
+
+class _Call(Protocol):
+    """An `AsyncResult` with callbacks, or a callback of a future."""
+
+    def call_back(self) -> None:
+        """Call the callback; it may raise."""
+
+    def complete(self) -> None:
+        """Do what follows the callback, even if it has raised."""
 
 
 class Callbacks:
@@ -70,7 +79,7 @@ class _Caller:
     def __init__(self, name: str, owner: Callbacks) -> None:
         self.owner = owner
         self._name = name
-        self._queue: queue.SimpleQueue[tuple[Call, Call] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # Guards the fields below.  Reentrant, since a signal handler may submit.
         self._lock = threading.RLock()
         self._runner: threading.Thread | None = None
@@ -78,10 +87,9 @@ class _Caller:
         self._stopped = False
         self._last: Callable[[], None] | None = None
 
-    def add(self, call: Call, after: Call = int) -> None:
-        """Queue a call, and what follows it even if it raises."""
+    def add(self, call: _Call) -> None:
         # Queued first, so that the serving thread finds it, whichever that is.
-        self._queue.put((call, after))
+        self._queue.put(call)
         with self._lock:
             self.start()
             if self._stopped:
@@ -125,12 +133,11 @@ class _Caller:
 
     def _call_next(self) -> bool:
         """Make the next call; return whether this thread goes on."""
-        queued = self._queue.get()
-        if queued is None:
+        call = self._queue.get()
+        if call is None:
             return not self._end()
-        call, after = queued
         try:
-            call()
+            call.call_back()
         except BaseException:
             kind, exc, trace = sys.exc_info()
             assert kind is not None
@@ -139,7 +146,7 @@ class _Caller:
             # Breaks a cycle: the traceback holds this frame, whose variables hold the traceback.
             del kind, exc, trace, args
         finally:
-            after()
+            call.complete()
         # False if `_relieve` has replaced this thread by a new one.
         return self._runner is threading.current_thread()
 

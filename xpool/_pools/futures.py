@@ -95,13 +95,20 @@ def _as_broken(error: BaseException) -> BaseException:
     return broken
 
 
-def _call_logged(func: Callable[[Any], object], future: _Future[Any]) -> None:
-    try:
-        func(future)
-    except Exception:  # as `concurrent.futures` does
-        logging.getLogger("concurrent.futures").exception(
-            "exception calling callback for %r", future
-        )
+class _Callback:
+    def __init__(self, func: Callable[[Any], object], future: _Future[Any]) -> None:
+        self._func, self._future = func, future
+
+    def call_back(self) -> None:
+        try:
+            self._func(self._future)
+        except Exception:  # as `concurrent.futures` does
+            logging.getLogger("concurrent.futures").exception(
+                "exception calling callback for %r", self._future
+            )
+
+    def complete(self) -> None:
+        """Do nothing: only jobs have to be completed."""
 
 
 def _call_back(func: Callable[[Any], object], future: _Future[Any]) -> None:
@@ -110,7 +117,7 @@ def _call_back(func: Callable[[Any], object], future: _Future[Any]) -> None:
     if callbacks is None:
         func(future)
     else:
-        callbacks.program.add(functools.partial(_call_logged, func, future))
+        callbacks.program.add(_Callback(func, future))
 
 
 class _Future(concurrent.futures.Future[T]):
@@ -234,7 +241,11 @@ def submit(
     kwds: dict[str, Any],
     owner: PoolExecutor | None = None,
 ) -> concurrent.futures.Future[Any]:
-    """Submit a call to a pool; return its future."""
+    """Submit a call to a pool; return its future.
+
+    Raises:
+        PoolClosed: the pool takes no more work.
+    """
     pool._life.check_running()
     pool._submitter.check(func)
     options = PLAIN

@@ -100,8 +100,7 @@ class JobTable:
         """Have the callback of an answered job called, or release its callers now."""
         if job.has_callback:
             assert isinstance(job, AsyncResult)
-            caller = self.callbacks.futures if job.is_future else self.callbacks.program
-            caller.add(job.call_back, job.complete)
+            (self.callbacks.futures if job.is_future else self.callbacks.program).add(job)
         else:
             self.remove(job)
             job.release()
