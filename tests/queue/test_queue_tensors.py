@@ -331,6 +331,7 @@ def test_no_descriptor_left(make_queue: Any, start: Any):
     assert results.get(LIMIT).sum() == 3
     start("spawn", parts.make_tensors, q, 1, 100)
     assert not q.empty() or _readable(q)
+    parts.foreign.reclaim_arrived()  # the lease of the first put is closed: the next opens one
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, most[1]))
     taken = []
