@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from xpool._memory.buffers import new_buffer
 from xpool._memory.system import available_memory
 from xpool._python import at_fork
+from xpool._wire.pipes import write_all
 
 LONGEST = 96 * 1024
 """Largest message in a packet, in bytes: a pickle too small for a block, and its table."""
@@ -78,10 +79,7 @@ def file_with(message: bytes | memoryview) -> Iterator[int]:
     fd = os.memfd_create("xpool-message", os.MFD_CLOEXEC)
     _files.add(fd)
     try:
-        view = memoryview(message)
-        # write(2) takes a little less than 2 GiB at once.
-        while view:
-            view = view[os.write(fd, view) :]
+        write_all(fd, [message])
         yield fd
     finally:
         # Remove before closing: a fork in between would close another file with the same number.

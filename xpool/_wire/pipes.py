@@ -269,5 +269,6 @@ def write_all(fd: int, parts: Parts) -> None:
     """Write everything, waiting for room; raise `BrokenPipeError` when the reader has ended."""
     for part in parts:
         view = memoryview(part)
+        # write(2) takes at most 0x7ffff000 bytes at a time.
         while view:
             view = view[os.write(fd, view) :]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from xpool._memory.system import fix_size
+from xpool._wire.pipes import write_all
 from xpool.errors import XPoolError
 from xpool.pickle import decode, encode
 
@@ -35,10 +36,7 @@ class File:
 
             fd, path = tempfile.mkstemp(prefix="xpool-shared-")
             remove = path
-        left = memoryview(content)
-        # write(2) takes at most 0x7ffff000 bytes at a time.
-        while left:
-            left = left[os.write(fd, left) :]
+        write_all(fd, [content])
         if remove is None and len(content):
             # Other processes map it.  An empty file is a lock, or a store of torch, which grows.
             fix_size(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -72,10 +73,7 @@ def _path_of(obj: Any) -> str:
 
 
 def _get(module_name: str, path: str) -> Any:
-    obj: Any = import_module(module_name)
-    for part in path.split("."):
-        obj = getattr(obj, part)
-    return obj
+    return attrgetter(path)(import_module(module_name))
 
 
 def _found(module_name: Any, path: str) -> Any:

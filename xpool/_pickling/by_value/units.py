@@ -359,7 +359,8 @@ class _Script:
             top = self._origins[root.id].partition(".")[0]
             label = library_of(top)
             return label if label != LIBRARY or top in SELF_CONTAINED else None
-        return None if root.id in self._owners or root.id == "print" else _built_in(root.id)
+        own = root.id in self._owners or root.id == "print"
+        return "builtins" if hasattr(builtins, root.id) and not own else None
 
     # -- units ------------------------------------------------------------------------------
 
@@ -470,10 +471,6 @@ _BLOCKS = (
     ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match,
     *([vars(ast)["TryStar"]] if sys.version_info >= (3, 11) else []),
 )  # fmt: skip
-
-
-def _built_in(name: str) -> str | None:
-    return "builtins" if hasattr(builtins, name) else None
 
 
 def _is_literal(node: ast.stmt) -> bool:
