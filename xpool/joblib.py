@@ -13,6 +13,7 @@ When a worker dies, its batch runs again, up to `RETRIES` times.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -156,7 +157,8 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
         children.
         """
         workers: int = super().effective_n_jobs(n_jobs)
-        if _in_worker():
+        with contextlib.suppress(RuntimeError):
+            current_worker()
             return 1
         if multiprocessing.current_process().daemon:
             if workers != 1:
@@ -205,14 +207,6 @@ class ThreadsBackend(_PoolBackend):
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.terminate()
-
-
-def _in_worker() -> bool:
-    try:
-        current_worker()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _set_up(

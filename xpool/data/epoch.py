@@ -280,7 +280,8 @@ class Epoch(Iterator[Any]):
             batch = self._finished(answer.batch)
             self.times.took(asked, ahead, answer.seconds, answer.collating)
             return batch
-        self._finish()
+        self.progress.is_over = True
+        self._end()
         raise StopIteration
 
     def _check_current(self) -> None:
@@ -371,10 +372,6 @@ class Epoch(Iterator[Any]):
 
     def __getstate__(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} cannot be pickled")
-
-    def _finish(self) -> None:
-        self.progress.is_over = True
-        self._end()
 
     def _end(self) -> None:
         self._clean([item.result for item in self._pending])

@@ -105,7 +105,8 @@ class Processes:
     def _start(self, loader: Any, pool_class: type[Pool], made: WorkerCopy) -> Pool:
         """Start workers with the dataset, which may hold locks and open files."""
         context, size = loader._context, loader.num_workers
-        if not _forks(context):
+        named = context is None or isinstance(context, str)
+        if (context if named else context.get_start_method()) != "fork":  # forks need no pickle
             # With an initializer no worker begins before it has torch, which each batch needs.
             pool = pool_class(
                 size, begin, context=find_context(context, size),
@@ -129,14 +130,10 @@ class Processes:
 
         ``label`` names the call in messages.
         """
-        if shard is None:
-            result = self._pool.apply_async(
-                self._prefix, (with_copy, func, self._ref, *args), retries=RETRIES
-            )
-        else:
-            result = self._pool.apply_async(
-                with_copy, (func, self._ref, *args), retries=RETRIES, worker=shard
-            )
+        where = {} if shard is None else {"worker": shard}
+        result = self._pool.apply_async(
+            self._prefix, (with_copy, func, self._ref, *args), retries=RETRIES, **where
+        )
         result.label = label
         return result
 
@@ -217,11 +214,3 @@ class Threads:
 def _own(dataset: Any) -> Any:
     # Each worker shards its own graph of data pipes, so all of it is copied.
     return copy.deepcopy(dataset) if is_pipe(dataset) else copy.copy(dataset)
-
-
-def _forks(context: Any) -> bool:
-    """Whether workers with this ``context=`` have the program's objects without pickling."""
-    if context is None:
-        return False
-    name = context if isinstance(context, str) else context.get_start_method()
-    return bool(name == "fork")

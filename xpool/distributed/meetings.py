@@ -91,7 +91,9 @@ class Meetings:
         gone = the_world().peers.lost()
         lost = [one for one in meeting.expected if one in gone]
         if lost and not meeting.of_survivors:
-            return self._end(key, meeting, raised(_lost_error(key, lost)))
+            what = "; ".join(the_world().peers.describe(name) for name in lost)
+            error = PeerLost(f"{key[0]} of {key[1]!r} cannot complete: {what}.")
+            return self._end(key, meeting, raised(error))
         return None if meeting.missing(lost) else self._end(key, meeting, lost)
 
     def _end(self, key: Any, meeting: _Meeting, answer: _Answer) -> _Answer:
@@ -154,12 +156,6 @@ class Meetings:
             done: Future[Any] = Future()
             done.set_result(answer)
             settle(future, done, host, meet, 0)
-
-
-def _lost_error(key: Any, lost: list[str]) -> PeerLost:
-    peers = the_world().peers
-    what = "; ".join(peers.describe(name) for name in lost)
-    return PeerLost(f"{key[0]} of {key[1]!r} cannot complete: {what}.")
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

@@ -263,7 +263,10 @@ class Operations:
 
     def end(self) -> None:
         """Destroy the group: messages that were not received are lost."""
-        busy = self._is_busy()
+        with self._lock:
+            works = [*self._works, *(one._work for one in self._messages)]
+            # Pending operations would keep the connections open.
+            busy = any(not work.is_completed() for work in works)
         self.break_for(GroupError(f"{self.label} was destroyed; make a new one."), abort=False)
         # If nothing is pending, torch's own destruction closes the connections.
         self._close(abort=busy)
@@ -326,12 +329,6 @@ class Operations:
             f"{what} in {self.label} failed: {reason}. The group is broken: destroy() it in all "
             "remaining members and make a new one of them."
         )
-
-    def _is_busy(self) -> bool:
-        """Whether an operation is pending, which would keep the connections open."""
-        with self._lock:
-            works = [*self._works, *(one._work for one in self._messages)]
-            return any(not work.is_completed() for work in works)
 
 
 def explain(
