@@ -15,7 +15,6 @@ import atexit
 import itertools
 import os
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -120,7 +119,6 @@ class BasePool(PublicVerbs, Hooks):
         self._jobs = JobTable(self.name, _weakly(self))
         self._life = Lifecycle(self.name, self._jobs)
         self._submitter = HookSubmitter(self, self._jobs)
-        self._maintained = time.monotonic()
         try:
             self._begin()
         except BaseException:
@@ -139,7 +137,7 @@ class BasePool(PublicVerbs, Hooks):
             ref = weakref.ref(self)
             thread = threading.Thread(
                 target=_take_turns,
-                args=(ref, self._backend, self._jobs),
+                args=(ref, self._backend, self._jobs, self._life),
                 name=f"{self.name}-engine",
                 daemon=True,
             )

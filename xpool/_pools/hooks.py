@@ -94,6 +94,9 @@ class Hooks:
         """
         raise NotImplementedError(f"{type(self).__name__} must override join_workers()")
 
+    def _release_workers(self) -> None:
+        raise NotImplementedError
+
     @staticmethod
     def worker(
         get: Callable[[], Task | None],

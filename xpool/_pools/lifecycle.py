@@ -27,7 +27,8 @@ class Lifecycle:
         self.drained = False  # closed, and all jobs are answered
         self.finished = Flag()  # the workers have ended, and the pool has released everything
         self.thread: threading.Thread | None = None
-        self.started = time.monotonic()
+        # When the pool began, and when the workers of a pool without a backend were seen to last.
+        self.started = self.maintained = time.monotonic()
         self._how_ended = self._advice = ""
 
     def begin(self, thread: threading.Thread) -> None:

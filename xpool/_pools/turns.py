@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from xpool._engine.jobs.states import PoolStates
 from xpool._engine.protocols import WorkerBackend
-from xpool._pools.hooks import Result
+from xpool._pools.hooks import Hooks
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
 from xpool.errors import InternalError, PoolBroken
@@ -17,31 +17,12 @@ TURN = 0.1
 """Seconds for which this thread waits in `pool_outqueue_get` of a pool without a backend."""
 
 
-class TurningPool(Protocol):
-    """What this thread uses of its pool."""
-
-    _jobs: JobTable
-    _life: Lifecycle
-    _backend: WorkerBackend | None
-    _maintained: float
-
-    def pool_outqueue_get(self, timeout: float) -> Result: ...
-
-    def maintain_pool(self) -> bool: ...
-
-    def repopulate_pool(self) -> None: ...
-
-    def terminate_workers(self) -> None: ...
-
-    def join_workers(self) -> None: ...
-
-    def _release_workers(self) -> None: ...
+Some = TypeVar("Some", bound=Hooks)
 
 
-Some = TypeVar("Some", bound=TurningPool)
-
-
-def take_turns(ref: weakref.ref[Some], backend: WorkerBackend | None, jobs: JobTable) -> None:
+def take_turns(
+    ref: weakref.ref[Some], backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle
+) -> None:
     """Take turns until the pool ends.  Between turns nothing here holds the pool."""
     go_on = True
     while go_on:
@@ -62,23 +43,22 @@ def take_turns(ref: weakref.ref[Some], backend: WorkerBackend | None, jobs: JobT
         try:
             if trouble is not None:
                 raise trouble
-            go_on = _turn(pool, backend)
+            go_on = _turn(pool, backend, jobs, life)
         except BaseException as exc:
             story = InternalError(
                 f"{type(exc).__name__} in the engine of {jobs.name}: {exc}. If the pool has hooks "
                 "of your own, look at the cause first; else this is a bug in xpool"
             )
             story.__cause__ = exc
-            pool._life.fail(story, pool.terminate_workers)
+            life.fail(story, pool.terminate_workers)
             go_on = False
         if not go_on:
-            _finish(pool, backend)
+            _finish(pool, backend, jobs, life)
         del pool
 
 
-def _turn(pool: TurningPool, backend: WorkerBackend | None) -> bool:
+def _turn(pool: Hooks, backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle) -> bool:
     """Deliver and maintain; return False when the pool is at its end."""
-    jobs, life = pool._jobs, pool._life
     jobs.receive(pool.pool_outqueue_get, 0.0 if backend is not None else TURN)
     if backend is not None:
         failure = backend.failure
@@ -89,8 +69,8 @@ def _turn(pool: TurningPool, backend: WorkerBackend | None) -> bool:
             # Deliver the answers that have arrived; only the other jobs fail.
             jobs.receive(pool.pool_outqueue_get)
             life.fail(failure, pool.terminate_workers)
-    elif time.monotonic() - pool._maintained >= TURN:
-        pool._maintained = time.monotonic()
+    elif time.monotonic() - life.maintained >= TURN:
+        life.maintained = time.monotonic()
         if life.state is not PoolStates.TERMINATE and pool.maintain_pool():
             pool.repopulate_pool()
     if life.state is PoolStates.CLOSE and not jobs.unanswered:
@@ -98,8 +78,7 @@ def _turn(pool: TurningPool, backend: WorkerBackend | None) -> bool:
     return life.state is not PoolStates.TERMINATE
 
 
-def _finish(pool: TurningPool, backend: WorkerBackend | None) -> None:
-    life = pool._life
+def _finish(pool: Hooks, backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle) -> None:
     try:
         if life.drained:
             pool._release_workers()
@@ -111,7 +90,7 @@ def _finish(pool: TurningPool, backend: WorkerBackend | None) -> None:
         # Fail the jobs that a thread in `terminate` has not reached yet, before the thread that
         # completes their futures ends.
         life.fail_unanswered()
-        pool._jobs.callbacks.stop()
+        jobs.callbacks.stop()
         if backend is not None:
             backend.close()
         # Last, since `join` and `__del__` rely on the end of everything else.
