@@ -233,14 +233,15 @@ class ArenaFile:
     def clear_holds(self, attachment: int) -> None:
         """Clear all holds of a process that has ended."""
         holds = self.holds(attachment)
-        for other in range(HOLDS):
+        # Not the length of each table: most are empty, and this is done twice for each worker.
+        used = {other for other, count in enumerate(self._ledger.tolist()) if count}
+        for other in used | self._counts.keys():
             try:
                 count = self.entries(other)
             except ValueError:
                 continue  # its blocks are unknown, and none of them is reused
-            if count:
-                first = other * ENTRIES
-                holds[first : first + count] = bytes(count)
+            first = other * ENTRIES
+            holds[first : first + count] = bytes(count)
 
     # -- memory ------------------------------------------------------------------------------------
 
