@@ -15,6 +15,7 @@ from xpool._engine.answers import CULPRIT
 from xpool._engine.jobs.ranges import name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 from xpool._hosts import messages as m
+from xpool._hosts.agent import DIRECT_MILLISECONDS
 from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.fleet import Call
 from xpool._hosts.service import END_SECONDS, RETRY_SECONDS
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .hosts import HostWorld
 
 __all__ = ["Host", "Payload", "Value"]
+
+DIRECT_SECONDS = DIRECT_MILLISECONDS / 1000
 
 PATIENCE = 1.0
 """Seconds after which an agent answers a pull although it has nothing to say."""
@@ -98,6 +101,10 @@ class AgentEngine:
             for one in ranges:
                 self.sched.put(one)
             self._give()
+
+    def put_direct(self, task_range: TaskRange) -> Any:
+        self.submit(task_range)
+        return self if self.world.chance(0.5) else None  # any object stands for the worker
 
     def learn(self, mode: int, payload: Any) -> int:
         self.learned += 1
@@ -404,10 +411,26 @@ class Host:
             reply(*self.session.reply_to_beat(call, self.clock()))
             return
         one = call.number, reply
-        self._waiting.append(one)
-        self.session.called(call)
+        begun = self.session.called(call)
         if self.session.retiring and self.session._staged and not self.world.early_close:
             self.world.wrong(f"{self.name} is to end, and keeps {self.session._staged}")
+        if begun is None:
+            self._waiting.append(one)
+            self._wait(one)
+        else:
+            self._collect()
+            self._reply()
+            takes = self.world.one_of([self.world.pace, DIRECT_SECONDS])
+            self.world.later(takes * self.world.draw.random(), self._end_turn, one)
+
+    def _end_turn(self, one: tuple[int, Callable[..., None]]) -> None:
+        """The thread of a call waits no longer for the answer of its one task alone."""
+        if self.alive:
+            self.session.wait(one[0])
+            self._waiting.insert(0, one)
+            self._wait(one)
+
+    def _wait(self, one: tuple[int, Callable[..., None]]) -> None:
         self._collect()
         self._reply()
         if one in self._waiting:

@@ -215,6 +215,11 @@ class HostWorld(World):
         """Tell the driver."""
         self.events.put(event)
 
+    def caller_receives(self, reply: f.Replied) -> None:
+        """A caller that waits for one answer takes a reply, and the answers in it."""
+        self.engine.receive(reply)
+        self.deliver()
+
     # -- the play ----------------------------------------------------------------------------------
 
     def play(self) -> None:
@@ -404,7 +409,10 @@ class HostWorld(World):
         if kind == "calls":
             self.calls.append(job)
             self.funcs[job] = 0
-            self.engine.submit_call(job, items[0], Terms(retries))
+            if self.chance(0.5):
+                self.engine.call(TaskRange(CALLS, 0, job, items, None, Terms(retries)))
+            else:
+                self.engine.submit_call(job, items[0], Terms(retries))
         elif kind == "bound":
             self.calls.append(job)
             self.funcs[job] = 0

@@ -23,8 +23,8 @@ __all__ = ["SimFleet"]
 class Trip:
     """One call of the driver: it is answered once, with what comes first."""
 
-    def __init__(self, world: HostWorld, host: Host, failed: Any) -> None:
-        self.world, self.host, self.failed = world, host, failed
+    def __init__(self, world: HostWorld, host: Host, failed: Any, hold: bool) -> None:
+        self.world, self.host, self.failed, self.hold = world, host, failed, hold
         self.over = False
 
     def fail(self) -> None:
@@ -36,7 +36,10 @@ class Trip:
         """Tell the driver what became of it, if it does not think to know already."""
         if not self.over:
             self.over = True
-            self.world.tell(event)
+            if self.hold and type(event) is f.Replied and self.world.chance(0.8):
+                self.world.caller_receives(event)
+            else:  # by the engine's thread: it took too long
+                self.world.tell(event)
 
 
 class SimFleet:
@@ -51,12 +54,12 @@ class SimFleet:
         world = self.world
         return [world.place() for _ in range(world.first_hosts)]
 
-    def call(self, host: int, call: f.Call) -> None:
+    def call(self, host: int, call: f.Call, hold: bool = False) -> None:
         """Call an agent; what is changed in the messages afterwards does not matter."""
         world = self.world
         one = world.hosts[host]
         call = call._replace(messages=list(call.messages))
-        trip = Trip(world, one, f.Unreached(host, call.number))
+        trip = Trip(world, one, f.Unreached(host, call.number), hold)
         world.calls_host(host, call)
 
         def arrive(answers: bool) -> None:
@@ -67,6 +70,10 @@ class SimFleet:
             one.call(call, reply)
 
         world.later(world.wait_for_room(call.messages), self._go, trip, arrive)
+
+    def receive(self, host: int, number: int, seconds: float) -> f.Replied | None:
+        """Return None: an event follows; `Trip.tell` decides which thread gets it."""
+        return None
 
     def _go(self, trip: Trip, arrive: Callable[[bool], None]) -> None:
         world = self.world

@@ -110,6 +110,8 @@ class Engine:
         )
         self.submit, self.submit_call = submission.submit, submission.submit_call
         self.call, self.feed = submission.call, submission.feed
+        self.put_direct = submission.put_direct
+        self.await_briefly = submission.await_briefly
         observation = self._observation = Observation(
             self.lock, self.workers, self.sched, self.ledger
         )

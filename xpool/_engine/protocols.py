@@ -15,6 +15,7 @@ from xpool._engine.jobs.scheduler import TaskRange, Terms
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import Slow, Work
+    from xpool._engine.worker import WorkerProcess
 
 
 class WorkerBackend(Protocol):
@@ -108,6 +109,14 @@ class EngineProtocol(WorkerBackend, Protocol):
 
 class LocalEngine(EngineProtocol, Protocol):
     """An engine whose workers are on this machine, and which may work for a remote driver."""
+
+    def put_direct(self, task_range: TaskRange) -> WorkerProcess | None:
+        """Submit a range of one call; None: the engine's thread receives its answer.  Else the
+        calling thread then calls `await_briefly` with this worker."""
+
+    def await_briefly(self, worker: WorkerProcess, number: int, milliseconds: int) -> None:
+        """Receive the answer of call ``number``, which `put_direct` has sent; after that time,
+        leave it to the engine's thread."""
 
     def give_back(self, job: int, items: range) -> None:
         """Hand back those of these items that no worker has begun, each as a result without a value

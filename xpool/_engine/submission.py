@@ -94,13 +94,24 @@ class Submission:
             if number in self._direct.turns:
                 self.let_go(number)
 
+    def await_briefly(self, worker: WorkerProcess, number: int, milliseconds: int) -> None:
+        """Receive the answer of a call that `put_direct` has sent, in the same thread; leave it to
+        the engine's thread if it takes longer."""
+        try:
+            self.receive_direct(worker, number, self._await_answer(worker, True, milliseconds))
+        finally:
+            if number in self._direct.turns:
+                self.let_go(number)
+
     @interruptible
-    def _await_answer(self, worker: WorkerProcess, look: bool) -> list[tuple[int, int]]:
+    def _await_answer(
+        self, worker: WorkerProcess, look: bool, milliseconds: int = 1000
+    ) -> list[tuple[int, int]]:
         if pending:
             deliver()
         poll = worker.poller.poll
         # Each second, since a call that a signal handler took away gets no answer here.
-        return (look and self._spin.look(poll)) or poll(1000)
+        return (look and self._spin.look(poll)) or poll(milliseconds)
 
     def put_direct(self, task_range: TaskRange) -> WorkerProcess | None:
         """Submit a range of one task; return the worker whose answer this thread receives."""

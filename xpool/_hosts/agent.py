@@ -48,6 +48,10 @@ REPLY_SECONDS = 1.0
 """Seconds after which a call is answered although there is no message: an eighth of the lease, if
 that is shorter."""
 
+DIRECT_MILLISECONDS = 5
+"""For how long the thread of a call waits for the answer of its one task before it leaves that to
+the engine's thread."""
+
 STATUS_SECONDS = 0.05
 """The fewest seconds between two `Status` messages."""
 
@@ -205,10 +209,17 @@ class Agent:
             return packed((taken, first), found)
         call = call._replace(messages=[self._lodged(one, fetch) for one in messages])
         with self._news:
-            self._session.called(call)
+            begun = self._session.called(call)
             self._locate_workers()
             self._collect()
             self._news.notify_all()
+        if begun is not None:
+            # Without the lock: other calls of the driver act meanwhile.
+            self._engine.await_briefly(*begun, DIRECT_MILLISECONDS)
+        with self._news:
+            if begun is not None:
+                self._session.wait(call.number)
+                self._collect()
             until = time.monotonic() + min(REPLY_SECONDS, self._lease / 8)
             while (
                 not self._session.may_reply(call.number) and (left := until - time.monotonic()) > 0

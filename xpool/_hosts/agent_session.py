@@ -11,13 +11,16 @@ from there, by its own clock, ends no earlier than the agent's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xpool._engine.jobs.ranges import TaskRange
+from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._engine.protocols import LocalEngine
 from xpool._hosts import messages as m
 from xpool._hosts.fleet import Call
 from xpool._hosts.link import Link
+
+if TYPE_CHECKING:
+    from xpool._engine.worker import WorkerProcess
 
 MOST_WAITING = 2
 """The most calls that wait for a message at one time."""
@@ -48,10 +51,12 @@ class AgentSession:
 
     # -- messages of the driver --------------------------------------------------------------------
 
-    def called(self, call: Call) -> None:
-        """Act on a call; the caller then asks for `reply` or `reply_to_beat`."""
-        if not call.beat:
-            self._waiting.append(call.number)
+    def called(self, call: Call) -> tuple[WorkerProcess, int] | None:
+        """Act on a call; the caller then asks for `reply` or `reply_to_beat`.
+
+        Returns a worker and the number of a task, whose answer the calling thread is to receive by
+        `LocalEngine.await_briefly`.  It then calls `wait`, and asks for the reply.
+        """
         replied = self._replied.get(call.heard)
         if replied is not None:
             self.until = max(self.until, replied + self._lease)
@@ -60,8 +65,32 @@ class AgentSession:
         self._link.acknowledge(call.got)
         if call.again:
             self._link.send_again(call.got)
-        for message in self._link.receive(call.first, call.messages):
-            self._do(message)
+        messages = self._link.receive(call.first, call.messages)
+        begun = None
+        for message in messages:
+            # Nothing may follow: `begun` is in the hands of the calling thread.
+            if type(message) is m.Go and message is messages[-1] and not call.beat:
+                begun = self._begin(message.batches)
+            else:
+                self._do(message)
+        if not call.beat and begun is None:
+            self._waiting.append(call.number)
+        return begun
+
+    def wait(self, number: int) -> None:
+        """Have a call wait for messages, before those that wait already."""
+        self._waiting.insert(0, number)
+
+    def _begin(self, batches: list[int]) -> tuple[WorkerProcess, int] | None:
+        """Submit permitted batches; return the worker and the number of a single call that an idle
+        worker has got."""
+        ranges = [self._range(batch) for batch in batches]
+        one = ranges[0]
+        if len(ranges) == 1 and one.job == CALLS and len(one.items) == 1:
+            worker = self.engine.put_direct(one)
+            return None if worker is None else (worker, one.first)
+        self.engine.submit(*ranges)
+        return None
 
     def _do(self, message: Any) -> None:
         kind, engine = type(message), self.engine

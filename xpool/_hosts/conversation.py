@@ -57,15 +57,21 @@ class Conversation:
         self._lost = False  # a reply was lost: the agent has to send its messages again
         self._replied = 0  # number of the last call that was answered
 
-    def flush(self, now: float, expects: bool) -> None:
+    def flush(self, now: float, expects: bool, hold: bool = False) -> int | None:
         """Send the queued messages, with at most `CALLS_IN_FLIGHT` calls under way.
 
         ``expects``: make a call even without messages, so that the agent can reply with its own.
+        ``hold``: if all messages leave with one call and no other is under way, the fleet holds its
+        reply back for `Fleet.receive`; its number is returned.
         """
+        if hold and not self._calls and self.link.has_unsent:
+            first, messages = self.link.take(CALL_BYTES, _weight)
+            return self._call(now, first, messages, hold=True)
         while len(self._calls) < CALLS_IN_FLIGHT and self.link.has_unsent:
             self._call(now, *self.link.take(CALL_BYTES, _weight))
         if expects and not self._calls:
             self._call(now, self.link.sent + 1, [])
+        return None
 
     def beat(self, now: float) -> None:
         """Renew an agent's lease by a call beside those under way, which may be large and slow."""
@@ -73,7 +79,9 @@ class Conversation:
             self.beaten = now
             self._call(now, self.link.sent + 1, [], beat=True)
 
-    def _call(self, now: float, first: int, messages: list[Any], beat: bool = False) -> None:
+    def _call(
+        self, now: float, first: int, messages: list[Any], beat: bool = False, hold: bool = False
+    ) -> int:
         self.called = now
         number = next(self._numbers)
         self._calls[number] = first
@@ -83,7 +91,9 @@ class Conversation:
         self._fleet.call(
             self._host,
             f.Call(number, first, messages, self.link.got, again, self._replied, beat),
+            hold,
         )
+        return number
 
     def replied(self, reply: f.Replied, now: float) -> list[Any]:
         """Take a reply; return the messages that are new, in order."""

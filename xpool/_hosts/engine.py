@@ -36,6 +36,10 @@ LEASE = 10.0
 LOOK_SECONDS = 1.0
 """Seconds for which `stacks` waits for the hosts."""
 
+DIRECT_SECONDS = 0.005
+"""For how long a caller of `call` waits for the reply before it leaves that to the engine's thread;
+signal handlers wait as long."""
+
 END_LIMIT = 5.0
 """Seconds for which `terminate` waits for the fleet to report the end of the agents."""
 
@@ -100,7 +104,23 @@ class HostEngine:
                 self.service.give()
 
     def call(self, task_range: TaskRange) -> None:
-        self.submit(task_range)
+        with self.lock:
+            held = self.service.put_call(task_range)
+            if self.results:
+                self._events.put(None)
+        if held is not None:
+            reply = self._fleet.receive(*held, DIRECT_SECONDS)
+            if reply is not None:
+                self.receive(reply)
+
+    def receive(self, reply: f.Replied) -> None:
+        """Act on a reply in the thread of a caller that waits for its answers."""
+        if any(type(message) not in (m.Answer, m.Status) for message in reply.messages):
+            self._events.put(reply)  # it may end the pool, which is done by the engine's thread
+            return
+        with self.lock:
+            self.service.happened(reply)
+            self.service.give()
 
     def feed(self, task_range: TaskRange) -> None:
         with self.lock:
@@ -108,9 +128,6 @@ class HostEngine:
                 if not task_range.queued and task_range.items:
                     self.sched.put(task_range)
                 self.service.give()
-
-    def resume(self) -> None:
-        self._events.put(None)
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         with self.lock:
@@ -241,6 +258,8 @@ class HostEngine:
 
     def wake(self) -> None:
         self._events.put(None)
+
+    resume = wake
 
     def drop(self) -> None:
         self.dropped = True

@@ -85,7 +85,7 @@ class Refused(NamedTuple):
 
 
 class Fleet(Protocol):
-    """Agents on hosts.  No method may block; outcomes of calls reach the engine as events."""
+    """Agents on hosts.  Only `receive` may block; outcomes of calls reach the engine as events."""
 
     def start(self, tell: Callable[[Any], object]) -> list[int]:
         """Begin to place agents; pass events to ``tell(event)``, from any thread.
@@ -94,11 +94,15 @@ class Fleet(Protocol):
         follows for each.  Others may join later.
         """
 
-    def call(self, host: int, call: Call) -> None:
+    def call(self, host: int, call: Call, hold: bool = False) -> None:
         """Call an agent; `Replied` or `Unreached` follows.
 
-        An agent without messages replies after a second or so.
+        An agent without messages replies after a second or so.  ``hold``: the event follows only
+        after `receive`.
         """
+
+    def receive(self, host: int, number: int, seconds: float) -> Replied | None:
+        """Return the reply to a held call; None: an event follows, now or later."""
 
     def put(self, payload: bytes | memoryview) -> Any:
         """Store an object for all hosts; return a reference to it, the payload of a `Blob`.

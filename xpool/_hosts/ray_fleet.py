@@ -122,6 +122,7 @@ class RayFleet:
         self._agents: Counter[str] = Counter()  # number of agents placed on each host, by Ray's id
         self._workers = 0
         self._over: set[int] = set()  # agents that were stopped or replaced
+        self._held: dict[tuple[int, int], Any] = {}  # calls whose replies are held: Ray's objects
         self._waiting: dict[int, float] = {}  # agents that have not begun: when to warn of each
         # Agents that have died, and why; None: place no more.
         self._ends: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
@@ -275,7 +276,7 @@ class RayFleet:
         gone = exceptions.RayActorError, exceptions.ActorUnschedulableError
         return isinstance(error, gone)
 
-    def call(self, host: int, call: f.Call) -> None:
+    def call(self, host: int, call: f.Call, hold: bool = False) -> None:
         refs: list[Any] = []
         messages = []
         for one in call.messages:
@@ -287,7 +288,7 @@ class RayFleet:
         # No empty list: each argument costs Ray as much as the rest of a small call.
         arguments = said, *([refs] if refs else ())
         if type(said) is bytes and len(said) < STORE_BYTES:
-            self._send(host, call.number, arguments)
+            self._send(host, call.number, arguments, hold)
         else:
             self._large.put((host, call.number, arguments))
 
@@ -297,30 +298,40 @@ class RayFleet:
             self._send(*large)
             del large  # else its memory in the store stays in use until the next call
 
-    def _send(self, host: int, number: int, arguments: tuple[Any, ...]) -> None:
+    def _send(self, host: int, number: int, arguments: tuple[Any, ...], hold: bool = False) -> None:
         actor = self._actors.get(host)
         if actor is None:  # the pool is over
             return
-
-        def done(found: Any, error: BaseException | None) -> None:
-            if error is not None:
-                self._failed(host, number, error)
-                return
-            data, *large = parts_of(found)
-            # Copied, to free the memory of the object store; into writable memory, so that no
-            # further copy is needed.
-            (taken, first), messages = unpacked(
-                [data, *(memoryview(bytearray(one)) for one in large)]
-            )
-            self._tell(f.Replied(host, number, taken, first, messages))
-
         if not ray_module().is_initialized():  # a call would connect to a cluster anew
             self._tell(f.Dead(host, SHUT_DOWN))
             return
         try:
-            self._when_done(actor.call.remote(*arguments), done)
+            ref = actor.call.remote(*arguments)
+            if hold:
+                self._held[host, number] = ref
+            else:
+                self._when_done(ref, functools.partial(self._replied, host, number))
         except Exception as exc:  # an error of Ray itself, for example while it shuts down
             self._tell(f.Dead(host, _why(exc)))
+
+    def receive(self, host: int, number: int, seconds: float) -> f.Replied | None:
+        ref = self._held.pop((host, number), None)
+        if ref is not None:
+            import ray
+
+            try:
+                return _reply(host, number, ray.get(ref, timeout=seconds))
+            except BaseException as exc:  # also one that a signal handler raises
+                self._when_done(ref, functools.partial(self._replied, host, number))
+                if not isinstance(exc, Exception):
+                    raise
+        return None
+
+    def _replied(self, host: int, number: int, found: Any, error: BaseException | None) -> None:
+        if error is not None:
+            self._failed(host, number, error)
+        else:
+            self._tell(_reply(host, number, found))
 
     def _failed(self, host: int, number: int, error: BaseException) -> None:
         from ray import exceptions
@@ -360,6 +371,14 @@ class RayFleet:
         self._ends.put(None)
         self._large.put(None)
         self._actors.clear()
+
+
+def _reply(host: int, number: int, found: Any) -> f.Replied:
+    data, *large = parts_of(found)
+    # Copied, to free the memory of the object store; into writable memory, so that no further copy
+    # is needed.
+    (taken, first), messages = unpacked([data, *(memoryview(bytearray(one)) for one in large)])
+    return f.Replied(host, number, taken, first, messages)
 
 
 def _draining() -> Collection[str]:

@@ -126,6 +126,22 @@ class HostService:
         self.give()
         return refused
 
+    def put_call(self, call: TaskRange) -> tuple[int, int] | None:
+        """Queue a call, as `put`; return the host and the number of the fleet's call that takes it
+        there, if it is the only one to that host, so that the calling thread can receive the reply.
+        """
+        if self.ending or call.bound is not None or self.sched.queued:
+            self.put((call,))
+            return None
+        self.sched.put(call)
+        self.send(self.sched.give())
+        held = None
+        if len(self._touched) == 1:
+            number = next(iter(self._touched))
+            held = self._flush(number, True)
+        self.give()
+        return held
+
     def _refuse(self, one: TaskRange) -> None:
         """Fail the tasks of a range that is bound to a worker whose host is gone."""
         assert one.bound is not None
@@ -157,7 +173,8 @@ class HostService:
             self.agents[number].link.queue(message)
             self._touched[number] = None
 
-    def _flush(self, number: int) -> None:
+    def _flush(self, number: int, hold: bool = False) -> tuple[int, int] | None:
+        """Send a host's messages; ``hold``: as of `Conversation.flush`."""
         agent = self.agents[number]
         if not agent.ended:
             host = self.sched.table.hosts[number]
@@ -166,7 +183,9 @@ class HostService:
             # The beat counts from the last call, not from the last reply: a late reply renews the
             # lease only when the next call acknowledges it.
             now = self._now()
-            agent.flush(now, expects or now >= agent.called + self._beat_seconds)
+            held = agent.flush(now, expects or now >= agent.called + self._beat_seconds, hold)
+            return None if held is None else (number, held)
+        return None
 
     def _beat(self) -> None:
         """Renew the leases of idle hosts; stop agents that have not replied for a whole lease."""
