@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +86,7 @@ class ThreadPool(BasePool):
         """Return the function that threads call with results; it does not hold the pool."""
         jobs, results = self._jobs, self._results
         if type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get:
-            return jobs.deliver
+            return _deliverer(jobs.deliver)
 
         # A subclass with its own hook gets the results there, in the engine's thread.
         def queue_result(number: int, index: int, ok: bool, value: Any) -> None:
@@ -142,3 +143,30 @@ class ThreadPool(BasePool):
 
     def _release_workers(self) -> None:
         self._threads.release()
+
+
+def _deliverer(
+    deliver: Callable[[int, int, bool, Any], None],
+) -> Callable[[int, int, bool, Any], None]:
+    """Return a function that calls ``deliver`` in one thread at a time, without a wait.
+
+    A thread that waited for a lock would get it before it gets the interpreter lock, and so stop
+    the other threads meanwhile: they would switch at each result.
+    """
+    waiting: deque[tuple[int, int, bool, Any]] = deque()
+    delivering = threading.Lock()
+
+    def answer(number: int, index: int, ok: bool, value: Any) -> None:
+        waiting.append((number, index, ok, value))
+        # Checked again after the release: a thread that found the lock taken relies on this one.
+        while waiting and delivering.acquire(False):
+            result = None
+            try:
+                if waiting:
+                    result = waiting.popleft()
+                    deliver(*result)
+            finally:
+                delivering.release()
+            del result  # now: this may run a finalizer, which may wait for another result
+
+    return answer
