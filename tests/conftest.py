@@ -1,6 +1,6 @@
 """What every test gets: a tier, a time limit with all stacks dumped, a leak check, and pools.
 
-`tests/README.md` says how a test says its tier.
+`tests/README.md` says how a test is assigned to a tier.
 """
 
 from __future__ import annotations
