@@ -46,7 +46,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def private_bytes(pid: int) -> int:
-    """Memory that belongs to `pid` alone (USS): what its end would give back."""
+    """The memory that only process `pid` uses, in bytes (USS)."""
     total = 0
     with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
         for line in file:

@@ -361,7 +361,7 @@ def laps(seconds: float) -> Iterator[float]:
 
 
 def main() -> None:
-    """Soak, and say what came of it."""
+    """Run the soak and print its counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--kill-every", type=float, default=0.1, help="seconds between two kills")

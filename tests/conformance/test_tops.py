@@ -1,4 +1,4 @@
-"""What the top of a script computes is not computed again in workers, and has the right values."""
+"""Workers do not compute the values of a script's top level again; they get the program's."""
 
 from __future__ import annotations
 

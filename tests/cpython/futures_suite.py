@@ -143,7 +143,7 @@ def over_xpool(name: str) -> Any:
 
 
 def install_in_scripts() -> None:
-    """Have scripts run with the line changed that a user changes, and with xpool to be found."""
+    """Change the import line of the tests' scripts to xpool's, and let them import xpool."""
     module = importlib.import_module(HOME)
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{HOME}.test_shutdown")

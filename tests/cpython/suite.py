@@ -52,7 +52,7 @@ def replaced(text: str) -> str:
 
 def install() -> None:
     """Put xpool's pools where these tests look for the standard library's."""
-    # xpool's own fork server is what it calls "forkserver".
+    # In xpool, "forkserver" is the name of xpool's own fork server.
     pool = functools.partial(xpool.Pool, context=METHOD)
     threads = xpool.ThreadPool
     multiprocessing.Pool = pool  # type: ignore[assignment]

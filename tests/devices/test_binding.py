@@ -167,7 +167,7 @@ def test_a_replacement_gets_the_same_binding(make_pool: Callable[..., Any]):
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity masks are Linux's")
 @pytest.mark.parametrize("method", METHODS)
 def test_cores_are_bound_before_any_import(make_pool: Callable[..., Any], method: str):
-    """A worker whose context names cores runs on them, as does what it imports."""
+    """A worker is bound to the cores of its context before it imports any module."""
     core = max(os.sched_getaffinity(0))
     context = Bound()
     context.cpus = (core,)

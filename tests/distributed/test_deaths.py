@@ -208,7 +208,7 @@ class Mortal:
 
 
 def by_reference(world: World, how: str) -> str:
-    """Call what is in rank 1, which dies while it runs."""
+    """Call a function held by rank 1, which dies while the function runs."""
     group = world.create_rpc_group("group", world.get_members())
     if world.rank == 1:
         threading.Event().wait()

@@ -41,7 +41,7 @@ REPLY_BYTES = 4096
 
 
 class Payload(bytes):
-    """A task as it travels: it says which, and how many bytes it is taken for."""
+    """The bytes of a task: they have the task's name, and the size that they are counted as."""
 
     task: tuple[int, int]
     size: int

@@ -188,7 +188,7 @@ class Cluster:
         self.at(self.now + BEAT_SECONDS, self.beat)
 
     def turn(self) -> None:
-        """The driver takes what has come, and gives what waits."""
+        """The driver handles all messages that have arrived, then sends waiting tasks."""
         self.awake = False
         inbox, self.inbox = self.inbox, []
         busy = 0.0

@@ -132,7 +132,7 @@ class Answers:
                 self.results.append((batch.job, first, (True, Encoded(data, boxed, True))))
             else:
                 self._split(worker, data, boxed, plain and boxed <= together, seconds)
-        # All were taken early, up to the head.  Another mark means that an answer is missing.
+        # All answers up to the head were taken early.  Any other mark means that one is missing.
         elif count and mark != worker.box.head:
             raise ValueError(f"outbox mark {mark} where all up to {worker.box.head} is taken")
         if body:
@@ -247,7 +247,7 @@ class Answers:
         self._sched.due(self._reactor.now())
         self._give_idle()
 
-    # -- workers that are dead or not believed ---------------------------------------------------
+    # -- workers that died or sent an invalid message --------------------------------------------
 
     def disown(self, worker: WorkerProcess, exc: Exception) -> None:
         """Fail the unanswered tasks that a worker with an invalid message has begun.

@@ -139,7 +139,7 @@ def _lease(
     blocks: list[Block | None],
     layout: Layout,
 ) -> list[Block | None]:
-    """Return the blocks of pickle and buffers: given ones, and new ones filled with the rest."""
+    """Return the blocks of pickle and buffers: those of ``blocks``, and newly filled ones."""
     if layout.lessor is None:
         return blocks
     leased = list(blocks)

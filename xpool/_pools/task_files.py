@@ -43,7 +43,7 @@ class TaskFiles:
         return Work(func, chunked=work.chunked)
 
     def numbering(self, put: Put, chunked: bool, size: int) -> Put:
-        """Return what puts a task of plain items as one of `Item`s."""
+        """Return a ``put`` that gives each plain item of a task its number, as an `Item`."""
 
         def put_numbered(index: int, task: Any) -> int:
             if chunked:

@@ -46,7 +46,7 @@ class _State:
     replica: bool = False
     forked: bool = False
     told: bool | None = None  # the argument of mark_worker
-    values: dict[str, Any] | None = None  # the globals of functions, if not the module's
+    values: dict[str, Any] | None = None  # globals of functions, if not the module's own
 
 
 _state = _State()

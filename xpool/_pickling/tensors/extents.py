@@ -144,7 +144,7 @@ class Seen(list[Entry]):
         for members in _groups(entries):
             piece = Piece(members)
             for start, stop, axes, _ in members:
-                # By extent, since objects that are made for pickling differ in the second run.
+                # The key is the extent: the second run makes new objects for pickling.
                 plan[start, stop, axes] = piece
         return plan
 
