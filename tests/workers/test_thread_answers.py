@@ -13,56 +13,65 @@ from xpool._calls.streams import Stream
 
 pytestmark = pytest.mark.xpool_only
 
+deliver = Stream.deliver
 
-def test_a_thread_runs_tasks_while_another_delivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All other tasks run while one result is being delivered; then all results arrive."""
-    begun: SimpleQueue[int] = SimpleQueue()
-    delivering, go_on = threading.Event(), threading.Event()
-    deliver = Stream.deliver
+
+class Pause:
+    """The first delivery to a stream waits for `go_on`; raises ``error``, if there is one."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+
+
+@pytest.fixture
+def pause(monkeypatch: pytest.MonkeyPatch) -> Pause:
+    """Pause the first delivery of the test."""
+    one = Pause()
 
     def pause_once(self: Stream, index: int, ok: bool, value: object) -> bool:
-        if not delivering.is_set():
-            delivering.set()
-            go_on.wait()
+        if not one.reached.is_set():
+            one.reached.set()
+            one.go_on.wait()
+            if one.error is not None:
+                raise one.error
         return deliver(self, index, ok, value)
+
+    monkeypatch.setattr(Stream, "deliver", pause_once)
+    return one
+
+
+def test_a_thread_runs_tasks_while_another_delivers(pause: Pause) -> None:
+    """All other tasks run while one result is being delivered; then all results arrive."""
+    begun: SimpleQueue[int] = SimpleQueue()
 
     def task(n: int) -> int:
         begun.put(n)
         return -n
 
-    monkeypatch.setattr(Stream, "deliver", pause_once)
     with ThreadPool(2) as pool:
         try:
             results = pool.imap(task, range(100))
             assert sorted(begun.get(timeout=WAIT) for _ in range(100)) == list(range(100))
-            assert delivering.is_set()
+            assert pause.reached.is_set()
         finally:
-            go_on.set()
+            pause.go_on.set()
         assert list(results) == [-n for n in range(100)]
 
 
-def test_a_dropped_result_that_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_result_that_waits_for_another(pause: Pause) -> None:
     """The finalizer of a result that another thread delivers can wait for a result of the pool."""
     begun: SimpleQueue[int] = SimpleQueue()
     got: SimpleQueue[int] = SimpleQueue()
-    delivering, go_on = threading.Event(), threading.Event()
-    deliver = Stream.deliver
 
     class Waits:
         def __del__(self) -> None:
             got.put(pool.apply_async(abs, (-1,)).get(timeout=WAIT))
 
-    def pause_once(self: Stream, index: int, ok: bool, value: object) -> bool:
-        if not delivering.is_set():
-            delivering.set()
-            go_on.wait()
-        return deliver(self, index, ok, value)
-
     def task(n: int) -> Waits:
         begun.put(n)
         return Waits()
 
-    monkeypatch.setattr(Stream, "deliver", pause_once)
     with ThreadPool(2) as pool:
         try:
             results = pool.imap(task, range(2))
@@ -71,7 +80,7 @@ def test_a_dropped_result_that_waits_for_another(monkeypatch: pytest.MonkeyPatch
             assert sorted(begun.get(timeout=WAIT) for _ in range(3)) == [0, 1, 2]
             del results
         finally:
-            go_on.set()
+            pause.go_on.set()
         assert [got.get(timeout=WAIT) for _ in range(2)] == [1, 1]
         last.get(timeout=WAIT)
 
@@ -79,7 +88,7 @@ def test_a_dropped_result_that_waits_for_another(monkeypatch: pytest.MonkeyPatch
 def test_a_delivery_that_raises_leaves_the_other_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that ends in a delivery does not keep the others from delivering."""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    deliver, failed = Stream.deliver, threading.Event()
+    failed = threading.Event()
 
     def fail_once(self: Stream, index: int, ok: bool, value: object) -> bool:
         if index == 0 and not failed.is_set():
@@ -92,4 +101,36 @@ def test_a_delivery_that_raises_leaves_the_other_results(monkeypatch: pytest.Mon
         results = pool.imap_unordered(int.__neg__, range(100))
         assert sorted(results.next(timeout=WAIT) for _ in range(99)) == list(range(-99, 0))
         assert failed.is_set()
+        results.cancel()
+
+
+def test_a_delivery_that_raises_delivers_what_others_left(
+    pause: Pause, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result that a thread leaves to a delivery arrives, also if that delivery then raises."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    begun: SimpleQueue[int] = SimpleQueue()
+    arrived = threading.Event()
+    pause.error = MemoryError()
+
+    def task(n: int) -> int:
+        begun.put(n)
+        return -n
+
+    def last() -> bool:
+        begun.put(2)  # the thread that does not deliver has left its result before this
+        return arrived.wait(WAIT)
+
+    with ThreadPool(2) as pool:
+        results = pool.imap_unordered(task, range(2))
+        try:
+            assert sorted(begun.get(timeout=WAIT) for _ in range(2)) == [0, 1]
+            end = pool.apply_async(last)
+            assert begun.get(timeout=WAIT) == 2
+            pause.go_on.set()
+            assert results.next(timeout=WAIT) in (0, -1)
+        finally:
+            pause.go_on.set()  # else the end of the pool would wait for the paused thread
+            arrived.set()
+        assert end.get(timeout=WAIT)
         results.cancel()

@@ -111,8 +111,8 @@ class LocalEngine(EngineProtocol, Protocol):
     """An engine whose workers are on this machine, and which may work for a remote driver."""
 
     def put_direct(self, task_range: TaskRange) -> WorkerProcess | None:
-        """Submit a range of one call; None: the engine's thread receives its answer.  Else the
-        calling thread then calls `await_briefly` with this worker."""
+        """Submit a range of one call; return the worker whose answer the calling thread receives
+        by `await_briefly`; None: the engine's thread receives it."""
 
     def await_briefly(self, worker: WorkerProcess, number: int, milliseconds: int) -> None:
         """Receive the answer of call ``number``, which `put_direct` has sent; after that time,

@@ -158,6 +158,9 @@ def _deliverer(
 
     def answer(number: int, index: int, ok: bool, value: Any) -> None:
         waiting.append((number, index, ok, value))
+        deliver_waiting()
+
+    def deliver_waiting() -> None:
         # Checked again after the release: a thread that found the lock taken relies on this one.
         while waiting and delivering.acquire(False):
             result = None
@@ -165,8 +168,11 @@ def _deliverer(
                 if waiting:
                     result = waiting.popleft()
                     deliver(*result)
-            finally:
+            except BaseException:
                 delivering.release()
+                deliver_waiting()  # the results that other threads have left meanwhile
+                raise
+            delivering.release()
             del result  # now: this may run a finalizer, which may wait for another result
 
     return answer
