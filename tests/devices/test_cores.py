@@ -530,7 +530,8 @@ def test_the_restart_budget_counts_processes(start: Any):
             pool.apply(kill)
     with pytest.raises((WorkerDied, PoolBroken)):
         pool.apply(kill)
-    with pytest.raises(PoolClosed, match="3 workers died.*worker 0 and worker 1"):
+    # The error of the last task is there before the pool decides that it has stopped.
+    with pytest.raises((PoolBroken, PoolClosed), match="3 workers died.*worker 0 and worker 1"):
         pool.apply(who)
 
 
