@@ -382,6 +382,62 @@ def test_a_place_is_looked_up_once(sharing: Any, monkeypatch: pytest.MonkeyPatch
     assert written(5) == 3 and storage.xpool_place[0] == process
 
 
+def test_a_file_is_mapped_once(sharing: Any) -> None:
+    """A worker maps a file that is sent again once, and never takes one file for another."""
+    tensor = torch.zeros(MIB, dtype=torch.uint8).share_memory_()
+    places = {sharing.apply(tasks.address, (tensor,), worker=0) for _ in range(3)}
+    assert len(places) == 1
+    for value in range(40):  # more than are kept; some get the address or descriptor of an earlier
+        other = torch.full((MIB,), value, dtype=torch.uint8).share_memory_()
+        assert sharing.apply(tasks.total, (other,), worker=0) == value * MIB
+
+
+def test_mappings_are_few_and_dropped(
+    warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept mappings have a few descriptors, and are dropped when they were not used for long."""
+    monkeypatch.setattr(mapped, "_keeps_opened", True)
+    before = len(descriptors())
+
+    def opened(index: int) -> Any:
+        path = tmp_path / str(index)
+        path.write_bytes(bytes([index]) * 100)
+        found = path.stat()
+        return mapped.open_file(None, str(path), found.st_dev, found.st_ino, 50, 50)
+
+    assert [opened(index)[0] for index in range(40)] == list(range(40))
+    assert len(descriptors()) == before + len(mapped._opened) <= before + 16
+    alive = opened(39)
+    monkeypatch.setattr(mapped, "IDLE_SECONDS", 0)
+    assert not mapped.collect() and not mapped._opened and alive[49] == 39
+    del alive
+    assert len(descriptors()) == before
+
+
+def test_idle_workers_drop_mappings(sharing: Any) -> None:
+    """An idle worker drops a mapping without a further task."""
+    tensor = torch.ones(MIB, dtype=torch.uint8).share_memory_()
+    (line,) = mapping_of(tensor.data_ptr())
+    inode = f" {line.split()[4]} "
+    pid = sharing.apply(os.getpid, worker=0)
+    sharing.apply(tasks.total, (tensor,), worker=0)
+
+    def is_mapped() -> bool:
+        return inode in Path(f"/proc/{pid}/maps").read_text()
+
+    assert is_mapped()
+    eventually(lambda: not is_mapped(), "mapping dropped")
+
+
+def test_shared_already_and_cut_short(sharing: Any, tmp_path: Path) -> None:
+    """A file that is too short by now is refused, also after it was sent: no SIGBUS in a worker."""
+    tensor = in_a_file("from_file", tmp_path / "file")
+    sharing.apply(tasks.write, (tensor, 1), worker=0)
+    os.truncate(tmp_path / "file", MIB)
+    with pytest.raises(xpool.TaskNotPicklable, match="no other process can open its file"):
+        sharing.apply(tasks.total, (tensor,), worker=0)
+
+
 def test_shared_already_and_out_of_reach(sharing: Any) -> None:
     """Memory that no other process can come to by a file is refused, and stays."""
     pages = mmap.mmap(-1, MIB)

@@ -68,6 +68,11 @@ def add_one(tensor: Any) -> Any:
     return tensor
 
 
+def address(tensor: Any) -> int:
+    place: int = tensor.data_ptr()
+    return place
+
+
 def total(tensor: Any) -> int:
     """Return the sum."""
     return int(tensor.sum())

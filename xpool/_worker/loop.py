@@ -222,8 +222,10 @@ class _Worker:
         if config["copy_tensor"]:
             return Layout(lessor=lease)
         # Imported here because few pools share tensors.
+        from xpool._pickling.tensors import mapped
         from xpool._pickling.tensors.handles import Keeper
 
+        mapped.keep_opened()
         self._keeper = Keeper(arena, config["token"], config["index"], os.getpid())
         layout = Layout(lessor=lease, keep=self._keeper.reduce)
         return share(layout, arena, config["share_method"])
@@ -276,7 +278,8 @@ class _Worker:
             arena.trim()
         if self._likely and self._spin is not None and self._spin.look(poll):
             return
-        if arena is None or not arena.busy:
+        # In share mode, files may be mapped that are kept without a block.
+        if arena is None or not (arena.busy or self._keeper is not None):
             return
         # No event reports that the parent or a peer releases memory: poll, less and less often.
         seconds = 0.1

@@ -7,17 +7,24 @@ name of the file is sent, and the receiver maps it, too.
 A file without a name (torch removes it at once) is opened by the sender's descriptor under /proc.
 So the storage must live until the receiver has opened it: a block of the arena, the token, is sent
 in the same message and stands for the storage (`_lent`).
+
+A worker keeps what it has mapped for some seconds, since the same tensor is often sent again.  A
+file is known by device and inode, which no other file gets while it is mapped.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import stat
+import time
 from bisect import bisect_right
 from collections.abc import Callable
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
+from xpool._memory.arena import IDLE_SECONDS
 from xpool._memory.holds import Block
 from xpool._pickling.reducers import Context, builder, in_place
 from xpool._pickling.tensors.extents import Seen
@@ -28,16 +35,26 @@ _DELETED = " (deleted)"
 _OURS = "/memfd:xpool-"
 """Name prefix of arenas and other files of this package, which have their own rules."""
 
-Place = tuple[str, int, int]
-"""The path of a file, its inode, and an offset in it."""
+_LOOKS = 2  # entries of `_lent` that are checked when one is added
+
+_MOST_OPENED = 16  # each mapping has a descriptor
+
+Place = tuple[str, int, int, int]
+"""The path of a file, its device and inode, and an offset in it."""
 
 _Map = tuple[int, int, int, int, str]
 """Start, end, offset in the file, inode and path of a mapping."""
 
-_lent: list[tuple[Block, Any]] = []
-"""Tokens and their storages."""
+_lent: dict[int, tuple[Block, Any]] = {}
+"""Tokens that receivers may still hold, and their storages, by the `id` of the token."""
 
-at_fork.renew(globals(), _lent=list)
+_opened: dict[tuple[int, int, int, int], tuple[Any, float]] = {}
+"""By device, inode, offset and length: a buffer, and when it was last used; the latest comes last.
+Used by workers, which call `collect` regularly."""
+
+_keeps_opened = False
+
+at_fork.renew(globals(), _lent=dict, _opened=dict)
 
 
 def place_of(pickler: Context, storage: Any) -> Place | None:
@@ -51,9 +68,11 @@ def place_of(pickler: Context, storage: Any) -> Place | None:
     address, process = storage.data_ptr(), os.getpid()
     # Found before by this process: the attribute lives as long as the storage and its mapping.
     known = getattr(storage, "xpool_place", None)
-    if known is not None and known[:2] == (process, address) and _is(*known[2][:2]):
+    if known is not None and known[:2] == (process, address):
         place: Place = known[2]
-        return place
+        path, device, inode, offset = place
+        if _device_of(path, inode, offset + storage.nbytes()) == device:
+            return place
     seen = Seen.of(pickler)
     if seen.maps is None:
         seen.maps = _shared_maps()
@@ -61,7 +80,8 @@ def place_of(pickler: Context, storage: Any) -> Place | None:
     if at < 0 or address >= seen.maps[at][1]:
         return None
     start, _, offset, inode, path = seen.maps[at]
-    place = _path_of(path, inode), inode, offset + address - start
+    offset += address - start
+    place = (*_path_of(path, inode, offset + storage.nbytes()), inode, offset)
     if place[0]:
         storage.xpool_place = process, address, place
     return place
@@ -80,20 +100,26 @@ def _shared_maps() -> list[_Map]:
     return found
 
 
-def _path_of(path: str, inode: int) -> str:
-    if not path.endswith(_DELETED) and _is(path, inode):
-        return path
+def _path_of(path: str, inode: int, size: int) -> tuple[str, int]:
+    """Return a path by which other processes can open a file, and its device; "" if none."""
+    if not path.endswith(_DELETED) and (device := _device_of(path, inode, size)) is not None:
+        return path, device
     for fd in os.listdir("/proc/self/fd"):
-        if _is(f"/proc/self/fd/{fd}", inode):
-            return f"/proc/{os.getpid()}/fd/{fd}"
-    return ""
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        if (device := _device_of(path, inode, size)) is not None:
+            return path, device
+    return "", 0
 
 
-def _is(path: str, inode: int) -> bool:
+def _device_of(path: str, inode: int, size: int) -> int | None:
+    """Return the device of the file at a path; None: it is not this file, or is shorter."""
     try:
-        return os.stat(path).st_ino == inode
+        found = os.stat(path)
     except OSError:
-        return False  # closed meanwhile, or the name belongs to another file by now
+        return None  # closed meanwhile, or the name belongs to another file by now
+    if found.st_ino != inode or (stat.S_ISREG(found.st_mode) and found.st_size < size):
+        return None
+    return found.st_dev
 
 
 def lend(pickler: Context, storage: Any, place: Place, about: Callable[[], str]) -> Any:
@@ -102,49 +128,85 @@ def lend(pickler: Context, storage: Any, place: Place, about: Callable[[], str])
     Raises:
         TaskNotPicklable: it cannot be shared; the message says why and what to do.
     """
-    collect()
     layout = pickler.layout
     arena = layout.arena
     assert arena is not None
-    token = (layout.lessor or arena.lease)(1) if place[0] else None
-    if token is None:
-        why = "there is no shared memory left" if place[0] else "no other process can open its file"
-        raise TaskNotPicklable(
-            f"{about()} cannot be shared: it lies in a file that is shared with other processes, "
-            f"and {why}. Send a clone() of it instead."
-        )
-    _lent.append((token, storage))
+    token = getattr(storage, "xpool_token", None) if place[0] else None
+    if token is None or token.arena is not arena:
+        token = (layout.lessor or arena.lease)(1) if place[0] else None
+        if token is None:
+            none_left = "there is no shared memory left"
+            why = none_left if place[0] else "no other process can open its file"
+            raise TaskNotPicklable(
+                f"{about()} cannot be shared: it lies in a file that is shared with other "
+                f"processes, and {why}. Send a clone() of it instead."
+            )
+        storage.xpool_token = token
     # The message has its own hold, which ends when the receiver has opened it.
-    return in_place(pickler, token.arena.adopt(token.name)), *place, storage.nbytes()
+    sent = token.arena.adopt(token.name)
+    if id(token) not in _lent:
+        collect(_LOOKS)
+    # In any case, since `collect` in another thread may be about to remove it.
+    _lent[id(token)] = token, storage
+    return in_place(pickler, sent), *place, storage.nbytes()
 
 
-def collect() -> bool:
-    """Release storages that their receivers have opened; return whether any are left."""
-    for entry in list(_lent):
-        token = entry[0]
-        if token.arena.alone(token):
-            try:
-                _lent.remove(entry)
-            except ValueError:
-                continue  # another thread collects too
-    return bool(_lent)
+def collect(most: int | None = None) -> bool:
+    """Release storages that their receivers have opened, and mappings that were not used for long.
+
+    Args:
+        most: how many storages to check; None: all.
+
+    Returns whether any are left.
+    """
+    for key in list(islice(_lent, most)):
+        # Removed before the check: `lend` in another thread first holds, then enters it again.
+        entry = _lent.pop(key, None)
+        if entry is not None and not entry[0].arena.alone(entry[0]):
+            _lent[key] = entry
+    if _opened:
+        before = time.monotonic() - IDLE_SECONDS
+        for file, (_, used) in list(_opened.items()):
+            if used > before and len(_opened) <= _MOST_OPENED:
+                break
+            _opened.pop(file, None)
+    return bool(_lent or _opened)
+
+
+def keep_opened() -> None:
+    """Keep mappings for tensors that are sent again; the caller calls `collect` regularly."""
+    global _keeps_opened
+    _keeps_opened = True
 
 
 @builder
-def open_file(token: Any, path: str, inode: int, offset: int, nbytes: int) -> Any:
+def open_file(token: Any, path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
     import torch
 
+    key = device, inode, offset, nbytes
+    # Removed, so that it comes last when it is entered again.
+    known = _opened.pop(key, None)
+    buffer = _map(path, device, inode, offset, nbytes) if known is None else known[0]
+    if _keeps_opened:
+        _opened[key] = buffer, time.monotonic()
+        if len(_opened) > _MOST_OPENED:
+            collect(0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _map(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
     gone = f"the file of a tensor is gone ({path}): its sender has ended"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as exc:
         raise LookupError(f"{gone}, or {exc}") from exc
     try:
-        if os.fstat(fd).st_ino != inode:
+        found = os.fstat(fd)
+        if (found.st_dev, found.st_ino) != (device, inode):
             raise LookupError(gone)
         skip = offset % mmap.ALLOCATIONGRANULARITY
+        # It keeps a descriptor, by which this process can send the tensor on.
         pages = mmap.mmap(fd, skip + nbytes, offset=offset - skip)
     finally:
         os.close(fd)
-    part = memoryview(pages)[skip:]
-    return torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
+    return memoryview(pages)[skip:]
