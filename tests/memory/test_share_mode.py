@@ -151,12 +151,21 @@ def test_views_and_modules(sharing: Any) -> None:
     assert (base[100:200] == 7).all() and (alias_a[150] == 7).all()
 
 
-def test_one_storage_stays_one(sharing: Any) -> None:
+@pytest.mark.parametrize("in_file", [False, True])
+def test_one_storage_stays_one(sharing: Any, in_file: bool) -> None:
     """Tensors of one storage have one storage where they arrive, in the first message and later."""
-    base = torch.zeros(1000)
+    base = torch.zeros(1000).share_memory_() if in_file else torch.zeros(1000)
     pair = base.detach(), base[10:]
-    for _ in range(2):
+    for _ in range(3):
         assert sharing.apply(tasks.use_one_storage, (pair,))
+        assert sharing.apply(tasks.use_one_storage, (pair[::-1],))
+    base.copy_(torch.arange(1000))
+    views = base[10:20], base[::7], base.view(10, 100).t(), base[:0], base.untyped_storage()
+    for _ in range(2):
+        *arrived, storage = sharing.apply(tasks.same, (views,))
+        assert all(map(torch.equal, arrived, views[:4]))
+        assert all(one.stride() == two.stride() for one, two in zip(arrived, views, strict=False))
+        assert bytes(storage) == bytes(views[4])
 
 
 def of_dead_view(tensor: Any) -> Any:

@@ -33,7 +33,7 @@ from xpool._pickling.reducers import (
     register,
     set_attributes,
 )
-from xpool._pickling.tensors import composite, cuda
+from xpool._pickling.tensors import composite, cuda, mapped
 from xpool._pickling.tensors.devices import is_kept, on_own_device
 from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
 from xpool._pickling.tensors.sharing import first_user, move, reduce_named, reduce_shared
@@ -175,6 +175,13 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
         if block is not None and not odd and first_user(pickler, address, tensor) is tensor:
             place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
             return _shared, (in_place(pickler, block), name, count, *place)
+        # In a file, and sent before.
+        if block is None and not odd and hasattr(storage, "xpool_place"):
+            file = mapped.place_of(pickler, storage)
+            if file is not None and first_user(pickler, address, tensor) is tensor:
+                lent = mapped.lend(pickler, storage, file, partial(composite.about, tensor))
+                place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+                return _in_file, (lent, name, count, *place)
         return _dense(pickler, sys.modules["torch"], tensor, name)
     if pickler.layout.named and start:
         return _dense(pickler, sys.modules["torch"], tensor, name)
@@ -394,6 +401,12 @@ def _shared(buffer: Any, name: str, count: int, offset: int, shape: Any, strides
     """Return a tensor in shared memory of ``count`` elements."""
     made = (_FROM_BUFFER.get(name) or _from_buffer_of(name))(buffer, count=count)
     return made.as_strided_(shape, strides, offset)
+
+
+@builder
+def _in_file(lent: Any, name: str, count: int, offset: int, shape: Any, strides: Any) -> Any:
+    _, *place = lent
+    return _shared(mapped.open_buffer(*place), name, count, offset, shape, strides)
 
 
 @builder

@@ -179,10 +179,8 @@ def keep_opened() -> None:
     _keeps_opened = True
 
 
-@builder
-def open_file(token: Any, path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
-    import torch
-
+def open_buffer(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
+    """Return a buffer over a place in a file."""
     key = device, inode, offset, nbytes
     # Removed, so that it comes last when it is entered again.
     known = _opened.pop(key, None)
@@ -191,7 +189,14 @@ def open_file(token: Any, path: str, device: int, inode: int, offset: int, nbyte
         _opened[key] = buffer, time.monotonic()
         if len(_opened) > _MOST_OPENED:
             collect(0)
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    return buffer
+
+
+@builder
+def open_file(token: Any, *place: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(open_buffer(*place), dtype=torch.uint8).untyped_storage()
 
 
 def _map(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
