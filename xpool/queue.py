@@ -366,7 +366,7 @@ def _opened(data: bytes, fds: list[int]) -> bytes | memoryview:
     for token, fd in zip(frame.tokens(message), fds):
         if token not in Arena._known:
             foreign.ForeignArena.enter(fd, token)
-    return frame.adopt(message)
+    return frame.hold_blocks(message)
 
 
 class _Unshared:

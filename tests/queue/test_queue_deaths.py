@@ -110,7 +110,7 @@ def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
 @pytest.mark.parametrize(
     "where",
     [
-        "xpool.queue:frame.adopt",
+        "xpool.queue:frame.hold_blocks",
         "xpool.queue:foreign.ForeignArena.enter",
         "xpool._memory.attachments:claim",
         "xpool._memory.holds:Holds._hold",

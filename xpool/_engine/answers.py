@@ -19,7 +19,7 @@ from xpool._engine.memory import MemoryLimits
 from xpool._engine.pickled_results import Encoded
 from xpool._engine.reactor import Reactor
 from xpool._engine.worker import WorkerProcess
-from xpool._pickling.frame import FRAMED, Leased, adopt
+from xpool._pickling.frame import FRAMED, Leased, hold_blocks
 from xpool._wire.outbox import NO_LIMIT, entries
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
 from xpool.errors import InternalError, TaskTimeout, WorkerDied
@@ -193,9 +193,9 @@ class Answers:
         # Hold the blocks that it names before the worker may drop them, also for an answer that
         # no caller will open.  This comes first, since it raises if the answer is invalid.
         if payload[0] == FRAMED:
-            payload = adopt(payload)
+            payload = hold_blocks(payload)
             if type(payload) is Leased:
-                worker.box.adopt()
+                worker.box.count_adopted()
                 self._leased()
         batch, index = self._sched.answered(worker.index, 1, seconds)
         position = index - batch.first

@@ -99,7 +99,7 @@ class Entry:
         return job, index, func, (ticking, *rest), kwds
 
 
-class Member:
+class PoolThread:
     """One thread of the backend."""
 
     __slots__ = ("done", "index", "job", "left", "over", "source", "thread")
@@ -122,7 +122,7 @@ class Places:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.threads: dict[int, Member] = {}
+        self.threads: dict[int, PoolThread] = {}
         self.left = 0  # abandoned threads
         self.over = 0  # surplus threads among `threads`
 
@@ -133,32 +133,32 @@ class Places:
         free = (i for i in range(len(self.threads) + missing) if i not in self.threads)
         return list(itertools.islice(free, max(missing, 0)))
 
-    def is_surplus(self, me: Member, size: int) -> bool:
+    def is_surplus(self, me: PoolThread, size: int) -> bool:
         """Whether this thread is to end, because there are more threads than places."""
         with self.lock:
             me.over = not me.left and len(self.threads) - self.over > size
             self.over += me.over
         return me.over
 
-    def remove(self, member: Member) -> None:
+    def remove(self, pool_thread: PoolThread) -> None:
         """Free the place of a thread."""
-        del self.threads[member.index]
-        self.over -= member.over
+        del self.threads[pool_thread.index]
+        self.over -= pool_thread.over
 
-    def abandon(self, members: list[Member]) -> None:
+    def abandon(self, pool_threads: list[PoolThread]) -> None:
         """Free the places of threads that go on with their tasks."""
         with self.lock:
-            for member in members:
+            for pool_thread in pool_threads:
                 # It may have ended or been abandoned since the caller looked.
-                if self.threads.get(member.index) is member:
-                    self.remove(member)
-                    member.left = True
+                if self.threads.get(pool_thread.index) is pool_thread:
+                    self.remove(pool_thread)
+                    pool_thread.left = True
                     self.left += 1
 
-    def of_job(self, job: int) -> list[Member]:
+    def of_job(self, job: int) -> list[PoolThread]:
         """Return the threads that are in a task of this job now."""
         with self.lock:
-            return [member for member in self.threads.values() if member.job == job]
+            return [pool_thread for pool_thread in self.threads.values() if pool_thread.job == job]
 
 
 class HeldTasks:
@@ -170,14 +170,14 @@ class HeldTasks:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._held: dict[int, tuple[Member, Entry]] = {}
+        self._held: dict[int, tuple[PoolThread, Entry]] = {}
         self._numbers = itertools.count()
         self._random = random.Random()
         self._lock = threading.RLock()  # guards all below
         self.alarm: float | None = None
         self._later: list[tuple[float, int, Entry]] = []  # a heap, by time
 
-    def begin(self, me: Member, entry: Entry) -> int:
+    def begin(self, me: PoolThread, entry: Entry) -> int:
         """Record what a thread begins; return its key."""
         key = next(self._numbers)
         entry.since = time.monotonic()
@@ -222,14 +222,14 @@ class HeldTasks:
             self.alarm = self._later[0][0] if self._later else None
         return due
 
-    def take_overdue(self, now: float) -> Iterator[tuple[Member, Entry, float]]:
+    def take_overdue(self, now: float) -> Iterator[tuple[PoolThread, Entry, float]]:
         """Yield the tasks that are over their time limits, with these; the caller answers them."""
         # An atomic copy: other threads begin and end tasks meanwhile.
-        for key, (member, entry) in self._held.copy().items():
+        for key, (pool_thread, entry) in self._held.copy().items():
             seconds = entry.options.timeout
             if seconds is not None:
                 due = entry.since + seconds
                 if now < due:
                     self.wake_by(due)
                 elif self.end(key):
-                    yield member, entry, seconds
+                    yield pool_thread, entry, seconds

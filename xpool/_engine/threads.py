@@ -23,7 +23,7 @@ from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
 from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.stacks import Whereabouts
-from xpool._engine.thread_tasks import Entry, HeldTasks, Member, Places, Source, SourceQueue
+from xpool._engine.thread_tasks import Entry, HeldTasks, Places, PoolThread, Source, SourceQueue
 from xpool._worker.callables import item_of, with_context
 from xpool._worker.context import WorkerInfo, enter, exited, leave
 from xpool._worker.stopping import stack_of
@@ -94,15 +94,15 @@ class ThreadWorkers:
                 self._start(index)
 
     def _start(self, index: int) -> None:
-        member = self._places.threads[index] = Member(index)
-        member.thread = threading.Thread(
+        pool_thread = self._places.threads[index] = PoolThread(index)
+        pool_thread.thread = threading.Thread(
             target=self._run,
-            args=(member,),
+            args=(pool_thread,),
             name=f"{self._options.name}-worker-{index}",
             daemon=True,
         )
         try:
-            member.thread.start()
+            pool_thread.thread.start()
         except BaseException:
             del self._places.threads[index]  # else `ended` never becomes true
             raise
@@ -145,7 +145,7 @@ class ThreadWorkers:
 
     # -- in a worker's thread ----------------------------------------------------------------------
 
-    def _run(self, me: Member) -> None:
+    def _run(self, me: PoolThread) -> None:
         index = me.index
         options, failed = self._options, None
         context = options.contexts[index] if options.contexts is not None else None
@@ -173,7 +173,7 @@ class ThreadWorkers:
                 self._lost(index, EndKind.FAILED if failed else EndKind.FINISHED, failed)
             self.wake()
 
-    def _initialize(self, me: Member) -> BaseException | None:
+    def _initialize(self, me: PoolThread) -> BaseException | None:
         """Run the initializer; return what it raised.
 
         If it exceeded its time limit, this thread was abandoned.
@@ -190,7 +190,7 @@ class ThreadWorkers:
             self._held.end(key)
         return None
 
-    def _ends(self, me: Member) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    def _ends(self, me: PoolThread) -> tuple[Callable[[], Any], Callable[[Any], None]]:
         """Return the functions by which a thread takes single tasks and answers them.
 
         The first one also runs the tasks of sources.
@@ -246,7 +246,7 @@ class ThreadWorkers:
 
         return get, put
 
-    def _run_source(self, me: Member, source: Source) -> None:
+    def _run_source(self, me: PoolThread, source: Source) -> None:
         """Run tasks of a source and answer each, until it has no more or `get` has to decide."""
         answer, first, options = self._answer, self.tasks.first, self._options
         threads = self._places.threads
@@ -331,33 +331,33 @@ class ThreadWorkers:
             self.tasks.put(again)
         if self._pauses:
             self._replace()
-        for member, entry, seconds in self._held.take_overdue(now):
-            self._time_out(member, entry, seconds)
+        for pool_thread, entry, seconds in self._held.take_overdue(now):
+            self._time_out(pool_thread, entry, seconds)
 
-    def _time_out(self, member: Member, entry: Entry, seconds: float) -> None:
-        thread = member.thread
+    def _time_out(self, pool_thread: PoolThread, entry: Entry, seconds: float) -> None:
+        thread = pool_thread.thread
         assert thread is not None
         stack = stack_of(sys._current_frames().get(thread.ident or 0), _OURS)
-        self._places.abandon([member])
+        self._places.abandon([pool_thread])
         task, job, index = "The initializer", 0, 0
         if entry.task is not None:
             job, index = entry.task[:2]
             known = self._jobs.get(job)
             task = f"task {index}" if known is None else known.describe(index)
-        error = TaskTimeout(seconds, member.index, os.getpid(), task, stack, stopped=False)
+        error = TaskTimeout(seconds, pool_thread.index, os.getpid(), task, stack, stopped=False)
         if entry.task is None:
-            self._lost(member.index, EndKind.FAILED, error)
+            self._lost(pool_thread.index, EndKind.FAILED, error)
             return
         if not self._held.retried(entry, False, error):
             self._answer(job, index, False, error)
-        self._lost(member.index, EndKind.STOPPED)
+        self._lost(pool_thread.index, EndKind.STOPPED)
 
     def withdraw(self, job: int) -> None:
         """Abandon the threads that run tasks of this job, which has ended."""
-        members = self._places.of_job(job)
-        self._places.abandon(members)
-        for member in members:
-            self._lost(member.index, EndKind.STOPPED)
+        pool_threads = self._places.of_job(job)
+        self._places.abandon(pool_threads)
+        for pool_thread in pool_threads:
+            self._lost(pool_thread.index, EndKind.STOPPED)
 
     def runs(self, job: int) -> bool:
         """Whether a thread is in a task of this job now."""
@@ -367,15 +367,15 @@ class ThreadWorkers:
         """Return where each thread is."""
         frames = sys._current_frames()
         with self._places.lock:
-            members = sorted(self._places.threads.values(), key=lambda member: member.index)
+            pool_threads = sorted(self._places.threads.values(), key=lambda one: one.index)
         found = []
-        for member in members:
-            thread = member.thread
-            job = self._jobs.get(member.job)
+        for pool_thread in pool_threads:
+            thread = pool_thread.thread
+            job = self._jobs.get(pool_thread.job)
             frame = frames.get(thread.ident or 0) if thread is not None and job else None
             stack, item = stack_of(frame, _OURS), item_of(frame)
             task = "" if job is None else job.label
-            found.append(Whereabouts(member.index, os.getpid(), task, item, None, stack, ""))
+            found.append(Whereabouts(pool_thread.index, os.getpid(), task, item, None, stack, ""))
         return found
 
     def wake(self) -> None:

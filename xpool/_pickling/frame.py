@@ -201,7 +201,7 @@ def tokens(message: bytes | memoryview) -> list[int]:
     return [token, *struct.unpack_from(f"<{more}Q", message, _HEAD.size)] if token else []
 
 
-def adopt(message: bytes | memoryview) -> bytes | memoryview:
+def hold_blocks(message: bytes | memoryview) -> bytes | memoryview:
     """Hold the blocks of a message that will be opened later."""
     if message[0] != FRAMED or type(message) is Leased:
         return message
@@ -260,7 +260,7 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
                 raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
             parts.append(view[begin:end])
             continue
-        # An adopted message holds it already.
+        # A message of `hold_blocks` holds it already.
         block = held.get((which, place)) or _block(known, which, place)
         part = block.view(size)
         if len(part) < size:

@@ -219,7 +219,7 @@ class Outbox:
         words = self.words
         return words[LIMIT] == self.limit and words[HEAD] == self.head
 
-    def adopt(self) -> None:
+    def count_adopted(self) -> None:
         """Count one more answer whose blocks the parent holds: the worker may release them."""
         self._adopted += 1
         self.words[_ADOPTED] = self._adopted

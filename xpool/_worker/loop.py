@@ -61,7 +61,7 @@ _NONE = encode(None)  # pickled once, since many functions return None
 _STOPPED = _NONE  # never unpickled: the parent has its own answer for a stopped task
 
 
-class Member(Protocol):
+class WorkerThread(Protocol):
     """A worker that is one of several threads of its process (`worker_threads`)."""
 
     def begins(self, box: Outbox, fd: int) -> None:
@@ -81,12 +81,12 @@ def run(
     config: dict[str, Any],
     channel: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
-    member: Member | None = None,
+    thread: WorkerThread | None = None,
     missing: Collection[str] = (),
 ) -> int:
     """Serve until told to stop; return the exit code.
 
-    ``channel`` are the descriptors that `entry` lists, including the lifeline.  ``member`` is given
+    ``channel`` are the descriptors that `entry` lists, including the lifeline.  ``thread`` is given
     if the worker is one of several threads of its process.  ``missing`` are the modules that a
     stand-in lacks.
     """
@@ -95,14 +95,14 @@ def run(
     replies = Replies(box, functools.partial(write_all, answers), time.perf_counter)
     # Done before the program's code runs: so the parent can ask a hanging initializer for its
     # stack, and limit its time by the clock in the outbox (`_engine/start_limit`).
-    if member is None:
+    if thread is None:
         listen(box, outbox, _Worker._run.__code__)
     else:
-        member.begins(box, outbox)
+        thread.begins(box, outbox)
     box.tick()
     _prepare()
     try:
-        if member is None:
+        if thread is None:
             become(config, lifeline)
         # The order is that of the table in `entry`: control, logs, arena.
         control = others.pop(0) if config["peers"] else -1
@@ -120,14 +120,14 @@ def run(
     if missing:
         runs = _Worker._run.__code__, _Worker._timed.__code__
         stand_in(missing, box, runs, (decode.__code__, _Worker._open.__code__))
-    if member is not None:
-        member.wait_for_all()
+    if thread is not None:
+        thread.wait_for_all()
     replies.ready(shared is not None)
     code = 0
     try:
-        worker.serve(member)
-        if member is not None:
-            member.told_to_stop()
+        worker.serve(thread)
+        if thread is not None:
+            thread.told_to_stop()
     except (EOFError, BrokenPipeError):
         pass  # the parent has ended
     except SystemExit as exc:
@@ -230,14 +230,14 @@ class _Worker:
         layout = Layout(lessor=lease, keep=self._keeper.reduce)
         return share(layout, arena, config["share_method"])
 
-    def serve(self, member: Member | None) -> None:
+    def serve(self, thread: WorkerThread | None) -> None:
         read = self._source.read
         run: Callable[..., Any] = self._run
         timed: Callable[..., Any] = self._timed
-        if member is None:
+        if thread is None:
             self._spin = Spin()
         else:  # no polling: it would take the interpreter from the other threads
-            run, timed = member.stoppable(run), member.stoppable(timed)
+            run, timed = thread.stoppable(run), thread.stoppable(timed)
         self._source.before_waiting = self._before_waiting
         while True:
             kind, count, size = TO_WORKER.unpack(read(TO_WORKER.size))

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from xpool._memory.holds import Block
-from xpool._pickling.frame import Leased, adopt, weight
+from xpool._pickling.frame import Leased, hold_blocks, weight
 from xpool._pickling.policy import Layout
 from xpool._python import at_fork
 from xpool._wire import packets
@@ -148,7 +148,7 @@ class _Channel:
         # Count it first: a message that cannot be opened has been taken out, too.
         self.got = number
         try:
-            message = adopt(_from_file(fds, lost) if kind == _FILE else message)
+            message = hold_blocks(_from_file(fds, lost) if kind == _FILE else message)
         except LookupError:
             # The sender has died, and its blocks are free again.
             self.ended = True

@@ -37,8 +37,8 @@ from xpool._worker.loop import run as serve
 from xpool._worker.stopping import again, may_stop, stack_of
 from xpool.errors import TaskStopped
 
-_News = queue.SimpleQueue["tuple[_Member, int | None] | None"]
-"""A member with None (it is ready) or its exit code; None alone: the parent has a request."""
+_News = queue.SimpleQueue["tuple[_WorkerThread, int | None] | None"]
+"""A worker with None (it is ready) or its exit code; None alone: the parent has a request."""
 
 
 def run(
@@ -52,39 +52,39 @@ def run(
     become(configs[0], channels[0][2])
     news: _News = queue.SimpleQueue()
     all_ready = threading.Event()
-    members: list[_Member] = []
+    workers: list[_WorkerThread] = []
     # A signal handler may call `SimpleQueue.put`, even while this thread is in `get`.
     signal.signal(STOP_SIGNAL, lambda signum, frame: news.put(None))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
     for config, channel in zip(configs, channels):
-        members.append(_Member(news, all_ready, config, channel, inherited))
-        members[-1].start()
-        _, code = _next(news, members)
+        workers.append(_WorkerThread(news, all_ready, config, channel, inherited))
+        workers[-1].start()
+        _, code = _next(news, workers)
         # It could not start, and `loop.run` has told the parent why.
         if code is not None:
             os._exit(code)
     all_ready.set()
-    for _ in members:
-        member, code = _next(news, members)
-        if not member.stopped:
+    for _ in workers:
+        worker, code = _next(news, workers)
+        if not worker.stopped:
             # Exit without waiting for the other threads, which may be in any state.
             os._exit(code or 0)
-    for member in members:
-        member.join()
+    for worker in workers:
+        worker.join()
     return 0
 
 
-def _next(news: _News, members: list[_Member]) -> tuple[_Member, int | None]:
-    """Wait for news of a member; handle requests to break off tasks or to write stacks."""
+def _next(news: _News, workers: list[_WorkerThread]) -> tuple[_WorkerThread, int | None]:
+    """Wait for news of a worker; handle requests to break off tasks or to write stacks."""
     while (one := news.get()) is None:
-        for member in members:
-            if member.fd >= 0 and member.box.asked:
-                member.tell()
-                member.break_off()
+        for worker in workers:
+            if worker.fd >= 0 and worker.box.asked:
+                worker.tell()
+                worker.break_off()
     return one
 
 
-class _Member(threading.Thread):
+class _WorkerThread(threading.Thread):
     """One of the workers.  It tells the main thread that it is ready (None), and its exit code."""
 
     box: Outbox

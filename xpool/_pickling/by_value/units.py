@@ -121,7 +121,7 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
     flags, statements = _statements(tree)
     groups = list(groups_of(statements))
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    units = _Script(groups, reads, values, os.path.dirname(path), named).units()
+    units = _StatementGroups(groups, reads, values, os.path.dirname(path), named).units()
     if all(unit.kind == ACTS for unit in units):
         return None
     awaited = any(LIBRARY in unit.awaits for unit in units)
@@ -168,7 +168,7 @@ def _names_a_module(node: ast.expr) -> bool:
     return False
 
 
-class _Script:
+class _StatementGroups:
     """The statements of a script, in groups that have no line in common."""
 
     def __init__(
