@@ -1,7 +1,7 @@
 """Processes that work together: a world of ranks, collective groups and RPC groups.
 
-The names are those of ``machin.parallel.distributed``; docs/distributed.md is the guide.
-Importing this imports torch.
+The public names are those of ``machin.parallel.distributed``. The guide is docs/distributed.md.
+Importing this package imports torch.
 """
 
 from xpool.distributed.collective import CollectiveGroup

@@ -1,14 +1,14 @@
-"""Starts and ends torch's RPC agent, so that a process can have another one later.
+"""Starts and ends torch's RPC agent, so that a process can start another one later.
 
-This module works around six properties of torch's RPC.  If a version of torch lacks one of the
-private names that are set here, nothing is set.
+This module works around six properties of torch's RPC.  To do so, it sets private names of torch,
+except those that torch's version lacks.
 
-* The ranks meet through a process group whose timeout is half an hour, whatever the options say.
-* It opens the store at its address itself, without a limit if a host's name has no address.
-* It numbers meetings by counters of the process; a replacement process would count from 0.
-* A process can only ever have one rank, so another rank is refused early.
-* It opens 57 descriptors for each connected rank, so 16 ranks reach the usual limit.
-* Its shutdown waits for the functions that others have called here, however long they run.
+* The ranks meet through a process group with a timeout of half an hour, which no option changes.
+* The agent opens the store at its address itself, without a timeout if a host name has no address.
+* It numbers meetings by counters of the process, and a replacement process would count from 0.
+* A process can only ever have one rank.  So this module refuses another rank early.
+* The agent opens 57 descriptors for each connected rank, so 16 ranks reach the usual limit.
+* Its shutdown waits for the functions that others have called here, even if they run for hours.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from xpool.errors import OptionError
 DESCRIPTORS = 60  # about as many as TensorPipe opens for each connected rank
 SHUTDOWN_SECONDS = 10
 
-_rank: int | None = None  # of this process, once it has had an agent
+_rank: int | None = None  # the rank of this process; None before its first agent
 
 _SCHEME = "xpool"
 _offered: tuple[Any, int, int] | None = None  # store, rank and world size, while an agent starts
 
 
 def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield the store that `start` was given: torch takes only an address."""
-    offered = _offered  # torch keeps this generator, and so the store
+    """Yield the store that `start` got, because torch accepts only an address."""
+    offered = _offered  # torch keeps this generator, which keeps the store
     assert offered is not None
     yield offered
 
@@ -62,25 +62,24 @@ def start(
     timeout: float,
     rpc_timeout: float,
 ) -> None:
-    """Start the agent; return when all ranks have started theirs.
+    """Start the agent.  Return when all ranks have started theirs.
 
-    ``earlier``: the number of worlds that have used this store.  ``timeout``: seconds for all ranks
-    to start.  ``rpc_timeout``: the default timeout of later calls, in seconds.
+    ``earlier`` is the number of worlds that have used this store, ``timeout`` the seconds in which
+    all ranks must start, ``rpc_timeout`` the default timeout of later calls, in seconds.
     """
     global _rank, _offered
-    # Before torch is called: torch keeps the rank even if the start fails.
+    # Set before torch is called, because torch keeps the rank even if the start fails.
     _rank = rank
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{_SCHEME}://", rpc_timeout=rpc_timeout, **_transports(world_size)
     )
-    # The prefix of torch's keys in the store.
-    rpc._init_counter = earlier
+    rpc._init_counter = earlier  # torch's prefix in the store contains it
     for counts in ("_all_gather_sequence_id", "_all_gather_sequence_id_to_states"):
         getattr(rpc.api, counts, {}).clear()
     constants: Any = rpc.backend_registry.rpc_constants
     limit = getattr(constants, "DEFAULT_PROCESS_GROUP_TIMEOUT", None)
     with warnings.catch_warnings():
-        # torch uses a class here that it has deprecated.
+        # torch itself uses a class here that it has deprecated.
         warnings.filterwarnings("ignore", "You are using a Backend .*", UserWarning)
         constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)
         _offered = store, rank, world_size
@@ -92,28 +91,27 @@ def start(
 
 
 def _transports(world_size: int) -> dict[str, Any]:
-    """Return options that restrict TensorPipe's transports if all need too many descriptors."""
-    # open(2) fails at the soft limit, with EMFILE.
-    room, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Return options for TensorPipe with fewer transports if all need too many descriptors."""
+    room, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # at the soft limit, open(2) fails
     if room == resource.RLIM_INFINITY or (world_size + 4) * DESCRIPTORS < room:
         return {}
     return {"_transports": ["uv"], "_channels": ["basic"]}  # 7 to 9 descriptors for each rank
 
 
 def shut_down(graceful: bool) -> None:
-    """End the agent, if there is one; ``graceful``: all ranks do so now."""
+    """End the agent, if there is one.  ``graceful``: wait until all ranks end theirs, too."""
 
     def end() -> None:
         try:
             rpc.shutdown(graceful, timeout=SHUTDOWN_SECONDS)
         except RuntimeError:
-            pass  # it was not up, or a rank has just died; it is down now
+            pass  # it was not running, or a rank has just died; it has ended now
 
-    # In a thread that can be abandoned: torch's timeout does not limit the wait for functions that
-    # run here.
+    # This thread can be abandoned: torch's timeout does not limit how long torch waits for
+    # functions that run here.
     thread = threading.Thread(target=end, name="xpool-rpc-shutdown", daemon=True)
     thread.start()
-    # If graceful, torch waits twice: for all ranks, and for the ends of their calls.
+    # With ``graceful``, torch waits twice: for all ranks, and for the ends of their calls.
     thread.join(2 * SHUTDOWN_SECONDS if graceful else SHUTDOWN_SECONDS)
     if thread.is_alive():
         warnings.warn(

@@ -10,7 +10,7 @@ from xpool.errors import OptionError
 
 
 def check_backend(name: str, value: Any) -> None:
-    """Raise `OptionError` unless torch has this backend; ``name``: of the argument.
+    """Raise `OptionError`, with ``name`` as the argument's name, unless torch has the backend.
 
     ``value`` may name a backend for each kind of device: ``"cpu:gloo,cuda:nccl"``.
     """
@@ -29,6 +29,6 @@ def check_backend(name: str, value: Any) -> None:
 
 
 def _is_built(backend: str) -> bool:
-    """Whether this build of torch has a backend; backends of other packages are registered."""
+    """Whether this build of torch has a backend; True for a backend of another package."""
     ask = getattr(dist, f"is_{backend}_available", None)
     return ask is None or bool(ask())

@@ -1,4 +1,4 @@
-"""A remote call that raises the function's own error, with the remote traceback as its cause."""
+"""Remote calls that raise the function's own error, with the remote traceback as its cause."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ class Raised:
         exc: BaseException = decode(self.data)
         if isinstance(exc, Exception):
             return exc
-        # Not an `Exception`: it would end the caller's process or thread.
+        # An error like `SystemExit` would end the caller's process or thread.
         error = GroupError(f"The function raised {exc!r}, which is meant to end a process.")
         error.__cause__ = exc.__cause__
         return error
 
 
 def raised(exc: BaseException) -> Raised:
-    """Return an exception as an answer; call it in the ``except`` block."""
+    """Return an exception as an answer.  Call this in the ``except`` block."""
     world = the_world()
     text = f"On {world.name!r} (rank {world.rank}):\n{''.join(traceback.format_exception(exc))}"
     return Raised(bytes(encode_exception(exc, text)))
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function for another process, and return what torch can send: a result or `Raised`."""
+    """Call a function for another process.  Return its result in a form that torch can send, or its
+    error as `Raised`."""
     try:
         value = func(*args, **kwargs)
         return sendable(getattr(func, "__qualname__", repr(func)), value)
-    except BaseException as exc:
-        # Also `SystemExit`: `Raised.error` wraps it for the caller.
+    except BaseException as exc:  # `Raised.error` wraps `SystemExit` for the caller
         return raised(exc)
 
 
@@ -63,20 +63,20 @@ _PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
 
 
 def sendable(what: str, value: Any) -> Any:
-    """Return a form of a result that torch can send; ``what`` names the function or service.
+    """Return a form of a result that torch can send.  ``what`` names the function or service.
 
-    The result is pickled here, in the function's thread: if torch fails to pickle an answer, the
-    caller gets a text that names neither the function nor the object.
+    The result is pickled here, because if torch fails to pickle an answer, the caller gets a text
+    that names neither the function nor the object.
 
     Raises:
-        ResultNotPicklable: torch cannot pickle the result, nor can it be sent by value.
+        ResultNotPicklable: torch cannot pickle the result, and it cannot be sent by value.
     """
     value = portable(value)
     if type(value) in _PLAIN or isinstance(value, (_Pickled, _ByValue)):
         return value
     try:
         return _Pickled(value)
-    except Exception:  # whatever the object's own code raises
+    except Exception:  # the object's own code can raise any error
         try:
             return _ByValue(value)
         except Exception as exc:
@@ -85,7 +85,7 @@ def sendable(what: str, value: Any) -> Any:
 
 
 class _Pickled:
-    """A result that torch's pickler has pickled, with its tensors."""
+    """A result, with its tensors, that torch's pickler has pickled."""
 
     def __init__(self, value: Any) -> None:
         self._parts = serialize(value)
@@ -95,7 +95,7 @@ class _Pickled:
 
 
 class _ByValue:
-    """An object that torch's pickler cannot send: it is or contains a lambda, or a local class."""
+    """An object that torch's pickler cannot send, for example because it contains a lambda."""
 
     def __init__(self, thing: Any) -> None:
         self.data = dumps(thing)
@@ -122,7 +122,7 @@ def send(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> T:
-    """Return ``start(func, args, kwargs)``; if torch cannot pickle them, send them by value."""
+    """Return ``start(func, args, kwargs)``.  If torch cannot pickle them, send them by value."""
     kwargs = kwargs or {}
     try:
         return start(portable(func), args, kwargs)
@@ -141,17 +141,16 @@ def call(
     *,
     what: str | None = None,
 ) -> Future[Any]:
-    """Run ``func`` in the process named ``to``; return a future of its result or error.
+    """Run ``func`` in the process named ``to``.  Return a future of its result or error.
 
-    ``timeout``: seconds; 0: none; -1: the world's ``rpc_timeout``.  ``what`` names the call in
-    errors; None: the function's name.
+    ``timeout`` is in seconds: 0 is no timeout, -1 the world's ``rpc_timeout``.  ``what`` names the
+    call in error texts; None: the function's name.  The future raises `ResultNotPicklable` for a
+    result that cannot be sent back.
 
     Raises:
+        PeerLost: the process is known to be lost.
         TaskNotPicklable: the function or an argument cannot be sent.
-
-    The future raises `ResultNotPicklable` for a result that cannot be sent back.
     """
-    # For a rank that is known to be lost, raise the reason at once.
     the_world().peers.check(to)
     check_timeout("timeout", timeout)
     outer: Future[Any] = Future()
@@ -166,7 +165,7 @@ def call(
 
 
 def settle(outer: Future[Any], done: Future[Any], to: str, what: Any, timeout: float) -> None:
-    """Pass the outcome of a call of torch's on to ``outer``."""
+    """Give ``outer`` the result or error of ``done``, a call of torch."""
     try:
         value = done.value()
     except Exception as exc:
@@ -175,14 +174,14 @@ def settle(outer: Future[Any], done: Future[Any], to: str, what: Any, timeout: f
     if isinstance(value, Raised):
         try:
             outer.set_exception(value.error())
-        except Exception as exc:  # it does not unpickle here
+        except Exception as exc:  # the error cannot be unpickled here
             outer.set_exception(exc)
     else:
         outer.set_result(value)
 
 
 def transport_error(exc: Exception, to: str, what: Any, timeout: float) -> Exception:
-    """Return the error for a call without an answer."""
+    """Return the error for a call to which torch got no answer."""
     text = first_line(exc)
     name = getattr(what, "__qualname__", None) or repr(what)
     if "ran for more than set timeout" in text:
@@ -192,11 +191,11 @@ def transport_error(exc: Exception, to: str, what: Any, timeout: float) -> Excep
             "there; give timeout= more seconds, or 0 for no limit."
         )
     if type(exc) is not RuntimeError:
-        return exc  # from unpickling in the other process
+        return exc  # the other process could not unpickle the call
     error: GroupError
     if connection_lost(exc):
         peers = the_world().peers
-        # This call may fail before the held one (`watch`): record the loss now.
+        # Record the loss now, because this call may fail before the held one of `watch`.
         peers.lose(to, DIED)
         error = PeerLost(f"{name} has no answer from {to!r}: {peers.describe(to)} ({text})")
         error.__cause__ = exc

@@ -1,4 +1,4 @@
-"""`CollectiveGroup`: the collective operations of some ranks, and messages between them."""
+"""`CollectiveGroup`: collective operations and messages among some ranks."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 class CollectiveGroup:
     """Collective communication among some ranks; made by `World.create_collective_group`.
 
-    The methods and their arguments are those of ``torch.distributed``; ranks are those of the
+    The methods and their arguments are those of ``torch.distributed``. Ranks are those of the
     world. ``async_op=True`` returns a `Pending` instead of waiting. Complex tensors are sent as
-    pairs of reals, and only sums and means reduce them. All members must call the same operations
-    in the same order, with contiguous tensors of one shape and dtype. This is not checked. With
-    gloo, a tensor that is larger than the sender's is filled in part without an error
-    (`broadcast`, `recv`, `scatter`, `gather`), and a smaller one ends its process (SIGABRT). Set
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` in all processes to have torch refuse such collectives.
+    pairs of reals, and only SUM and AVG can reduce them.
 
-    All raise:
+    All members must call the same operations in the same order, with contiguous tensors of one
+    shape and dtype. This is not checked. With gloo, a tensor that is larger than the sender's is
+    filled only in part, without an error (`broadcast`, `recv`, `scatter`, `gather`), and a smaller
+    one ends its process with SIGABRT. To have torch refuse such collectives, set
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` in all processes.
+
+    All operations raise:
         NotAMember: this process is not in the group.
-        PeerLost: a member has died. After this, all operations of the group raise it.
-        GroupTimeout: not all members called the operation within the group's timeout. After this,
-            the group is broken, too.
-        OptionError: a rank is not in the group, or the reduction is not one for complex tensors.
+        PeerLost: a member has died. All later operations of the group raise it, too.
+        GroupTimeout: not all members called the operation within the group's timeout. All later
+            operations of the group raise it, too.
+        OptionError: a rank is not in the group, or ``op`` cannot reduce complex tensors.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class CollectiveGroup:
         number: int,
         on_end: Callable[[CollectiveGroup], None],
     ) -> None:
-        # The same in all members: the ranks, and which group of these ranks it is.
+        # The key is the same in all members.  ``number`` counts the groups of the same ranks.
         self.key = tuple(ranks), number
         self.ranks = ranks
         self.current_rank = ranks.index(world.rank) if world.rank in ranks else None
@@ -66,19 +68,19 @@ class CollectiveGroup:
     # -- two ranks --------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Send to rank ``dst``; returns when the tensor may be written to again."""
+        """Send ``tensor`` to rank ``dst``. On return, the caller may write to it again."""
         self.isend(tensor, dst, tag).wait()
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receive into ``tensor`` from rank ``src``, or from any; returns the sender's rank."""
+        """Receive into ``tensor`` from rank ``src``, or any if None. Returns the sender's rank."""
         sender: int = self.irecv(tensor, src, tag).wait()
         return sender
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Pending:
-        """Begin to send to rank ``dst``; do not write to the tensor before ``wait()`` has returned.
+        """Begin to send to rank ``dst``. Do not write to ``tensor`` before ``wait()`` returns.
 
-        A message is kept until it is received, even without a ``wait()``; `destroy` and
-        `World.stop` wait for this.
+        A message is kept until it is received, even if the caller drops the `Pending`. `destroy`
+        and `World.stop` wait until it is received.
         """
         _check_rank("dst", dst, self.ranks)
         pending = self.operations.launch(
@@ -88,7 +90,7 @@ class CollectiveGroup:
         return pending
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Pending:
-        """Begin to receive from rank ``src``, or from any; ``wait()`` returns the sender's rank."""
+        """As `recv`, but return a `Pending` at once; its ``wait()`` returns the sender's rank."""
         into = _output(tensor)
         if src is not None:
             _check_rank("src", src, self.ranks)
@@ -111,13 +113,13 @@ class CollectiveGroup:
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False
     ) -> Pending | None:
-        """Reduce the tensors of all members, in place, in all."""
+        """Reduce the tensors of all members; each member's ``tensor`` becomes the result."""
         return self._run("all_reduce", async_op, dist.all_reduce, _summand(tensor, op), op)
 
     def reduce(
         self, tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, async_op: bool = False
     ) -> Pending | None:
-        """Reduce the tensors of all members, in place, in rank ``dst``; others may change."""
+        """Reduce all members' tensors into that of rank ``dst``; torch may change the others."""
         _check_rank("dst", dst, self.ranks)
         return self._run("reduce", async_op, dist.reduce, _summand(tensor, op), dst, op)
 
@@ -135,7 +137,10 @@ class CollectiveGroup:
         dst: int = 0,
         async_op: bool = False,
     ) -> Pending | None:
-        """Fill ``gather_list`` in rank ``dst``; other ranks give none."""
+        """Fill ``gather_list`` of rank ``dst`` with all members' tensors, in the group's order.
+
+        Other ranks give no ``gather_list``.
+        """
         _check_rank("dst", dst, self.ranks)
         outputs = None if gather_list is None else [_output(one) for one in gather_list]
         return self._run("gather", async_op, dist.gather, _input(tensor), outputs, dst)
@@ -147,7 +152,10 @@ class CollectiveGroup:
         src: int = 0,
         async_op: bool = False,
     ) -> Pending | None:
-        """Fill ``tensor`` from the ``scatter_list`` of rank ``src``; other ranks give none."""
+        """Fill each member's ``tensor`` with one tensor of rank ``src``'s ``scatter_list``.
+
+        The list is in the order of the group. Other ranks give no ``scatter_list``.
+        """
         _check_rank("src", src, self.ranks)
         inputs = None if scatter_list is None else [_input(one) for one in scatter_list]
         return self._run("scatter", async_op, dist.scatter, _output(tensor), inputs, src)
@@ -162,9 +170,9 @@ class CollectiveGroup:
     def broadcast_multigpu(
         self, tensor_list: list[Tensor], src: int, async_op: bool = False, src_tensor: int = 0
     ) -> Pending | None:
-        """Copy ``tensor_list[src_tensor]`` of rank ``src`` into all tensors of all members.
+        """Copy ``tensor_list[src_tensor]`` of rank ``src`` into all tensors of all members' lists.
 
-        torch has one device for each process today: this is one `broadcast` and local copies.
+        This is one `broadcast` and local copies, because torch now has one device a process.
         """
         one = _pick(tensor_list, src_tensor, "src_tensor")
 
@@ -178,7 +186,7 @@ class CollectiveGroup:
     def all_reduce_multigpu(
         self, tensor_list: list[Tensor], op: Any = dist.ReduceOp.SUM, async_op: bool = False
     ) -> Pending | None:
-        """Reduce all tensors of all members' lists, in place, in all.
+        """Reduce all tensors of all members' lists; each of them becomes the result.
 
         This is one `all_reduce` of the local results, and local copies.
         """
@@ -214,9 +222,10 @@ class CollectiveGroup:
         input_tensor_list: list[Tensor],
         async_op: bool = False,
     ) -> Pending | None:
-        """Fill each output list with all tensors of all members, member by member.
+        """Fill each output list with all tensors of all members, in the order of the group.
 
-        Each of the ``len(input_tensor_list)`` output lists takes ``size()`` times as many tensors.
+        With ``n`` input tensors in each member, there are ``n`` output lists of ``n * size()``
+        tensors. Raises `OptionError` for other lengths.
         """
         n = len(input_tensor_list)
         if len(output_tensor_lists) != n or any(
@@ -239,14 +248,14 @@ class CollectiveGroup:
     # -- life -------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self.ranks)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Break the group on any error in the block, so that others do not wait for this member.
 
-        An error of torch's becomes the group's.  ``what`` names the block in errors.
+        An error of torch becomes a `GroupError`.  ``what`` names the block in error texts.
         """
         try:
             with self.operations.watched(what, launching=True):
@@ -259,8 +268,8 @@ class CollectiveGroup:
     def destroy(self) -> None:
         """Close the group's connections; the group cannot be used afterwards.
 
-        Waits, for the group's timeout at most, until the others have received all messages; a
-        `ResourceWarning` names those that are lost.
+        Waits, for the group's timeout at most, until the others have received all messages. Emits a
+        `ResourceWarning` for messages that were not received.
         """
         try:
             self.operations.send_out(self.operations.timeout)
@@ -268,7 +277,7 @@ class CollectiveGroup:
             self.end()
 
     def end(self) -> None:
-        """Destroy the group without waiting: messages that were not received are lost."""
+        """Destroy the group without waiting. Messages that were not received are lost."""
         self.operations.end()
         self._on_end(self)
 
@@ -299,7 +308,7 @@ def _and_then(
 
 
 def _input(tensor: Tensor) -> Tensor:
-    # `view_as_real` refuses conjugate views, so they are copied; an output must not be a copy.
+    # `view_as_real` refuses conjugate views.  An input may be copied; an output may not.
     return _output(tensor.resolve_conj() if isinstance(tensor, Tensor) else tensor)
 
 
@@ -311,7 +320,7 @@ def _output(tensor: Tensor) -> Tensor:
 
 def _summand(tensor: Tensor, op: Any) -> Tensor:
     real = _output(tensor)
-    # Only sums and means of pairs of reals are those of the complex numbers.
+    # Other reductions give another result for pairs of reals than for complex numbers.
     if real is not tensor and op not in _SUMS:
         raise OptionError(f"{op} is not for complex tensors: only SUM and AVG are.")
     return real
@@ -334,7 +343,7 @@ _IN_PLACE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _reduce_here(tensors: list[Tensor], op: Any) -> Tensor:
-    """Reduce a list of one process into a new tensor, on the device of the first."""
+    """Reduce the tensors of this process into a new tensor, on the device of the first."""
     combine = next((found for one, found in _IN_PLACE.items() if one == op), None)
     if not tensors or combine is None:
         raise OptionError(

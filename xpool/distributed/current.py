@@ -12,7 +12,7 @@ from xpool.distributed.peers import Peers
 
 
 class CurrentWorld(Protocol):
-    """What the parts of a `World` use of it, and the functions that other ranks call here."""
+    """The attributes of a `World` that its parts and the functions called by other ranks use."""
 
     name: str
     rank: int
@@ -20,7 +20,7 @@ class CurrentWorld(Protocol):
     has_rpc: bool
     started: bool
     peers: Peers
-    # Their modules import this one:
+    # `Any`, because the modules of these classes import this one.
     watchers: Any
     meetings: Any
     register: Any
@@ -29,13 +29,13 @@ class CurrentWorld(Protocol):
 
 _lock = threading.Lock()
 at_fork.renew(globals(), _lock=threading.Lock)
-# Guarded by _lock: the world, and the process that made it (a forked child has none).
+# Guarded by _lock: the world, and the process that made it.  A forked child is in no world.
 _world: CurrentWorld | None = None
 _pid = 0
 
 
 def claim(world: CurrentWorld) -> None:
-    """Make ``world`` the world of this process; `GroupError` if it has one already."""
+    """Make ``world`` the world of this process.  Raises `GroupError` if it has one already."""
     global _world, _pid
     with _lock:
         if _world is not None and _pid == os.getpid():
@@ -43,26 +43,26 @@ def claim(world: CurrentWorld) -> None:
                 f"This process is {_world.name!r} of a world already, and can be in one at a time:"
                 " use get_world(), or stop() that world first."
             )
-        # The world first: `current` reads the process first.
+        # `current` takes no lock and reads `_pid` first, so `_pid` is written last.
         _world, _pid = world, os.getpid()
 
 
 def free(world: CurrentWorld) -> None:
     global _world
     with _lock:
-        # In a forked child, ``world`` may be the parent's, and the child in a world of its own.
+        # In a forked child, ``world`` may be the parent's while `_world` is the child's own.
         if _world is world:
             _world = None
 
 
 def current() -> CurrentWorld | None:
     """Return the world of this process, or None."""
-    # Without the lock: `claim` writes in the opposite order.
+    # Needs no lock: `claim` writes the two in the opposite order.
     return _world if _pid == os.getpid() else None
 
 
 def the_world() -> CurrentWorld:
-    """Return the world; `GroupError` if there is none."""
+    """Return the world of this process.  Raises `GroupError` if it is in none."""
     world = current()
     if world is None:
         raise GroupError(
@@ -73,10 +73,10 @@ def the_world() -> CurrentWorld:
 
 
 def get_cur_rank() -> int:
-    """Return the rank of this process in its world; `GroupError` if there is none."""
+    """Return the rank of this process in its world, from 0.  Raises `GroupError` if in none."""
     return the_world().rank
 
 
 def get_cur_name() -> str:
-    """Return the name of this process in its world; `GroupError` if there is none."""
+    """Return the name of this process in its world.  Raises `GroupError` if it is in none."""
     return the_world().name

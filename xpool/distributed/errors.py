@@ -9,7 +9,7 @@
     GroupKeyError      also KeyError       no such service or value, or its name is taken
 
 `torch.distributed` raises the classes in the middle column, and programs written for
-`machin.parallel` catch them.  An argument with a wrong value is an `OptionError`.
+`machin.parallel` catch them.  A wrong value of an argument raises `OptionError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xpool.errors import TimeoutError, XPoolError
 
 
 class GroupError(XPoolError, RuntimeError):
-    """The group or the world cannot be used in this way, or was destroyed."""
+    """The group or the world was destroyed, or does not allow this call."""
 
 
 class NotAMember(GroupError):
@@ -27,15 +27,15 @@ class NotAMember(GroupError):
 
 
 class PeerLost(GroupError, errors.PeerLost):
-    """A process that this call needs has died or has left the world."""
+    """A process that this call needs has died or left the world."""
 
 
 class GroupTimeout(GroupError, TimeoutError):
-    """Other processes did not do their part within the timeout."""
+    """Other processes did not answer, or did not make the same call, within the timeout."""
 
 
 class GroupKeyError(XPoolError, KeyError):
-    """No service or value of this name in the group, or the name is taken."""
+    """The group has no service or value of this name, or the name is taken."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""  # KeyError would show its repr

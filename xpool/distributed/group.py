@@ -1,4 +1,4 @@
-"""`RpcGroup`: calls between some processes of the world, and the values and services they offer."""
+"""`RpcGroup`: calls among some processes of the world, and the values and services they offer."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from xpool.distributed.rref import RRef
 
 
 class RpcGroup:
-    """Calls between some processes of the world; made by `World.create_rpc_group`.
+    """Calls among some processes of the world; made by `World.create_rpc_group`.
 
-    ``to`` is the name of a member. ``timeout`` is in seconds, as torch documents it: -1 is the
-    world's ``rpc_timeout``, 0 is none. The callee imports functions by name; functions without an
-    importable name (lambdas, local functions) travel by value, and so do arguments that torch
-    cannot pickle. An error of the function is raised in the caller, with the remote traceback as
-    its ``__cause__``.
+    ``to`` is the name of a member. ``timeout`` is in seconds: -1 is the world's ``rpc_timeout``, 0
+    is no timeout. The callee imports functions by name. Functions without an importable name
+    (lambdas, local functions) are sent by value, and so are arguments and results that torch cannot
+    pickle. If the function raises an error, the caller gets it, with the remote traceback as its
+    ``__cause__``.
 
     A key belongs to the process that has paired or registered it, until that process withdraws it
-    or dies.
-
-    A group can be sent: a process that has a group of this name receives its own group.
+    or dies. If a group is sent to a process that has a group of this name, the process gets its own
+    group.
 
     All calls raise:
         NotAMember: ``to`` is not in the group.
-        PeerLost: the process has died, before or during the call.
+        PeerLost: the process ``to`` died before or during the call.
         GroupTimeout: there was no answer within the timeout.
         TaskNotPicklable: the function or an argument cannot be sent.
-        ResultNotPicklable: the function has run, and its result cannot be sent; the message names
-            both. A result that torch cannot pickle travels by value, as arguments do.
+        ResultNotPicklable: the function has run, but its result cannot be sent. The text names
+            both.
+        GroupError: the group was destroyed in this process.
     """
 
     def __init__(self, group_name: str, group_members: Sequence[str]) -> None:
@@ -46,7 +46,7 @@ class RpcGroup:
         self.group_members = list(group_members)
         self.offers = Offers(group_name, self.group_members[0])
         self._lock = threading.Lock()
-        self._barriers = 0  # number of barriers that this process has called; guarded by _lock
+        self._barriers = 0  # guarded by _lock: how often this process has called `barrier`
 
     @property
     def destroyed(self) -> bool:
@@ -74,7 +74,7 @@ class RpcGroup:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Future[Any]:
-        """As `rpc_sync`, but return a future at once; its ``wait()`` returns or raises."""
+        """As `rpc_sync`, but return a future at once. Its ``wait()`` returns the result."""
         return call(self._member(to), func, args, kwargs, timeout)
 
     def remote(
@@ -85,10 +85,10 @@ class RpcGroup:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> RRef:
-        """Run ``func`` in ``to``, leave its result there, and return a reference to it.
+        """Run ``func`` in ``to``, leave its result there, and return a reference to it at once.
 
-        If ``func`` raises an error, ``to_here()`` raises one that torch has made anew, with the
-        remote traceback in its message; it has the same class if that takes one text.
+        If ``func`` raises an error, ``to_here()`` raises a new one that torch makes, as `RRef`
+        says.
         """
         return send(
             lambda *what: _remote(self._member(to), _call, what, timeout), func, args, kwargs
@@ -107,7 +107,7 @@ class RpcGroup:
         self.offers.add("value", key, value)
 
     def unpair(self, key: Hashable) -> None:
-        """Withdraw a value that this process has paired; `GroupKeyError` if it has not."""
+        """Withdraw a value. Raises `GroupKeyError` unless this process has paired it."""
         self._member(get_cur_name())
         self.offers.withdraw("value", key)
 
@@ -119,7 +119,7 @@ class RpcGroup:
         """Return a reference to a paired value; ``to_here()`` fetches a copy of it.
 
         Raises:
-            GroupKeyError: no member has paired this key; the message lists the paired keys.
+            GroupKeyError: no member has paired this key. The text lists the paired keys.
         """
         holder = self.offers.holder("value", key)
         return _remote(holder, _offered, (self.group_name, "value", key), -1)
@@ -137,7 +137,7 @@ class RpcGroup:
         self.offers.add("service", key, service)
 
     def deregister(self, key: Hashable) -> None:
-        """Withdraw a service that this process has registered; `GroupKeyError` if it has not."""
+        """Withdraw a service. Raises `GroupKeyError` unless this process has registered it."""
         self._member(get_cur_name())
         self.offers.withdraw("service", key)
 
@@ -156,7 +156,7 @@ class RpcGroup:
         """Call a registered service and return its result.
 
         Raises:
-            GroupKeyError: no member has registered this key; the message lists the registered keys.
+            GroupKeyError: no member has registered this key. The text lists the registered keys.
         """
         return self.registered_async(key, args, kwargs, timeout=timeout).wait()
 
@@ -168,7 +168,7 @@ class RpcGroup:
         *,
         timeout: float = -1,
     ) -> Future[Any]:
-        """As `registered_sync`, but return a future; an unknown key raises at once."""
+        """As `registered_sync`, but return a future. An unknown key raises at once."""
         holder = self.offers.holder("service", key)
         return call(
             holder, _serve_and_send, (self.group_name, key, args, kwargs or {}), None, timeout
@@ -182,7 +182,7 @@ class RpcGroup:
         *,
         timeout: float = -1,
     ) -> RRef:
-        """As `registered_sync`, but leave the result there and return a reference to it."""
+        """As `registered_sync`, but leave the result in the holder and return a reference to it."""
         holder = self.offers.holder("service", key)
         what = self.group_name, key, args, kwargs or {}
         return send(lambda *call: _remote(holder, _call, call, timeout), _serve, what, None)
@@ -194,46 +194,45 @@ class RpcGroup:
 
         Raises:
             PeerLost: a member has died.
-            GroupTimeout: a member did not come within the world's ``rpc_timeout``.
+            GroupTimeout: a member did not call this within the world's ``rpc_timeout``.
         """
         self._member(get_cur_name())
         with self._lock:
-            # The number distinguishes the meetings of a group.
             number, self._barriers = self._barriers, self._barriers + 1
         key = ("barrier", self.group_name, number)
         meet(self.group_members[0], key, tuple(self.group_members))
 
     def destroy(self) -> None:
-        """Remove the group, and everything that this process offers in it, from this process.
+        """Remove the group, with the values and services that this process offers in it.
 
-        After this, the group's methods raise `GroupError` here.
+        Only this process forgets the group. Its methods then raise `GroupError` here.
         """
         world = the_world()
-        # Nothing is removed for a group that was sent here and is not this process's own.
+        # If the group was sent here and is not this process's own, there is nothing to remove.
         if not self.destroyed and world.groups.get(self.group_name) is self:
             del world.groups[self.group_name]
             world.register.drop(self.group_name)
         self.offers.destroyed = True
 
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self.group_members)
 
     def is_member(self, target: str | None = None) -> bool:
-        """Whether a process is in the group; None: the calling process."""
+        """Whether the process named ``target`` is in the group. None: the calling process."""
         return (self.get_cur_name() if target is None else target) in self.group_members
 
     def get_group_name(self) -> str:
-        """The name of the group."""
+        """Return the name of the group."""
         return self.group_name
 
     def get_group_members(self) -> list[str]:
-        """The names of the members."""
+        """Return the names of the members."""
         return list(self.group_members)
 
     @staticmethod
     def get_cur_name() -> str:
-        """The name of the calling process."""
+        """Return the name of the calling process."""
         return get_cur_name()
 
     def __reduce__(self) -> Any:
@@ -241,8 +240,6 @@ class RpcGroup:
 
     def __repr__(self) -> str:
         return f"<RpcGroup {self.group_name!r} of {', '.join(self.group_members)}>"
-
-    # -- behind them --------------------------------------------------------------------------
 
     def _member(self, to: str) -> str:
         self.offers.check_usable()
@@ -267,7 +264,7 @@ def _arrived(name: str, members: list[str]) -> RpcGroup:
     return own if own is not None else RpcGroup(name, members)
 
 
-# -- what runs in the holder --------------------------------------------------------------------
+# -- in the process that holds the value or service ---------------------------------------------
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -278,7 +275,7 @@ _NOTHING = object()
 
 
 def _offered(group_name: str, kind: Kind, key: Any) -> Any:
-    # Without the lock: reading a dict is atomic.
+    # Needs no lock: reading a dict is atomic.
     group = the_world().groups.get(group_name)
     offers = group.offers.own[kind] if group is not None else {}
     found = offers.get(key, _NOTHING)

@@ -17,13 +17,13 @@ from xpool.distributed.watching import FAREWELL_SECONDS
 from xpool.errors import OptionError
 
 _Answer = list[str] | Raised
-"""The error of a meeting, or the names of those that are lost, for a meeting of survivors."""
+"""The error of a meeting, or the names of the lost members (of a meeting of survivors)."""
 
 
 @dataclass
 class _Meeting:
     expected: tuple[str, ...]
-    of_survivors: bool  # lost members need not come
+    of_survivors: bool  # whether the meeting can end without the lost members
     arrived: dict[str, Future[Any]] = field(default_factory=dict)
 
     def missing(self, lost: Container[str] = ()) -> list[str]:
@@ -35,22 +35,22 @@ class _Meeting:
 
 
 class Meetings:
-    """The meetings of this process, as their host and as a guest.
+    """The meetings in which this process is the host or a guest.
 
-    One member of a meeting is its host.  A meeting ends when all members have come, or when one
-    cannot come.  A host that leaves right after a meeting may close a connection before an answer
-    is sent.  So it keeps each answer until the guest acknowledges it, in its next arrival, and
-    repeats it in its farewell.
+    One member of a meeting is its host.  A meeting ends when all members have arrived, or when one
+    is lost.  A host that leaves right after a meeting may close a connection before the answer has
+    been sent.  So it keeps each answer until the guest acknowledges it in its next arrival, and
+    repeats the others in its farewell.
     """
 
     def __init__(self) -> None:
-        # Taken before the lock of `Peers`, never after it.  No future is set under it: a host is
-        # its own guest, too, so an answer may call `settle` in this thread.
+        # Taken before the lock of `Peers`, never after it.  No future is set under it, because a
+        # host is its own guest, too: the answer may call `settle` in this thread.
         self._lock = threading.Lock()
-        # Guarded by _lock, in the host: open meetings, and unacknowledged answers by guest.
+        # Guarded by _lock: in a host, its open meetings, and the unacknowledged answers by guest.
         self._open: dict[Any, _Meeting] = {}
         self._unacknowledged: dict[str, dict[Any, Any]] = {}
-        # Guarded by _lock, in a guest, by host: expected answers, and answers to acknowledge.
+        # Guarded by _lock: in a guest, the awaited answers and those to acknowledge, by host.
         self._awaited: dict[str, dict[Any, Future[Any]]] = {}
         self._received: dict[str, list[Any]] = {}
 
@@ -64,8 +64,10 @@ class Meetings:
         of_survivors: bool,
         received: list[Any],
     ) -> Future[Any]:
-        """Record that ``name`` has come, and has the answers ``received``; return a future of its
-        answer."""
+        """Record that ``name`` has arrived, and that it has the answers to the keys ``received``.
+
+        Return a future of the answer to this arrival.
+        """
         future: Future[Any] = Future()
         with self._lock:
             for earlier in received:
@@ -77,17 +79,16 @@ class Meetings:
                     f"{key[1]!r} is being made with the members {list(meeting.expected)}, and by "
                     f"{name!r} with {list(expected)}: give the same members, in the same order."
                 )
-                # All members that have come get it: others would wait for their timeout.
+                # All members that have arrived get the error, instead of waiting for a timeout.
                 answer: _Answer | None = self._end(key, meeting, raised(OptionError(text)))
             else:
-                # The last arrival ends it, and any arrival after a member was lost.
                 answer = self._end_if_due(key, meeting)
         if answer is not None:
             meeting.answer(answer)
         return future
 
     def _end_if_due(self, key: Any, meeting: _Meeting) -> _Answer | None:
-        """End a meeting if it can end; the caller holds the lock."""
+        """End a meeting if all members have arrived or are lost.  The caller holds the lock."""
         gone = the_world().peers.lost()
         lost = [one for one in meeting.expected if one in gone]
         if lost and not meeting.of_survivors:
@@ -97,7 +98,7 @@ class Meetings:
         return None if meeting.missing(lost) else self._end(key, meeting, lost)
 
     def _end(self, key: Any, meeting: _Meeting, answer: _Answer) -> _Answer:
-        # No other call finds it any more, so it is answered once.
+        # After this no other call finds the meeting, so it is answered once.
         del self._open[key]
         for name in meeting.arrived:
             self._unacknowledged.setdefault(name, {})[key] = answer
@@ -109,21 +110,21 @@ class Meetings:
             return dict(self._unacknowledged.get(name, {}))
 
     def withdraw(self, key: Any, name: str) -> list[str]:
-        """End a meeting that ``name`` gives up; return the members that have not come."""
+        """End a meeting, because ``name`` gives it up.  Return the members that did not arrive."""
         with self._lock:
             meeting = self._open.pop(key, None)
         if meeting is None:
-            return []  # it has ended: the answer was late
+            return []  # it has ended, and the answer was late
         missing = meeting.missing()
         text = f"{name!r} gave up {key[0]} of {key[1]!r}: {', '.join(missing)} did not come."
         meeting.answer(raised(GroupTimeout(text)))
         return missing
 
     def lose(self, name: str) -> None:
-        """End the meetings that waited for ``name``, which is lost."""
+        """End the meetings that need not, or cannot, wait for ``name``: this rank is lost."""
         with self._lock:
+            # First a list, because `_end` changes `_open`.
             concerned = [(key, one) for key, one in self._open.items() if name in one.expected]
-            # In a list, since `_end` changes `_open`.
             answers = [(one, self._end_if_due(key, one)) for key, one in concerned]
         for meeting, answer in answers:
             if answer is not None:
@@ -132,23 +133,22 @@ class Meetings:
     # -- in a guest -----------------------------------------------------------------------------
 
     def expect(self, host: str, key: Any) -> tuple[Future[Any], list[Any]]:
-        """Return a future of the host's answer, and the answers to acknowledge."""
+        """Return a future of the host's answer, and the keys of the answers to acknowledge."""
         future: Future[Any] = Future()
         with self._lock:
             self._awaited.setdefault(host, {})[key] = future
             return future, self._received.pop(host, [])
 
     def settle(self, host: str, key: Any, done: Future[Any], timeout: float) -> None:
-        """Pass on the host's answer, or the failure of the call to it."""
+        """Give the future of `expect` the host's answer, or the error of the call to the host."""
         with self._lock:
             future = self._awaited[host].pop(key, None)
             self._received.setdefault(host, []).append(key)
-        # None: `deliver` has settled it already.
-        if future is not None:
+        if future is not None:  # else `deliver` has settled it already
             settle(future, done, host, meet, timeout)
 
     def deliver(self, host: str, answers: dict[Any, Any]) -> None:
-        """Take the answers of a host's farewell."""
+        """Settle the futures whose answers are in a host's farewell."""
         with self._lock:
             awaited = self._awaited.get(host, {})
             found = [(awaited.pop(key), answers[key]) for key in answers if key in awaited]
@@ -178,18 +178,18 @@ def meet(
 ) -> list[str]:
     """Wait until all of ``expected`` have called this; ``host`` is one of them.
 
-    ``key``: an operation, its object, and optionally a number that distinguishes meetings of the
-    same kind.  A meeting of survivors does not wait for lost members.  It returns their names, the
-    same in all members.
+    ``key`` consists of an operation, its object, and optionally a number that distinguishes
+    meetings of the same kind.  A meeting of survivors does not wait for lost members, and returns
+    their names.  All members get the same names.
 
     Raises:
-        PeerLost: a member has died; in a meeting of survivors, the host.
-        GroupTimeout: a member did not come within ``timeout`` seconds (as in `call`).
+        PeerLost: a member has died (in a meeting of survivors, the host).
+        GroupTimeout: a member did not call this within ``timeout`` seconds (as in `call`).
         OptionError: other members have a different list of members.
     """
     world = the_world()
     world.peers.check(host)
-    # Before the call: its answer or a farewell may come at any time.
+    # Registered before the call, because an answer or a farewell may arrive at once.
     outer, received = world.meetings.expect(host, key)
     arrival = key, world.name, expected, of_survivors, received
     inner = rpc.rpc_async(host, _arrive, args=arrival, timeout=timeout)
@@ -198,10 +198,10 @@ def meet(
         lost: list[str] = outer.wait()
         return lost
     except GroupTimeout:
-        # The host ends the meeting for all, and returns the members that have not come.
+        # The host ends the meeting for all, and returns the members that have not arrived.
         missing = call(host, _withdraw, (key, world.name), timeout=FAREWELL_SECONDS).wait()
         if not missing:
-            raise  # all had come: only the answer was late
+            raise  # all members arrived, but the answer was late
         seconds = rpc.get_rpc_timeout() if timeout < 0 else timeout
         raise GroupTimeout(
             f"{key[0]} of {key[1]!r}: {', '.join(missing)} did not come within {seconds:g} s. "

@@ -16,9 +16,9 @@ from xpool.distributed.world import get_world, join
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
-"""With this variable, no rank opens a store at a TCP address: torch expects that one exists."""
+"""With this variable set, torch opens no store at a TCP address: it expects that one exists."""
 
-_generation = 0  # of the group that this worker is in
+_generation = 0  # the generation of the group that this worker has joined; 0: none
 
 
 class Join(NamedTuple):
@@ -38,22 +38,22 @@ class Join(NamedTuple):
         rank = current_worker().index
         with _variables(self.address):
             join(rank, self.size, self.address, backend=self.backend, timeout=self.timeout)
-        # After `join`: a worker that could not join is in no group.
+        # Set after `join`, because a worker that could not join is in no group.
         _generation = self.generation
         return os.getpid()
 
 
 @contextmanager
 def _variables(address: str) -> Iterator[None]:
-    """Over hosts, have torch use the driver's store; on one machine, have gloo use the loopback
-    unless the environment names another interface."""
+    """Set torch's environment variables in the block: over hosts, to use the driver's store; on one
+    machine, to use the loopback interface, unless the environment names another interface."""
     wanted: dict[str, str] = {}
     if address.startswith("tcp:"):
         wanted[_STORE_IS_THERE] = "True"
     elif sys.platform == "linux" and _INTERFACE not in os.environ:
         wanted[_INTERFACE] = "lo"
     before = {name: os.environ.get(name) for name in wanted}
-    # Torch reads both when it makes a group; tasks find the environment as it was.
+    # Torch reads the variables only when it makes a group, so they are restored for the tasks.
     os.environ.update(wanted)
     try:
         yield
@@ -66,7 +66,7 @@ def _variables(address: str) -> Iterator[None]:
 
 
 class InGroup:
-    """A function that all members run: if it fails in one, the others do not wait for that one."""
+    """A function that all members run.  If it fails in one, the others do not wait for that one."""
 
     def __init__(self, func: Callable[..., Any], generation: int) -> None:
         self._func, self._generation = func, generation

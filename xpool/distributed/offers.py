@@ -1,7 +1,7 @@
 """The keys under which members of an `RpcGroup` offer values and services to each other.
 
-The first member of a group keeps its `Register`, which says who holds a key.  A value or service
-itself stays in the `Offers` of its holder.
+The first member of a group keeps its `Register`, which maps each key to the member that holds it.
+The value or service itself stays in the `Offers` of this holder.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _DONE = {"service": "registered in", "value": "paired to"}
 
 
 class Offers:
-    """What this process offers in one group, and its questions to the group's register.
+    """The values and services that this process offers in one group.
 
-    ``first``: the member that keeps the register.
+    ``first`` is the member that keeps the group's register.
     """
 
     def __init__(self, group_name: str, first: str) -> None:
         self.destroyed = False
         self._group_name, self._first = group_name, first
-        # Never held while another process is asked, which may take as long as a timeout.
+        # Not held during a remote call, which may last until its timeout.
         self._lock = threading.Lock()
         self.own: dict[Kind, dict[Any, Any]] = {"service": {}, "value": {}}  # guarded by _lock
 
@@ -38,9 +38,9 @@ class Offers:
             )
 
     def add(self, kind: Kind, key: Hashable, offered: Any) -> None:
-        """Offer a value or service under a key; `GroupKeyError` if it is taken."""
+        """Offer a value or service under a key.  Raises `GroupKeyError` if the key is taken."""
         with self._lock:
-            # Before it is registered: a member that finds the key may call at once.
+            # Stored before it is registered, because a member that finds the key may call at once.
             new = key not in self.own[kind]
             if new:
                 self.own[kind][key] = offered
@@ -52,7 +52,7 @@ class Offers:
             except BaseException:
                 self._forget(kind, key)
                 raise
-            if holder == me:  # registered by an earlier try, whose answer was lost
+            if holder == me:  # an earlier call registered it, but its answer was lost
                 return
         if holder is not None:
             if new:
@@ -67,7 +67,7 @@ class Offers:
             del self.own[kind][key]
 
     def withdraw(self, kind: Kind, key: Hashable) -> None:
-        """Withdraw a value or service; `GroupKeyError` if this process does not offer it."""
+        """Withdraw a value or service.  Raises `GroupKeyError` if this process has not added it."""
         with self._lock:
             if key not in self.own[kind]:
                 own = ", ".join(map(repr, self.own[kind])) or "none"
@@ -75,7 +75,7 @@ class Offers:
                     f"{key!r} was not {_DONE[kind]} Group [{self._group_name}] by "
                     f"{get_cur_name()!r}, which alone could withdraw it; its own: {own}."
                 )
-        # The register first: calls of members that have found the key are still served meanwhile.
+        # Removed from the register first: members that have found the key may still call.
         self._ask("strike", kind, key, get_cur_name())
         with self._lock:
             self.own[kind].pop(key, None)
@@ -85,10 +85,9 @@ class Offers:
         return call(self._first, _in_register, (method, self._group_name, *args)).wait()
 
     def find(self, kind: Kind, key: Hashable) -> tuple[str | None, list[Any]]:
-        """Return the holder of a key; if there is none, None and all keys of this kind."""
+        """Return the holder of a key and ``[]``, or None and all keys of this kind."""
         self.check_usable()
         with self._lock:
-            # No call is needed for a key of this process.
             if key in self.own[kind]:
                 return get_cur_name(), []
         found: tuple[str | None, list[Any]] = self._ask("look_up", kind, key)
@@ -109,19 +108,19 @@ def not_found(group_name: str, kind: Kind, key: Any, keys: list[Any]) -> GroupKe
     )
 
 
-# -- what runs in the first member --------------------------------------------------------------
+# -- in the first member ------------------------------------------------------------------------
 
 
 class Register:
-    """The holders of keys, of the groups whose first member is this process."""
+    """The holder of each key, for the groups whose first member is this process."""
 
     def __init__(self) -> None:
-        # Calls of members arrive in threads of torch's RPC, several at a time.
+        # Threads of torch's RPC run the calls of members, several at a time.
         self._lock = threading.Lock()
         self._holders: dict[tuple[str, Kind], dict[Any, str]] = {}  # guarded by _lock
 
     def enter(self, group_name: str, kind: Kind, key: Any, name: str) -> str | None:
-        """Enter a holder; return the present holder instead if there is one that is not lost."""
+        """Enter ``name`` as holder.  If a rank that is not lost holds the key, return that one."""
         lost = the_world().peers.lost()
         with self._lock:
             holders = self._holders.setdefault((group_name, kind), {})
@@ -137,7 +136,7 @@ class Register:
                 del holders[key]
 
     def look_up(self, group_name: str, kind: Kind, key: Any) -> tuple[str | None, list[Any]]:
-        """Return the holder; if there is none, None and all keys."""
+        """Return the holder and ``[]``, or None and all keys."""
         with self._lock:
             holders = self._holders.get((group_name, kind), {})
             holder = holders.get(key)

@@ -1,4 +1,4 @@
-"""`Peers`: the ranks of the world, and those that are lost."""
+"""`Peers`: the ranks of the world, and which of them are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEFT = "has left the world"
 class Peers:
     """The names of the ranks, and which of them are known to be lost.
 
-    ``on_loss(name, completed)`` is called once for each lost rank, in the thread that learns of it.
+    ``on_loss(name, completed)`` is called once for each lost rank, in the thread that calls `lose`.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Peers:
         self.names, self.me = names, me
         self._on_loss = on_loss
         self._changed = threading.Condition()
-        # Guarded by _changed: the lost ranks, each with the reason.  Names are only added.
+        # Guarded by _changed: the reason of each lost rank.  Entries are never removed.
         self._lost: dict[str, str] = {}
         self._leaving = False
 
@@ -38,37 +38,37 @@ class Peers:
             return dict(self._lost)
 
     def describe(self, name: str) -> str:
-        """Return a text: why a process is lost, and which are left."""
+        """Return a text that says why a process is lost and which processes are left."""
         with self._changed:
             left = ", ".join(other for other in self.names if other not in self._lost)
             return f"{name!r} {self._lost.get(name, 'is there')}; still there: {left}"
 
     def check(self, name: str) -> None:
-        # Without the lock: reading a dict is atomic.
+        # Needs no lock: reading a dict is atomic.
         if name in self._lost:
             raise PeerLost(f"No call can reach {name!r}: {self.describe(name)}.")
 
     def wait_lost(self, names: list[str], seconds: float) -> list[str]:
-        """Wait, at most ``seconds``, until one of these is known to be lost; return the lost."""
+        """Wait, at most ``seconds``, until one of ``names`` is lost.  Return those that are."""
         with self._changed:
             self._changed.wait_for(lambda: any(name in self._lost for name in names), seconds)
             return [name for name in names if name in self._lost]
 
     def lose(self, name: str, reason: str, completed: dict[Any, int] | None = None) -> None:
-        """Record that a process is lost; ``completed``: see `Farewell`."""
+        """Record that a process is lost.  `Farewell` describes ``completed``."""
         with self._changed:
-            # The first news counts.  After `leave`, calls of this process fail although the other
-            # process may live.
+            # The first reason stays.  After `leave`, a failed call does not mean that the other
+            # process is lost.
             if name in self._lost or name == self.me or self._leaving:
                 return
-            # Before `_on_loss`, which ends meetings: they read `lost`.
+            # Recorded before `_on_loss` ends meetings, because these call `lost`.
             self._lost[name] = reason
             self._changed.notify_all()
-        # Without the lock: `Meetings` calls `lost` while it holds its own lock.
+        # The lock is free here: `Meetings` calls `lost` while it holds its own lock.
         self._on_loss(name, completed or {})
 
     def leave(self) -> list[str]:
-        """Ignore later losses, since this process leaves; return the ranks that are not lost."""
+        """Ignore later losses, because this process leaves.  Return the ranks that are not lost."""
         with self._changed:
             self._leaving = True
             return [name for name in self.names if name not in self._lost and name != self.me]

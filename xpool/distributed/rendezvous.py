@@ -1,4 +1,4 @@
-"""Opens the store at which ranks meet, and exchanges their names."""
+"""Opens the store through which ranks find each other, and exchanges their names."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from xpool.distributed.faults import connection_lost, first_line
 from xpool.errors import OptionError
 
 MOST_SECONDS = 2_000_000
-"""The longest limit, 23 days: torch counts milliseconds in 32 bits in some places."""
+"""The longest timeout, 23 days, because torch stores some of them as 32 bits of milliseconds."""
 
 _FORMS = "tcp://host:port, file:///path/of/a/new/file, or env:// with what torchrun sets."
 
-_FAREWELL_SECONDS = 5  # for which a rank that gives up waits until the others know why
+_FAREWELL_SECONDS = 5  # how long a rank waits until the others have read the names
 
 
 def place(rank: int, world_size: int) -> tuple[int, int]:
-    """Complete rank and world size from the environment that torchrun sets; check both."""
+    """Check rank and world size; take them from torchrun's environment variables if they are -1."""
     for name, value in (("rank", rank), ("world_size", world_size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise OptionError(f"{name} must be a whole number, not {value!r}")
@@ -52,21 +52,20 @@ def place(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def default_address() -> str:
-    """Return the default address: torchrun's, else a port of this machine."""
+    """Return torchrun's address if its variables are set, else a port of this machine."""
     return "env://" if os.environ.get("MASTER_ADDR") else "tcp://localhost:9100"
 
 
 def beside(address: str) -> str:
-    """Return the address of RPC's own store."""
-    # Stores at one TCP address share a server.  Stores in one file would be removed together.
+    """Return the address of RPC's own store, which lies beside the store at ``address``."""
+    # Two stores at one TCP address share a server.  Two stores in one file are removed together.
     return f"{address}.rpc" if urlparse(address).scheme == "file" else address
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """Return a limit in seconds, at most `MOST_SECONDS`."""
+    """Return a timeout in seconds, above 0 and at most `MOST_SECONDS`."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    # This form of the condition refuses NaN, too.
-    if not (number and 0 < value <= MOST_SECONDS):
+    if not (number and 0 < value <= MOST_SECONDS):  # refuses NaN, too
         raise OptionError(
             f"{name} must be a number of seconds above 0 and at most {MOST_SECONDS}, not {value!r}"
         )
@@ -74,7 +73,7 @@ def check_seconds(name: str, value: Any) -> float:
 
 
 def check_timeout(name: str, value: Any) -> float:
-    """As `check_seconds`, for a remote call: also 0 (no limit) and -1 (the world's)."""
+    """As `check_seconds`, for a remote call: allow 0 (no timeout) and -1 (the world's), too."""
     return float(value) if value in (0, -1) else check_seconds(name, value)
 
 
@@ -89,8 +88,8 @@ def check_address(name: str, address: Any) -> None:
 
 
 def _check_file(address: str, netloc: str, path: str) -> None:
-    """Check the path of a store, since torch waits for minutes for a file that it cannot open, and
-    holds the interpreter's lock meanwhile."""
+    """Check the path of a store.  If torch cannot open a file, it waits for minutes and holds the
+    interpreter's lock meanwhile."""
     problem = None
     folder = os.path.dirname(path)
     if netloc or not os.path.isabs(path):
@@ -110,8 +109,8 @@ def _check_file(address: str, netloc: str, path: str) -> None:
 def _is_store(path: str) -> bool:
     """Whether a file is missing or empty, or has the format of torch's `FileStore`.
 
-    The format: texts, each after its length in 4 bytes; the first is a key, which begins with "/",
-    or "refcount".  torch reads past the end of other files for ever.
+    In this format each text follows its length in 4 bytes, and the first text is "refcount" or a
+    key, which begins with "/".  torch reads past the end of other files for ever.
     """
     try:
         with open(path, "rb") as file:
@@ -132,12 +131,12 @@ def _is_store(path: str) -> bool:
 
 
 def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
-    """Open the store at an address.
+    """Open the store at an address, within ``timeout`` seconds.
 
     Raises:
-        GroupTimeout: there is no answer.
-        PeerLost: the store has answered, and is gone.
-        OptionError: the address is not one of a store.
+        GroupTimeout: the store did not answer in time.
+        PeerLost: the store was closed while this process connected to it.
+        OptionError: there can be no store at this address.
     """
     limit = timedelta(seconds=timeout)
     opening = _Opening(address, rank, world_size, limit)
@@ -164,18 +163,18 @@ def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
 
 
 class _Opening:
-    """Opens a store in a thread.  torch exceeds its limits if a server accepts a connection and
-    never answers, and doubles them if a name has no address."""
+    """Opens a store in a thread, because torch exceeds its timeout if a server accepts the
+    connection and never answers, or if a host name has no address."""
 
     def __init__(self, address: str, rank: int, world_size: int, limit: timedelta) -> None:
         self._address, self._rank, self._world_size, self._limit = address, rank, world_size, limit
-        self._unknown: str | None = None  # why the host's name has no address, so far
-        self._over = threading.Event()  # the caller has given up
+        self._unknown: str | None = None  # why the host name has no address yet
+        self._over = threading.Event()  # set when the caller has given up
         self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
         threading.Thread(target=self._run, name="xpool-open-store", daemon=True).start()
 
     def result(self, timeout: float) -> Any:
-        """Return the store.  Raises the errors of `_open`, and `GroupTimeout`."""
+        """Return the store.  Raises the errors of `_open`, or `GroupTimeout`."""
         if not concurrent.futures.wait([self._outcome], timeout).done:
             self._over.set()
             raise self.timed_out("no answer")
@@ -209,7 +208,7 @@ class _Opening:
             return next(dist.rendezvous(address, rank, size, timeout=self._limit))[0]
         host, port = place
         self._await_name(host)
-        # As torch's own handler, but without waiting for all ranks: its error names none.
+        # As torch's own handler, but without its wait for all ranks: its error names no rank.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         options = {"use_libuv": False} if os.environ.get("USE_LIBUV") == "0" else {}
         return dist.TCPStore(
@@ -224,7 +223,7 @@ class _Opening:
         )
 
     def _await_name(self, host: str) -> None:
-        """Wait until a host name has an address: the name of a service may get one late."""
+        """Wait until a host name has an address: a service's name may get its address late."""
         while not self._over.is_set():
             try:
                 socket.getaddrinfo(host, None)
@@ -237,12 +236,12 @@ class _Opening:
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    """Return host and port of ``tcp://`` and ``env://``; None: another kind of address."""
+    """Return host and port of ``tcp://`` and ``env://`` addresses, or None for other ones."""
     url = urlparse(address)
     if url.query or url.scheme not in ("tcp", "env"):
         return None
     if url.scheme == "tcp":
-        host, port = url.hostname, url.port  # raises if it is out of range
+        host, port = url.hostname, url.port  # raises if the port is out of range
         if not host or port is None:
             raise ValueError("the host or the port is missing")
         return host, port
@@ -264,12 +263,12 @@ def _store_lost(address: str, exc: Exception) -> PeerLost:
 def exchange_names(
     store: Any, address: str, name: str, rank: int, world_size: int, timeout: float
 ) -> list[str]:
-    """Put this rank's name into the store; return the names of all ranks, by rank.
+    """Put this rank's name into the store; return the names of all ranks, in the ranks' order.
 
     Raises:
         OptionError: a rank or a name is used twice.
-        GroupTimeout: ranks did not come within the timeout; the message names them.
-        PeerLost: the store has gone, and with it rank 0.
+        GroupTimeout: some ranks did not join within ``timeout`` seconds; the text names them.
+        PeerLost: the connection to the store is lost, so rank 0 is lost.
     """
     try:
         return _exchange(dist.PrefixStore("names", store), address, name, rank, world_size, timeout)
@@ -280,7 +279,7 @@ def exchange_names(
 def _exchange(
     store: Any, address: str, name: str, rank: int, world_size: int, timeout: float
 ) -> list[str]:
-    # `add` is atomic: of two processes with the same rank, one gets a 2.
+    # `add` is atomic: if two processes have the same rank, one of them gets 2.
     if store.add(f"claims/{rank}", 1) > 1:
         raise OptionError(
             f"Rank {rank} at {address} is taken already: give each process a rank of its own, "
@@ -291,7 +290,7 @@ def _exchange(
     keys = [str(other) for other in range(world_size)]
     end = time.monotonic() + timeout
     for key in keys:
-        # One limit for all ranks together.  Not 0, which means no limit for torch.
+        # All ranks share one timeout.  For torch, 0 means no timeout.
         left = timedelta(seconds=max(0.001, end - time.monotonic()))
         try:
             store.wait([key], left)
@@ -312,7 +311,7 @@ def _exchange(
     twice = next((one for one in names if names.count(one) > 1), None)
     if twice is None:
         return names
-    # Rank 0, which may keep the store, must not go before all have read the names.
+    # Rank 0 may keep the store, so it must not leave before all have read the names.
     if store.add("read", 1) == world_size:
         store.set("all have read", "")
     try:

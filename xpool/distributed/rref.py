@@ -12,22 +12,22 @@ from xpool.distributed.errors import GroupError
 from xpool.distributed.rendezvous import check_timeout
 
 _COPIED = "On WorkerInfo("
-"""Torch's copies of an error that a function has raised contain this; other errors do not."""
+"""Contained in the text of an error that torch has made from a remote function's error."""
 
 
 class RRef:
-    """A value in another process; what the methods of an `RpcGroup` return.
+    """A reference to a value in another process; `RpcGroup.remote` and its like return it.
 
-    It has the methods and attributes of torch's ``RRef``, and can be sent. ``timeout`` is in
-    seconds, as torch documents it: -1 is the world's ``rpc_timeout``, 0 is none.
+    It has the methods and attributes of torch's ``RRef``, and can be sent to other processes.
+    ``timeout`` is in seconds: -1 is the world's ``rpc_timeout``, 0 is no timeout.
 
     All calls raise:
         PeerLost: the process with the value has died.
         GroupTimeout: there was no answer within the timeout.
         ResultNotPicklable: the value, or the method's result, cannot be sent.
-        Exception: the error of a method, unchanged. If the function that makes the value raises an
-            error, torch makes a new one, with the remote traceback in its message; it has the same
-            class if that takes one text.
+        Exception: the method's own error, unchanged. If the function that makes the value has
+            raised an error, torch makes a new one with the remote traceback in its text. It has the
+            same class if that class can be made from one text.
     """
 
     def __init__(self, rref: Any) -> None:
@@ -41,20 +41,20 @@ class RRef:
         except GroupError as exc:
             if type(exc) is not GroupError:
                 raise
-        # Torch could not pickle the value: send it by value, or raise an error that names it.
+        # Torch could not pickle the value.  `_value_of` sends it by value or names it in an error.
         owner = self._rref.owner_name()
         return call(owner, _value_of, (self._rref,), None, timeout, what="to_here").wait()
 
     def rpc_sync(self, timeout: float = -1) -> Any:
-        """Return an object whose methods run in the value's process; they return the results."""
+        """Return an object that runs the value's methods in its process and returns the results."""
         return _Methods(self, "rpc_sync", timeout)
 
     def rpc_async(self, timeout: float = -1) -> Any:
-        """As `rpc_sync`; the methods return futures."""
+        """As `rpc_sync`, but the methods return futures of torch."""
         return _Methods(self, "rpc_async", timeout)
 
     def remote(self, timeout: float = -1) -> Any:
-        """As `rpc_sync`; the methods return an `RRef` to the result, which stays there."""
+        """As `rpc_sync`, but the results stay there, and the methods return `RRef`s to them."""
         return _Methods(self, "remote", timeout)
 
     def __getattr__(self, name: str) -> Any:
@@ -75,15 +75,12 @@ class RRef:
             if _COPIED in str(exc):
                 raise
             error = transport_error(exc, self._rref.owner_name(), what, timeout)
-            # An error of torch's own: no error is its own cause.
-            if error is exc:
+            if error is exc:  # `from exc` would make it its own cause
                 raise
             raise error from exc
 
 
 class _Methods:
-    """Calls methods of the value: see `RRef.rpc_sync`, `RRef.rpc_async` and `RRef.remote`."""
-
     def __init__(self, rref: RRef, how: str, timeout: float) -> None:
         self._rref, self._how, self._timeout = rref, how, timeout
 
@@ -106,6 +103,6 @@ def _value_of(rref: Any) -> Any:
 def _invoke(rref: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     method = getattr(rref.local_value(), name)
     result = method(*args, **kwargs)
-    if hasattr(method, "_wrapped_async_rpc_function"):  # of `rpc.functions.async_execution`
+    if hasattr(method, "_wrapped_async_rpc_function"):  # set by `rpc.functions.async_execution`
         result = result.wait()
     return sendable(f"method {name}", result)

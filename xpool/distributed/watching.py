@@ -1,7 +1,7 @@
 """Detects that a rank has died or left, without a thread and without polling.
 
-Each rank holds a call open to each other rank.  A process answers such a call when it leaves; the
-call fails when the process dies.
+Each rank holds a call open to each other rank.  The called process answers it when it leaves.  If
+it dies, the call fails.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from xpool.distributed.current import current, the_world
 from xpool.distributed.peers import DIED, LEFT, Peers
 
 Farewell = tuple[dict[Any, int], dict[Any, Any]]
-"""What a process tells another before it leaves: the number of collectives that have succeeded, by
-group, and the answers that the other has not acknowledged, by meeting.
+"""The message of a process to another before it leaves: the number of collectives that have
+succeeded, by group, and the answers that the other has not acknowledged, by meeting.
 
-Earlier messages use other connections: they may arrive later, or be lost with these connections.
+Earlier messages use other connections, so they may arrive later than it, or never.
 """
 
 FAREWELL_SECONDS = 5.0
@@ -28,32 +28,32 @@ FAREWELL_SECONDS = 5.0
 
 
 def watch(peers: Peers, timeout: float) -> None:
-    """Connect to all others, within ``timeout`` seconds each, and hold calls open there.
+    """Connect to all others, within ``timeout`` seconds each, and hold a call open to each.
 
     All connections are made now: in torch 2.13, a process that dies while it connects to another
     one breaks the listener there, so that no other process can connect.
     """
     others = [name for name in peers.names if name != peers.me]
-    # One after the other, since many connections at once would load the machine.
+    # Connected one after the other, because many connections at once would load the machine.
     for name in others:
         rpc.rpc_sync(name, _greet, timeout=timeout)
 
     def ended(done: Future[str], name: str) -> None:
         try:
-            # LEFT, from `Watchers.leave`; torch raises if the connection is lost.
+            # The value is LEFT, from `Watchers.leave`.  It raises if the connection is lost.
             reason = done.value()
         except RuntimeError:
             reason = DIED
         peers.lose(name, reason)
 
     for name in others:
-        # Without a timeout: the call lasts as long as both are in the world.
+        # The call has no timeout: it lasts as long as both processes are in the world.
         held = rpc.rpc_async(name, _hold, timeout=0)
         held.add_done_callback(lambda done, name=name: ended(done, name))
 
 
 class Watchers:
-    """The calls that other ranks hold open here."""
+    """The calls that other ranks hold open to this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -66,23 +66,23 @@ class Watchers:
             if self._held is not None:
                 self._held.append(future)
                 return future
-        # Without the lock, here and in `leave`: torch may run callbacks, or send, in this thread.
+        # Set without the lock, here and in `leave`: torch may run callbacks in this thread.
         future.set_result(LEFT)
         return future
 
     def leave(self, peers: Peers, farewell: Callable[[str], Farewell] | None) -> None:
         """Send ``farewell(name)`` to each rank that is not lost, then answer the held calls."""
         left = peers.leave()
-        # Before the held calls are answered: the answers do not say which collectives were
-        # completed, and the first message about a loss counts.
+        # A rank heeds only the first message about a loss, and only the farewell says which
+        # collectives were completed.  So it is sent before the held calls are answered.
         if farewell is not None:
             for name in left:
                 try:
-                    # Wait for this call: the answers below may be lost with their connections.
+                    # Wait for this call, because the answers below may be lost on the way.
                     told = peers.me, *farewell(name)
                     rpc.rpc_sync(name, _told, args=told, timeout=FAREWELL_SECONDS)
                 except RuntimeError:
-                    pass  # it has gone or is slow: its own held call will tell it
+                    pass  # it has gone, or is slow and will learn of this by its held call
         with self._lock:
             held, self._held = self._held or [], None
         for future in held:
@@ -95,12 +95,11 @@ def _hold() -> Future[str]:
 
 
 def _greet() -> None:
-    """Answer a call that is made for its connection."""
+    """Do nothing: `watch` calls this to open a connection."""
 
 
 def _told(name: str, completed: dict[Any, int], answers: dict[Any, Any]) -> None:
-    # None: the receiver has left as well.
-    world = current()
+    world = current()  # None if the receiver has left as well
     if world is not None:
         world.meetings.deliver(name, answers)
         world.peers.lose(name, LEFT, completed)

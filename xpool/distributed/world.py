@@ -30,30 +30,33 @@ _joined: dict[str, int] = {}  # number of worlds that this process has joined, b
 
 
 class World:
-    """The processes that work together, and this process's place among them.
+    """The processes that work together, and the place of this process among them.
 
-    Make a world in all of its processes; each call returns when all have joined. A process can be
-    in one world at a time. As a context manager, a world ends with `stop`.
+    Each process of the world makes a `World`. The call returns when all have joined. A process can
+    be in one world at a time. A ``with`` block calls `stop` at its end.
 
     Args:
-        name: a unique name for this process, of letters, digits, ``_``, ``-`` and ``:``.
-        rank: its number, from 0; -1: the environment's ``RANK``, which torchrun sets. A process
-            that joins several worlds with RPC, one after the other, needs the same rank in all.
-        world_size: the number of processes; -1: ``WORLD_SIZE``.
-        init_dist: whether to have collective groups.
-        init_rpc: whether to have RPC groups. RPC also detects deaths at once; see `lost`.
+        name: a unique name for this process: letters, digits, ``_``, ``-`` and ``:``.
+        rank: the number of this process, from 0. -1 takes it from the environment variable
+            ``RANK``, which torchrun sets. A process that joins several worlds with RPC, one after
+            the other, needs the same rank in all.
+        world_size: the number of processes. -1 takes it from ``WORLD_SIZE``.
+        init_dist: whether the world has collective groups.
+        init_rpc: whether the world has RPC groups. RPC also detects deaths at once; see `lost`.
         dist_backend: torch's backend for collective groups: ``"gloo"``, ``"nccl"``, ``"xla"``.
-        dist_init_method: where the ranks meet: ``tcp://host:port`` (rank 0 listens there),
-            ``file:///path`` of a new file that all can see, or ``env://``. Default: ``env://`` if
-            ``MASTER_ADDR`` is set, else ``tcp://localhost:9100``.
+        dist_init_method: the address where the ranks meet: ``tcp://host:port`` (rank 0 listens
+            there), ``file:///path`` of a new file that all can access, or ``env://``. Default:
+            ``env://`` if ``MASTER_ADDR`` is set, else ``tcp://localhost:9100``.
         rpc_init_method: the same for RPC. Default: derived from ``dist_init_method``.
-        dist_timeout: seconds for joining, and for collective operations of the whole world. gloo
-            waits five times as long for a rank that is lost, or gives up, during the connecting.
+        dist_timeout: seconds for joining, and for each operation of `group`. If a rank dies or
+            gives up while the others connect to it, gloo waits five times as long.
         rpc_timeout: seconds that a remote call may take unless it has its own ``timeout``.
 
     Raises:
         OptionError: an argument has a wrong value, or a rank or a name is taken.
-        GroupTimeout: not all came within ``dist_timeout`` (``rpc_timeout`` without dist).
+        GroupTimeout: not all processes joined within ``dist_timeout``, or within ``rpc_timeout``
+            in a world without collective groups.
+        PeerLost: a process died or gave up while the others joined.
         GroupError: this process is in a world already.
     """
 
@@ -80,7 +83,7 @@ class World:
         rpc_timeout = rendezvous.check_seconds("rpc_timeout", rpc_timeout)
         self.name = name
         self.rank, self.world_size = rendezvous.place(rank, world_size)
-        # Checked before any waiting: torch may wait for minutes.
+        # Checked first, because torch may wait for minutes at a wrong address.
         rendezvous.check_address("dist_init_method", dist_init_method)
         rendezvous.check_address("rpc_init_method", rpc_init_method)
         if init_dist:
@@ -93,22 +96,20 @@ class World:
         self.groups: dict[str, RpcGroup] = {}
         self.register, self.meetings, self.watchers = Register(), Meetings(), Watchers()
         self._lock = threading.Lock()
-        # Guarded by _lock: open collective groups, and the number made so far, by their ranks.
+        # Guarded by _lock: the open collective groups, and how many were made of the same ranks.
         self._collective: list[CollectiveGroup] = []
         self._made: dict[tuple[int, ...], int] = {}
         self._everyone: CollectiveGroup | None = None
 
-        # If only RPC's address is given, the other one is derived from it.
         if dist_init_method is None and rpc_init_method is not None:
             address = rendezvous.beside(rpc_init_method)
         else:
             address = dist_init_method or rendezvous.default_address()
-        # Before torch is called: its state belongs to the process, and serves one world.
+        # Claimed before torch is called, because torch's state in this process serves one world.
         current.claim(self)
         try:
             self._join(address, rpc_init_method or rendezvous.beside(address), dist_backend)
         except BaseException:
-            # Also after an interrupt: the process may join again.
             self._tear_down(graceful=False)
             raise
 
@@ -122,12 +123,12 @@ class World:
             )
         limit = self.dist_timeout if self.has_dist else self.rpc_timeout
         place = self.rank, self.world_size
-        # A store may outlive a world, as torchrun's does: each world has its own prefix.
+        # A store may outlive a world, as torchrun's does.  So each world has its own prefix.
         earlier = _joined.get(address, 0)
         end = time.monotonic() + limit
         base = rendezvous.open_store(address, *place, limit)
         if self.has_rpc:
-            # Before the names: if RPC's store is not found, the others learn which rank is missing.
+            # A rank that does not find RPC's store sends no name, so the others' errors name it.
             left = max(end - time.monotonic(), 0.1)
             rpc_store = rendezvous.open_store(rpc_address, *place, left)
         self._store = dist.PrefixStore(f"xpool/{earlier}", base)
@@ -136,7 +137,7 @@ class World:
         self.peers = Peers(self.names, self.name, self._on_loss)
         try:
             if self.has_dist:
-                # Before the start: a start that fails is torn down, too.
+                # Appended before the start, because `_tear_down` also ends a failed start.
                 self._running.append("dist")
                 _forget_failed_starts()
                 dist.init_process_group(
@@ -149,9 +150,9 @@ class World:
             if self.has_rpc:
                 self._running.append("rpc")
                 agent.start(self.name, *place, rpc_store, earlier, limit, self.rpc_timeout)
-                # Before the meeting, so that a death ends it.
+                # Watched before the meeting, so that a death ends the meeting.
                 watch(self.peers, limit)
-                # No rank may begin, or leave again, while others still connect.
+                # No rank may use the world, or leave it, while others still connect.
                 meet(self.names[0], ("join", "the world"), tuple(self.names), limit)
         except GroupError:
             raise
@@ -161,27 +162,27 @@ class World:
         _joined[address] = earlier + 1
         self.started = True
 
-    # -- who is there -------------------------------------------------------------------------
+    # -- ranks --------------------------------------------------------------------------------
 
     def get_ranks(self) -> list[int]:
-        """Return the ranks of all processes."""
+        """Return the ranks of all processes: 0 to ``world_size - 1``."""
         return list(range(self.world_size))
 
     def get_members(self) -> list[str]:
-        """Return the names of all processes, by rank."""
+        """Return the names of all processes, in the order of their ranks."""
         return list(self.names)
 
     def lost(self, rank: int, reason: str = "has died") -> None:
-        """Report that a rank is lost, if the program knows it by other means than RPC.
+        """Report that a rank is lost. A world with RPC detects this itself.
 
-        Pending operations with this rank raise `PeerLost`, whose text contains ``reason``. A world
-        with RPC detects losses itself.
+        Pending operations with this rank raise `PeerLost`, and its text contains ``reason``. Raises
+        `OptionError` if the rank is not in the world.
         """
         self._check_ranks([rank])
         self.peers.lose(self.names[rank], reason)
 
     def _on_loss(self, name: str, completed: dict[Any, int]) -> None:
-        # Without the lock: meetings and groups have locks, and a group may close connections.
+        # Called without the lock: meetings have their own, and a group may close connections.
         self.meetings.lose(name)
         with self._lock:
             groups = list(self._collective)
@@ -194,7 +195,8 @@ class World:
     def group(self) -> CollectiveGroup:
         """The group of all ranks, with ``dist_timeout`` as its timeout.
 
-        It uses torch's default group, which is the default of all functions of `torch.distributed`.
+        It uses torch's default process group, as all functions of `torch.distributed` do. Raises
+        `GroupError` if the world was stopped, or was made without collective groups.
         """
         self._check_started(self.has_dist, "collective groups", "init_dist=True")
         with self._lock:
@@ -207,7 +209,7 @@ class World:
                 self._everyone = everyone
                 self._collective.append(everyone)
         if first:
-            # After it is in `_collective`, so that no loss in between is missed.
+            # Called after the group is in `_collective`, so that no loss is missed between the two.
             self._tell_losses(everyone)
         return everyone
 
@@ -223,22 +225,22 @@ class World:
     def create_collective_group(
         self, ranks: Sequence[int], timeout: float = 60, backend: str | None = None
     ) -> CollectiveGroup:
-        """Make a group of these ranks; all of them call this, and each call returns when all have.
+        """Make a group of these ranks. All of them call this; it returns when all have called it.
 
-        Processes that make several groups together make them in the same order. Other ranks may
-        call this, too: their operations in the group raise `NotAMember`.
+        Processes that make several groups together make them in the same order, and have the same
+        number of groups open: torch identifies a group by its ranks and by this number. Other
+        ranks may call this, too; their operations in the group raise `NotAMember`.
 
         Args:
-            ranks: of the world, in any order; the group is in ascending order.
-            timeout: seconds for each operation of the group.
-            backend: as ``dist_backend``; None: the world's.
-
-        torch names a group by its ranks and by the number of groups that the process has open: a
-        member with another number of open groups does not find the others.
+            ranks: ranks of the world, in any order. The group sorts them.
+            timeout: seconds for each operation of the group, and for making it.
+            backend: a backend of torch, as ``dist_backend`` of `World`. None: the world's.
 
         Raises:
-            OptionError: a rank is not in the world, or given twice.
-            PeerLost, GroupTimeout: not all can or do come.
+            OptionError: a rank is not in the world, or is given twice, or torch lacks the backend.
+            PeerLost: a member has died.
+            GroupTimeout: a member did not call this within the timeout.
+            GroupError: the world was stopped, or was made without collective groups.
         """
         self._check_started(self.has_dist, "collective groups", "init_dist=True")
         ranks = sorted(self._check_ranks(ranks))
@@ -251,7 +253,7 @@ class World:
                 number = self._made.get(tuple(ranks), 0)
                 self._made[tuple(ranks)] = number + 1
             names = tuple(self.names[rank] for rank in ranks)
-            # Meet first: a death ends a meeting at once, but torch's call only at its timeout.
+            # A death ends a meeting at once, but ends torch's call only at its timeout.
             if self.has_rpc:
                 key = ("create_collective_group", f"ranks {', '.join(map(str, ranks))}", number)
                 meet(names[0], key, names, timeout)
@@ -268,23 +270,24 @@ class World:
         if group is not None:
             with self._lock:
                 self._collective.append(made)
-            # After the group is in `_collective`, as in `group`.
             self._tell_losses(made)
         return made
 
     def create_rpc_group(self, group_name: str, members: Sequence[str]) -> RpcGroup:
-        """Make a group of these processes; all of them call this, and it returns when all have.
+        """Make a group of these processes. All of them call this; it returns when all have.
 
         Args:
             group_name: a name that no other group of these processes has.
-            members: names of processes, in the same order in all. The first member keeps the
-                group's register, through which all values and services of the group are found.
+            members: names of processes, in the same order in all calls. The first member keeps the
+                group's register: a table of which member holds each value and service.
 
         Raises:
-            OptionError: a name is not in the world, or given twice.
-            NotAMember: the calling process is not one of them.
-            GroupError: it has a group of this name.
-            PeerLost, GroupTimeout: not all can or do come within ``rpc_timeout``.
+            OptionError: a name is not in the world, or is given twice, or the calls differ.
+            NotAMember: the calling process is not one of the members.
+            GroupError: the calling process has a group of this name, or the world was stopped, or
+                was made without RPC.
+            PeerLost: a member has died.
+            GroupTimeout: a member did not call this within ``rpc_timeout``.
         """
         self._check_started(self.has_rpc, "RPC groups", "init_rpc=True")
         members = list(members)
@@ -301,7 +304,7 @@ class World:
                 f"{', '.join(members) or 'none'}."
             )
         group = RpcGroup(group_name, members)
-        # Atomic, so it needs no lock: of two threads with the same name, one fails.
+        # `setdefault` is atomic: if two threads use the same name, one of them fails.
         if self.groups.setdefault(group_name, group) is not group:
             there = ", ".join(self.groups)
             raise GroupError(
@@ -309,7 +312,7 @@ class World:
                 f"destroy() that one. Groups: {there}."
             )
         try:
-            # After the group is in `groups`: members may call here at once after the meeting.
+            # The group is in `groups` already: members may call it right after the meeting.
             meet(members[0], ("create_rpc_group", group_name), tuple(members))
         except BaseException:
             self.groups.pop(group_name, None)
@@ -341,24 +344,24 @@ class World:
     # -- end ----------------------------------------------------------------------------------
 
     def stop(self, graceful: bool = True) -> None:
-        """Leave the world; this process may then join another.
+        """Leave the world. This process may then join another.
 
         With RPC this waits until all ranks that are not lost have called it, so that no call fails
         because its callee has left. It also waits, for a group's timeout at most, until the others
-        have received all messages of collective groups; a `ResourceWarning` names those that are
-        lost. With ``graceful=False`` it does not wait: the others lose this process.
+        have received all messages of collective groups. It emits a `ResourceWarning` for messages
+        that were not received.
 
-        Raises:
-            GroupError: the world has been stopped already.
+        With ``graceful=False`` it does not wait, and operations of the others with this process
+        raise `PeerLost`. Raises `GroupError` if the world has been stopped already.
         """
         self._check_started(True, "", "")
         if graceful and self.has_rpc:
-            # torch's graceful shutdown waits for all ranks: with one lost, it would wait in vain.
+            # torch's graceful shutdown waits for all ranks, and would time out if one is lost.
             graceful = not self._last_meeting()
         try:
             if graceful:
                 for group in list(self._collective):
-                    # After the last meeting, no rank receives messages.
+                    # With RPC a short wait is enough: after the last meeting no rank receives.
                     operations = group.operations
                     operations.send_out(FAREWELL_SECONDS if self.has_rpc else operations.timeout)
         finally:
@@ -366,28 +369,27 @@ class World:
             self._tear_down(graceful)
 
     def _last_meeting(self) -> list[str]:
-        """Wait until all ranks that are not lost stop; return the lost ones."""
+        """Wait until all ranks that are not lost call `stop`.  Return the lost ones."""
         key = ("stop", "the world")
         while True:
-            # All ranks learn of the same losses, so they choose the same host in the end.
+            # All ranks learn of the same losses, so they finally choose the same host.
             lead = self.peers.lead()
             try:
                 return meet(lead, key, tuple(self.names), timeout=0, of_survivors=True)
             except PeerLost:
                 if lead == self.peers.lead():
                     raise
-                # The host was lost: all meet at the next one.
+                # The host was lost, so the ranks meet at the next one.
 
     def _tear_down(self, graceful: bool) -> None:
         try:
             if "rpc" in self._running:
-                # Before the groups end: the farewell contains their progress.
+                # Called before the groups end, because the farewell contains their progress.
                 self.watchers.leave(self.peers, None if graceful else self._farewell)
                 agent.shut_down(graceful)
-            # A copy: each group removes itself from the list.
-            for group in list(self._collective):
+            for group in list(self._collective):  # each group removes itself from the list
                 group.end()
-            # The end of `World.group`, if it was used, has destroyed torch's default group.
+            # If `World.group` was used, its end has destroyed torch's default group.
             if "dist" in self._running and dist.is_initialized():
                 dist.destroy_process_group()
         finally:
@@ -435,10 +437,11 @@ def join(
     init_rpc: bool = False,
     timeout: float = 60,
 ) -> World:
-    """Join the world that meets at ``address`` as rank ``rank``: for the workers of pools.
+    """Join the world that meets at ``address`` as rank ``rank``, in a worker of a pool.
 
-    If this process is in a world, it leaves that first, without waiting for its members.  So a pool
-    makes its world anew, at a new address, after a worker was replaced.
+    If this process is in a world, it first leaves that one without waiting. So a pool can make its
+    world again, at a new address, after it has replaced a worker. The arguments and errors are
+    those of `World`; ``timeout`` is its ``dist_timeout`` and ``rpc_timeout``.
     """
     before = get_world()
     if before is not None:
@@ -456,10 +459,10 @@ def join(
 
 
 def _forget_failed_starts() -> None:
-    """Have torch count its process groups from 0 again.
+    """Reset torch's count of process groups to 0.
 
-    torch also counts starts that have failed, and the count is a part of the group's prefix in the
-    store.  So ranks with different numbers of failed starts would not find each other.
+    The count is a part of a group's prefix in the store, and torch also counts failed starts.
+    Without a reset, ranks with different numbers of failed starts would not find each other.
     """
     counts: Any = getattr(dist.distributed_c10d, "_world", None)
     if counts is not None:
@@ -468,7 +471,7 @@ def _forget_failed_starts() -> None:
 
 @atexit.register
 def _leave() -> None:
-    """Leave the world when the process ends, so that torch's threads do not outlive Python's."""
+    """Leave the world when the process ends, so that torch's threads end before Python does."""
     world = get_world()
     if world is not None and world.started:
         world.stop(graceful=False)
