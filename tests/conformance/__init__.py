@@ -1,1 +1,1 @@
-"""One suite over all pool classes: what `multiprocessing.pool` documents, and what xpool adds."""
+"""One suite for all pool classes: what `multiprocessing.pool` documents, and what xpool adds."""

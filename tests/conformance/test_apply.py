@@ -30,7 +30,7 @@ def test_both_kinds_of_arguments(pool):
 
 
 def test_arguments_by_name(pool):
-    """The parameters are called func, args, kwds, as documented."""
+    """The parameters are named `func`, `args` and `kwds`, as documented."""
     result = pool.apply_async(func=work.echo, args=(1,), kwds={"a": 2})
     assert result.get() == ((1,), {"a": 2})
 
@@ -42,7 +42,7 @@ def test_no_arguments(pool):
 
 
 def test_arguments_in_a_list(pool):
-    """`args` may be any sequence, since it is unpacked."""
+    """`args` may be any sequence."""
     assert pool.apply(work.add, [1, 2]) == 3
     assert pool.apply_async(work.add, [1, 2]).get() == 3
 
@@ -53,7 +53,7 @@ def test_no_result(pool):
 
 
 def test_default_kwds_are_not_shared(pool):
-    """One call's keywords never show up in another's."""
+    """The keywords of one call do not appear in a later call."""
     pool.apply(work.echo, (), {"a": 1})
     assert pool.apply(work.echo) == ((), {})
 
@@ -72,13 +72,13 @@ def test_default_kwds_are_not_shared(pool):
     ids=["builtin", "type", "callable-object", "partial", "method", "builtin-method", "class"],
 )
 def test_every_kind_of_callable(pool, func, args, expected):
-    """Anything that pickles and can be called may be a task."""
+    """Any callable that can be pickled may be a task."""
     assert pool.apply(func, args) == expected
 
 
 @pytest.mark.xpool_only
 def test_lambdas_and_closures(pool):
-    """Lambdas, local functions and their closures are tasks as good as any."""
+    """Lambdas, local functions and closures may be tasks."""
     offset = 10
 
     def local(x, *, by=1):
@@ -91,7 +91,7 @@ def test_lambdas_and_closures(pool):
 
 @pytest.mark.xpool_only
 def test_instances_of_local_classes_return_as_the_same_class(pool):
-    """An instance of a class of the caller's comes back as an instance of that very class."""
+    """An instance of a local class comes back as an instance of the same class."""
 
     class Local:
         def __init__(self, x):
@@ -104,32 +104,32 @@ def test_instances_of_local_classes_return_as_the_same_class(pool):
     assert type(back) is Local and back.x == 6
 
 
-def test_processes_are_other_processes(pool, kind):
-    """Process pools run tasks elsewhere, thread pools here."""
+def test_process_pools_run_tasks_in_other_processes(pool, kind):
+    """Process pools run tasks in other processes, thread pools in this one."""
     assert (pool.apply(work.pid) != os.getpid()) is kind.processes
 
 
 def test_threads_pass_references(pool, kind):
-    """A thread pool hands over the object itself; a process pool hands over a copy."""
+    """A thread pool passes the object itself, a process pool passes a copy."""
     thing = ["a"]
     back = pool.apply(work.same, (thing,))
     assert back == thing and (back is thing) is not kind.processes
 
 
 def test_large_arguments_and_results(pool):
-    """Sixty-four megabytes go there and back, though no pipe holds so much."""
+    """An argument and a result of 64 MiB arrive, although no pipe holds so much."""
     data = os.urandom(1 << 20) * 64
     assert pool.apply(work.same, (data,)) == data
 
 
 def test_many_results_at_once(pool):
-    """Ten thousand calls in flight are all answered, each with its own result."""
+    """With ten thousand calls in flight, each call gets its own result."""
     results = [pool.apply_async(work.square, (i,)) for i in range(10_000)]
     assert [r.get() for r in results] == [i * i for i in range(10_000)]
 
 
 def test_many_threads_submit(pool):
-    """Verbs called from many threads at once get their own answers."""
+    """Many threads call verbs at once, and each thread gets its own results."""
     wrong: list[object] = []
 
     def caller(n):
@@ -154,27 +154,27 @@ def test_many_threads_submit(pool):
 
 
 def test_not_callable(pool):
-    """A function that cannot be called raises TypeError, at once or from the result."""
+    """A function that is not callable raises TypeError, in `apply_async` or in `get`."""
     with pytest.raises(TypeError):
         pool.apply_async(3).get()
 
 
 def test_wrong_arguments_raise_in_the_call(pool):
-    """Arguments that do not fit the function raise its own TypeError."""
+    """Arguments that do not match the function raise the function's own TypeError."""
     with pytest.raises(TypeError, match="multiply"):
         pool.apply(work.multiply, (1,))
 
 
 def test_two_workers_run_at_the_same_time(pool, mailbox, gate):
-    """As many tasks run at once as there are workers."""
+    """Two workers run two tasks at the same time."""
     results = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, i)) for i in range(2)]
     mailbox.lines(2)
     gate.open(2)
     assert [r.get() for r in results] == [0, 1]
 
 
-def test_a_long_task_does_not_hold_up_the_others(pool, mailbox, gate):
-    """Tasks submitted behind a long one are done by the other worker meanwhile."""
+def test_a_long_task_does_not_delay_the_others(pool, mailbox, gate):
+    """While one worker runs a long task, the other worker runs the tasks submitted after it."""
     long = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, "long"))
     mailbox.line()
     assert [pool.apply(work.square, (i,)) for i in range(20)] == [i * i for i in range(20)]
@@ -184,7 +184,7 @@ def test_a_long_task_does_not_hold_up_the_others(pool, mailbox, gate):
 
 
 def test_short_tasks_queued_first_do_not_wait_behind_a_long_one(pool, mailbox, gate):
-    """Short tasks that were submitted all at once with a long one do not wait for it."""
+    """Short tasks submitted together with a long task do not wait for it."""
     short = [pool.apply_async(work.square, (i,)) for i in range(100)]
     long = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, "long"))
     short += [pool.apply_async(work.square, (i,)) for i in range(100)]

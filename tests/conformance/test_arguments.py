@@ -1,4 +1,4 @@
-"""Bad input: the error names the argument, and nothing is lost."""
+"""Invalid arguments: the error names the argument, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _class(name):
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("processes", [0, -1])
 def test_processes_below_one(name, processes):
-    """Less than one worker is a ValueError that names `processes`."""
+    """Fewer than one worker raises a ValueError that names `processes`."""
     with pytest.raises(ValueError, match="(?i)processes"):
         _class(name)(processes)
 
@@ -39,7 +39,7 @@ def test_processes_below_one(name, processes):
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("processes", ["2", 1.5, [1]])
 def test_processes_of_a_wrong_type(name, processes):
-    """A number of workers that is no integer is refused by name."""
+    """A number of workers that is not an integer raises an error that names `processes`."""
     with pytest.raises((TypeError, ValueError), match="(?i)processes"):
         _class(name)(processes)
 
@@ -47,14 +47,14 @@ def test_processes_of_a_wrong_type(name, processes):
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("initializer", [3, "f"])
 def test_initializer_that_cannot_be_called(name, initializer):
-    """An initializer that cannot be called is a TypeError, as in the standard library."""
+    """An initializer that is not callable raises TypeError, as in the standard library."""
     with pytest.raises(TypeError, match="initializer"):
         _class(name)(1, initializer)
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_initargs_that_are_no_iterable(name):
-    """`initargs` that cannot be unpacked are refused by name."""
+    """`initargs` that cannot be unpacked raise an error that names `initargs`."""
     with pytest.raises((TypeError, ValueError), match="initargs"):
         _class(name)(1, work.remember, 3)
 
@@ -62,7 +62,7 @@ def test_initargs_that_are_no_iterable(name):
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("limit", [0, -1, 0.5, "12"])
 def test_maxtasksperchild(name, limit):
-    """`maxtasksperchild` must be a positive integer or None: ValueError otherwise."""
+    """A `maxtasksperchild` that is neither None nor a positive integer raises ValueError."""
     with pytest.raises(ValueError, match="maxtasksperchild"):
         _class(name)(1, maxtasksperchild=limit)
 
@@ -70,14 +70,14 @@ def test_maxtasksperchild(name, limit):
 @pytest.mark.parametrize("name", PROCESS)
 @pytest.mark.parametrize("context", ["sporn", ""])
 def test_unknown_start_method(name, context):
-    """An unknown start method is a ValueError that names it and the argument."""
+    """An unknown start method raises a ValueError that names the argument `context`."""
     with pytest.raises(ValueError, match="context"):
         _class(name)(1, context=context)
 
 
 @pytest.mark.parametrize("name", PROCESS)
 def test_context_of_a_wrong_type(name):
-    """Something that is no context is refused by name."""
+    """A context of a wrong type raises an error that names `context`."""
     with pytest.raises((TypeError, ValueError), match="context"):
         _class(name)(1, context=3)
 
@@ -85,7 +85,7 @@ def test_context_of_a_wrong_type(name):
 @pytest.mark.parametrize("name", PROCESS)
 @pytest.mark.parametrize("method", ["gpu", "", 3])
 def test_unknown_share_method(name, method):
-    """An unknown share method is a ValueError that names it."""
+    """An unknown share method raises a ValueError that names `share_method`."""
     with pytest.raises(ValueError, match="share_method"):
         _class(name)(1, share_method=method)
 
@@ -93,14 +93,14 @@ def test_unknown_share_method(name, method):
 @pytest.mark.parametrize("name", PROCESS)
 @pytest.mark.parametrize("seed", ["x", 1.5])
 def test_bad_seed(name, seed):
-    """A seed that is no integer is refused by name."""
+    """A seed that is not an integer raises an error that names `seed`."""
     with pytest.raises((TypeError, ValueError), match="seed"):
         _class(name)(1, seed=seed)
 
 
 @pytest.mark.parametrize("name", PLAIN + CONTEXT)
 def test_unknown_argument(name):
-    """An argument that does not exist is a TypeError that names it."""
+    """An unknown argument raises a TypeError that names it."""
     more = {"worker_contexts": [1]} if name in CONTEXT else {}
     with pytest.raises(TypeError, match="procs"):
         _class(name)(procs=1, **more)
@@ -109,28 +109,29 @@ def test_unknown_argument(name):
 @pytest.mark.parametrize("name", CONTEXT)
 @pytest.mark.parametrize(("processes", "contexts"), [(2, [1]), (1, [1, 2]), (1, [])])
 def test_contexts_of_the_wrong_length(name, processes, contexts):
-    """As many contexts as workers, or a ValueError that names `worker_contexts`."""
+    """If the number of contexts is not the number of workers, the ValueError names
+    `worker_contexts`."""
     with pytest.raises(ValueError, match="worker_contexts"):
         _class(name)(processes, worker_contexts=contexts)
 
 
 @pytest.mark.parametrize("name", CONTEXT)
 def test_contexts_that_are_no_list(name):
-    """Contexts that cannot be counted are refused by name."""
+    """Contexts without a length raise an error that names `worker_contexts`."""
     with pytest.raises((TypeError, ValueError), match="worker_contexts"):
         _class(name)(worker_contexts=3)
 
 
 @pytest.mark.parametrize("name", CONTEXT)
 def test_empty_contexts(name):
-    """No contexts means no workers, which is refused."""
+    """An empty list of contexts is refused, because it means no workers."""
     with pytest.raises(ValueError, match="worker_contexts|processes"):
         _class(name)(worker_contexts=[])
 
 
 @pytest.mark.starts
 def test_context_that_does_not_pickle():
-    """A context that cannot be sent to its worker is refused in the constructor or by tasks."""
+    """A context that cannot be pickled raises an error in the constructor or from a task."""
     import threading
 
     from xpool import XPoolError
@@ -145,7 +146,7 @@ def test_context_that_does_not_pickle():
 
 @pytest.mark.parametrize("retries", [-1, "1", 1.5])
 def test_bad_retries(pool, retries):
-    """`retries` must be an integer from 0 on."""
+    """`retries` must be an integer of at least 0."""
     with pytest.raises((TypeError, ValueError), match="retries"):
         pool.apply(work.square, (1,), retries=retries)
 
@@ -156,20 +157,20 @@ BAD_SECONDS = [-1, 0, "1", b"1", [1], float("nan")]
 @pytest.mark.parametrize("timeout", BAD_SECONDS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_bad_timeout(pool, verb, timeout):
-    """`timeout` must be a number of seconds above zero, or None, on every verb."""
+    """For every verb, `timeout` must be None or a number of seconds above zero."""
     with pytest.raises((TypeError, ValueError), match="timeout"):
         getattr(pool, verb)(work.square, (1,), timeout=timeout)
 
 
 @pytest.mark.parametrize("timeout", [5, 5.5, float("inf"), None, Fraction(5)])
 def test_good_timeout(pool, timeout):
-    """Any kind of number does; None and infinity are no limit."""
+    """`timeout` accepts any type of number. None and infinity mean no limit."""
     assert pool.apply(work.square, (3,), timeout=timeout) == 9
 
 
 @pytest.mark.parametrize("verb", ["map", "map_async", "imap", "imap_unordered", "starmap"])
-def test_an_option_that_there_is_not(pool, verb):
-    """It is refused by the verb's name; what a verb is told in private, too."""
+def test_an_unknown_option(pool, verb):
+    """An unknown option raises a TypeError that names the verb. Private options are refused too."""
     for option in ("worker", "waits"):
         with pytest.raises(TypeError, match=rf"^{verb}\(\) has no keyword '{option}'"):
             getattr(pool, verb)(work.square, (1,), **{option: 1})
@@ -179,7 +180,7 @@ def test_an_option_that_there_is_not(pool, verb):
 
 @pytest.mark.parametrize("verb", ["apply", "apply_async"])
 def test_a_keyword_of_the_called_function(pool, verb):
-    """`apply` says where its keywords go, and names the keyword that was meant."""
+    """The error says where the function's keywords belong, or suggests the intended keyword."""
     with pytest.raises(TypeError, match=rf"^{verb}\(\) has no keyword 'x'; .*go into args=\(\)"):
         getattr(pool, verb)(work.square, x=1)
     with pytest.raises(TypeError, match=r"'time_out'; did you mean timeout=\?$"):
@@ -192,13 +193,13 @@ def test_a_keyword_of_the_called_function(pool, verb):
 )
 @pytest.mark.parametrize("name", [*PLAIN, *CONTEXT, "BasePool"])
 def test_a_keyword_of_another_library(name, given, meant):
-    """A constructor names the keyword that was meant."""
+    """The error suggests this library's name for the keyword."""
     with pytest.raises(TypeError, match=rf"^{name}\(\) .*'{given}'; did you mean {meant}=\?$"):
         _class(name)(**{given: 1})
 
 
 def test_a_keyword_of_pools_for_an_executor():
-    """`Executor` has the names of `concurrent.futures`."""
+    """For `Executor`, the error suggests the name that `concurrent.futures` uses."""
     for given in ("processes", "n_jobs"):
         with pytest.raises(TypeError, match=r"^Executor\(\) .*; did you mean max_workers=\?$"):
             _class("Executor")(**{given: 1})
@@ -207,7 +208,7 @@ def test_a_keyword_of_pools_for_an_executor():
 @pytest.mark.parametrize("on", [3, "OSError", [OSError], OSError(), (OSError, int)])
 @pytest.mark.parametrize("verb", VERBS)
 def test_bad_retry_on(pool, verb, on):
-    """`retry_on` must be an exception class or a tuple of such, on every verb."""
+    """For every verb, `retry_on` must be an exception class or a tuple of them."""
     with pytest.raises(TypeError, match="retry_on"):
         getattr(pool, verb)(work.square, (1,), retries=1, retry_on=on)
 
@@ -216,7 +217,7 @@ def test_bad_retry_on(pool, verb, on):
 @pytest.mark.parametrize("option", ["task_timeout", "initializer_timeout"])
 @pytest.mark.parametrize("seconds", BAD_SECONDS)
 def test_bad_limits_of_the_pool(name, option, seconds):
-    """The constructor's limits are refused by name."""
+    """An invalid limit in a constructor raises an error that names the limit."""
     with pytest.raises((TypeError, ValueError), match=option):
         _class(name)(1, **{option: seconds})
 
@@ -224,34 +225,34 @@ def test_bad_limits_of_the_pool(name, option, seconds):
 @pytest.mark.parametrize("name", PROCESS)
 @pytest.mark.parametrize("budget", [0, -1, 1.5, "3"])
 def test_bad_restart_budget(name, budget):
-    """A restart budget is a positive integer or None."""
+    """`restart_budget` must be None or a positive integer."""
     with pytest.raises((TypeError, ValueError), match="restart_budget"):
         _class(name)(1, restart_budget=budget)
 
 
 @pytest.mark.parametrize("verb", ["apply", "apply_async"])
 def test_args_that_cannot_be_unpacked(pool, verb):
-    """`args` that are no iterable are refused by name, at the call or by the result."""
+    """`args` that are not iterable raise a TypeError, in the verb or in `get`."""
     with pytest.raises(TypeError, match=r"args|argument after \*"):
         result = getattr(pool, verb)(work.square, 3)
         result.get()
 
 
 def test_kwds_that_are_no_mapping(pool):
-    """`kwds` that are no mapping are refused, at the call or by the result."""
+    """`kwds` that are not a mapping raise a TypeError, in the verb or in `get`."""
     with pytest.raises(TypeError):
         pool.apply_async(work.square, (1,), 3).get()
 
 
 def test_unknown_keyword_of_a_verb(pool):
-    """A keyword that does not exist is a TypeError."""
+    """An unknown keyword of a verb raises a TypeError that names it."""
     with pytest.raises(TypeError, match="chunk_size"):
         pool.map(work.square, [1], chunk_size=2)
 
 
 @pytest.mark.parametrize("bad", [None, 3])
 def test_functions_that_cannot_be_called(pool, bad):
-    """All verbs refuse what cannot be called, and the pool goes on."""
+    """All verbs refuse a function that is not callable, and the pool stays usable."""
     with pytest.raises(TypeError):
         pool.map(bad, [1])
     with pytest.raises(TypeError):
@@ -260,7 +261,7 @@ def test_functions_that_cannot_be_called(pool, bad):
 
 
 def test_a_failed_constructor_leaves_nothing(warm):
-    """A constructor that refuses its arguments has started nothing (the leak check sees it)."""
+    """A constructor that refuses its arguments starts nothing. The leak check would report it."""
     for kind in KINDS:
         with pytest.raises(ValueError, match="maxtasksperchild"):
             kind(2, maxtasksperchild=0)
@@ -271,7 +272,7 @@ def test_a_failed_constructor_leaves_nothing(warm):
     ("threads", "processes"), [("ThreadPool", "Pool"), ("CtxThreadPool", "CtxPool")]
 )
 def test_pools_of_threads_take_the_arguments_of_pools_of_processes(make_pool, threads, processes):
-    """One can stand in for the other: the same arguments, in the same order, by the same names."""
+    """Constructors of thread and process pools have the same parameters in the same order."""
     given, wanted = (inspect.signature(_class(name)).parameters for name in (threads, processes))
     assert [str(one) for one in given.values()] == [str(one) for one in wanted.values()]
     options = {
@@ -285,14 +286,14 @@ def test_pools_of_threads_take_the_arguments_of_pools_of_processes(make_pool, th
 
 
 @pytest.mark.xpool_only
-def test_hosts_are_those_of_ray():
-    """Names of hosts are refused: the message names the function that makes the argument."""
+def test_host_names_are_refused():
+    """Host names are refused: the error names the function that makes the argument."""
     with pytest.raises(ValueError, match=r"made by xpool\.ray\.hosts\(\), not \['a', 'b'\]"):
         _class("Pool")(hosts=["a", "b"])
 
 
 def test_hosts_without_ray(monkeypatch):
-    """A missing Ray is an `ImportError` that says what to install."""
+    """Without Ray, the `ImportError` says what to install."""
     from xpool import ray
 
     pool = _class("Pool")
@@ -315,8 +316,8 @@ def test_hosts_without_ray(monkeypatch):
     ],
     ids=lambda option: next(iter(option)),
 )
-def test_threads_refuse_what_they_cannot_do(kind, option):
-    """An option that threads cannot honour is refused by name, with a reason."""
+def test_thread_pools_refuse_options_of_processes(kind, option):
+    """An option that threads cannot support raises an error that names it and gives the reason."""
     (name,) = option
     with pytest.raises(ValueError, match=rf"^{name}=.*; leave it out, or use xpool.Pool$"):
         _class(kind)(2, **option)
@@ -334,14 +335,14 @@ def test_threads_refuse_what_they_cannot_do(kind, option):
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_arguments_without_effect_are_checked_too(wrong):
-    """What `Pool` refuses, `ThreadPool` refuses, also where it would have no effect."""
+    """`ThreadPool` checks options that have no effect on it, as `Pool` does."""
     for name in ("Pool", "ThreadPool"):
         with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
             _class(name)(1, **wrong)
 
 
 class Opens:
-    """A context with `enter`, and no `env`."""
+    """A context with `enter` but without `env`."""
 
     opened = 0
 
@@ -351,7 +352,7 @@ class Opens:
 
 @pytest.mark.xpool_only
 def test_a_context_is_entered(make_pool):
-    """Once, in its worker."""
+    """The worker enters its context once."""
     pool = make_pool(_class("CtxPool"), worker_contexts=[Opens()])
     assert [pool.apply(getattr, ("opened",)) for _ in range(2)] == [1, 1]
 
@@ -372,13 +373,13 @@ def test_contexts_may_be_left_out(make_pool, name):
     [("2GB", 2 << 30), ("512 MiB", 512 << 20), ("1.5k", 1536), (" 7 ", 7), ("3B", 3), (10, 10)],
 )
 def test_sizes_as_text(text, size):
-    """A number of bytes may be given as text, with a unit that is a power of 1024."""
+    """A number of bytes may be given as text. Its unit is a power of 1024."""
     assert options.check_bytes("memory_limit", text) == size
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize("text", ["", "GB", "2XB", "2 G B", "-1GB", "nanMB", "infGB", "0.1B"])
-def test_sizes_that_make_no_sense(text):
-    """Other texts are refused by name."""
+def test_invalid_sizes(text):
+    """An invalid size raises an error that names the argument."""
     with pytest.raises(ValueError, match="worker_memory"):
         ThreadPool(1, worker_memory=text)

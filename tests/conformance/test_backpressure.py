@@ -1,4 +1,4 @@
-"""`imap` without a buffersize: results that nobody has taken are bounded by memory."""
+"""`imap` without a buffersize: memory limits the results that the caller has not taken."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SIZE = 10_000
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch):
-    """Results may take a megabyte."""
+    """Limit the results to a megabyte."""
     monkeypatch.setattr(input_reader, "room_for_results", lambda: ROOM)
     monkeypatch.setattr(input_reader, "AHEAD_ITEMS", 100)
 
 
 class Counting:
-    """An input that says how many items were drawn."""
+    """An input that counts the items drawn from it."""
 
     def __init__(self, length=None):
         self.drawn = 0
@@ -40,7 +40,7 @@ class Counting:
 
 
 def _until_full(pool, source):
-    """Wait until no more is drawn; return how many were."""
+    """Wait until drawing stops. Return the number of drawn items."""
     (reader,) = pool._jobs.input_readers
     eventually(lambda: reader.flow._waiting, "the drawing stops")
     return source.drawn
@@ -48,12 +48,12 @@ def _until_full(pool, source):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_slow_consumer_stops_the_drawing(kind, make_pool, verb):
-    """An endless input is drawn only as far as there is room for results, and then further."""
+    """An endless input is drawn while results have room, and again once results are taken."""
     pool = make_pool(kind, 2)
     source = Counting()
     results = getattr(pool, verb)(work.large, source)
     next(results)
-    most = ROOM // SIZE + 2 * 2 * 100  # and what waits for the workers
+    most = ROOM // SIZE + 2 * 2 * 100  # the tasks that wait for workers, too
     assert _until_full(pool, source) <= most
     for _ in range(2 * most):
         assert len(next(results)) == SIZE
@@ -61,15 +61,15 @@ def test_a_slow_consumer_stops_the_drawing(kind, make_pool, verb):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_everything_is_there_in_the_end(kind, make_pool, verb):
-    """What is taken late is complete."""
+def test_late_results_are_complete(kind, make_pool, verb):
+    """Results that are taken late are complete."""
     pool = make_pool(kind, 2)
     results = getattr(pool, verb)(work.large, Counting(600), 3)
     assert [len(x) for x in results] == [SIZE] * 600
 
 
-def test_a_dropped_iterator_bounds_nothing(kind, make_pool):
-    """The input is drawn to its end, and its tasks are run, when the results are dropped."""
+def test_a_dropped_iterator_sets_no_limit(kind, make_pool):
+    """When the results are dropped, the input is drawn to its end, and all tasks run."""
     pool = make_pool(kind, 2)
     source = Counting(600)
     results = pool.imap(work.large, source)
@@ -80,8 +80,8 @@ def test_a_dropped_iterator_bounds_nothing(kind, make_pool):
     pool.join()
 
 
-def test_who_joins_does_not_wait_for_the_consumer(kind, make_pool):
-    """`close` and `join`, and then the results: as with the standard library."""
+def test_join_does_not_wait_for_the_consumer(kind, make_pool):
+    """After `close` and `join`, the caller can still take all results."""
     pool = make_pool(kind, 2)
     source = Counting(600)
     results = pool.imap(work.large, source)
@@ -91,8 +91,8 @@ def test_who_joins_does_not_wait_for_the_consumer(kind, make_pool):
     assert [len(x) for x in results] == [SIZE] * 600
 
 
-def test_close_alone_bounds_as_before(kind, make_pool):
-    """`close` is no reason to fill the memory: an iterator is often read after it."""
+def test_close_does_not_lift_the_limit(kind, make_pool):
+    """`close` does not lift the limit, because an iterator is often read after it."""
     pool = make_pool(kind, 2)
     source = Counting()
     results = pool.imap(work.large, source)
@@ -102,7 +102,7 @@ def test_close_alone_bounds_as_before(kind, make_pool):
 
 
 def test_the_first_result_may_come_last(kind, make_pool, gate):
-    """Results that wait for an earlier one stop the drawing, and nothing else."""
+    """Results that wait for an earlier result stop only the drawing."""
     pool = make_pool(kind, 2)
     source = Counting(600)
     items = itertools.chain([gate.path], source)
@@ -120,7 +120,7 @@ def _gated_or_large(item):
 
 
 def test_a_consumer_in_another_thread(kind, make_pool):
-    """The room that one thread makes is seen by the one that draws."""
+    """Drawing continues when another thread takes results."""
     pool = make_pool(kind, 2)
     results = pool.imap(work.large, Counting(3000))
     got = []
@@ -133,7 +133,7 @@ def test_a_consumer_in_another_thread(kind, make_pool):
 
 
 def _small_and_then_large(item):
-    time.sleep(0.003)  # so that a worker has few of them in hand
+    time.sleep(0.003)  # limits how many tasks a worker is given ahead
     return bytes(SIZE) if item >= 150 else b""
 
 
@@ -142,19 +142,19 @@ def _sized(item):
 
 
 def _held(pool):
-    """Whether nothing runs although something waits."""
+    """Return whether tasks wait although none runs."""
     found = pool.statistics()
     return found["waiting"] and not found["running"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_was_drawn_waits_for_room(process_kind, make_pool, verb):
-    """What was drawn before results grew does not run while they have no room; a call does."""
+def test_drawn_tasks_wait_for_room(process_kind, make_pool, verb):
+    """Tasks drawn before results grew wait until results have room. A call does not wait."""
     pool = make_pool(process_kind, 2)
     results = getattr(pool, verb)(_small_and_then_large, itertools.count())
     buffer = results.buffer
     eventually(lambda: buffer.bytes_in >= ROOM and _held(pool), "the workers stop")
-    # What the workers had in hand by then has run.
+    # The tasks that the workers had received by then have run.
     assert buffer.bytes_in < ROOM + 40 * SIZE
     assert pool.apply(abs, (-1,)) == 1
     sizes = [len(next(results)) for _ in range(1000)]
@@ -163,7 +163,7 @@ def test_what_was_drawn_waits_for_room(process_kind, make_pool, verb):
 
 
 def test_dropped_while_it_waits_for_room(process_kind, make_pool):
-    """Tasks that waited for room run when the results are dropped, and when the pool is joined."""
+    """Tasks that wait for room run when the results are dropped, and when the pool is joined."""
     pool = make_pool(process_kind, 2)
     kept = pool.imap(_sized, range(400))
     dropped = pool.imap_unordered(_sized, range(400))
@@ -180,7 +180,7 @@ def test_dropped_while_it_waits_for_room(process_kind, make_pool):
 
 
 def test_little_is_drawn_before_a_result_is_known(kind, make_pool, gate):
-    """Of an endless input a few items for each worker are drawn until the first answer."""
+    """Until the first answer, only a few items for each worker are drawn."""
     pool = make_pool(kind, 2)
     source = Counting()
     items = itertools.chain([gate.path, gate.path], source)

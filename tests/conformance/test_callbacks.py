@@ -25,7 +25,7 @@ FAILING = {
 
 @pytest.mark.parametrize("verb", CALLS)
 def test_callback_gets_the_result(pool, verb):
-    """The callback has run, once, with the result, when `wait` returns."""
+    """When `wait` returns, the callback has run once, with the result."""
     arguments, expected = CALLS[verb]
     good: list[object] = []
     bad: list[object] = []
@@ -37,7 +37,7 @@ def test_callback_gets_the_result(pool, verb):
 
 @pytest.mark.parametrize("verb", FAILING)
 def test_error_callback_gets_the_error(pool, verb):
-    """The error callback has run, once, with the exception, when `wait` returns."""
+    """When `wait` returns, the error callback has run once, with the exception."""
     good: list[object] = []
     bad: list[object] = []
     result = getattr(pool, verb)(*FAILING[verb], callback=good.append, error_callback=bad.append)
@@ -49,8 +49,8 @@ def test_error_callback_gets_the_error(pool, verb):
 
 
 @pytest.mark.parametrize("verb", CALLS)
-def test_one_callback_only(pool, verb):
-    """Each of the two callbacks may be given alone."""
+def test_one_callback_without_the_other(pool, verb):
+    """Each of the two callbacks may be given without the other."""
     good: list[object] = []
     bad: list[object] = []
     getattr(pool, verb)(*CALLS[verb][0], callback=good.append).wait()
@@ -61,7 +61,7 @@ def test_one_callback_only(pool, verb):
 
 
 def test_callbacks_by_position(pool):
-    """The callbacks' positions are those of the standard library."""
+    """The callbacks have the same positions as in the standard library."""
     got: list[object] = []
     pool.apply_async(work.add, (1,), {"b": 2}, got.append, got.append).wait()
     pool.map_async(work.square, [2], None, got.append, got.append).wait()
@@ -70,7 +70,7 @@ def test_callbacks_by_position(pool):
 
 
 def test_every_call_has_its_callback(pool):
-    """A thousand callbacks, each called once with its own value."""
+    """A thousand callbacks run once each, each with its own value."""
     got: list[int] = []
     results = [pool.apply_async(work.same, (i,), callback=got.append) for i in range(1000)]
     for result in results:
@@ -79,21 +79,21 @@ def test_every_call_has_its_callback(pool):
 
 
 def test_callback_of_a_map_runs_once_after_all_chunks(pool):
-    """A map's callback gets the whole list, once."""
+    """The callback of a map runs once, with the whole list."""
     got: list[list[int]] = []
     pool.map_async(work.square, range(100), 3, callback=got.append).wait()
     assert got == [[i * i for i in range(100)]]
 
 
 def test_error_callback_of_a_map_runs_once(pool):
-    """A map in which everything fails reports one error."""
+    """If every item of a map fails, the error callback runs once."""
     bad: list[BaseException] = []
     pool.map_async(work.fail, range(10), 1, error_callback=bad.append).wait()
     assert len(bad) == 1 and isinstance(bad[0], KeyError)
 
 
 def test_callbacks_run_in_this_process(pool):
-    """Callbacks run in the caller's process, whatever closures they have."""
+    """Callbacks run in the caller's process and may be closures."""
     seen: dict[str, object] = {}
     pool.apply_async(work.square, (2,), callback=lambda value: seen.update(value=value)).wait()
     assert seen == {"value": 4}
@@ -101,7 +101,7 @@ def test_callbacks_run_in_this_process(pool):
 
 @pytest.fixture
 def reports(monkeypatch, caplog):
-    """Collect what is reported through the hooks for uncaught exceptions, or logged."""
+    """Collect exceptions that reach an exception hook or the log."""
     caught: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: caught.append(args.exc_value))
     monkeypatch.setattr(sys, "excepthook", lambda kind, value, tb: caught.append(value))
@@ -120,8 +120,8 @@ def _boom(_):
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", CALLS)
-def test_callback_that_raises_harms_nothing(pool, verb, reports):
-    """A callback that raises is reported; the result and all later ones arrive."""
+def test_callback_that_raises(pool, verb, reports):
+    """An exception of a callback is reported. This result and later results still arrive."""
     arguments, expected = CALLS[verb]
     assert getattr(pool, verb)(*arguments, callback=_boom).get() == expected
     eventually(reports, "a report of the callback's exception")
@@ -130,8 +130,8 @@ def test_callback_that_raises_harms_nothing(pool, verb, reports):
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", FAILING)
-def test_error_callback_that_raises_harms_nothing(pool, verb, reports):
-    """An error callback that raises is reported; the task's own error is what `get` raises."""
+def test_error_callback_that_raises(pool, verb, reports):
+    """An exception of an error callback is reported. `get` raises the task's own error."""
     with pytest.raises(KeyError):
         getattr(pool, verb)(*FAILING[verb], error_callback=_boom).get()
     eventually(reports, "a report of the callback's exception")
@@ -140,8 +140,8 @@ def test_error_callback_that_raises_harms_nothing(pool, verb, reports):
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_callback_that_exits_harms_nothing(pool, error, reports):
-    """Not even a callback that calls `sys.exit` stops the pool."""
+def test_callback_that_exits(pool, error, reports):
+    """A callback that raises SystemExit does not stop the pool."""
 
     def leave(_):
         raise error
@@ -151,7 +151,7 @@ def test_callback_that_exits_harms_nothing(pool, error, reports):
 
 
 def test_callbacks_may_submit(pool):
-    """A callback may submit more work to its pool."""
+    """A callback may submit tasks to its own pool."""
     later: list[object] = []
     submitted = threading.Event()
 
@@ -166,7 +166,7 @@ def test_callbacks_may_submit(pool):
 
 @pytest.mark.xpool_only
 def test_callbacks_may_wait_for_more_work(pool):
-    """A callback may submit to its own pool and wait for the answer."""
+    """A callback may submit tasks to its own pool and wait for their results."""
     got: list[object] = []
     done = threading.Event()
 
@@ -181,8 +181,8 @@ def test_callbacks_may_wait_for_more_work(pool):
 
 
 @pytest.mark.xpool_only
-def test_slow_callback_does_not_hold_up_other_results(pool):
-    """While a callback waits, the results of other calls arrive."""
+def test_slow_callback_does_not_delay_other_results(pool):
+    """While a callback waits, results of other calls arrive."""
     hold = threading.Event()
     inside = threading.Event()
 
@@ -202,13 +202,13 @@ def test_slow_callback_does_not_hold_up_other_results(pool):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("name", ["callback", "error_callback"])
 def test_callback_that_cannot_be_called(pool, name):
-    """Something that is no function is refused at the call, by name."""
+    """A callback that is not callable raises a TypeError that names it."""
     with pytest.raises(TypeError, match=name):
         pool.apply_async(work.square, (2,), **{name: 3})
 
 
 def test_close_and_join_wait_for_callbacks(kind, make_pool):
-    """After `close` and `join`, all callbacks have run."""
+    """When `join` returns after `close`, all callbacks have run."""
     got: list[int] = []
     pool = make_pool(kind, 2)
     for i in range(200):
@@ -219,7 +219,7 @@ def test_close_and_join_wait_for_callbacks(kind, make_pool):
 
 
 def test_threads_callback_gets_the_very_object(pool, kind):
-    """In a thread pool callback and `get` see the object that the task returned."""
+    """In a thread pool, `get` and the callback receive the object that the task returned."""
     got: list[object] = []
     thing = object() if not kind.processes else ["copy"]
     result = pool.apply_async(work.same, (thing,), callback=got.append)

@@ -1,4 +1,4 @@
-"""Exceptions of tasks, and things that cannot be sent."""
+"""Exceptions of tasks, and objects that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support.kinds import STDLIB, VERBS
 
 
 def test_exceptions_arrive_as_they_are(pool):
-    """A task's exception is raised with its class and arguments."""
+    """The caller gets the task's exception with its class and arguments."""
     with pytest.raises(KeyError) as caught:
         pool.apply(work.fail, ("key",))
     assert type(caught.value) is KeyError and caught.value.args == ("key",)
 
 
 def test_the_workers_traceback_is_the_cause(process_kind, make_pool):
-    """The cause of a task's exception shows the traceback of the worker."""
+    """The cause of the exception shows the worker's traceback."""
     pool = make_pool(process_kind, 1)
     with pytest.raises(KeyError) as caught:
         pool.apply(work.fail, ("key",))
@@ -40,7 +40,7 @@ def test_the_workers_traceback_is_the_cause(process_kind, make_pool):
 
 
 def test_map_has_the_workers_traceback_too(process_kind, make_pool):
-    """Also the error of a map says where in the worker it was raised."""
+    """The error of a map shows the worker's traceback too."""
     pool = make_pool(process_kind, 1)
     with pytest.raises(ValueError, match="3") as caught:
         pool.map(work.fail_on_three, range(5), 1)
@@ -49,7 +49,7 @@ def test_map_has_the_workers_traceback_too(process_kind, make_pool):
 
 @pytest.mark.xpool_only
 def test_a_cause_of_its_own_is_not_lost(process_kind, make_pool):
-    """``raise ... from ...`` in a task shows both errors in the worker's traceback."""
+    """After ``raise ... from ...`` in a task, the worker's traceback shows both errors."""
     pool = make_pool(process_kind, 1)
     with pytest.raises(ValueError, match="outer") as caught:
         pool.apply(work.raise_from)
@@ -58,7 +58,7 @@ def test_a_cause_of_its_own_is_not_lost(process_kind, make_pool):
 
 
 def test_thread_pools_raise_the_very_exception(thread_kind, make_pool):
-    """A thread pool raises the exception object of the task, with its own cause."""
+    """A thread pool raises the task's exception object itself, and does not change its cause."""
     error = ValueError("mine")
 
     def raise_it():
@@ -72,7 +72,7 @@ def test_thread_pools_raise_the_very_exception(thread_kind, make_pool):
 
 @pytest.mark.xpool_only
 def test_base_exceptions_of_a_task(pool):
-    """An exception that is no `Exception` is the task's result as well."""
+    """An exception that is not a subclass of `Exception` also reaches the caller."""
     with pytest.raises(work.BaseFault):
         pool.apply(work.raise_base)
     assert pool.apply(work.square, (2,)) == 4
@@ -80,7 +80,7 @@ def test_base_exceptions_of_a_task(pool):
 
 @pytest.mark.xpool_only
 def test_exceptions_that_do_not_unpickle(process_kind, make_pool):
-    """An exception that cannot be rebuilt here still names itself; the pool goes on."""
+    """If an exception cannot be unpickled, the error still names it. The pool stays usable."""
     pool = make_pool(process_kind, 2)
     for _ in range(5):
         with pytest.raises(Exception, match="awkward 1 2") as caught:
@@ -92,7 +92,7 @@ def test_exceptions_that_do_not_unpickle(process_kind, make_pool):
 
 
 def test_exceptions_that_do_not_pickle(process_kind, make_pool):
-    """An exception that cannot be sent whole arrives in a form that shows it; the pool goes on."""
+    """If an exception cannot be pickled, the caller gets its text. The pool stays usable."""
     pool = make_pool(process_kind, 1)
     with pytest.raises((multiprocessing.pool.MaybeEncodingError, work.HasLock)) as caught:  # type: ignore[attr-defined]
         pool.apply(work.raise_with_lock)
@@ -101,7 +101,8 @@ def test_exceptions_that_do_not_pickle(process_kind, make_pool):
 
 
 def test_results_that_do_not_pickle(process_kind, make_pool):
-    """A result that cannot be sent is a MaybeEncodingError; no worker is lost, many times."""
+    """A result that cannot be pickled raises MaybeEncodingError. The worker survives twenty of
+    them."""
     pool = make_pool(process_kind, 1)
     worker = pool.apply(work.pid)
     for _ in range(20):
@@ -116,7 +117,7 @@ def test_results_that_do_not_pickle(process_kind, make_pool):
 
 @pytest.mark.xpool_only
 def test_results_that_do_not_pickle_are_our_error_too(process_kind, make_pool):
-    """The error is ResultNotPicklable, which is both xpool's and the standard library's."""
+    """ResultNotPicklable is a MaybeEncodingError and an XPoolError."""
     from xpool import ResultNotPicklable, XPoolError
 
     pool = make_pool(process_kind, 1)
@@ -126,7 +127,7 @@ def test_results_that_do_not_pickle_are_our_error_too(process_kind, make_pool):
 
 
 def test_one_bad_result_among_good_ones(process_kind, make_pool):
-    """A result that cannot be sent spoils its own task only."""
+    """A result that cannot be pickled fails its own task only."""
     pool = make_pool(process_kind, 2)
     results = [
         pool.apply_async(work.unpicklable if i % 5 == 0 else work.same, (i,)) for i in range(30)
@@ -146,7 +147,7 @@ class _Refuses:
 
 @pytest.mark.parametrize("verb", ["apply", "apply_async", "map", "map_async", "starmap"])
 def test_arguments_that_do_not_pickle(process_kind, make_pool, verb):
-    """What an argument's own __reduce__ raises is raised as it is, and the pool goes on."""
+    """An exception of an argument's `__reduce__` reaches the caller. The pool stays usable."""
     pool = make_pool(process_kind, 1)
     bad = _Refuses()
     arguments = (bad,) if verb.startswith("apply") else [(bad,)] * 10
@@ -160,7 +161,7 @@ def test_arguments_that_do_not_pickle(process_kind, make_pool, verb):
 
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 def test_lazy_arguments_that_do_not_pickle(process_kind, make_pool, verb):
-    """In a lazy map, the item that cannot be sent fails alone."""
+    """With `imap`, only the item that cannot be pickled fails."""
     pool = make_pool(process_kind, 1)
     results = getattr(pool, verb)(work.same, [1, _Refuses(), 2])
     good, errors = [], []
@@ -177,7 +178,7 @@ def test_lazy_arguments_that_do_not_pickle(process_kind, make_pool, verb):
 
 @pytest.mark.xpool_only
 def test_task_not_picklable_says_what_to_do(process_kind, make_pool):
-    """TaskNotPicklable is a PicklingError, and its message names what could not be sent."""
+    """TaskNotPicklable is a PicklingError, and names the object that could not be pickled."""
     import pickle
 
     from xpool import TaskNotPicklable
@@ -191,7 +192,7 @@ def test_task_not_picklable_says_what_to_do(process_kind, make_pool):
 
 @pytest.mark.xpool_only
 def test_a_function_that_cannot_be_sent(process_kind, make_pool):
-    """A closure over something that cannot be sent raises; the pool goes on."""
+    """A closure over an object that cannot be pickled raises an error. The pool stays usable."""
     from xpool import XPoolError
 
     lock = threading.Lock()
@@ -204,7 +205,7 @@ def test_a_function_that_cannot_be_sent(process_kind, make_pool):
 
 
 def test_thread_pools_do_not_pickle(thread_kind, make_pool):
-    """In a thread pool nothing needs to be sent: locks and lambdas are fine."""
+    """A thread pool pickles nothing, so locks and lambdas are accepted."""
     pool = make_pool(thread_kind, 1)
     lock = threading.Lock()
     assert pool.apply(work.same, (lock,)) is lock
@@ -213,7 +214,7 @@ def test_thread_pools_do_not_pickle(thread_kind, make_pool):
 
 @pytest.mark.xpool_only
 def test_errors_are_not_shared(pool):
-    """Two jobs that fail alike get an exception each."""
+    """Two tasks that fail with the same error get two exception objects."""
     results = [pool.apply_async(work.fail, ("x",)) for _ in range(2)]
     errors = []
     for result in results:
@@ -225,7 +226,7 @@ def test_errors_are_not_shared(pool):
 
 @pytest.mark.xpool_only
 def test_errors_pickle_with_their_fields():
-    """All of xpool's errors survive pickling with their fields."""
+    """All errors of xpool keep their fields when they are pickled."""
     import pickle
 
     import xpool
@@ -256,17 +257,17 @@ def test_errors_pickle_with_their_fields():
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_stop_iteration_of_a_result_being_unpickled(process_kind, make_pool, chunksize):
-    """A result whose unpickling raises StopIteration fails the map, and is not left out of it."""
+    """If unpickling a result raises StopIteration, the map fails. It does not end early."""
     pool = make_pool(process_kind, 1)
     with pytest.raises(StopIteration):
         pool.map(work.make_stops_when_unpickled, range(8), chunksize)
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(pool.imap(work.make_stops_when_unpickled, range(8), chunksize))
-        pytest.fail("the loop ended as if there had been nothing")
+        pytest.fail("the loop ended without an error")
 
 
 def _of_verb(pool, verb, func):
-    """Return what a verb gives for a function that fails: the error, raised or returned."""
+    """Call a verb with a function that fails. Return the error, whether raised or returned."""
     if verb in ("apply", "apply_async"):
         call = functools.partial(getattr(pool, verb), func, (1,))
     elif verb.startswith("starmap"):
@@ -284,7 +285,7 @@ def _of_verb(pool, verb, func):
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes and groups came with Python 3.11")
 @pytest.mark.parametrize("verb", VERBS)
 def test_notes_and_groups_arrive_whole(pool, verb):
-    """Every verb raises a group with its class, notes and exceptions, and shows its causes."""
+    """With every verb, an exception group keeps its class, notes, exceptions and causes."""
 
     class Failures(ExceptionGroup):  # noqa: F821
         def __new__(cls, errors, code):
@@ -339,7 +340,7 @@ def test_notes_and_groups_arrive_whole(pool, verb):
 @pytest.mark.xpool_only
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes and groups came with Python 3.11")
 def test_groups_that_are_returned(pool):
-    """With ``on_error="return"``, and by `submit`, a group has its notes and exceptions as well."""
+    """With ``on_error="return"``, a group keeps its notes and exceptions too."""
 
     def fail(x):
         group = ExceptionGroup("group", [ValueError(x), KeyError(x)])  # noqa: F821

@@ -18,7 +18,7 @@ from xpool import Executor, Pool, ThreadPool, WorkerDied
 
 @pytest.fixture(params=["own", "over processes", "over threads"])
 def executor(request):
-    """An executor with a pool of its own, and over a pool of each sort."""
+    """An executor with its own pool, and one for an existing pool of processes and of threads."""
     if request.param == "own":
         with Executor(2) as made:
             yield made
@@ -32,7 +32,7 @@ def executor(request):
 
 
 def test_submit(executor):
-    """A call's value, or its exception, is its future's."""
+    """The future gets the call's result or its exception."""
     assert executor.submit(pow, 2, exp=5).result(WAIT) == 32
     failed = executor.submit(divmod, 1, 0)
     assert isinstance(failed.exception(60), ZeroDivisionError)
@@ -40,7 +40,7 @@ def test_submit(executor):
 
 
 def test_as_completed_and_wait(executor):
-    """The module's functions take these futures, since they are its own."""
+    """`as_completed` and `wait` of `concurrent.futures` accept these futures."""
     made = {executor.submit(work.square, n): n for n in range(20)}
     assert all(isinstance(future, futures.Future) for future in made)
     for future in futures.as_completed(made, timeout=WAIT):
@@ -50,7 +50,7 @@ def test_as_completed_and_wait(executor):
 
 
 def test_callbacks(executor):
-    """A callback added to a future is called with it, also when it is done already."""
+    """A callback receives its future. It also runs if the future is already done."""
     future, seen = executor.submit(work.square, 3), threading.Event()
     future.add_done_callback(lambda done: done is future and seen.set())
     assert seen.wait(WAIT)
@@ -62,13 +62,13 @@ def test_callbacks(executor):
 @pytest.mark.parametrize("chunksize", [1, 3])
 @pytest.mark.parametrize("buffersize", [None, 2])
 def test_map(executor, chunksize, buffersize):
-    """`map` takes several iterables, ends with the shortest, and keeps the order."""
+    """`map` takes several iterables, stops at the end of the shortest one, and keeps the order."""
     got = executor.map(pow, range(10), [2] * 20, chunksize=chunksize, buffersize=buffersize)
     assert list(got) == [n**2 for n in range(10)]
 
 
 def test_map_raises_at_its_place(executor):
-    """What the function raises comes after the results before it, and ends the iteration."""
+    """`map` yields the results before the error, raises the error, and then stops."""
     got = executor.map(divmod, [4, 5, 6], [2, 0, 3])
     assert next(got) == (2, 0)
     with pytest.raises(ZeroDivisionError):
@@ -78,7 +78,7 @@ def test_map_raises_at_its_place(executor):
 
 
 def test_map_is_eager(executor):
-    """Without a buffersize the iterables are drawn at the call; with one, no further ahead."""
+    """Without a buffersize, `map` draws all items at once. With one, it draws only that many."""
     drawn = []
     executor.map(work.square, (drawn.append(n) or n for n in range(5)))
     assert drawn == [0, 1, 2, 3, 4]
@@ -88,7 +88,7 @@ def test_map_is_eager(executor):
 
 
 def test_arguments_are_checked(executor):
-    """Sizes below one are refused by name."""
+    """A chunksize or buffersize below one raises an error that names it."""
     with pytest.raises(ValueError, match="chunksize"):
         executor.map(work.square, [1], chunksize=0)
     for size in (0, -1, "2", 1.5):
@@ -97,7 +97,7 @@ def test_arguments_are_checked(executor):
 
 
 def test_buffersize_counts_items(executor):
-    """A chunk is cut to the buffersize: no more items are drawn ahead, however large chunks are."""
+    """Items drawn ahead never exceed the buffersize, even if the chunks are larger."""
     drawn = []
     inputs = (drawn.append(n) or n for n in range(40))
     got = executor.map(work.square, inputs, chunksize=16, buffersize=4)
@@ -107,8 +107,8 @@ def test_buffersize_counts_items(executor):
     assert list(got) == []
 
 
-def test_all_of_the_standard_executor_is_there():
-    """Each public method and each argument of `ProcessPoolExecutor`, of whichever Python runs."""
+def test_executor_has_the_standard_methods():
+    """`Executor` has all public methods and arguments of this Python's `ProcessPoolExecutor`."""
     standard = futures.ProcessPoolExecutor
     for name in [*filter(lambda name: not name.startswith("_"), dir(standard)), "__init__"]:
         theirs = inspect.signature(getattr(standard, name)).parameters
@@ -120,7 +120,7 @@ def test_all_of_the_standard_executor_is_there():
 
 
 def test_shutdown(executor):
-    """After `shutdown` nothing is taken any more; what was submitted has finished."""
+    """`shutdown` waits for submitted calls. Afterwards the executor refuses calls."""
     made = [executor.submit(work.square, n) for n in range(8)]
     executor.shutdown()
     assert [future.result(0) for future in made] == [n**2 for n in range(8)]
@@ -131,7 +131,7 @@ def test_shutdown(executor):
 
 
 def test_cancel():
-    """What waits can be cancelled, what runs cannot, and what is cancelled never runs."""
+    """A waiting call can be cancelled and never runs; a running call cannot be cancelled."""
     with ThreadPool(1) as pool:
         executor, gate, began = pool.executor(), threading.Event(), threading.Event()
         running = executor.submit(lambda: (began.set(), gate.wait(WAIT)))
@@ -150,7 +150,7 @@ def test_cancel():
 
 
 class Submits:
-    """Has something else done while it is pickled."""
+    """Submits a call while it is pickled."""
 
     def __init__(self, executor, futures):
         self.executor, self.futures = executor, futures
@@ -161,7 +161,7 @@ class Submits:
 
 
 def test_a_call_whose_argument_submits():
-    """What is pickled for a call may submit to the same executor."""
+    """Pickling an argument may submit another call to the same executor."""
     with Executor(1) as executor:
         inner = []
         future = executor.submit(work.same, Submits(executor, inner))
@@ -170,7 +170,7 @@ def test_a_call_whose_argument_submits():
 
 
 def test_a_worker_dies():
-    """A death costs one future, which says why; the executor goes on."""
+    """The death of a worker fails only the running call's future. The executor stays usable."""
     with Executor(1) as executor:
         lost, kept = executor.submit(os._exit, 3), executor.submit(work.square, 4)
         assert isinstance(lost.exception(60), WorkerDied)
@@ -178,7 +178,7 @@ def test_a_worker_dies():
 
 
 def test_a_pool_that_was_closed():
-    """Over a pool that takes no more work, `submit` says so as the module's users expect."""
+    """If the pool is closed, `submit` raises BrokenExecutor."""
     with ThreadPool(1) as pool:
         executor = pool.executor()
         pool.close()
@@ -189,7 +189,7 @@ def test_a_pool_that_was_closed():
 
 
 def test_the_program_ends():
-    """At the program's end what was submitted is finished, as with the standard executors."""
+    """At the end of the program, submitted calls finish, as with the standard executors."""
     code = (
         "import xpool\n"
         "e = xpool.Executor(1)\n"

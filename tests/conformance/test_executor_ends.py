@@ -1,4 +1,4 @@
-"""The ends of executors and of their pools: nothing that was submitted waits for ever."""
+"""How executors and their pools end: no future waits for ever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from xpool import CtxPool, Executor, Pool, ThreadPool, WorkerStartFailed
 
 @pytest.fixture(params=["own", "over processes", "over threads"])
 def executor(request):
-    """An executor with a pool of its own, and over a pool of each sort."""
+    """An executor with its own pool, and one for an existing pool of processes and of threads."""
     if request.param == "own":
         with Executor(2) as made:
             yield made
@@ -37,21 +37,21 @@ def executor(request):
 
 @pytest.fixture(params=[Pool, ThreadPool])
 def pool(request):
-    """A pool of each sort."""
+    """A pool of processes, then a pool of threads."""
     with request.param(2) as made:
         yield made
 
 
 @pytest.fixture
 def gate(tmp_path):
-    """What tasks wait for."""
+    """A gate at which tasks wait."""
     made = Gate(tmp_path / "gate")
     yield made
     made.close()
 
 
 def test_a_map_left_half_consumed(executor):
-    """`shutdown` ends a `map` with a buffersize: what was drawn comes, then an error."""
+    """After `shutdown`, `map` with a buffersize yields the items already drawn, then raises."""
     got = executor.map(work.square, range(100), buffersize=4)
     assert [next(got), next(got)] == [0, 1]
     executor.shutdown()
@@ -61,15 +61,15 @@ def test_a_map_left_half_consumed(executor):
 
 
 def test_a_map_whose_input_was_drawn(executor):
-    """A `map` all of whose input was drawn ends as ever, also after `shutdown`."""
+    """If all input was drawn before `shutdown`, `map` yields all results."""
     got = executor.map(work.square, range(6), chunksize=2, buffersize=4)
     assert [next(got), next(got)] == [0, 1]
     executor.shutdown()
     assert list(got) == [4, 9, 16, 25]
 
 
-def test_a_map_is_drawn_by_who_takes_its_results(executor):
-    """With a buffersize the input is drawn in the consumer's thread, an error at its place."""
+def test_a_map_is_drawn_in_the_consumers_thread(executor):
+    """With a buffersize, the consumer's thread draws the input. The input's error comes last."""
 
     def rows():
         for n in range(6):
@@ -86,7 +86,7 @@ def test_a_map_is_drawn_by_who_takes_its_results(executor):
 
 
 def test_shutdown_waits_for_maps(executor, tmp_path):
-    """`shutdown` returns when what `map` was given has run, whether or not anybody took results."""
+    """`shutdown` waits for all tasks of `map`, even if the caller takes no results."""
     log = tmp_path / "log"
     executor.map(work.logged, [str(log)] * 20, range(20))
     executor.shutdown()
@@ -105,7 +105,7 @@ def test_cancel_futures_ends_maps(executor, gate, buffersize):
 
 @pytest.mark.parametrize("end", ["terminate", "with"])
 def test_the_end_of_a_pool(pool, gate, end):
-    """Futures and maps that a pool's end has left unanswered fail, with the reason as the cause."""
+    """When the pool ends, unfinished futures and maps fail. Their cause is PoolClosed."""
     executor = pool.executor()
     called = []
     many = [executor.submit(work.gated, str(gate.path)) for _ in range(10)]
@@ -128,7 +128,7 @@ def test_the_end_of_a_pool(pool, gate, end):
 
 
 def test_the_end_of_a_pool_in_an_event_loop(pool, gate):
-    """A coroutine that awaits a call hears of the pool's end."""
+    """A coroutine that awaits a call gets an error when the pool ends."""
 
     async def main():
         awaited = asyncio.get_running_loop().run_in_executor(
@@ -143,7 +143,7 @@ def test_the_end_of_a_pool_in_an_event_loop(pool, gate):
 
 
 class Opens:
-    """Raises something when it is unpickled."""
+    """Raises an exception when it is unpickled."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -153,8 +153,8 @@ class Opens:
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ZeroDivisionError])
-def test_a_result_that_cannot_be_opened(kind):
-    """What the unpickling of a result raises is its future's, and others are not held up."""
+def test_a_result_that_cannot_be_unpickled(kind):
+    """If unpickling a result raises, its future gets that error. Other futures are not affected."""
     with Executor(2) as executor:
         failed = executor.submit(Opens, kind)
         assert isinstance(failed.exception(WAIT), kind)
@@ -162,12 +162,12 @@ def test_a_result_that_cannot_be_opened(kind):
 
 
 def until(fact):
-    """Wait for a fact."""
+    """Wait until the condition holds."""
     eventually(fact, "what the test waits for", WAIT)
 
 
 def waits_for(executor, how):
-    """Submit a call, and wait for it in one of the ways there are."""
+    """Submit a call, and wait for it in the given way."""
     future = executor.submit(abs, -5)
     if how == "wait":
         futures.wait([future], WAIT)
@@ -189,7 +189,7 @@ WAYS = ["result", "exception", "wait", "as_completed", "done", "another thread"]
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_callback_waits_for_another_future(executor, gate, how):
-    """A callback of a future may wait for another of the same executor, in any way."""
+    """A callback of a future may wait for another future of the same executor."""
     found = []
     first = executor.submit(work.gated, str(gate.path))
     first.add_done_callback(lambda _: found.append(waits_for(executor, how)))
@@ -199,14 +199,14 @@ def test_a_callback_waits_for_another_future(executor, gate, how):
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_callback_of_the_pool_waits_for_a_future(pool, how):
-    """So may a callback of `apply_async`."""
+    """A callback of `apply_async` may wait for a future."""
     found, executor = [], pool.executor()
     pool.apply_async(abs, (-1,), callback=lambda _: found.append(waits_for(executor, how)))
     until(lambda: found == [5])
 
 
 def test_callbacks_run_one_by_one(executor, gate):
-    """Callbacks of futures are called in one thread, in the order in which they were added."""
+    """Callbacks of a future run in one thread, in the order in which they were added."""
     seen = []
     future = executor.submit(work.gated, str(gate.path))
     for n in range(5):
@@ -217,7 +217,7 @@ def test_callbacks_run_one_by_one(executor, gate):
 
 
 def test_a_callback_that_raises(executor, gate, caplog):
-    """What a callback raises is logged, as the module does, and the others are called."""
+    """A callback's exception is logged, as in `concurrent.futures`. Later callbacks still run."""
     seen = []
     future = executor.submit(work.gated, str(gate.path))
     future.add_done_callback(lambda _: 1 / 0)
@@ -229,7 +229,7 @@ def test_a_callback_that_raises(executor, gate, caplog):
 
 @pytest.mark.parametrize("end", ["terminate_workers", "kill_workers"])
 def test_workers_are_stopped(gate, end):
-    """`terminate_workers` and `kill_workers` end it: what waits is cancelled, what runs fails."""
+    """Both methods cancel waiting calls, fail the running call, and end the executor."""
     executor = Executor(1)
     running = executor.submit(work.gated, str(gate.path))
     until(running.running)
@@ -243,7 +243,7 @@ def test_workers_are_stopped(gate, end):
 
 @pytest.mark.parametrize("end", ["terminate_workers", "kill_workers"])
 def test_maps_of_workers_that_are_stopped(gate, end):
-    """A `map` fails as well, and its input is left alone; the workers are gone."""
+    """Both methods fail unfinished maps, stop drawing their input, and end the workers."""
     executor, drawn = Executor(2), []
     executor.submit(work.square, 3).result(WAIT)
     pids = [pid for pid in executor._pool.statistics()["pids"] if pid is not None]
@@ -262,7 +262,7 @@ def test_maps_of_workers_that_are_stopped(gate, end):
 
 @pytest.mark.parametrize("end", ["terminate_workers", "kill_workers"])
 def test_workers_are_stopped_at_any_time(end):
-    """Idle workers may be stopped, twice, and those of an executor that was shut down."""
+    """Both methods also accept idle workers, a second call, and an executor after `shutdown`."""
     for prepare in (lambda _: None, Executor.shutdown, Executor.terminate_workers):
         executor = Executor(2)
         future = executor.submit(abs, -1)
@@ -276,8 +276,8 @@ def test_workers_are_stopped_at_any_time(end):
             executor.submit(abs, -1)
 
 
-def test_killed_workers_are_not_asked(tmp_path):
-    """`kill_workers` kills; `terminate_workers` asks by SIGTERM, which a task may hear."""
+def test_signals_that_stop_the_workers(tmp_path):
+    """`kill_workers` sends SIGKILL; `terminate_workers` sends SIGTERM, which a task may handle."""
 
     def task(path):
         signal.signal(signal.SIGTERM, lambda *_: path.write_text("asked"))
@@ -294,7 +294,7 @@ def test_killed_workers_are_not_asked(tmp_path):
 
 
 def test_initializers_that_fail():
-    """Futures whose workers cannot start fail with `BrokenExecutor`, which has the cause."""
+    """If a worker cannot start, futures fail with `BrokenExecutor`. Its cause is the error."""
     with Executor(1, None, divmod, (1, 0)) as executor:
         error = executor.submit(abs, -1).exception(WAIT)
         assert isinstance(error, futures.BrokenExecutor)
@@ -305,7 +305,7 @@ def test_initializers_that_fail():
 
 
 def test_max_tasks_per_child_and_mp_context():
-    """Both have the standard executor's names; given twice, by xpool's too, they are refused."""
+    """The standard names work. An option given by both its names is refused."""
     with Executor(1, "spawn", max_tasks_per_child=2) as executor:
         pids = [executor.submit(os.getpid).result(WAIT) for _ in range(4)]
     assert pids[0] == pids[1] != pids[2] == pids[3]
@@ -321,7 +321,7 @@ def test_max_tasks_per_child_and_mp_context():
 
 @pytest.mark.parametrize("call", ["submit", "map"])
 def test_an_executor_that_is_dropped_finishes(tmp_path, call):
-    """What was submitted runs although nobody holds the executor; then its workers end."""
+    """If an executor is dropped, its submitted calls still run. Then its workers end."""
     log = tmp_path / "log"
     executor = Executor(1)
     for n in range(5):
@@ -336,7 +336,7 @@ def test_an_executor_that_is_dropped_finishes(tmp_path, call):
 
 
 def test_a_forked_child():
-    """In a forked child a future of the parent's fails, instead of waiting for nobody."""
+    """In a forked child, a future of the parent fails instead of waiting for ever."""
     code = (
         "import os, sys, time, xpool\n"
         "with xpool.Executor(1) as e:\n"
@@ -355,7 +355,7 @@ def test_a_forked_child():
 
 
 def test_the_timeout_of_map(executor, gate):
-    """`map(timeout=)` names the limit that was given."""
+    """The error of `map(timeout=)` names the limit."""
     got = executor.map(work.gated, [str(gate.path)], timeout=0.2)
     with pytest.raises(futures.TimeoutError, match=r"0\.2 s"):
         next(got)
@@ -363,7 +363,7 @@ def test_the_timeout_of_map(executor, gate):
 
 
 def test_ctrl_c_while_a_map_is_drawn(executor):
-    """What a signal handler raises in the input is raised there and then."""
+    """An exception that a signal handler raises in the input reaches the consumer."""
 
     def rows():
         yield from range(4)
@@ -376,22 +376,22 @@ def test_ctrl_c_while_a_map_is_drawn(executor):
 
 
 class CannotBeSent:
-    """Raises when it is pickled."""
+    """Raises an error when it is pickled."""
 
     def __reduce__(self):
         raise pickle.PicklingError("not this")
 
 
 @pytest.mark.parametrize("call", [(id, CannotBeSent()), (CannotBeSent,)], ids=["task", "result"])
-def test_what_cannot_be_pickled(call):
-    """A task, or a result, that cannot be pickled fails its future with a `PicklingError`."""
+def test_calls_that_cannot_be_pickled(call):
+    """If a task or a result cannot be pickled, its future fails with a `PicklingError`."""
     with Executor(1) as executor:
         assert isinstance(executor.submit(*call).exception(WAIT), pickle.PicklingError)
         assert executor.submit(abs, -1).result(WAIT) == 1
 
 
 def test_a_future_of_a_pool(pool, gate):
-    """`pool.submit` returns a future of the standard module, which the pool's end completes."""
+    """`pool.submit` returns a standard future. It fails when the pool ends."""
     assert pool.submit(pow, 2, exp=5).result(WAIT) == 32
     assert isinstance(pool.submit(divmod, 1, 0).exception(WAIT), ZeroDivisionError)
     waiting = pool.submit(work.gated, str(gate.path))
@@ -404,6 +404,6 @@ def test_a_future_of_a_pool(pool, gate):
 
 
 def test_a_future_of_a_pool_with_contexts():
-    """A function that is submitted to a `CtxPool` gets its worker's context first."""
+    """A function submitted to a `CtxPool` gets the worker's context as its first argument."""
     with CtxPool(worker_contexts=["a"]) as pool:
         assert pool.submit(work.echo, 1, n=2).result(WAIT) == (("a", 1), {"n": 2})

@@ -1,4 +1,4 @@
-"""What functions of a program see of its globals: however it is started, whatever ran before."""
+"""The values of globals that a task sees, for each way of starting a program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
 
-# By name: an expression that reads it, in all kinds of functions, and what is to come of it.
+# Name of a case: the expression that reads the global. The functions below are made from these.
 READS = {
     "mutated": "CFG['rate'], CFG['list']",
     "made": "made",
@@ -154,8 +154,8 @@ GUARD = '\nif __name__ == "__main__":\n    made = "made behind the guard"\n    m
 OWN = {
     "made_lock": "explained",
     "replaced_lock": "explained",
-}  # the lock of the top level is made by each process
-# By value, two names of one object become two objects (docs/dev/design.md).
+}  # each process makes its own lock at the top level
+# A function sent by value refers to a copy of the object (docs/dev/design.md).
 NONE = {**OWN, "local_lock": "explained", "sentinel": "False"}
 
 
@@ -165,31 +165,31 @@ def _done(out: str) -> None:
 
 @pytest.mark.parametrize("method", [None, *also("forkserver", "spawn")])
 def test_guarded_script(tmp_path, method):
-    """Functions of a guarded script see the values that the program has when they are called."""
+    """Functions of a guarded script see the values that globals have at the time of the call."""
     text = PROGRAM + GUARD.format(OWN, repr(method))
     _done(scripts.run_ok([scripts.write(tmp_path / "guarded.py", text)]))
 
 
 @pytest.mark.parametrize("guarded", [True, *also(False)])
 def test_fork(tmp_path, guarded):
-    """Forked workers see the same, and have what cannot be pickled from the fork."""
+    """Forked workers see the same values. They inherit objects that cannot be pickled."""
     text = PROGRAM + (GUARD.format({}, repr("fork")) if guarded else "\nmain({}, 'fork')\n")
     _done(scripts.run_ok([scripts.write(tmp_path / "forked.py", text)]))
 
 
 def test_script_without_the_guard(tmp_path):
-    """Without the guard nothing is run again: what cannot be pickled is missing, and says so."""
+    """Workers do not run an unguarded script. The error names the global that cannot be pickled."""
     text = PROGRAM + f"\nmain({NONE})\n"
     _done(scripts.run_ok([scripts.write(tmp_path / "unguarded.py", text)]))
 
 
 def test_standard_input():
-    """The same for ``python -``."""
+    """The same program runs from ``python -``."""
     _done(scripts.run_ok(["-"], PROGRAM + f"\nmain({NONE})\n"))
 
 
 def test_package_run_as_a_module(tmp_path):
-    """The same for ``python -m package.module``, with what a relative import brings."""
+    """The same program runs from ``python -m package.module`` and imports relatively."""
     package = tmp_path / "runpackage"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -204,7 +204,7 @@ def test_package_run_as_a_module(tmp_path):
 
 @pytest.mark.exhaustive
 def test_notebook(tmp_path):
-    """The same for the cells of a notebook."""
+    """The same program runs in the cells of a notebook."""
     pytest.importorskip("jupyter_client", reason="jupyter_client is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     (tmp_path / "cells.json").write_text(json.dumps([PROGRAM, f"main({NONE})"]))
@@ -242,7 +242,7 @@ def main(method):
 
 @pytest.mark.parametrize("method", ["spawn", *also("fork", "forkserver")])
 def test_initializer_that_is_inherited(tmp_path, method):
-    """Where initargs can only be inherited, the initializer sees the program's globals, too."""
+    """If initargs can only be inherited, the initializer still sees the program's globals."""
     text = INHERITED + f'\nif __name__ == "__main__":\n    main("{method}")\n'
     out = scripts.run_ok([scripts.write(tmp_path / "inherited.py", text)])
     assert out.splitlines() == ["[(2, 2)]", "[(2, 3)]"]
@@ -271,7 +271,7 @@ def main():
 
 
 def test_task_that_runs_late(tmp_path):
-    """A task that runs after those of a later call sees the values of its own call."""
+    """A task that runs after tasks of a later call still sees the values of its own call."""
     text = LATE + '\nif __name__ == "__main__":\n    main()\n'
     out = scripts.run_ok([scripts.write(tmp_path / "late.py", text)])
     assert out == "[2] [1] [2]\n"
@@ -323,11 +323,9 @@ if __name__ == "__main__":
 """
 
 
-def test_what_each_process_has_for_itself(tmp_path):
-    """Loggers, random numbers and pools are the process's own; what a worker filled, it keeps.
-
-    Until the program changes its own: then the worker has that.
-    """
+def test_globals_of_each_process(tmp_path):
+    """Each process has its own loggers, random generators and pools. A global that a worker changed
+    keeps the worker's value until the program changes it."""
     out = scripts.run_ok([scripts.write(tmp_path / "own.py", OF_THE_PROCESS)])
     assert out.splitlines() == ["2", "(1, True) True", "['model', 'model']", "KeyError('model')"]
 
@@ -364,7 +362,7 @@ if __name__ == "__main__":
 
 
 def test_a_pool_that_is_a_global_is_explained(tmp_path):
-    """A task that uses the program's pool by its global, None there, is told why and what to do."""
+    """If a task uses the program's pool, which is None there, the error says why and what to do."""
     out = scripts.run_ok([scripts.write(tmp_path / "pools.py", POOLS)])
     first, second, third = out.splitlines()
     assert "'map'" in first and "'map'" in second
@@ -423,10 +421,8 @@ ANSWERS = """\
 @pytest.mark.parametrize("options", ["{}", *also("{'memory_limit': 0}")])
 @pytest.mark.parametrize("guarded", [True, *also(False)])
 def test_one_element_of_a_large_global(tmp_path, guarded, options):
-    """A large global that was changed in place arrives as it is at the call, however it lies.
-
-    What code in a worker wrote into it stays until the program changes its own.
-    """
+    """A large global that was changed in place has the values of the time of the call. An element
+    that a worker changed keeps its value until the program changes the global."""
     guard = 'if __name__ == "__main__":\n    ' if guarded else ""
     text = LARGE + f"\n{guard}main({options})\n"
     out = scripts.run_ok([scripts.write(tmp_path / "large.py", text)])
@@ -473,12 +469,12 @@ def main():
 
 
 @pytest.mark.parametrize("guarded", [True, *also(False)])
-def test_a_final_global_is_looked_at_once(tmp_path, guarded):
-    """A large global is pickled once for each call, and one that is Final once for each pool."""
+def test_a_final_global_is_pickled_once(tmp_path, guarded):
+    """A large global is pickled once for each call, a Final global once for each pool."""
     guard = 'if __name__ == "__main__":\n    ' if guarded else ""
     out = scripts.run_ok([scripts.write(tmp_path / "final.py", COUNTED + f"\n{guard}main()\n")])
-    # Without the guard the class goes by value: what its attributes hold is looked at in each call,
-    # and once more when the definition is written.
+    # Without the guard, the class is sent by value. Each call pickles its attributes, and sending
+    # the definition pickles them once more.
     last = (1, 1, 2, 2) if guarded else (2, 5, 6, 9)
     first = ("1, 1, 1", "4, 1, 1", "5, 2, 2", "8, 2, 2")
     assert out.splitlines() == [f"[{some}, {one}]" for some, one in zip(first, last)]
@@ -519,11 +515,11 @@ if __name__ == "__main__":
 """
 
 
-def test_checks_that_take_long_are_said_once(tmp_path):
-    """Checks of one global that take a second in all are named: what, how large, what to do."""
+def test_slow_checks_warn_once(tmp_path):
+    """If pickling one global has taken a second in total, one warning says how to avoid it."""
     out = scripts.run_ok([scripts.write(tmp_path / "slow.py", SLOW)])
     (line,) = out.splitlines()
-    # The first call publishes it; what a busy machine adds makes it earlier, not later.
+    # The first call publishes the global. A busy machine makes the warning earlier, not later.
     assert line[0] in "123" and line[1:].startswith(" RuntimeWarning True The global 'slow' of")
     parts = "(1,00", " s by now", "`slow: Final = ...`", "pool.broadcast", "initializer"
     assert all(part in line for part in parts), line
@@ -569,7 +565,7 @@ if __name__ == "__main__":
 @pytest.mark.exhaustive
 @pytest.mark.torch
 def test_arrays_and_tensors(tmp_path):
-    """What is changed in a large array, tensor or model arrives; what a worker writes stays."""
+    """Workers see changes to large arrays, tensors and models. A worker keeps its own changes."""
     out = scripts.run_ok([scripts.write(tmp_path / "arrays.py", ARRAYS)])
     assert out.splitlines() == [
         "0.0 0.0",
@@ -579,8 +575,8 @@ def test_arrays_and_tensors(tmp_path):
     ]
 
 
-def test_the_item_is_noted_beside_what_is_missing(tmp_path):
-    """An exception about a global that cannot be sent names its item, too."""
+def test_the_item_is_noted_beside_a_missing_global(tmp_path):
+    """If a global cannot be sent, the exception still has the note that names the item."""
     text = """
 import threading
 import xpool
@@ -607,8 +603,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("kind", "times"), [("Pool", 1), ("ThreadPool", 0)])
-def test_a_lock_of_the_script_is_said_once_to_be_each_worker_s(tmp_path, kind, times):
-    """A task that uses a lock of the script's top warns once; in threads it is one lock."""
+def test_a_lock_of_the_script_warns_once(tmp_path, kind, times):
+    """A task that uses the script's lock warns once in a process pool, never in a thread pool."""
     text = f"""
 import threading
 import warnings

@@ -1,4 +1,4 @@
-"""`imap` and `imap_unordered`: lazily in, one by one out."""
+"""`imap` and `imap_unordered`: they draw the input lazily and yield results one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StopsWhenPickled:
 
 
 class StopsAtOnce:
-    """Raises StopIteration when it is asked for an iterator."""
+    """Raises StopIteration in `iter()`."""
 
     def __iter__(self):
         raise StopIteration
@@ -36,7 +36,7 @@ VERBS = ["imap", "imap_unordered"]
 
 @pytest.mark.parametrize("chunksize", [1, 7, 1000])
 def test_imap_keeps_order(pool, chunksize):
-    """`imap` yields in the order of the input."""
+    """`imap` yields results in the order of the input."""
     assert list(pool.imap(work.square, range(200), chunksize)) == [i * i for i in range(200)]
 
 
@@ -48,7 +48,7 @@ def test_imap_unordered_yields_everything(pool, chunksize):
 
 
 def test_imap_unordered_does_not_wait_for_the_first(pool, gate):
-    """`imap_unordered` yields what is done, though an earlier item is not."""
+    """`imap_unordered` yields a finished result before an earlier unfinished one."""
     items = [(gate.path, 0), (None, 1)]
     results = pool.imap_unordered(_wait_if_told, items)
     assert next(results) == 1
@@ -64,7 +64,7 @@ def _wait_if_told(item):
 
 
 def test_next_and_stop(pool):
-    """The iterator stops after the last item, and stays stopped."""
+    """After the last result, the iterator raises StopIteration each time."""
     results = pool.imap(work.square, range(3))
     assert [next(results) for _ in range(3)] == [0, 1, 4]
     for _ in range(2):
@@ -73,7 +73,7 @@ def test_next_and_stop(pool):
 
 
 def test_next_with_timeout(pool, gate):
-    """`next(timeout)` raises `multiprocessing.TimeoutError`, and the item comes later."""
+    """`next(timeout)` raises `multiprocessing.TimeoutError`. A later call returns the result."""
     results = pool.imap(work.gated, [gate.path])
     with pytest.raises(multiprocessing.TimeoutError):
         results.next(0.05)
@@ -88,7 +88,7 @@ def test_next_with_timeout(pool, gate):
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("chunksize", [1, 5])
 def test_empty_input(pool, verb, chunksize):
-    """Nothing in, nothing out."""
+    """An empty input yields no results."""
     assert list(getattr(pool, verb)(work.square, [], chunksize)) == []
     assert list(getattr(pool, verb)(work.square, iter(()), chunksize)) == []
 
@@ -96,7 +96,7 @@ def test_empty_input(pool, verb, chunksize):
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("chunksize", [0, -3])
 def test_chunksize_below_one_is_refused(pool, verb, chunksize):
-    """A chunksize below one is a ValueError at the call, not at the first item."""
+    """A chunksize below one raises ValueError at the call, not at the first result."""
     with pytest.raises(ValueError, match="(?i)chunksize"):
         getattr(pool, verb)(work.square, [1], chunksize)
 
@@ -111,7 +111,7 @@ def test_the_iterator_is_its_own_iterator(pool, verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_error_of_a_task_does_not_end_the_iteration(pool, verb):
-    """With chunksize 1, the item that failed raises and the others are yielded."""
+    """With chunksize 1, the failed item raises its error, and the other items yield results."""
     results = getattr(pool, verb)(work.fail_on_three, range(6))
     good, errors = [], 0
     while True:
@@ -129,7 +129,7 @@ def test_error_of_a_task_does_not_end_the_iteration(pool, verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_error_of_a_task_in_a_chunk(pool, verb):
-    """With larger chunks, the error of an item is raised when its chunk is reached."""
+    """With larger chunks, the error of an item is raised in place of its chunk."""
     results = getattr(pool, verb)(work.fail_on_three, range(12), chunksize=4)
     with pytest.raises(ValueError, match=r"^3\b"):
         for _ in range(12):
@@ -138,7 +138,7 @@ def test_error_of_a_task_in_a_chunk(pool, verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_iterable_that_raises_at_once(pool, verb):
-    """An error of the iterable before its first item comes out of the first `next`."""
+    """If the iterable raises before its first item, the first `next` raises the error."""
     for _ in range(2):
         results = getattr(pool, verb)(work.square, failing(1, 0), 1)
         with pytest.raises(StopHere) as caught:
@@ -147,7 +147,7 @@ def test_iterable_that_raises_at_once(pool, verb):
 
 
 def test_iterable_that_raises_midway(pool):
-    """`imap` yields the items before the error of the iterable, then raises it, then stops."""
+    """`imap` yields the results before the iterable's error, raises the error, and then stops."""
     results = pool.imap(work.square, failing(10, 3), 1)
     assert [next(results) for _ in range(3)] == [0, 1, 4]
     with pytest.raises(StopHere):
@@ -158,7 +158,7 @@ def test_iterable_that_raises_midway(pool):
 
 @pytest.mark.parametrize(("chunksize", "whole"), [(2, 6), (4, 4)])
 def test_iterable_that_raises_within_a_chunk(pool, chunksize, whole):
-    """The error of the iterable is raised in place of the chunk that it cut short."""
+    """The iterable's error is raised in place of the incomplete chunk."""
     results = pool.imap(work.square, failing(20, 7), chunksize)
     assert [next(results) for _ in range(whole)] == [i * i for i in range(whole)]
     with pytest.raises(StopHere):
@@ -167,7 +167,7 @@ def test_iterable_that_raises_within_a_chunk(pool, chunksize, whole):
 
 @pytest.mark.parametrize("chunksize", [1, 2])
 def test_unordered_iterable_that_raises_midway(pool, chunksize):
-    """`imap_unordered` yields only items from before the error, each once, and the error."""
+    """`imap_unordered` yields each result before the iterable's error once, then raises."""
     results = pool.imap_unordered(work.square, failing(20, 7), chunksize)
     good = []
     with pytest.raises(StopHere):
@@ -177,13 +177,13 @@ def test_unordered_iterable_that_raises_midway(pool, chunksize):
 
 
 def test_input_that_is_not_iterable(pool):
-    """Something that cannot be iterated over raises TypeError, at the call or the first item."""
+    """An input that is not iterable raises TypeError, in `imap` or in the first `next`."""
     with pytest.raises(TypeError):
         next(pool.imap(work.square, 3))
 
 
 def test_abandoned_iterator(pool):
-    """An iterator that nobody reads to its end does not disturb the pool."""
+    """After an iterator is dropped before its end, the pool stays usable."""
     results = pool.imap(work.square, range(1000))
     assert next(results) == 0
     del results
@@ -191,7 +191,7 @@ def test_abandoned_iterator(pool):
 
 
 def test_results_come_while_the_input_waits(pool):
-    """A result is yielded though the iterable has not given its next item yet."""
+    """A result is yielded while the iterable still waits for its next item."""
     feed = threading.Event()
 
     def slow_input():
@@ -206,7 +206,7 @@ def test_results_come_while_the_input_waits(pool):
 
 
 def test_an_input_that_waits_does_not_block_other_calls(pool):
-    """While the iterable of an `imap` waits, the pool does other work."""
+    """While the iterable of `imap` waits, the pool runs other tasks."""
     feed = threading.Event()
 
     def slow_input():
@@ -225,8 +225,8 @@ def test_an_input_that_waits_does_not_block_other_calls(pool):
 
 
 @pytest.mark.xpool_only
-def test_calls_pass_a_stream_that_goes_on(process_kind, make_pool):
-    """Calls and maps are answered while an `imap` always has more tasks than workers."""
+def test_calls_overtake_an_endless_imap(process_kind, make_pool):
+    """Calls and maps get results although an `imap` always has tasks waiting."""
     pool = make_pool(process_kind, 2)
     naps = pool.imap(time.sleep, itertools.repeat(0.002))
     assert next(naps) is None
@@ -238,7 +238,7 @@ def test_calls_pass_a_stream_that_goes_on(process_kind, make_pool):
 @pytest.mark.pure
 @pytest.mark.parametrize("terms", [{}, {"timeout": WAIT}, {"chunksize": 2}])
 def test_threads_run_a_call_before_items_drawn_ahead(terms):
-    """A call waits for the task that runs, not for those that a stream has drawn ahead."""
+    """A call waits for the running task only, not for the items that `imap` has drawn ahead."""
     begun, go = threading.Event(), threading.Semaphore(0)
     order = []
 
@@ -272,8 +272,8 @@ def test_the_input_may_use_the_pool(pool):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("chunksize", [1, 4])
-def test_buffersize_bounds_what_is_drawn_ahead(pool, verb, chunksize):
-    """With ``buffersize=n``, at most n items are drawn ahead of what was yielded."""
+def test_buffersize_limits_the_items_drawn_ahead(pool, verb, chunksize):
+    """With ``buffersize=n``, at most n items are drawn ahead of the yielded results."""
     count = [0]
 
     def counting():
@@ -283,7 +283,7 @@ def test_buffersize_bounds_what_is_drawn_ahead(pool, verb, chunksize):
 
     results = getattr(pool, verb)(work.same, counting(), chunksize, buffersize=8)
     for taken in range(60):
-        # With chunks the consumer takes a chunk at a time.
+        # The consumer takes whole chunks.
         assert count[0] <= taken + 8 + (chunksize - 1)
         next(results)
     assert count[0] == 60
@@ -292,12 +292,12 @@ def test_buffersize_bounds_what_is_drawn_ahead(pool, verb, chunksize):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", VERBS)
 def test_buffersize_may_be_positional(pool, verb):
-    """It stands behind ``chunksize``, as in Python 3.16, and counts items also with chunks."""
+    """`buffersize` follows `chunksize`, as in Python 3.16. It counts items even with chunks."""
     drawn = []
     inputs = (drawn.append(i) or i for i in range(60))
     results = getattr(pool, verb)(work.same, inputs, 4, 8)
     first = next(results)
-    # A chunk of four was taken, and eight more items may be drawn: not eight chunks.
+    # The consumer has taken one chunk of four. Eight more items may be drawn, not eight chunks.
     assert len(drawn) <= 12
     assert sorted([first, *results]) == list(range(60)) == drawn
 
@@ -306,7 +306,7 @@ def test_buffersize_may_be_positional(pool, verb):
 @pytest.mark.parametrize("end", ["consume", "cancel", "drop"])
 @pytest.mark.parametrize("verb", VERBS)
 def test_join_waits_for_the_consumer_of_a_buffersize(kind, make_pool, verb, end):
-    """`join` returns when the results are taken; also when their iterator is cancelled or gone."""
+    """`join` returns when all results are taken, or when the iterator is cancelled or dropped."""
     pool = make_pool(kind, 2)
     results = getattr(pool, verb)(work.same, range(200), buffersize=2)
     got = [next(results)]
@@ -327,7 +327,7 @@ def test_join_waits_for_the_consumer_of_a_buffersize(kind, make_pool, verb, end)
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", VERBS)
 def test_endless_input(kind, make_pool, verb):
-    """With a buffersize the input may be endless; `terminate` ends what was not asked for."""
+    """With a buffersize, the input may be endless. `terminate` ends the remaining tasks."""
     pool = make_pool(kind, 2)
     results = getattr(pool, verb)(work.same, itertools.count(), buffersize=4)
     assert len({next(results) for _ in range(50)}) == 50
@@ -336,7 +336,7 @@ def test_endless_input(kind, make_pool, verb):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", VERBS)
 def test_buffersize_of_one(pool, verb):
-    """``buffersize=1`` still makes progress."""
+    """``buffersize=1`` yields all results."""
     assert sorted(getattr(pool, verb)(work.square, range(20), buffersize=1)) == [
         i * i for i in range(20)
     ]
@@ -345,14 +345,14 @@ def test_buffersize_of_one(pool, verb):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("buffersize", [0, -1, "3"])
 def test_bad_buffersize(pool, buffersize):
-    """A buffersize that is not a positive integer is refused by name."""
+    """A buffersize that is not a positive integer raises an error that names it."""
     with pytest.raises((ValueError, TypeError), match="buffersize"):
         pool.imap(work.square, [1], buffersize=buffersize)
 
 
 @pytest.mark.xpool_only
 def test_buffersize_with_an_iterable_that_raises(pool):
-    """An error of the iterable is at its place with a buffersize too."""
+    """With a buffersize, the iterable's error is raised after all earlier results."""
     results = pool.imap(work.square, failing(10, 5), buffersize=2)
     assert [next(results) for _ in range(5)] == [0, 1, 4, 9, 16]
     with pytest.raises(StopHere):
@@ -363,7 +363,8 @@ def test_buffersize_with_an_iterable_that_raises(pool):
 @pytest.mark.parametrize("chunksize", [1, 4, 100])
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 def test_stop_iteration_of_a_task(pool, verb, chunksize):
-    """A task that raises StopIteration does not end the loop: RuntimeError, as in a generator."""
+    """A task that raises StopIteration causes RuntimeError, as in a generator. The loop does not
+    end."""
     results = getattr(pool, verb)(work.stop_on_three, range(100), chunksize)
     got = []
     with pytest.raises(RuntimeError, match="stop_on_three.*StopIteration") as caught:
@@ -378,24 +379,24 @@ def test_stop_iteration_of_a_task(pool, verb, chunksize):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 def test_stop_iteration_of_an_item_being_pickled(process_kind, make_pool, verb):
-    """An item whose pickling raises StopIteration is an error, and no end of the results."""
+    """If pickling an item raises StopIteration, the loop raises an error. It does not end early."""
     pool = make_pool(process_kind, 1)
     with pytest.raises((RuntimeError, TaskNotPicklable)):
         list(getattr(pool, verb)(work.same, [StopsWhenPickled()]))
-        pytest.fail("the loop ended as if there had been nothing")
+        pytest.fail("the loop ended without an error")
 
 
 @pytest.mark.xpool_only
 def test_stop_iteration_of_the_input(pool):
-    """An input whose ``iter()`` raises StopIteration is an error, and no empty input."""
+    """If ``iter()`` of the input raises StopIteration, the loop raises an error."""
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(pool.imap(work.same, StopsAtOnce()))
-        pytest.fail("the loop ended as if there had been nothing")
+        pytest.fail("the loop ended without an error")
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_moderate_input_needs_no_thread(pool, verb, monkeypatch):
-    """A short list, tuple or range is drawn by the caller; a longer one, or a generator, is not."""
+def test_short_input_needs_no_thread(pool, verb, monkeypatch):
+    """The caller draws a short list, tuple or range. A thread draws a longer one or a generator."""
     started: list[str] = []
     start = threading.Thread.start
 
@@ -414,7 +415,7 @@ def test_moderate_input_needs_no_thread(pool, verb, monkeypatch):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_items_of_many_kinds_in_one_list(pool, verb):
-    """What comes after a run of numbers comes whole and in its place: texts, tuples, long bytes."""
+    """Items of other types that follow many numbers arrive unchanged and in order."""
     items = [*range(600), "a text", (1, 2), None, 2.5, bytes(300_000), *range(600), "x" * 70_000]
     results = list(getattr(pool, verb)(work.same, items))
     assert sorted(map(repr, results)) == sorted(map(repr, items))
@@ -423,7 +424,7 @@ def test_items_of_many_kinds_in_one_list(pool, verb):
 
 @pytest.mark.parametrize("after", [0, 10, 300])
 def test_unpicklable_item_after_numbers(process_kind, make_pool, after):
-    """An item that cannot be pickled fails alone, wherever in a run of numbers it stands."""
+    """An item that cannot be pickled fails alone, wherever it is among numbers."""
     pool = make_pool(process_kind, 2)
     results = pool.imap(work.same, [*range(after), threading.Lock(), *range(after)])
     assert [results.next() for _ in range(after)] == list(range(after))
@@ -432,14 +433,14 @@ def test_unpicklable_item_after_numbers(process_kind, make_pool, after):
     assert list(results) == list(range(after))
 
 
-def test_large_items_are_not_drawn_at_once(pool):
-    """The caller draws a short list of large items no further than the thread would."""
+def test_large_items_with_a_buffersize(pool):
+    """With a buffersize of 2, a short list of large items yields all results."""
     items = [bytes(300_000)] * 20
     assert [len(x) for x in pool.imap(work.same, items, buffersize=2)] == [300_000] * 20
 
 
 def test_threads_take_from_one_input_together(make_pool):
-    """All threads of a pool run the tasks of one call, and each task is run once."""
+    """All threads of a pool run tasks of the same call, and each task runs once."""
     from xpool import ThreadPool
 
     together = threading.Barrier(3)
@@ -452,7 +453,7 @@ def test_threads_take_from_one_input_together(make_pool):
 
 
 def test_thread_that_ends_leaves_its_input_to_others(make_pool):
-    """A thread whose `maxtasksperchild` is reached in the middle of a call loses no task."""
+    """A thread that reaches `maxtasksperchild` in the middle of a call loses no task."""
     from xpool import ThreadPool
 
     pool = make_pool(ThreadPool, 1, maxtasksperchild=3)

@@ -1,4 +1,4 @@
-"""What `multiprocessing` passes between processes in ways of its own works in pools as well."""
+"""Objects that `multiprocessing` passes in a special way also work in pools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.kinds import STDLIB
 
 POOL = "from multiprocessing import Pool" if STDLIB else "from xpool import Pool"
 
-# Programs of their own: the thread that hands descriptors over stays as long as its process.
+# Separate programs, because the thread that sends descriptors lives as long as its process.
 SENT = """
 import multiprocessing, socket
 {pool}
@@ -79,7 +79,7 @@ if __name__ == "__main__":
 
 
 def test_connections_and_sockets_are_sent(tmp_path):
-    """Connections and sockets go to workers and come back, and the worker lives on."""
+    """Workers receive connections and sockets and send them back. The workers stay alive."""
     path = scripts.write(tmp_path / "sent.py", SENT.format(pool=POOL))
     assert scripts.run_ok([path]).splitlines() == [
         "connection Connection", "socket", "from a worker", "1 2"
@@ -87,7 +87,7 @@ def test_connections_and_sockets_are_sent(tmp_path):
 
 
 def test_shared_ctypes_are_inherited(tmp_path):
-    """Memory of ctypes and connections work as initargs; what has a registered reducer is sent."""
+    """Shared ctypes and connections work as initargs. A registered reducer is used."""
     path = scripts.write(tmp_path / "shared.py", SHARED.format(pool=POOL))
     assert scripts.run_ok([path]).splitlines() == ["[0, 1, 4] 3 [0, 1, 2]", "True", "2"]
 
@@ -98,14 +98,14 @@ def parent(*_):
 
 
 def test_workers_have_a_parent(make_pool, method_kind):
-    """In a worker, `multiprocessing.parent_process()` is the program."""
+    """In a worker, `multiprocessing.parent_process()` is the program's process."""
     pool = make_pool(method_kind, 1)
     assert pool.apply(parent) == (os.getpid(), "MainProcess", True)
 
 
 @pytest.mark.xpool_only
-def test_what_can_be_sent_once_is_not_tried_again(make_pool):
-    """A connection in a task with ``retries=`` is refused, with a message that says why."""
+def test_a_connection_is_not_retried(make_pool):
+    """A connection in a task with ``retries=`` is refused, because it can be sent only once."""
     from xpool import Pool, TaskNotPicklable
 
     pool = make_pool(Pool, 1)

@@ -1,4 +1,4 @@
-"""Items by their numbers: notes on exceptions, ``with_index=``, ``seed=``."""
+"""Numbered items: notes on exceptions, ``with_index=``, ``seed=``."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ def _notes(call):
 @pytest.mark.parametrize("chunksize", [1, 3, 100])
 @pytest.mark.parametrize("verb", ["map", "imap", "imap_unordered"])
 def test_an_exception_names_its_item(pool, verb, chunksize):
-    """The number of the item and its repr are a note, whatever the size of the chunks."""
+    """For any chunksize, a note names the item's number and repr."""
     items = [0, 1, 2, 4, 5, 6, 3, 7]
     notes = _notes(lambda: list(getattr(pool, verb)(work.fail_on_three, items, chunksize)))
     assert notes == ["item 6 of fail_on_three(): 3"]
 
 
 def test_the_note_stands_once_in_the_traceback(pool):
-    """What the worker notes for its parent is not shown."""
+    """The traceback shows the note once. It does not show the worker's internal note."""
     with pytest.raises(ValueError, match="3") as caught:
         pool.map(work.fail_on_three, [3])
     shown = "".join(traceback.format_exception(caught.value))
-    # Before 3.11 tracebacks have no notes, but where exceptiongroup (of pytest) has added them.
+    # Before Python 3.11, tracebacks show notes only if exceptiongroup (of pytest) adds them.
     expected = {1} if sys.version_info >= (3, 11) else {0, 1}
     assert shown.count("\nitem ") in expected, shown
 
 
 @pytest.mark.parametrize("chunksize", [1, 2])
 def test_an_exception_names_its_arguments(pool, chunksize):
-    """Of `starmap` too."""
+    """With `starmap`, the note shows the item's arguments."""
     rows = [(1, 1), (2, 1), (3, 0)]
     (note,) = _notes(lambda: pool.starmap(operator.truediv, rows, chunksize))
     assert note == "item 2 of truediv(): (3, 0)"
 
 
 def test_exceptions_that_are_returned_name_their_items(pool):
-    """With ``on_error="return"``, each has its note."""
+    """With ``on_error="return"``, each exception has its own note."""
     found = pool.map(_fail_long, ["a", "b" * 500], on_error="return")
     (first,), (second,) = (error.__notes__ for error in found)
     assert first == "item 0 of _fail_long(): 'a'"
@@ -61,7 +61,7 @@ def _fail_long(x):
 
 
 def test_a_call_has_no_note(pool):
-    """`apply` has one call, whose arguments the caller knows."""
+    """Exceptions of `apply` have no note, because the caller knows its arguments."""
     assert _notes(lambda: pool.apply(_fail_long, (1,))) == []
 
 
@@ -76,7 +76,7 @@ def _fail_frozen(x):
 
 
 def test_an_exception_that_forbids_attributes(pool):
-    """It arrives as it is."""
+    """An exception that accepts no attributes arrives unchanged."""
     with pytest.raises(_Frozen):
         pool.map(_fail_frozen, [1, 2])
 
@@ -87,20 +87,20 @@ class _Secret:
 
 
 def test_an_item_without_a_repr(pool):
-    """One whose repr raises is named by its class."""
+    """An item whose repr raises is named by its class."""
     (note,) = _notes(lambda: pool.map(_fail_long, [_Secret()]))
     assert note.startswith("item 0 of _fail_long(): <_Secret instance")
 
 
 @pytest.mark.parametrize("chunksize", [1, 3])
 def test_with_index(pool, chunksize):
-    """``with_index=True`` gives each result with the position of its item."""
+    """With ``with_index=True``, each result comes with the index of its item."""
     found = list(pool.imap_unordered(work.square, range(5, 15), chunksize, with_index=True))
     assert sorted(found) == [(i, (i + 5) ** 2) for i in range(10)]
 
 
 def test_with_index_and_errors(pool):
-    """An exception that is returned has its index too."""
+    """A returned exception comes with its index too."""
     results = pool.imap_unordered(work.fail_on_three, [3, 4], with_index=True, on_error="return")
     (zero, error), other = sorted(results, key=operator.itemgetter(0))
     assert zero == 0 and type(error) is ValueError and other == (1, 4)
@@ -115,7 +115,7 @@ def _draw(x):
 
 @pytest.mark.torch
 def test_seed_of_each_item():
-    """With ``seed=`` an item draws the same numbers in any worker, chunk and pool."""
+    """With ``seed=``, an item draws the same numbers in any worker, chunk and pool."""
     with Pool(2) as pool:
         first = pool.map(_draw, range(6), seed=1, chunksize=1)
         assert len({row[1] for row in first}) == 6
@@ -128,7 +128,7 @@ def test_seed_of_each_item():
 
 @pytest.mark.torch
 def test_a_seed_leaves_the_generators_alone():
-    """After items with ``seed=``, a worker draws on as if there had been none."""
+    """Items with ``seed=`` do not change the numbers that the worker draws later."""
     with Pool(1, seed=5) as pool:
         expected = [pool.apply(_draw, (0,)), pool.apply(_draw, (0,))]
     with Pool(1, seed=5) as pool:
@@ -138,7 +138,7 @@ def test_a_seed_leaves_the_generators_alone():
 
 
 def test_seeds_that_are_refused(pool, tmp_path):
-    """No int; with a journal; for threads, which share their generators."""
+    """A seed that is no integer, a seed with a journal, and a seed for threads are refused."""
     with pytest.raises((TypeError, OptionError), match="seed"):
         pool.map(work.square, [1], seed="a")
     with pytest.raises(OptionError, match="seed"):

@@ -1,4 +1,4 @@
-"""Python 3.15's lazy imports: they travel as imports, and stay lazy in workers."""
+"""Lazy imports of Python 3.15: they are sent as imports, and stay lazy in workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 15), reason="lazy imports are new in Python 3.15"),
 ]
 
-# Written by hand: older Pythons cannot parse the statement.
+# A string, because older Pythons cannot parse the statement.
 PROGRAM = """
     lazy import json
     lazy import os.path as paths
@@ -50,13 +50,13 @@ PROGRAM = """
 @pytest.mark.parametrize("options", [(), ("-X", "lazy_imports=all")], ids=["lazy", "all"])
 @pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
 def test_lazy_imports_of_a_script(tmp_path, options, guard):
-    """A worker imports a module when a task uses it, as the program would; both stay lazy."""
+    """A worker imports a module when a task first uses it. Unused modules are never imported."""
     path = scripts.write(tmp_path / "lazily.py", PROGRAM.replace("GUARD", guard))
     assert scripts.run_ok([*options, path]) == "well False\n"
 
 
 def test_lazy_imports_on_stdin():
-    """The same for a program without a file, whose functions travel by value."""
+    """The same program runs from standard input, which sends its functions by value."""
     program = PROGRAM.replace("GUARD", "if True:")
     assert scripts.run_ok(["-"], program) == "well False\n"
 
@@ -81,7 +81,7 @@ CELLS = """
 
 
 def test_lazy_imports_of_a_notebook(tmp_path):
-    """The same for functions of IPython's cells."""
+    """Functions in cells of IPython keep lazy imports too."""
     pytest.importorskip("IPython", reason="cells are run by IPython")
     path = scripts.write(tmp_path / "cells.py", CELLS)
     assert scripts.run_ok([path]) == "['[1]', False, False]\n"
@@ -107,6 +107,6 @@ TORCH = """
 @pytest.mark.torch
 @pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
 def test_torch_is_imported_where_it_is_used(tmp_path, guard):
-    """A script with ``lazy import torch`` imports it only in the worker whose task uses it."""
+    """With ``lazy import torch``, only the worker whose task uses torch imports it."""
     path = scripts.write(tmp_path / "tensors.py", TORCH.replace("GUARD", guard))
     assert scripts.run_ok([path]) == "False 6 True False\n"

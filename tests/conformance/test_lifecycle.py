@@ -1,4 +1,4 @@
-"""From the constructor to `join`: states, orderly and less orderly ends."""
+"""A pool from its constructor to `join`: its states, and each way to end it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SUBMIT = {
 
 @pytest.mark.parametrize("end", ["close", "terminate"])
 def test_no_work_after_the_end(kind, make_pool, end):
-    """After `close` or `terminate` every verb raises ValueError."""
+    """After `close` or `terminate`, every verb raises ValueError."""
     pool = make_pool(kind, 1)
     assert pool.apply(work.square, (3,)) == 9
     getattr(pool, end)()
@@ -46,7 +46,7 @@ def test_no_work_after_the_end(kind, make_pool, end):
 
 @pytest.mark.xpool_only
 def test_the_error_after_the_end_is_pool_closed(kind, make_pool):
-    """What is raised after `close` is PoolClosed, an XPoolError and a ValueError."""
+    """The error after `close` is PoolClosed, an XPoolError and a ValueError."""
     from xpool import PoolClosed, XPoolError
 
     pool = make_pool(kind, 1)
@@ -65,7 +65,7 @@ def test_join_of_a_running_pool(kind, make_pool):
 
 
 def test_close_then_join_finishes_the_work(kind, make_pool):
-    """`close` and `join` wait until everything that was submitted is done."""
+    """After `close`, `join` waits until all submitted tasks are done."""
     pool = make_pool(kind, 2)
     results = [pool.apply_async(work.square, (i,)) for i in range(500)]
     mapped = pool.map_async(work.square, range(500), 1)
@@ -78,7 +78,7 @@ def test_close_then_join_finishes_the_work(kind, make_pool):
 
 
 def test_join_waits_for_a_running_task(kind, make_pool, mailbox, gate):
-    """`join` returns only after the task that runs has ended."""
+    """`join` does not return before the running task has ended."""
     pool = make_pool(kind, 1)
     result = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, "done"))
     mailbox.line()
@@ -93,7 +93,7 @@ def test_join_waits_for_a_running_task(kind, make_pool, mailbox, gate):
 
 
 def test_ends_may_be_repeated(kind, make_pool):
-    """`close`, `terminate` and `join` may be called again, in any order."""
+    """`close`, `terminate` and `join` may be repeated in any order."""
     pool = make_pool(kind, 1)
     pool.close()
     pool.close()
@@ -106,7 +106,7 @@ def test_ends_may_be_repeated(kind, make_pool):
 
 
 def test_terminate_with_a_full_queue(process_kind, make_pool, mailbox, gate):
-    """`terminate` does not wait for ten thousand queued tasks nor for the running ones."""
+    """`terminate` waits neither for ten thousand queued tasks nor for the running ones."""
     pool = make_pool(process_kind, 2)
     jobs = [(mailbox.path, gate.path)] * 10_000
     result = pool.starmap_async(work.post_and_gate, jobs, chunksize=1)
@@ -130,8 +130,8 @@ def test_terminate_with_large_queued_tasks(process_kind, make_pool, mailbox, gat
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", ["apply_async", "map_async", "imap", "imap_unordered"])
-def test_terminate_answers_what_is_pending(kind, make_pool, mailbox, gate, verb):
-    """A result that `terminate` made impossible raises an xpool error; it does not wait."""
+def test_terminate_fails_pending_results(kind, make_pool, mailbox, gate, verb):
+    """After `terminate`, a pending result raises an XPoolError instead of waiting."""
     from xpool import XPoolError
 
     pool = make_pool(kind, 1)
@@ -139,7 +139,7 @@ def test_terminate_answers_what_is_pending(kind, make_pool, mailbox, gate, verb)
     mailbox.line()
     arguments = (3,) if verb == "apply_async" else range(10)
     pending = getattr(pool, verb)(work.square, arguments)
-    # A thread cannot be ended from outside: let it go, so that `terminate` can return.
+    # A thread cannot be ended from outside, so open the gate. Otherwise `terminate` never returns.
     opener = threading.Timer(0.2, gate.open)
     if not kind.processes:
         opener.start()
@@ -174,7 +174,7 @@ def test_terminate_from_another_thread(process_kind, make_pool, mailbox):
 
 
 def test_context_manager_terminates(process_kind, make_pool, mailbox, gate):
-    """Leaving the ``with`` block terminates the pool, running tasks included."""
+    """The end of the ``with`` block terminates the pool and its running tasks."""
     with make_pool(process_kind, 1) as pool:
         pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
         worker = int(mailbox.line())
@@ -184,8 +184,8 @@ def test_context_manager_terminates(process_kind, make_pool, mailbox, gate):
     pool.join()
 
 
-def test_context_manager_gives_the_pool(kind, make_pool):
-    """``with pool as p`` binds the pool itself, and an error passes through."""
+def test_context_manager_binds_the_pool(kind, make_pool):
+    """``with pool as p`` binds the pool itself, and does not catch errors."""
     pool = make_pool(kind, 1)
     with pytest.raises(ZeroDivisionError), pool as inside:
         assert inside is pool
@@ -205,14 +205,14 @@ def test_enter_after_the_end(kind, make_pool, end):
 
 @pytest.mark.xpool_only
 def test_deleted_without_close(kind):
-    """A pool that is dropped warns, and its workers stop."""
+    """If a running pool is dropped, it warns, and its workers stop."""
     before = descendants()
     pool = kind(2)
     assert pool.apply(work.square, (3,)) == 9
-    count = 2 if kind.processes else 0  # one may be answered before the other worker is there
+    count = 2 if kind.processes else 0  # one worker may have answered before the other started
     eventually(lambda: len(descendants() - before) == count, "all workers")
     workers = descendants() - before
-    # Recorded warnings would hold the pool, their source, and so keep it from going.
+    # A recorded warning would keep a reference to the pool, its source.
     seen: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -221,13 +221,13 @@ def test_deleted_without_close(kind):
         gc.collect()
         eventually(lambda: seen, "a warning")
     assert "ResourceWarning" in seen[0]
-    assert "unclosed running multiprocessing pool" in seen[0], "as the standard library says it"
+    assert "unclosed running multiprocessing pool" in seen[0], "the standard library's text"
     assert wait_gone(workers, 5) == []
 
 
 @pytest.mark.xpool_only
 def test_states_are_those_of_the_standard_library(kind, make_pool):
-    """A pool's state equals the strings that `multiprocessing.pool` has for states."""
+    """The states equal the strings that `multiprocessing.pool` uses."""
     pool = make_pool(kind, 1)
     assert pool.state == multiprocessing.pool.RUN
     pool.close()
@@ -238,7 +238,7 @@ def test_states_are_those_of_the_standard_library(kind, make_pool):
 
 @pytest.mark.xpool_only
 def test_deleted_after_close_does_not_warn(kind, make_pool):
-    """A pool that was closed does its work and says nothing when it is dropped."""
+    """If a closed pool is dropped, it still runs its tasks and does not warn."""
     pool = kind(1)
     result = pool.apply_async(work.square, (3,))
     pool.close()
@@ -251,7 +251,7 @@ def test_deleted_after_close_does_not_warn(kind, make_pool):
 
 @pytest.mark.xpool_only
 def test_result_outlives_the_variable(kind):
-    """A result whose pool was dropped is answered, with a value or an error."""
+    """If the pool of a result is dropped, the result gets a value or an error."""
     from xpool import XPoolError
 
     with warnings.catch_warnings():
@@ -266,14 +266,14 @@ def test_result_outlives_the_variable(kind):
 
 
 def test_pools_do_not_pickle(pool):
-    """A pool cannot be sent anywhere: NotImplementedError says so."""
+    """Pickling a pool raises NotImplementedError."""
     with pytest.raises(NotImplementedError, match="pool"):
         pickle.dumps(pool)
 
 
 @pytest.mark.xpool_only
 def test_states_and_repr(kind, make_pool, mailbox, gate):
-    """The state goes from RUN over CLOSE to TERMINATE; `repr` is one line that says so."""
+    """The state changes from RUN to CLOSE to TERMINATE. `repr` shows it in one line."""
     from xpool import PoolStates
 
     pool = make_pool(kind, 2)
@@ -293,7 +293,7 @@ def test_states_and_repr(kind, make_pool, mailbox, gate):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("ends", [("close", "terminate"), ("close", "close"), ("terminate",) * 2])
 def test_ends_in_quick_succession(kind, make_pool, ends):
-    """Ending a pool that is just ending by itself is no error, however the two fall together."""
+    """A call that ends a pool may overlap with the pool's own end."""
     pools = [make_pool(kind, 1) for _ in range(10)]
     for pool in pools:
         pool.apply(work.square, (1,))
@@ -317,7 +317,7 @@ def test_processes_given_by_name(kind, make_pool):
 
 
 def test_default_number_of_workers(make_pool):
-    """Without a number there are as many workers as processors to run on."""
+    """By default, a pool has as many workers as there are usable processors."""
     if STDLIB:
         pytest.skip("the standard library counts all processors until Python 3.13")
     from xpool import Pool, ThreadPool
@@ -328,11 +328,11 @@ def test_default_number_of_workers(make_pool):
 
 
 def test_workers_are_children_that_leave(process_kind, make_pool):
-    """The workers of a process pool are gone after `join`."""
+    """After `join`, the worker processes no longer exist."""
     before = descendants()
     pool = make_pool(process_kind, 3)
     pool.map(work.square, range(10))
-    # One worker may have done it all before the others were there.
+    # One worker may have run all tasks before the others started.
     eventually(lambda: len(descendants() - before) >= 3, "all workers have been started")
     workers = descendants() - before
     pool.close()
@@ -341,7 +341,7 @@ def test_workers_are_children_that_leave(process_kind, make_pool):
 
 
 def test_task_references_are_released(kind, make_pool):
-    """Arguments and results are not kept alive after the task."""
+    """After a task, the pool keeps no references to its arguments and result."""
     pool = make_pool(kind, 2)
     assert len(pool.map(work.same, [work.Counted() for _ in range(10)])) == 10
     assert isinstance(pool.apply(work.same, (work.Counted(),)), work.Counted)
@@ -357,14 +357,14 @@ def test_task_references_are_released(kind, make_pool):
     with pytest.raises(ValueError) as failed:
         result.get()
     del result
-    # The error may keep its own item, which is in the frames of its traceback.
+    # The traceback of the error may still refer to its item.
     eventually(lambda: gc.collect() >= 0 and work.Counted.alive <= 1, "other items released", 5)
     del failed
     eventually(gone, "the item of the error released", 5)
 
 
 def test_many_pools(kind, make_pool):
-    """Twenty pools, one after the other, leave nothing behind."""
+    """Twenty pools, one after the other, run their tasks and end."""
     for i in range(20):
         with kind(1) as pool:
             assert pool.apply(work.square, (i,)) == i * i
@@ -372,7 +372,7 @@ def test_many_pools(kind, make_pool):
 
 
 def test_three_pools_at_once(kind, make_pool):
-    """Pools do not get in each other's way."""
+    """Three pools at once return their own results."""
     pools = [make_pool(kind, 1) for _ in range(3)]
     results = [
         pool.map_async(work.add_to, [(i, n) for i in range(50)]) for n, pool in enumerate(pools)
@@ -383,7 +383,7 @@ def test_three_pools_at_once(kind, make_pool):
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_core_with_every_start_method(make_pool, method, gate, mailbox):
-    """With every start method a pool does its work, raises what tasks raise, and ends."""
+    """With every start method, a pool runs tasks, raises their errors, and ends."""
     from multiprocessing import get_context
 
     if STDLIB:
@@ -409,7 +409,7 @@ def test_core_with_every_start_method(make_pool, method, gate, mailbox):
 @pytest.mark.parametrize("by_position", [False, True])
 @pytest.mark.xpool_only
 def test_context_argument(make_pool, as_object, by_position):
-    """The context is a start method's name or a context, given by name or as fifth argument."""
+    """The fifth positional argument is the context: an object or the name of a start method."""
     from xpool import Pool
 
     context = multiprocessing.get_context("forkserver") if as_object else "forkserver"
@@ -423,7 +423,7 @@ def test_context_argument(make_pool, as_object, by_position):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("daemon", [True, False])
 def test_pool_in_a_worker_task(process_kind, make_pool, daemon):
-    """A task may build a pool of its own, of processes or threads, in workers of any kind."""
+    """A task may make its own pool of processes or threads, in workers of any kind."""
     pool = make_pool(process_kind, 1, is_daemon=daemon)
     assert pool.apply(work.nested, ("Pool", 5)) == [i * i for i in range(5)]
     assert pool.apply(work.nested, ("ThreadPool", 5)) == [i * i for i in range(5)]
@@ -431,7 +431,7 @@ def test_pool_in_a_worker_task(process_kind, make_pool, daemon):
 
 
 def test_thread_pool_in_a_worker_task(kind, make_pool):
-    """A task may use a thread pool of its own."""
+    """A task may use its own thread pool."""
     pool = make_pool(kind, 1)
     assert pool.apply(work.nested_threads, (5,)) == [i * i for i in range(5)]
 
@@ -440,7 +440,7 @@ def test_thread_pool_in_a_worker_task(kind, make_pool):
 @pytest.mark.parametrize("daemon", [True, False])
 @pytest.mark.parametrize("end", ["terminate", "kill -9"])
 def test_nested_pool_dies_with_its_worker(make_pool, mailbox, end, daemon):
-    """The workers of a pool in a task, and their server, end with the worker that owns them."""
+    """When a worker ends, the workers and the fork server of its task's pool end too."""
     from xpool import Pool, WorkerDied
 
     pool = make_pool(Pool, 1, is_daemon=daemon)
@@ -458,7 +458,7 @@ def test_nested_pool_dies_with_its_worker(make_pool, mailbox, end, daemon):
 
 
 def parent_of(pid):
-    """Return the parent of a process that runs."""
+    """Return the parent's pid of a running process."""
     with open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[1])
 
@@ -466,7 +466,7 @@ def parent_of(pid):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("context", ["fork", *also("spawn")])
 def test_pool_of_multiprocessing_s_own_processes_in_a_task(make_pool, context):
-    """What multiprocessing would have to start, in a daemonic worker, says what to do."""
+    """In a daemonic worker, a pool with multiprocessing's processes is refused with advice."""
     from xpool import OptionError, Pool
 
     with pytest.raises(OptionError, match="is_daemon=False"):
@@ -475,7 +475,7 @@ def test_pool_of_multiprocessing_s_own_processes_in_a_task(make_pool, context):
 
 
 def nested_by(context):
-    """Use a pool with this start method in a task."""
+    """Use a pool with this start method inside a task."""
     from xpool import Pool
 
     with Pool(1, context=context) as pool:
@@ -486,7 +486,7 @@ def nested_by(context):
 @pytest.mark.starts
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_use_in_a_forked_child(kind, make_pool):
-    """In a forked child the pool raises a clear error at once, and the parent's goes on."""
+    """In a forked child, the pool raises an error at once. In the parent, it stays usable."""
     pool = make_pool(kind, 1)
     assert pool.apply(work.square, (2,)) == 4
     reading, writing = os.pipe()

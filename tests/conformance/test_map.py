@@ -15,7 +15,7 @@ class StopHere(Exception):
 
 
 def failing(total, at):
-    """Yield numbers, raise at one of them."""
+    """Yield numbers from 0, and raise StopHere at one of them."""
     for i in range(total):
         if i == at:
             raise StopHere
@@ -23,7 +23,7 @@ def failing(total, at):
 
 
 class LyingSequence:
-    """Has a length, and raises as soon as it is iterated over."""
+    """Has a length, but raises at its first item."""
 
     def __len__(self):
         return 1
@@ -37,7 +37,7 @@ class LyingSequence:
 
 @pytest.mark.parametrize("chunksize", [None, 1, 3, 10, 1000])
 def test_map_keeps_order(pool, chunksize):
-    """`map` returns the results in the order of the input, whatever the chunks."""
+    """`map` returns results in the order of the input, for any chunksize."""
     expected = [i * i for i in range(100)]
     assert pool.map(work.square, range(100), chunksize) == expected
     assert pool.map(work.square, range(100), chunksize=chunksize) == expected
@@ -56,14 +56,14 @@ def test_starmap_takes_any_iterable_as_item(pool):
 
 
 def test_async_versions(pool):
-    """`map_async` and `starmap_async` return at once with a result to ask."""
+    """`map_async` and `starmap_async` return results with a `get` method."""
     assert pool.map_async(work.square, range(10)).get() == [i * i for i in range(10)]
     assert pool.starmap_async(work.add, [(1, 2), (3, 4)]).get() == [3, 7]
 
 
 @pytest.mark.parametrize("chunksize", [None, 1, 5])
 def test_empty_input(pool, chunksize):
-    """Nothing in, nothing out, at once."""
+    """An empty input gives an empty list."""
     assert pool.map(work.square, [], chunksize) == []
     assert pool.starmap(work.add, [], chunksize) == []
     assert pool.map_async(work.square, [], chunksize).get(timeout=WAIT) == []
@@ -96,7 +96,7 @@ def test_any_iterable(pool, make):
 
 
 class Every(list):
-    """A list that yields every other element only, and says that it is longer."""
+    """A list that yields only every other element, and reports a wrong length."""
 
     def __iter__(self):
         return iter(self[::2])
@@ -106,7 +106,7 @@ class Every(list):
 
 
 class Doubled(tuple):
-    """A tuple that yields twice what it has, and whose slices raise."""
+    """A tuple that yields doubled elements, and whose slices raise."""
 
     def __iter__(self):
         return (2 * x for x in super().__iter__())
@@ -117,15 +117,15 @@ class Doubled(tuple):
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("chunksize", [None, 1, 4, 100])
-def test_what_a_subclass_yields_counts(pool, chunksize):
-    """A subclass of list or tuple is what its iterator yields, with chunks and without."""
+def test_the_iterator_of_a_subclass_is_used(pool, chunksize):
+    """The iterator of a subclass of list or tuple decides which items `map` uses."""
     assert pool.map(work.square, Every(range(20)), chunksize) == [i * i for i in range(0, 20, 2)]
     assert pool.map(work.same, Doubled(range(9)), chunksize) == list(range(0, 18, 2))
     assert pool.map_async(work.square, Every(), chunksize).get() == []
 
 
 class Shrinks:
-    """Takes an element from the end of a list as it is pickled."""
+    """Removes the last element of a list while it is pickled."""
 
     def __init__(self, items):
         self.items = items
@@ -138,8 +138,8 @@ class Shrinks:
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("chunksize", [None, 1, 4, 100])
-def test_a_list_that_shrinks_meanwhile(process_kind, make_pool, chunksize):
-    """`map` takes the list as it is when it is called: one that shrinks then changes nothing."""
+def test_a_list_that_shrinks_during_the_call(process_kind, make_pool, chunksize):
+    """`map` copies its list at the call. A list that shrinks later loses no items."""
     pool = make_pool(process_kind, 2)
     items = []
     items.extend(Shrinks(items) for _ in range(20))
@@ -152,7 +152,7 @@ def test_a_list_that_shrinks_meanwhile(process_kind, make_pool, chunksize):
 
 
 def test_set_input(pool):
-    """A set has no order but all of its elements are done."""
+    """`map` of a set returns a result for each element."""
     assert sorted(pool.map(work.square, {1, 2, 3})) == [1, 4, 9]
 
 
@@ -160,7 +160,7 @@ def test_set_input(pool):
 @pytest.mark.parametrize("verb", ["map", "map_async", "starmap", "starmap_async"])
 @pytest.mark.parametrize("chunksize", [0, -1])
 def test_chunksize_below_one_is_refused(pool, verb, chunksize):
-    """A chunksize that is not positive is a ValueError that names it (not a list of None)."""
+    """A chunksize below one raises a ValueError that names it."""
     with pytest.raises(ValueError, match="(?i)chunksize"):
         getattr(pool, verb)(work.square, [(1,)], chunksize)
 
@@ -168,20 +168,20 @@ def test_chunksize_below_one_is_refused(pool, verb, chunksize):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("chunksize", ["2", 1.5])
 def test_chunksize_of_a_wrong_type_is_refused(pool, chunksize):
-    """A chunksize that is no integer is refused by name."""
+    """A chunksize that is not an integer raises an error that names it."""
     with pytest.raises((TypeError, ValueError), match="(?i)chunksize"):
         pool.map(work.square, [1], chunksize)
 
 
 def test_input_that_is_not_iterable(pool):
-    """Something that cannot be iterated over raises TypeError in the caller."""
+    """An input that is not iterable raises TypeError."""
     with pytest.raises(TypeError):
         pool.map(work.square, 3)
 
 
 @pytest.mark.parametrize(("total", "at"), [(1, 0), (10, 3)], ids=["at-once", "midway"])
 def test_iterable_that_raises(pool, total, at):
-    """An error of the iterable comes out of `map`, and again when it happens again."""
+    """`map` raises the iterable's error, on a second call too."""
     for _ in range(2):
         with pytest.raises(StopHere) as caught:
             pool.map(work.square, failing(total, at), 1)
@@ -192,7 +192,7 @@ def test_iterable_that_raises(pool, total, at):
 
 
 def test_sequence_that_raises(pool):
-    """An error of an iterable with a length comes out of `map` as well."""
+    """`map` raises the error of an iterable with a length too."""
     for _ in range(2):
         with pytest.raises(StopHere):
             pool.map(work.square, LyingSequence(), 1)
@@ -210,7 +210,7 @@ def test_error_of_a_task(pool, chunksize):
 @pytest.mark.parametrize("chunksize", [None, 1, 4, 100])
 @pytest.mark.parametrize("verb", ["map", "starmap"])
 def test_stop_iteration_of_a_task(pool, verb, chunksize):
-    """A task that raises StopIteration fails the map; it does not shorten the list."""
+    """A task that raises StopIteration fails the map. The list does not become shorter."""
     items = range(100) if verb == "map" else [(i,) for i in range(100)]
     with pytest.raises(StopIteration) as caught:
         getattr(pool, verb)(work.stop_on_three, items, chunksize)
@@ -219,11 +219,11 @@ def test_stop_iteration_of_a_task(pool, verb, chunksize):
 
 
 def test_error_waits_for_all_chunks(pool, kind, gate):
-    """A map fails with its first error, but is not ready before the other chunks are done."""
+    """A map with a failed chunk is not ready until the other chunks are done."""
     if kind.name == "p2p":
-        pytest.skip("it may bind what is submitted later to the worker that waits at the gate")
+        pytest.skip("it may assign the later task to the worker that waits at the gate")
     result = pool.starmap_async(work.fail_slowly, [(gate.path, 0), (gate.path, 1)], 1)
-    # The failing chunk is done as soon as the pool has answered something submitted after it.
+    # The failed chunk is done as soon as the pool has answered a task submitted after it.
     assert pool.apply(work.square, (2,)) == 4
     assert not result.ready()
     gate.open()
@@ -233,31 +233,31 @@ def test_error_waits_for_all_chunks(pool, kind, gate):
 
 
 def test_large_items(pool):
-    """Items too large for a pipe, many of them, go there and back in order."""
+    """Many items that are larger than a pipe's buffer arrive in order, in both directions."""
     items = [bytes([i]) * 300_000 for i in range(32)]
     assert pool.map(work.same, items, chunksize=1) == items
 
 
 def test_large_errors(pool):
-    """Large exceptions do not block a pool that is closed right afterwards."""
+    """Large exceptions do not block the end of the pool."""
     with pytest.raises(ValueError, match="xxx"):
         pool.map(work.raise_large, [1 << 20, 1 << 20])
 
 
 def test_a_hundred_thousand_items(pool):
-    """Long inputs are no problem."""
+    """`map` handles a hundred thousand items."""
     assert sum(pool.map(work.same, range(100_000))) == sum(range(100_000))
 
 
 @pytest.mark.xpool_only
 def test_map_of_a_lambda(pool):
-    """A lambda over many items works as a function does."""
+    """`map` accepts a lambda."""
     k = 3
     assert pool.map(lambda x: x * k, range(1000)) == [i * 3 for i in range(1000)]
 
 
 def test_two_maps_at_once(pool):
-    """Two maps in flight do not mix their results."""
+    """Two maps in flight return their own results."""
     a = pool.map_async(work.square, range(500), 1)
     b = pool.map_async(work.same, range(500), 1)
     assert b.get() == list(range(500))

@@ -1,4 +1,4 @@
-"""What is said to those who make one of the usual mistakes, and that it is said at once."""
+"""Messages for common mistakes. They appear at the call."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ pytestmark = pytest.mark.xpool_only
 
 
 class Holder:
-    """Has something as an attribute."""
+    """Stores an object in an attribute."""
 
     def __init__(self, held):
         self.held = held
 
 
 async def coroutine(x):
-    """Return the argument, later."""
+    """Return the argument."""
     return x
 
 
-# What cannot be sent ------------------------------------------------------------------------------
+# Objects that cannot be sent ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ async def coroutine(x):
 )
 @pytest.mark.parametrize("ready", [False, True])
 def test_pools_and_results_are_not_sent(process_kind, make_pool, gate, wrap, ready):
-    """A pool or a result in an argument: the message says that pools cannot be sent."""
+    """For a pool or a result in an argument, the message says that pools cannot be sent."""
     pool = make_pool(process_kind, 1)
     results = [pool.apply_async(work.gated, (gate.path,)), pool.imap(work.gated, [gate.path])]
     if ready:
@@ -52,7 +52,7 @@ def test_pools_and_results_are_not_sent(process_kind, make_pool, gate, wrap, rea
 
 
 def test_a_lock_that_a_function_captured(process_kind, make_pool):
-    """The message names the variable, and says that a lock cannot be shared."""
+    """The message names the variable, and says that workers cannot share a thread's lock."""
     pool = make_pool(process_kind, 1)
     held = threading.Lock()
 
@@ -69,13 +69,13 @@ def test_a_lock_that_a_function_captured(process_kind, make_pool):
 
 @pytest.mark.parametrize("verb", ["map", "map_async", "imap", "imap_unordered", "starmap"])
 def test_two_iterables_hint_at_starmap(pool, verb):
-    """`map(f, xs, ys)` is not what the built-in one is: the message says what to write."""
+    """For `map(f, xs, ys)`, the message says how to write it with `starmap`."""
     with pytest.raises(TypeError, match=r"chunksize.*starmap\(func, zip\(xs, ys\)\)"):
         getattr(pool, verb)(work.add, [1, 2], [3, 4])
 
 
 def test_a_string_as_args(kind, make_pool):
-    """A string whose characters cannot be the arguments is refused; one that can is taken."""
+    """A string for `args` is refused unless its characters fit the function's parameters."""
     pool = make_pool(kind, 1)
     plain = getattr(pool, "_pool", pool)
     with pytest.raises(TypeError, match=r"args=\('data.csv',\)"):
@@ -87,7 +87,7 @@ def test_a_string_as_args(kind, make_pool):
 
 
 def test_a_string_as_args_of_a_function_with_a_context(make_pool):
-    """The context is counted: each character is one more argument."""
+    """With a context, the string's characters are counted after the context."""
     pool = make_pool(CtxPool, 1)
     with pytest.raises(TypeError, match="args is a string"):
         pool.apply(work.add, "ab")
@@ -98,7 +98,7 @@ def test_a_string_as_args_of_a_function_with_a_context(make_pool):
     "func", [coroutine, functools.partial(coroutine)], ids=["plain", "partial"]
 )
 def test_a_coroutine_function(process_kind, make_pool, func):
-    """Its coroutine could not come back; refused before it is made, with what to write."""
+    """A coroutine function is refused before it is called. The message says what to write."""
     pool = make_pool(process_kind, 1)
     for verb in ("map", "imap", "starmap"):
         with pytest.raises(TypeError, match=r"asyncio.run\(coroutine\(...\)\)"):
@@ -106,7 +106,7 @@ def test_a_coroutine_function(process_kind, make_pool, func):
 
 
 def test_coroutines_of_threads(make_pool):
-    """Threads may return coroutines: they are objects of this process."""
+    """Thread pools may return coroutines, because they stay in this process."""
     (one,) = make_pool(ThreadPool, 1).map(coroutine, [3])
     assert asyncio.run(one) == 3
 
@@ -122,14 +122,14 @@ def test_coroutines_of_threads(make_pool):
     ids=str,
 )
 def test_options_that_are_no_numbers(make_pool, options, error):
-    """True is no worker and no time; what no float can hold is no time either."""
+    """True is refused as a worker, a time and a count. So is a time too large for a float."""
     with pytest.raises(error, match=next(iter(options))):
         make_pool(P2PPool, 2).apply(work.square, (2,), **options)
 
 
 @pytest.mark.parametrize("seconds", [3e6, 1e18, 1e300, sys.float_info.max])
-def test_limits_that_are_ages_away(kind, make_pool, seconds):
-    """A limit that never comes is no harm: not for the call, nor for the pool."""
+def test_very_long_limits(kind, make_pool, seconds):
+    """Very long limits work for a call, for a pool and for `join`."""
     pool = make_pool(kind, 1, task_timeout=seconds, initializer_timeout=seconds)
     assert pool.apply(work.square, (2,)) == 4
     assert pool.apply_async(work.square, (3,), timeout=seconds).get(seconds) == 9
@@ -142,7 +142,7 @@ def test_limits_that_are_ages_away(kind, make_pool, seconds):
 
 
 def test_results_that_outlive_the_with_block(kind, gate):
-    """A pending result says that leaving the block ended it; so does the pool."""
+    """Pending results and the pool say that the end of the ``with`` block ended them."""
     with kind(1) as pool:
         result, stream = pool.apply_async(work.gated, (gate.path,)), pool.imap(work.same, [1] * 9)
         gate_of_two = pool.map_async(work.same, range(9))
@@ -155,10 +155,10 @@ def test_results_that_outlive_the_with_block(kind, gate):
     pool.join()
 
 
-def test_only_what_runs_is_counted_as_running(process_kind, make_pool, mailbox, gate):
-    """What a worker has in hand and has not begun counts as waiting, not as running."""
+def test_received_tasks_count_as_waiting(process_kind, make_pool, mailbox, gate):
+    """A task that a worker has received but not begun counts as waiting, not as running."""
     pool = make_pool(process_kind, 1)
-    pool.map(work.same, range(1000), 1)  # they are known to be short: it gets a handful
+    pool.map(work.same, range(1000), 1)  # short tasks, so the worker is given several at once
     results = pool.map_async(work.gated, [gate.path] * 20, 1)
     last = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
     eventually(lambda: pool.statistics()["running"] == 1, "one task runs")
@@ -174,7 +174,7 @@ def test_only_what_runs_is_counted_as_running(process_kind, make_pool, mailbox, 
 
 
 def start_process(_):
-    """Start a process of multiprocessing in a worker."""
+    """Start a process of multiprocessing inside a worker."""
     import multiprocessing
 
     child = multiprocessing.Process(target=work.nothing)
@@ -184,7 +184,7 @@ def start_process(_):
 
 
 def test_a_process_in_a_daemonic_worker(process_kind, make_pool):
-    """What multiprocessing refuses there says how to have it."""
+    """If multiprocessing refuses to start a process, a note suggests `is_daemon=False`."""
     with pytest.raises(AssertionError, match="daemonic processes") as caught:
         make_pool(process_kind, 1).map(start_process, [0])
     said = [*getattr(caught.value, "__notes__", ()), str(caught.value.__cause__)]
@@ -209,15 +209,15 @@ GUARDED = """
 """
 
 
-def test_a_pool_that_the_program_makes_as_it_is_imported(tmp_path):
-    """A worker that runs the program for its names does not make its pools: it says why not."""
+def test_a_pool_at_the_top_level_of_the_program(tmp_path):
+    """A worker that imports the program refuses a pool at its top level, and says why."""
     text = GUARDED.format(at_import="outer = xpool.Pool(1)") + "        outer.terminate()"
     out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
     assert "OptionError" in out and "while a worker imports the program's main module" in out
 
 
-def test_a_pool_that_a_module_makes_as_it_is_imported(tmp_path):
-    """The same in a module that a task needs, which the message names."""
+def test_a_pool_at_the_top_level_of_a_module(tmp_path):
+    """If a pool is at the top level of another module, the message names the module."""
     scripts.write(tmp_path / "helpers.py", "import xpool\npool = xpool.Pool(1)\ndef f(x): return x")
     text = GUARDED.format(at_import="").replace("return x + 1", "import helpers; helpers.f(x)")
     out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
@@ -225,7 +225,7 @@ def test_a_pool_that_a_module_makes_as_it_is_imported(tmp_path):
 
 
 def test_a_pool_in_a_fork_of_a_module_that_is_imported(tmp_path):
-    """Its task imports nothing: that its parent did when it was forked is no reason to refuse."""
+    """A worker forked while the parent imports a module may make pools in tasks."""
     text = """
         import xpool
         def nested(x):
@@ -248,7 +248,7 @@ def test_a_pool_in_a_fork_of_a_module_that_is_imported(tmp_path):
     ],
 )
 def test_a_time_limit_without_a_stack(stopped, says):
-    """Without a stack, `TaskTimeout` says why there is none: threads are asked by no signal."""
+    """Without a stack, `TaskTimeout` gives the reason, which differs for processes and threads."""
     from xpool import TaskTimeout
 
     assert says in str(TaskTimeout(1.0, 0, 123, "sleep()", "", stopped))
@@ -256,7 +256,7 @@ def test_a_time_limit_without_a_stack(stopped, says):
 
 @pytest.mark.pure
 def test_the_repr_of_a_timeout():
-    """It is one line, whatever stack the error has."""
+    """The repr is one line and contains no stack."""
     error = TaskTimeout(0.5, 3, 77, "f()", "line\n" * 100)
     assert repr(error) == "<TaskTimeout: f() ran longer than its limit of 0.5 s in worker 3>"
     assert str(error).startswith("f() ran longer than its limit of 0.5 s in worker 3 (pid 77) and")

@@ -1,4 +1,4 @@
-"""What people get wrong: each error names the cause, and what to write instead."""
+"""Common mistakes: each error names the cause, and says what to write instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xpool_only
 
 @pytest.fixture(scope="module")
 def pool():
-    """A pool of threads, which checks the arguments of verbs as all pools do."""
+    """A thread pool. It checks arguments of verbs as all pools do."""
     with ThreadPool(1) as shared:
         yield shared
 
@@ -38,14 +38,14 @@ def pool():
     ],
 )
 def test_arguments_of_verbs(pool, call, says):
-    """The verb's public name, the argument, and what to write."""
+    """The error names the verb and the argument, and says what to write."""
     with pytest.raises(TypeError, match=says):
         call(pool)
 
 
 @pytest.mark.parametrize("timeout", ["5", [1]])
 def test_timeouts_of_waits(timeout, tmp_path):
-    """A timeout that is no number is refused by name, wherever something is waited for."""
+    """For every wait, a timeout that is not a number raises an error that names it."""
     with ThreadPool(1) as pool:
         lock = multiprocessing.Lock()
         with lock:
@@ -64,27 +64,27 @@ def test_timeouts_of_waits(timeout, tmp_path):
 
 @pytest.mark.parametrize("name", ["is_copy_tensor", "is_daemon", "is_recursive"])
 def test_flags(name):
-    """A text is neither True nor False."""
+    """A flag given as text is refused."""
     with pytest.raises(TypeError, match=f"{name} must be True or False, not 'no'"):
         Pool(1, **{name: "no"})
 
 
 @pytest.mark.parametrize("kind", [Pool, ThreadPool])
 def test_names(kind):
-    """A pool's name is text."""
+    """A pool's name must be text."""
     with pytest.raises(TypeError, match="name must be a str or None, not 5"):
         kind(1, name=5)
 
 
 @pytest.mark.parametrize("hosts", ["localhost", ["a", "b"], 2])
 def test_hosts(hosts):
-    """Names of hosts say what makes hosts."""
+    """If hosts are given by name, the error says how to make hosts."""
     with pytest.raises(OptionError, match=r"xpool\.ray\.hosts\(\)"):
         Pool(hosts=hosts)
 
 
 def test_how_a_pool_has_ended():
-    """A pool that was closed is not said to have been terminated."""
+    """The error of a closed pool says closed, the error of a terminated pool says terminated."""
     pool = ThreadPool(1)
     pool.close()
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_how_a_pool_has_ended():
 
 @pytest.mark.starts
 def test_a_function_without_the_context():
-    """The error of a function that does not take the context says that there is one."""
+    """If a function does not take the context, the error says that the pool passes one."""
     with CtxPool(worker_contexts=["context"]) as pool:
         for call in (lambda: pool.map(work.square, [1]), lambda: pool.apply(work.square, (1,))):
             with pytest.raises(TypeError, match="positional") as caught:
@@ -112,7 +112,7 @@ def test_a_function_without_the_context():
 
 
 def test_a_name_that_xpool_does_not_have():
-    """A traceback names the one that was meant."""
+    """The AttributeError has the fields from which a traceback suggests the right name."""
     with pytest.raises(AttributeError, match="has no attribute 'Pol'") as caught:
         xpool.Pol  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("Pol", xpool)  # for "Did you mean: 'Pool'?"
@@ -120,6 +120,6 @@ def test_a_name_that_xpool_does_not_have():
 
 @pytest.mark.parametrize("kind", [Pool, ThreadPool, P2PPool])
 def test_verbs_are_pickled_by_name(kind):
-    """A verb that is no pool's is what it was after a pickle."""
+    """A verb taken from a pool's class is the same function after pickling."""
     for name in ("map", "imap", "starmap_async"):
         assert pickle.loads(pickle.dumps(getattr(kind, name))) is getattr(kind, name)

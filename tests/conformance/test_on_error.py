@@ -1,4 +1,4 @@
-"""``on_error="return"``: exceptions stand in their tasks' places."""
+"""``on_error="return"``: the results contain exceptions in place of failed tasks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _told(results):
 @pytest.mark.parametrize("chunksize", [1, 4])
 @pytest.mark.parametrize("verb", VERBS)
 def test_errors_stand_in_their_places(pool, verb, chunksize):
-    """Each item that fails gives its exception, whatever the chunksize; the others are there."""
+    """For any chunksize, a failed item gives its exception, and the others give results."""
     got = getattr(pool, verb)(_fail_on_odd, _items(verb, range(9)), chunksize, on_error="return")
     got = _told(got)
     expected = [(ValueError, (x,)) if x % 2 else x for x in range(9)]
@@ -47,7 +47,7 @@ def test_errors_stand_in_their_places(pool, verb, chunksize):
 
 
 def test_the_async_forms_too(pool):
-    """`map_async` and `starmap_async` succeed, and call their callback with errors in the list."""
+    """The results of the asynchronous verbs are successful. Their callback gets the same list."""
     seen = []
     result = pool.map_async(_fail_on_odd, [1, 2], callback=seen.append, on_error="return")
     assert _told(result.get()) == [(ValueError, (1,)), 2]
@@ -58,18 +58,18 @@ def test_the_async_forms_too(pool):
 
 
 def test_the_error_has_the_workers_traceback(pool):
-    """An exception that is returned tells where it came from."""
+    """A returned exception shows the worker's traceback."""
     (error,) = pool.map(_fail_on_odd, [1], on_error="return")
     assert "_fail_on_odd" in "".join(traceback.format_exception(error))
 
 
 def test_a_returned_exception_is_a_result(pool):
-    """What a task returns is not taken for what it raises, and can still be told from it."""
+    """An exception that a task returns is a result like any other."""
     assert _told(pool.map(work.same, [KeyError(1)], on_error="return")) == [(KeyError, (1,))]
 
 
 def test_deaths_and_timeouts_too(process_kind, make_pool):
-    """A worker that dies, and a task that takes too long, cost one item each."""
+    """A worker's death and a time limit fail one item each."""
     pool = make_pool(process_kind, 2)
     got = pool.map(_die_on_three, range(6), 3, on_error="return")
     assert [type(x) for x in got] == [int, int, int, WorkerDied, int, int]
@@ -77,8 +77,8 @@ def test_deaths_and_timeouts_too(process_kind, make_pool):
     assert [type(x) for x in got] == [int, int, int, TaskTimeout, int]
 
 
-def test_what_cannot_be_sent_or_opened_too(process_kind, make_pool):
-    """Items and results that cannot be pickled or unpickled give their errors in place."""
+def test_pickling_errors_too(process_kind, make_pool):
+    """Items and results that cannot be pickled or unpickled give errors in their places."""
     pool = make_pool(process_kind, 2)
     got = pool.map(work.same, [1, work.unpicklable(), 2], on_error="return")
     assert [type(x) for x in got] == [int, TaskNotPicklable, int]
@@ -88,14 +88,14 @@ def test_what_cannot_be_sent_or_opened_too(process_kind, make_pool):
 
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 def test_an_error_of_the_input_is_raised(pool, verb):
-    """What the iterable raises is no task's error: it is raised."""
+    """An exception of the iterable is raised, because no task failed."""
     results = getattr(pool, verb)(work.same, failing(3, 2), on_error="return")
     with pytest.raises(StopHere):
         list(results)
 
 
-def test_the_end_of_the_pool_is_raised(kind, make_pool, gate):
-    """When the pool is terminated, `get` raises: that is no task's error."""
+def test_cancellation_is_raised(kind, make_pool, gate):
+    """If the call is cancelled, `get` raises, because no task failed."""
     pool = make_pool(kind, 1)
     result = pool.map_async(work.gated, [gate.path, None], on_error="return")
     result.cancel()
@@ -104,8 +104,8 @@ def test_the_end_of_the_pool_is_raised(kind, make_pool, gate):
         result.get()
 
 
-def test_another_word_is_refused(pool):
-    """``on_error`` is "raise" or "return"."""
+def test_another_value_is_refused(pool):
+    """``on_error`` must be "raise" or "return"."""
     assert pool.map(work.same, [1], on_error="raise") == [1]
     with pytest.raises(OptionError, match="on_error"):
         pool.map(work.same, [1], on_error="ignore")

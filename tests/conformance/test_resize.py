@@ -1,4 +1,4 @@
-"""`resize`: more workers, or fewer, while the pool works."""
+"""`resize` adds or removes workers while the pool works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOTH = pytest.mark.parametrize("kind", [Pool, ThreadPool])
 
 
 def at_gate(pool, mailbox, gate, count):
-    """Have so many tasks wait at the gate; return their results and the workers that run them."""
+    """Submit `count` tasks that wait at the gate. Return their results."""
     results = [pool.apply_async(work.who_at_gate, (mailbox.path, gate.path)) for _ in range(count)]
     mailbox.lines(count)
     return results
@@ -31,7 +31,7 @@ def at_gate(pool, mailbox, gate, count):
 
 @BOTH
 def test_larger_and_smaller(kind, make_pool, mailbox, gate):
-    """Tasks run at once on as many workers as there are to be, and on no more."""
+    """The pool runs as many tasks at once as `resize` allows, and no more."""
     pool = make_pool(kind, 1)
     for size in (3, 4, 2, 1, 2):
         pool.resize(size)
@@ -46,7 +46,7 @@ def test_larger_and_smaller(kind, make_pool, mailbox, gate):
 
 @pytest.mark.parametrize("kind", START_METHODS)
 def test_with_each_start_method(kind, make_pool):
-    """New workers run the initializer, and those that are over leave nothing."""
+    """New workers run the initializer. Removed workers leave no process behind."""
     pool = make_pool(kind, 1, work.remember, (5,))
     pool.resize(3)
     eventually(lambda: pool.statistics()["ready"] == 3, "three workers")
@@ -60,7 +60,7 @@ def test_with_each_start_method(kind, make_pool):
 
 @BOTH
 def test_a_map_under_way(kind, make_pool, gate, mailbox):
-    """It goes on with the workers that come, and on those that stay."""
+    """A running map uses added workers, and loses no item when workers are removed."""
     pool = make_pool(kind, 1)
     first = pool.apply_async(work.gated, (gate.path,))
     mapped = pool.map_async(
@@ -68,7 +68,7 @@ def test_a_map_under_way(kind, make_pool, gate, mailbox):
     )
     waits = pool.imap(work.square, range(500))
     pool.resize(3)
-    mailbox.lines(2)  # by workers that were not there
+    mailbox.lines(2)  # these tasks run in the added workers
     gate.open(100)
     first.get(WAIT)
     pool.resize(2)
@@ -77,14 +77,15 @@ def test_a_map_under_way(kind, make_pool, gate, mailbox):
     assert list(waits) == [x * x for x in range(500)]
 
 
-def test_a_worker_that_is_over_ends_what_it_runs(make_pool, mailbox, gate):
-    """Its task has its answer; those that it has in hand are run by others meanwhile."""
+def test_a_removed_worker_finishes_its_task(make_pool, mailbox, gate):
+    """A removed worker finishes its running task. Others run the tasks that it had received."""
     pool = make_pool(Pool, 2)
-    assert pool.map(work.square, range(200), 1) == [x * x for x in range(200)]  # short ones
+    # The tasks are short, so each worker is given several at once
+    assert pool.map(work.square, range(200), 1) == [x * x for x in range(200)]
     held = at_gate(pool, mailbox, gate, 2)
     rest = [pool.apply_async(work.square, (i,)) for i in range(100)]
     pool.resize(1)
-    gate.open()  # one of them, whichever
+    gate.open()  # lets either of the two tasks pass
     eventually(lambda: any(result.ready() for result in held), "one has passed")
     if not held[0].ready() or held[0].get()[0] == 1:
         gate.open()
@@ -94,8 +95,8 @@ def test_a_worker_that_is_over_ends_what_it_runs(make_pool, mailbox, gate):
 
 
 @BOTH
-def test_to_and_fro_without_a_pause(kind, make_pool):
-    """A pool that changes all the time loses nothing and runs nothing twice."""
+def test_resizing_without_a_pause(kind, make_pool):
+    """A pool that is resized all the time loses no task and runs none twice."""
     pool = make_pool(kind, 2)
     stop = threading.Event()
 
@@ -121,8 +122,8 @@ def test_to_and_fro_without_a_pause(kind, make_pool):
     assert pool.map(work.square, range(10)) == [x * x for x in range(10)]
 
 
-def test_killed_on_its_way_out(make_pool, mailbox, gate):
-    """A worker that is over and is killed costs its task, and nobody takes its place."""
+def test_a_removed_worker_is_killed(make_pool, mailbox, gate):
+    """If a removed worker is killed, its task fails, and no worker replaces it."""
     pool = make_pool(Pool, 3)
     held = at_gate(pool, mailbox, gate, 3)
     pids = pool.statistics()["pids"]
@@ -141,8 +142,8 @@ def test_killed_on_its_way_out(make_pool, mailbox, gate):
     assert len(pool.statistics()["pids"]) == 1
 
 
-def test_larger_again_before_it_has_ended(make_pool, mailbox, gate):
-    """A worker that is wanted again while it still ends is replaced by a new process."""
+def test_larger_before_a_removed_worker_has_ended(make_pool, mailbox, gate):
+    """If a removed worker is needed again before it has ended, a new process replaces it."""
     pool = make_pool(Pool, 2)
     held = at_gate(pool, mailbox, gate, 2)
     before = pool.statistics()["pids"]
@@ -157,7 +158,7 @@ def test_larger_again_before_it_has_ended(make_pool, mailbox, gate):
 
 
 def test_with_run_all(make_pool, gate, mailbox):
-    """A worker that a function of run_all waits for stays; larger is possible at any time."""
+    """A worker that runs a function of `run_all` cannot be removed. Workers can be added."""
     pool = make_pool(Pool, 2)
     found = []
     thread = threading.Thread(
@@ -179,7 +180,7 @@ def test_with_run_all(make_pool, gate, mailbox):
 
 @pytest.mark.parametrize("kind", [xpool.P2PPool, xpool.CtxPool, xpool.CtxThreadPool])
 def test_pools_whose_workers_differ(kind, make_pool):
-    """They cannot be resized, and say why."""
+    """The error says why these pools cannot be resized."""
     pool = make_pool(kind, 2)
     with pytest.raises(OptionError, match="cannot be resized: "):
         pool.resize(3)
@@ -187,8 +188,8 @@ def test_pools_whose_workers_differ(kind, make_pool):
 
 
 @BOTH
-def test_nonsense(kind, make_pool):
-    """What is no number of workers is refused, and so is a pool that has ended."""
+def test_invalid_calls(kind, make_pool):
+    """`resize` refuses invalid numbers of workers, and refuses to resize a closed pool."""
     pool = make_pool(kind, 2)
     for wrong in (0, -1, "3", 1.5):
         with pytest.raises((TypeError, OptionError)):
@@ -201,7 +202,7 @@ def test_nonsense(kind, make_pool):
 
 
 def test_the_system_refuses_a_process(make_pool, monkeypatch):
-    """The error is raised, and the pool is as large as it was."""
+    """If a process cannot start, `resize` raises the error, and the pool keeps its size."""
     pool = make_pool(Pool, 1)
     start, calls = WorkerProcess.launch, []
 
@@ -222,7 +223,7 @@ def test_the_system_refuses_a_process(make_pool, monkeypatch):
 
 
 def test_the_system_refuses_a_thread(make_pool, monkeypatch):
-    """The error is raised, and the pool is as large as it was."""
+    """If a thread cannot start, `resize` raises the error, and the pool keeps its size."""
     pool = make_pool(ThreadPool, 1)
 
     def refuse(self):

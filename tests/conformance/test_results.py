@@ -1,4 +1,4 @@
-"""The objects that the asynchronous verbs return."""
+"""The results of the asynchronous verbs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.waiting import eventually
 
 
 def test_ready_follows_the_task(pool, gate):
-    """`ready` is false while the task runs and true afterwards."""
+    """`ready` is false while the task runs, and true afterwards."""
     result = pool.apply_async(work.gated, (gate.path, 1))
     assert not result.ready()
     gate.open()
@@ -26,7 +26,7 @@ def test_ready_follows_the_task(pool, gate):
 
 
 def test_wait_with_timeout(pool, gate):
-    """`wait(timeout)` returns when the time is over, without an error."""
+    """`wait(timeout)` returns after the timeout and does not raise."""
     result = pool.apply_async(work.gated, (gate.path,))
     begin = time.monotonic()
     result.wait(0.1)
@@ -38,7 +38,7 @@ def test_wait_with_timeout(pool, gate):
 
 @pytest.mark.parametrize("verb", ["apply_async", "map_async", "starmap_async"])
 def test_successful_before_ready(pool, gate, verb):
-    """`successful` raises ValueError while there is no result."""
+    """Before the result arrives, `successful` raises ValueError."""
     arguments = (gate.path,) if verb == "apply_async" else [(gate.path,)]
     func = work.gated if verb != "map_async" else _gated_in_tuple
     result = getattr(pool, verb)(func, arguments)
@@ -54,7 +54,7 @@ def _gated_in_tuple(item):
 
 
 def test_successful_after_an_error(pool):
-    """`successful` is false for a task that raised, and `wait` does not raise."""
+    """`successful` is false if the task raised. `wait` does not raise."""
     result = pool.apply_async(work.fail, (1,))
     result.wait()
     assert result.successful() is False
@@ -64,7 +64,7 @@ def test_successful_after_an_error(pool):
 
 @pytest.mark.parametrize("timeout", [0, 0.05])
 def test_get_with_timeout(pool, gate, timeout):
-    """`get(timeout)` raises `multiprocessing.TimeoutError`, and the result comes later."""
+    """`get(timeout)` raises `multiprocessing.TimeoutError`. A later `get` returns the result."""
     result = pool.apply_async(work.gated, (gate.path, "late"))
     with pytest.raises(multiprocessing.TimeoutError):
         result.get(timeout)
@@ -76,7 +76,7 @@ def test_get_with_timeout(pool, gate, timeout):
 
 
 def test_get_of_a_map_with_timeout(pool, gate):
-    """A map that is not complete raises TimeoutError from `get(timeout)`."""
+    """While a map is incomplete, `get(timeout)` raises TimeoutError."""
     result = pool.starmap_async(work.gated, [(gate.path, i) for i in range(3)], 1)
     gate.open()
     with pytest.raises(multiprocessing.TimeoutError):
@@ -92,7 +92,7 @@ def test_get_twice_gives_the_same_object(pool):
 
 
 def test_get_from_many_threads(pool, gate):
-    """All threads that wait for one result get it."""
+    """All threads that wait for a result get it."""
     result = pool.apply_async(work.gated, (gate.path, "shared"))
     got: list[object] = []
     threads = [threading.Thread(target=lambda: got.append(result.get())) for _ in range(5)]
@@ -105,7 +105,7 @@ def test_get_from_many_threads(pool, gate):
 
 
 def test_get_of_an_error_raises_each_time(pool):
-    """A failed result raises on every `get`."""
+    """Every `get` of a failed result raises the error."""
     result = pool.apply_async(work.fail, ("again",))
     for _ in range(2):
         with pytest.raises(KeyError, match="again"):
@@ -129,7 +129,7 @@ def test_classes_of_the_results(pool):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("caught", [TimeoutError, multiprocessing.TimeoutError])
 def test_timeout_errors_are_pythons_too(pool, gate, mailbox, caught):
-    """What `get(timeout=)` and a task's limit raise is a `TimeoutError` of both libraries."""
+    """The errors of `get(timeout=)` and of a task's limit are both TimeoutErrors."""
     from xpool.errors import TaskTimeout
 
     result = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, 1))
@@ -142,7 +142,7 @@ def test_timeout_errors_are_pythons_too(pool, gate, mailbox, caught):
 
 @pytest.mark.xpool_only
 def test_cancel_of_a_waiting_task(pool, mailbox, gate, log):
-    """A task that has not begun can be cancelled: it never runs and `get` says so."""
+    """A cancelled task that has not begun never runs. `get` raises TaskCancelled."""
     from xpool import TaskCancelled
 
     busy = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, i)) for i in range(2)]
@@ -159,7 +159,7 @@ def test_cancel_of_a_waiting_task(pool, mailbox, gate, log):
 
 @pytest.mark.xpool_only
 def test_cancel_of_a_finished_task(pool):
-    """A task that is done cannot be cancelled and keeps its result."""
+    """`cancel` of a finished task returns false. The task keeps its result."""
     result = pool.apply_async(work.square, (3,))
     result.wait()
     assert not result.cancel()
@@ -169,7 +169,7 @@ def test_cancel_of_a_finished_task(pool):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("how", ["apply", "apply_async"])
 def test_timeout_of_a_task(process_kind, make_pool, mailbox, how):
-    """``timeout=`` ends a task that runs too long; the pool goes on with a new worker."""
+    """``timeout=`` ends a task that runs too long. A new worker runs the next task."""
     from xpool import TaskTimeout
 
     pool = make_pool(process_kind, 1)
@@ -184,8 +184,8 @@ def test_timeout_of_a_task(process_kind, make_pool, mailbox, how):
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", ["apply_async", "map_async"])
-def test_a_failed_result_goes_with_its_name(pool, verb):
-    """What was caught and dropped leaves nothing that only the garbage collector could free."""
+def test_a_failed_result_is_in_no_cycle(pool, verb):
+    """After `get` has raised, the result is freed without the garbage collector."""
     result = getattr(pool, verb)(work.fail, ((),) if verb == "apply_async" else [()])
     reference = weakref.ref(result)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Where programs live: scripts, standard input, ``-c``, notebooks."""
+"""The sources of programs: scripts, standard input, ``-c``, notebooks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_guarded_script(tmp_path, method):
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
 def test_script_without_the_guard(tmp_path, method):
-    """A script without the guard works, or ends soon with one error that says what to add."""
+    """A script without the guard works, or it ends with one error that says what to add."""
     text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
     path = scripts.write(tmp_path / "unguarded.py", text + "\nmain()\n")
     done = scripts.run([path])
@@ -85,7 +85,7 @@ def test_script_without_the_guard(tmp_path, method):
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("how", ["folder", "compiled"])
 def test_what_multiprocessing_does_not_run_again(tmp_path, how, method):
-    """A folder's ``__main__.py`` without the guard, and a compiled script with it, work."""
+    """An unguarded ``__main__.py`` of a folder and a guarded compiled script work."""
     text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
     if how == "folder":
         path = tmp_path
@@ -97,7 +97,7 @@ def test_what_multiprocessing_does_not_run_again(tmp_path, how, method):
 
 
 def test_script_run_as_a_module(tmp_path):
-    """``python -m`` works as well, with functions of the module that is run."""
+    """``python -m`` works with functions of the module itself."""
     (tmp_path / "runme.py").write_text(PROGRAM + GUARD)
     done = scripts.popen(["-m", "runme"], cwd=str(tmp_path))
     out, err = done.communicate(timeout=WAIT)
@@ -105,7 +105,7 @@ def test_script_run_as_a_module(tmp_path):
 
 
 def test_package_run_as_a_module(tmp_path):
-    """``python -m package`` with relative imports works."""
+    """``python -m package`` works with relative imports."""
     package = tmp_path / "runpackage"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -124,8 +124,8 @@ def test_package_run_as_a_module(tmp_path):
 
 
 def test_a_module_without_the_guard(tmp_path):
-    """It is not run again in workers, as a script is not: its functions go by value, and import
-    relatively where it does."""
+    """Workers do not run an unguarded module. Its functions are sent by value and may import
+    relatively."""
     package = tmp_path / "runpackage"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -144,7 +144,7 @@ def test_a_module_without_the_guard(tmp_path):
 
 
 def test_a_module_is_run_as_far_as_needed(tmp_path):
-    """Of a module that ``python -m`` runs, a worker leaves out what it would of a script."""
+    """A worker runs only the needed statements of a module started by ``python -m``."""
     text = """
         import sys
         import xpool
@@ -168,7 +168,7 @@ def test_a_module_is_run_as_far_as_needed(tmp_path):
 
 
 def test_standard_input():
-    """``python -`` works: functions that no file holds are sent by value."""
+    """``python -`` works, because functions without a file are sent by value."""
     assert scripts.run_ok(["-"], PROGRAM + "\nmain()\n").splitlines() == EXPECTED
 
 
@@ -178,9 +178,9 @@ def test_command_line():
 
 
 def test_interactive():
-    """An interactive session works, statement by statement."""
+    """An interactive session works."""
     text = "import xpool\n" + BODY.replace("\n\ndef", "\n\n\ndef") + "\nmain()\n"
-    # The console needs an empty line after a block and none within one.
+    # The console expects an empty line after a block, and none inside it.
     lines = []
     for line in text.splitlines():
         if line and not line.startswith(" ") and lines and lines[-1].startswith(" "):
@@ -201,7 +201,7 @@ def test_interactive():
 
 @pytest.mark.torch
 def test_torch_in_a_script(tmp_path):
-    """A script that uses torch gets tensors from functions of its own."""
+    """Functions of a script may take and return tensors."""
     text = """
         import torch
         import xpool
@@ -216,12 +216,12 @@ def test_torch_in_a_script(tmp_path):
             pool.join()
     """
     path = scripts.write(tmp_path / "tensors.py", text)
-    lines = scripts.run_ok([path]).splitlines()  # importing torch takes its time
+    lines = scripts.run_ok([path]).splitlines()
     assert lines == ["[tensor(2.), tensor(0.)]", "tensor([1., 1.])"]
 
 
 def test_notebook(tmp_path):
-    """A notebook kernel works: functions, lambdas, classes and globals of its cells."""
+    """Functions, lambdas, classes and globals of a notebook's cells work."""
     pytest.importorskip("jupyter_client", reason="jupyter_client is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     (tmp_path / "cells.json").write_text(json.dumps([PROGRAM, "main()"]))

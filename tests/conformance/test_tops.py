@@ -1,4 +1,4 @@
-"""Workers do not compute the values of a script's top level again; they get the program's."""
+"""Workers do not compute top-level values of a script. They get the program's values."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ GUARD = '\nif __name__ == "__main__":\n    main()\n'
 
 
 def run(monkeypatch, tmp_path, args, text=None, cwd=None):
-    """Run a program that counts in a file what it loads; return its lines."""
+    """Run a program that records in a file what it loads. Return its output lines."""
     counted = tmp_path / "counted"
     counted.write_text("")
     monkeypatch.setenv("COUNTED", str(counted))
@@ -176,20 +176,21 @@ GUARDED = [
 
 @pytest.mark.parametrize("how", ["script", "module"])
 def test_guarded_program(tmp_path, monkeypatch, how):
-    """Workers run what acts, with what that needs; all else has the program's values."""
+    """Workers run statements with effects and what these need. Other globals have the program's
+    values."""
     scripts.write(tmp_path / "prog.py", TOP + GUARD)
     monkeypatch.setenv("PYTHONWARNINGS", "ignore:The lock 'lock' of __main__:RuntimeWarning")
     args = ["prog.py"] if how == "script" else ["-m", "prog"]
     lines = run(monkeypatch, tmp_path, args)
     assert lines.pop(0) == "once 10" and lines[:3] == GUARDED
-    # By the program; and `seed`, which `random.seed(seed)` needs, by each worker.
+    # The program loads each value. Each worker loads only `seed` for `random.seed(seed)`.
     assert lines[3][:6] == "dgfnsb" and set(lines[3][6:]) == {"s"}
     assert lines[4:] == ["1 True True", "[1, 2, 3] 0"]
 
 
 @pytest.mark.parametrize("how", ["file", *also("stdin")])
 def test_program_without_the_guard(tmp_path, monkeypatch, how):
-    """The same values where nothing is run again; what cannot be pickled is missing there."""
+    """If workers do not run the program, globals that can be pickled have the same values."""
     text = TOP.replace("    with lock:\n", "    if True:\n").replace("NEXT[START] is STOP", "True")
     text = text.replace("row.next is START or row.next", "True") + "\nmain()\n"
     if how == "file":

@@ -1,4 +1,4 @@
-"""The workers: initializers, lifetimes, who they are, what they draw."""
+"""Workers: their initializers, lifetimes, indices and contexts, and random numbers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from support.waiting import eventually
 
 @pytest.fixture(autouse=True)
 def _forget():
-    """The workers of thread pools share this module's memory."""
+    """Clear the list that workers of thread pools share with this module."""
     yield
     work.initialised.clear()
 
 
 def occupy(pool, mailbox, gate, workers, modules=()):
-    """Give every worker one task at the same time; return what they drew, by place."""
+    """Give every worker one task at the same time. Return the results."""
     results = [
         pool.apply_async(work.meet, (mailbox.path, gate.path, modules)) for _ in range(workers)
     ]
@@ -34,13 +34,13 @@ def occupy(pool, mailbox, gate, workers, modules=()):
 
 
 def test_initializer_runs_before_the_first_task(process_kind, make_pool):
-    """Every worker has run its initializer, once, before it takes a task."""
+    """Every worker runs its initializer once, before its first task."""
     pool = make_pool(process_kind, 2, work.remember, (1, "two"))
     assert pool.map(work.recall, range(20), 1) == [[(1, "two")]] * 20
 
 
 def test_initializer_in_threads(thread_kind, make_pool):
-    """Thread pools run the initializer once in each thread."""
+    """In a thread pool, each thread runs the initializer once."""
     pool = make_pool(thread_kind, 3, work.remember, ("x",))
     pool.close()
     pool.join()
@@ -48,7 +48,7 @@ def test_initializer_in_threads(thread_kind, make_pool):
 
 
 def test_initializer_by_name(kind, make_pool):
-    """`initializer` and `initargs` may be given by name, `initargs` as any iterable."""
+    """`initializer` and `initargs` may be keywords. `initargs` may be any iterable."""
     pool = make_pool(kind, processes=1, initializer=work.remember, initargs=["a", "b"])
     assert pool.apply(work.recall) == [("a", "b")]
 
@@ -61,7 +61,7 @@ def test_initializer_without_arguments(kind, make_pool):
 
 @pytest.mark.xpool_only
 def test_initializer_may_be_a_closure(kind, make_pool):
-    """A lambda or local function may be the initializer."""
+    """The initializer may be a lambda or a local function."""
     token = "closure"
 
     def initialise(x):
@@ -72,14 +72,14 @@ def test_initializer_may_be_a_closure(kind, make_pool):
 
 
 def test_initializer_runs_again_in_a_replacement(process_kind, make_pool):
-    """A worker that replaces another runs the initializer too."""
+    """A worker that replaces another one runs the initializer."""
     pool = make_pool(process_kind, 1, work.remember, (7,), 1)
     assert pool.map(work.recall, range(3), 1) == [[(7,)]] * 3
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_locks_values_and_queues_through_initargs(make_pool, method):
-    """Locks, values and queues of multiprocessing may be handed to the initializer."""
+    """The initializer may receive locks, values and queues of multiprocessing."""
     context = multiprocessing.get_context(method)
     lock, value, queue = context.Lock(), context.Value("i", 0), context.SimpleQueue()
     if STDLIB:
@@ -95,7 +95,7 @@ def test_locks_values_and_queues_through_initargs(make_pool, method):
 
 
 def test_locks_of_the_default_context(make_pool):
-    """`multiprocessing.Lock()` and its kin work with a pool of the default context."""
+    """Locks, values and queues of the default context work with a pool of the default context."""
     lock, value, queue = (
         multiprocessing.Lock(),
         multiprocessing.Value("i", 0),
@@ -117,14 +117,14 @@ def test_locks_of_the_default_context(make_pool):
 
 
 def test_workers_stay_without_a_limit(process_kind, make_pool):
-    """Without `maxtasksperchild` a worker lives as long as the pool."""
+    """Without `maxtasksperchild`, a worker lives as long as the pool."""
     pool = make_pool(process_kind, 1)
     assert len(set(pool.map(work.pid, range(200), 1))) == 1
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_maxtasksperchild(process_kind, make_pool, limit):
-    """A worker does exactly `maxtasksperchild` tasks, then another takes its place."""
+    """A worker runs exactly `maxtasksperchild` tasks. Then another worker replaces it."""
     pool = make_pool(process_kind, 1, maxtasksperchild=limit)
     results = [pool.apply_async(work.pid) for _ in range(4 * limit)]
     counts = collections.Counter(r.get() for r in results)
@@ -132,21 +132,21 @@ def test_maxtasksperchild(process_kind, make_pool, limit):
 
 
 def test_maxtasksperchild_counts_chunks(process_kind, make_pool):
-    """A chunk of a map is one task for `maxtasksperchild`."""
+    """`maxtasksperchild` counts a chunk of a map as one task."""
     pool = make_pool(process_kind, 1, None, (), 1)
     counts = collections.Counter(pool.map(work.pid, range(12), chunksize=3))
     assert list(counts.values()) == [3] * 4
 
 
 def test_maxtasksperchild_with_several_workers(process_kind, make_pool):
-    """With several workers no one does more than `maxtasksperchild` tasks, and all are done."""
+    """No worker runs more than `maxtasksperchild` tasks, and all tasks are done."""
     pool = make_pool(process_kind, 2, maxtasksperchild=5)
     counts = collections.Counter(pool.map(work.pid, range(43), chunksize=1))
     assert sum(counts.values()) == 43 and max(counts.values()) <= 5
 
 
 def test_maxtasksperchild_of_threads(thread_kind, make_pool):
-    """Thread pools accept `maxtasksperchild` where their constructor does, and do all tasks."""
+    """A thread pool with `maxtasksperchild` runs all tasks."""
     if STDLIB:
         pytest.skip("the standard library's constructor does not take it")
     pool = make_pool(thread_kind, 2, maxtasksperchild=2)
@@ -154,7 +154,7 @@ def test_maxtasksperchild_of_threads(thread_kind, make_pool):
 
 
 def test_close_early_with_short_lives(process_kind, make_pool):
-    """Closing a pool of short-lived workers with work pending loses none of it."""
+    """If a pool of short-lived workers is closed early, it still runs all tasks."""
     pool = make_pool(process_kind, 2, maxtasksperchild=1)
     results = [pool.apply_async(work.slow_square, (0.02, i)) for i in range(8)]
     pool.close()
@@ -163,7 +163,7 @@ def test_close_early_with_short_lives(process_kind, make_pool):
 
 
 def test_daemon_flag(process_kind, make_pool):
-    """Workers are daemonic unless told otherwise."""
+    """Workers are daemonic by default."""
     pool = make_pool(process_kind, 1)
     assert pool.apply(work.is_daemon) is True
     if not STDLIB:
@@ -173,7 +173,7 @@ def test_daemon_flag(process_kind, make_pool):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_environment_of_the_moment(make_pool, monkeypatch, method):
-    """A worker has the environment that its parent has when the worker starts."""
+    """A worker gets the environment that its parent has when the worker starts."""
     from xpool import Pool
 
     monkeypatch.setenv("XPOOL_TEST_VALUE", "first")
@@ -189,7 +189,7 @@ def test_environment_of_the_moment(make_pool, monkeypatch, method):
 
 @pytest.mark.xpool_only
 def test_working_directory_of_the_moment(make_pool, monkeypatch, tmp_path):
-    """A worker starts in the directory in which its parent is when the worker starts."""
+    """A worker's working directory is the parent's directory when the worker starts."""
     from xpool import Pool
 
     make_pool(Pool, 1).apply(work.nothing)
@@ -197,12 +197,12 @@ def test_working_directory_of_the_moment(make_pool, monkeypatch, tmp_path):
     assert make_pool(Pool, 1).apply(os.getcwd) == str(tmp_path)
 
 
-# Who they are ------------------------------------------------------------------------------------
+# Indices and contexts ----------------------------------------------------------------------------
 
 
 @pytest.mark.xpool_only
 def test_current_worker(kind, make_pool, mailbox, gate):
-    """Inside a task `current_worker()` knows index and context of the worker."""
+    """In a task, `current_worker()` has the worker's index and context."""
     pool = make_pool(kind, 3)
     results = [pool.apply_async(work.who_at_gate, (mailbox.path, gate.path)) for _ in range(3)]
     mailbox.lines(3)
@@ -225,7 +225,7 @@ def test_current_worker_outside():
 
 @pytest.mark.xpool_only
 def test_current_worker_after_a_thread_pool(kind, make_pool):
-    """Having run tasks in threads does not make the caller a worker."""
+    """A caller whose tasks ran in threads is not a worker."""
     from xpool import current_worker
 
     pool = make_pool(kind, 1)
@@ -236,7 +236,7 @@ def test_current_worker_after_a_thread_pool(kind, make_pool):
 
 @pytest.mark.xpool_only
 def test_index_of_a_replacement(process_kind, make_pool):
-    """A worker that replaces another has its index."""
+    """A worker that replaces another one has the same index."""
     pool = make_pool(process_kind, 1, maxtasksperchild=1)
     seen = pool.map(work.who, range(3), chunksize=1)
     assert [index for index, _, _ in seen] == [0, 0, 0]
@@ -245,7 +245,7 @@ def test_index_of_a_replacement(process_kind, make_pool):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("name", ["CtxPool", "CtxThreadPool"])
 def test_contexts(make_pool, mailbox, gate, name):
-    """`func(ctx, *args)` gets its worker's context first; their number is the pool's size."""
+    """`func(ctx, *args)` gets its worker's context. The pool's size is the number of contexts."""
     import xpool
 
     pool = make_pool(getattr(xpool, name), worker_contexts=[{"i": 0}, {"i": 1}])
@@ -265,7 +265,7 @@ def test_contexts(make_pool, mailbox, gate, name):
 
 @pytest.mark.xpool_only
 def test_a_context_keeps_what_tasks_put_there(make_pool):
-    """A context lives in its worker: what one task stores, the next one finds."""
+    """A worker keeps its context. A task finds what an earlier task stored in it."""
     from xpool import CtxPool
 
     pool = make_pool(CtxPool, worker_contexts=[{}])
@@ -274,7 +274,7 @@ def test_a_context_keeps_what_tasks_put_there(make_pool):
 
 @pytest.mark.xpool_only
 def test_p2p_names_the_worker(make_pool):
-    """`worker=i` of `P2PPool` runs the task in that worker, always the same process."""
+    """With `worker=i`, `P2PPool` always runs the task in the same process."""
     from xpool import P2PPool
 
     pool = make_pool(P2PPool, 3)
@@ -287,7 +287,7 @@ def test_p2p_names_the_worker(make_pool):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("worker", [2, -1, 99, "0", 1.0])
 def test_p2p_worker_out_of_range(make_pool, worker):
-    """A worker that does not exist is refused by name, and nothing is lost."""
+    """An invalid worker raises an error that names the argument. The pool stays usable."""
     from xpool import P2PPool
 
     pool = make_pool(P2PPool, 2)
@@ -299,7 +299,7 @@ def test_p2p_worker_out_of_range(make_pool, worker):
 
 @pytest.mark.xpool_only
 def test_p2p_takes_the_least_loaded(make_pool, mailbox, gate):
-    """Without `worker=` the worker with the least work gets the task."""
+    """Without `worker=`, the worker with the fewest tasks gets the task."""
     from xpool import P2PPool
 
     pool = make_pool(P2PPool, 2)
@@ -315,7 +315,7 @@ def test_p2p_takes_the_least_loaded(make_pool, mailbox, gate):
 
 @pytest.mark.xpool_only
 def test_short_tasks_one_after_the_other_use_all_workers(process_kind, make_pool):
-    """A stream of tasks goes to idle workers before any gets a second one, however short."""
+    """Short tasks go to idle workers in turn."""
     pool = make_pool(process_kind, 3)
     eventually(lambda: pool.statistics()["ready"] == 3, "all workers ready")
     first = [pool.apply_async(work.who).get()[0] for _ in range(3)]
@@ -338,7 +338,7 @@ def test_short_tasks_one_after_the_other_use_all_workers(process_kind, make_pool
 
 @pytest.mark.xpool_only
 def test_only_p2p_takes_a_worker(make_pool):
-    """The other pools refuse `worker=`."""
+    """Other pools refuse `worker=`."""
     from xpool import Pool
 
     pool = make_pool(Pool, 1)
@@ -348,7 +348,7 @@ def test_only_p2p_takes_a_worker(make_pool):
 
 @pytest.mark.xpool_only
 def test_statistics(kind, make_pool):
-    """`statistics()` is a mapping of names to numbers that counts what was done."""
+    """`statistics()` returns the same names before and after tasks, with other numbers."""
     pool = make_pool(kind, 2)
     before = dict(pool.statistics())
     pool.map(work.square, range(10), 1)
@@ -359,18 +359,18 @@ def test_statistics(kind, make_pool):
     assert all(isinstance(name, str) for name in after)
 
 
-# What they draw ----------------------------------------------------------------------------------
+# Random numbers ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(
     params=[(), ("numpy",), ("numpy", "torch")], ids=["plain", "numpy", "torch"], scope="module"
 )
 def modules(request, warm):
-    """Modules that have random generators, imported here too, as in a program that uses them."""
+    """Modules with random generators. The program imports them too."""
     for name in request.param:
         pytest.importorskip(name)
     if request.param and not STDLIB:
-        # The fork server that has them preloaded starts now, not in a test.
+        # Start the fork server that preloads them now, not in a test.
         with PROCESS_KINDS[0](1) as pool:
             pool.apply(work.nothing)
         pool.join()
@@ -388,7 +388,7 @@ def _streams(make_pool, mailbox, gate, kind, modules, **options):
 
 @pytest.mark.xpool_only
 def test_workers_draw_different_numbers(modules, process_kind, make_pool, mailbox, gate):
-    """Two workers never draw the same random numbers, from any generator."""
+    """No two workers draw the same random numbers from any generator."""
     one, two = _streams(make_pool, mailbox, gate, process_kind, modules)
     for a, b in zip(one, two, strict=True):
         assert a is None or a != b
@@ -396,7 +396,7 @@ def test_workers_draw_different_numbers(modules, process_kind, make_pool, mailbo
 
 @pytest.mark.xpool_only
 def test_seed_makes_workers_repeat(modules, process_kind, make_pool, mailbox, gate):
-    """With the same ``seed=`` the workers of two pools draw the same numbers; else others."""
+    """Pools with the same ``seed=`` draw the same numbers, pools with other seeds draw others."""
     first = _streams(make_pool, mailbox, gate, process_kind, modules, seed=7)
     again = _streams(make_pool, mailbox, gate, process_kind, modules, seed=7)
     other = _streams(make_pool, mailbox, gate, process_kind, modules, seed=8)
@@ -406,8 +406,8 @@ def test_seed_makes_workers_repeat(modules, process_kind, make_pool, mailbox, ga
 
 
 @pytest.mark.xpool_only
-def test_seed_belongs_to_the_slot(make_pool):
-    """With a seed, the worker of a slot draws the same in every pool."""
+def test_seed_depends_on_the_index(make_pool):
+    """With a seed, the worker with the same index draws the same numbers in every pool."""
     from xpool import P2PPool
 
     drawn = []
@@ -421,7 +421,7 @@ def test_seed_belongs_to_the_slot(make_pool):
 @pytest.mark.torch
 @pytest.mark.xpool_only
 def test_forked_from_a_program_that_computes(tmp_path):
-    """Workers forked after the program used OpenMP's threads compute too, whatever it set."""
+    """After the program has used OpenMP's threads, forked workers still compute."""
     path = scripts.write(
         tmp_path / "computes.py",
         """
