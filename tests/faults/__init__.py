@@ -1,1 +1,1 @@
-"""What goes wrong, crossed with where it goes wrong."""
+"""Every fault at every stage of a task."""

@@ -1,7 +1,7 @@
-"""What becomes of a fault: by the stage at which it strikes and by its way.
+"""The outcome of each fault, by the stage at which it occurs.
 
-The one place where this is said: `test_matrix` holds each cell, and `python tests/faults/matrix.py`
-prints the tables of ``docs/reliability.md``.
+`test_matrix` checks each cell. `python tests/faults/matrix.py` prints the tables of
+``docs/reliability.md``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROCESSES: dict[str, dict[str, str]] = {
     },
     "idle": REPLACED,
 }  # fmt: skip
-"""For pools of processes."""
+"""Pools of processes."""
 
 THREADS: dict[str, dict[str, str]] = {
     "initializer": {
@@ -60,7 +60,7 @@ THREADS: dict[str, dict[str, str]] = {
     },
     "callback": PROCESSES["callback"],
 }  # fmt: skip
-"""For pools of threads."""
+"""Pools of threads."""
 
 MISCHIEF = ("garbage", "empty", "closed", "truncated", "replayed")
 
@@ -87,10 +87,10 @@ HOSTILE: dict[str, dict[str, str]] = {
     "arena": {**_ANSWERED, **_CUT},
     "control": {**_ANSWERED, "garbage": "InternalError", "truncated": "InternalError"},
 }  # fmt: skip
-"""The results of tasks that misuse a descriptor of their worker."""
+"""Outcomes of tasks that misuse a descriptor of their worker."""
 
 IN_THE_CALLER = ("task pickle", "result unpickle", "callback")
-"""Stages that are run in the program's own process, in every pool."""
+"""Stages that run in the program's own process, in every pool."""
 
 NO_SENSE = {
     "task pickle, task unpickle, result pickle, result unpickle, large results": (
@@ -98,7 +98,7 @@ NO_SENSE = {
     ),
     "idle": "an idle thread waits in a queue and runs no code of the program",
 }
-"""Stages that a pool of threads does not have, and why."""
+"""Stages that do not exist in a thread pool, and the reason."""
 
 MEANING = {
     "its error": "`get()` raises the exception of that stage",
@@ -137,7 +137,7 @@ def table(title: str, rows: dict[str, dict[str, str]], ways: tuple[str, ...] = W
 
 
 def document() -> str:
-    """Return the part of the page that is made of this."""
+    """Return the tables and explanations of ``docs/reliability.md``."""
     lines = table("processes", PROCESSES)
     lines += ["", *table("threads", THREADS), "", "Threads do not have these stages:", ""]
     lines += [f"* {stage}: {why}." for stage, why in NO_SENSE.items()]
@@ -147,7 +147,7 @@ def document() -> str:
 
 
 def hostile_document() -> str:
-    """Return the table of the page about a hostile worker."""
+    """Return the table of ``docs/security.md``."""
     return "\n".join(table("descriptor", HOSTILE, MISCHIEF)) + "\n"
 
 

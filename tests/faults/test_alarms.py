@@ -1,5 +1,5 @@
-"""Signal handlers that raise: each call has the handler's exception or its result, and no pool
-hangs or loses anything.  `bench/alarms.py` is the same by the million."""
+"""Signal handlers that raise. Each call raises the handler's exception or returns its result, and
+no pool hangs. `bench/alarms.py` repeats this with a million alarms."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SIGNAL = signal.SIGUSR1
 
 
 class Late(Exception):
-    """What the handler raises, where a test names nothing else."""
+    """The handler's default exception."""
 
 
 @pytest.fixture
 def handler() -> Iterator[Callable[[type[Exception]], Any]]:
-    """Installs a handler of `SIGNAL` that raises."""
+    """Return a function that installs a handler of `SIGNAL`. The handler raises."""
     before = signal.getsignal(SIGNAL)
 
     def install(error: type[Exception] = Late) -> Any:
@@ -46,16 +46,16 @@ def handler() -> Iterator[Callable[[type[Exception]], Any]]:
 
 
 def strike() -> None:
-    """Have the handler called here, if it may be."""
+    """Raise the signal in this thread."""
     signal.raise_signal(SIGNAL)
 
 
-# -- a program under alarms --------------------------------------------------------------------
+# -- alarms at random times -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["Pool", "ThreadPool", *also("P2PPool")])
-def test_alarms_at_random_instants(kind):
-    """Under alarms at any instant every verb ends as it should, and nothing is left afterwards."""
+def test_alarms_at_random_times(kind):
+    """Alarms at random times cause no other errors, and leave no thread or descriptor behind."""
     count = 2000 if kind == "ThreadPool" else 300
     out = scripts.run_ok(["-m", "bench.alarms", "--kind", kind, "--alarms", str(count)])
     found = json.loads(out)
@@ -89,14 +89,14 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.run does so from Python 3.11 on")
 def test_ctrl_c_cancels_the_main_task(tmp_path):
-    """With a pool, as without, Ctrl-C in `asyncio.run` cancels its main task."""
+    """Ctrl-C in `asyncio.run` cancels its main task, as it does without a pool."""
     out = scripts.run_ok([scripts.write(tmp_path / "program.py", ASYNCIO)])
     assert out.split() == ["cancelled", "interrupted", "2"]
 
 
 @pytest.mark.parametrize("kind", [Pool, P2PPool, ThreadPool])
-def test_handlers_are_in_their_places(kind, handler):
-    """Between calls, `signal.getsignal` tells of no handler but the program's."""
+def test_the_programs_handlers_are_restored(kind, handler):
+    """After each call, `signal.getsignal` returns the program's handlers."""
     ring = handler()
 
     def look() -> None:
@@ -125,7 +125,7 @@ def test_handlers_are_in_their_places(kind, handler):
 
 
 class Struck:
-    """A signal comes while it is pickled."""
+    """Raises the signal while it is pickled."""
 
     def __reduce__(self):
         strike()
@@ -135,7 +135,7 @@ class Struck:
 @pytest.mark.parametrize("error", [Late, TimeoutError, TypeError, pickle.PicklingError])
 @pytest.mark.parametrize("verb", ["apply", "apply_async", "map", "starmap", "run_all"])
 def test_a_signal_while_a_task_is_pickled(verb, error, handler):
-    """The handler's exception comes out of the verb as it is, and the task is never run."""
+    """The verb raises the handler's exception, and the task never runs."""
     handler(error)
     calls: dict[str, Callable[[Any], Any]] = {
         "apply": lambda pool: pool.apply(work.same, (Struck(),)),
@@ -155,7 +155,7 @@ def test_a_signal_while_a_task_is_pickled(verb, error, handler):
 
 
 class Opened:
-    """A signal comes while it is unpickled in the caller's process, the first time."""
+    """Raises the signal once, when it is unpickled in the caller's process."""
 
     struck = False
 
@@ -178,7 +178,7 @@ def opened(caller):
 
 
 def test_a_signal_while_a_result_is_unpickled(handler):
-    """`get` and `next` raise the handler's exception, and have the result when asked again."""
+    """`get` and `next` raise the handler's exception. The next call returns the result."""
     handler()
     me = os.getpid()
     with Pool(1) as pool:
@@ -195,11 +195,11 @@ def test_a_signal_while_a_result_is_unpickled(handler):
             assert list(results) == ["opened", "opened"]
 
 
-# -- books -------------------------------------------------------------------------------------
+# -- shielded functions ------------------------------------------------------------------------
 
 
 def test_a_handler_waits_for_the_end_of_a_shielded_function(handler):
-    """A handler that comes into a shielded function is called when that is done."""
+    """If a signal arrives in a shielded function, its handler runs after the function."""
     handler()
     done = []
 
@@ -216,7 +216,8 @@ def test_a_handler_waits_for_the_end_of_a_shielded_function(handler):
 
 
 def test_a_handler_is_called_where_it_may_raise(handler):
-    """In an interruptible part of a shielded function it is called at once, or when that begins."""
+    """In an interruptible part of a shielded function, the handler runs at once. If the signal
+    arrived earlier, the handler runs at the start of that part."""
     handler()
     done = []
 
@@ -245,7 +246,7 @@ def test_a_handler_is_called_where_it_may_raise(handler):
 
 
 def test_a_shielded_function_within_an_interruptible_one(handler):
-    """The innermost of the two says whether a handler may raise."""
+    """The innermost function decides whether a handler may raise."""
     handler()
     done = []
 
@@ -269,8 +270,8 @@ def test_a_shielded_function_within_an_interruptible_one(handler):
     assert done == ["inner"]
 
 
-def test_a_handler_that_is_put_in_place_meanwhile_stays(handler):
-    """What the program does with handlers in an interruptible part is left as it is."""
+def test_a_handler_installed_in_an_interruptible_part(handler):
+    """A handler that the program installs in an interruptible part stays installed."""
     handler()
     other = handler(TimeoutError)
     handler()
@@ -284,7 +285,7 @@ def test_a_handler_that_is_put_in_place_meanwhile_stays(handler):
 
 
 def test_other_threads_call_no_handler(handler):
-    """What waits for the main thread is not raised in another one that comes to such a place."""
+    """Only the main thread runs a pending handler."""
     handler()
     errors: list[BaseException] = []
 
@@ -308,8 +309,8 @@ def test_other_threads_call_no_handler(handler):
 
 
 @pytest.mark.exhaustive
-def test_an_exception_in_the_midst_of_the_books_breaks_the_pool():
-    """Where the stack ends in the engine, what comes after is the right answer or `PoolBroken`."""
+def test_a_stack_overflow_in_the_engine_breaks_the_pool():
+    """After a stack overflow in the engine, a call is right or raises `PoolBroken`."""
 
     def at_depth(n: int, call: Callable[[], Any]) -> Any:
         return call() if n <= 0 else at_depth(n - 1, call)
@@ -325,7 +326,8 @@ def test_an_exception_in_the_midst_of_the_books_breaks_the_pool():
         try:
             assert at_depth(depth, functools.partial(pool.apply, work.square, (3,))) == 9
         except (RecursionError, TaskNotPicklable):
-            pass  # the caller has it; the pool must be whole, or say that it is not
+            # The next call checks that the pool works, or is broken.
+            pass
         try:
             assert pool.apply_async(work.square, (4,)).get() == 16
         except (PoolClosed, PoolBroken) as error:

@@ -1,4 +1,4 @@
-"""Cancelling: a job ends with TaskCancelled at once, and what runs of it is stopped."""
+"""Cancelling: a job gets TaskCancelled at once, and its running tasks are stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xpool_only
 
 
 def cancelled(result):
-    """Whether a result says at once that it was cancelled."""
+    """Check that the result raises TaskCancelled at once. Return whether it failed."""
     from xpool import TaskCancelled
 
     with pytest.raises(TaskCancelled):
@@ -27,7 +27,7 @@ def cancelled(result):
 
 @pytest.mark.parametrize("how", STUCK)
 def test_a_running_task(process_kind, make_pool, how, log, mailbox, gate):
-    """It is stopped, however stuck; the tasks behind it are done; all slots work."""
+    """A stuck task is stopped. The tasks behind it are done, and all workers are usable."""
     pool = make_pool(process_kind, 2)
     victims = [pool.apply_async(STUCK[how]) for _ in range(2)]
     rest = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
@@ -39,7 +39,7 @@ def test_a_running_task(process_kind, make_pool, how, log, mailbox, gate):
 
 
 def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, log, mailbox):
-    """Its `finally` runs, and the worker goes on."""
+    """The task's `finally` runs, and its worker stays alive."""
     pool = make_pool(process_kind, 1)
     pid = pool.apply(work.pid)
     victim = pool.apply_async(work.count_up, (str(log), mailbox.path))
@@ -50,7 +50,7 @@ def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, l
 
 
 def test_a_stopped_process(process_kind, make_pool, mailbox):
-    """A worker that SIGSTOP holds is killed."""
+    """A worker stopped by SIGSTOP is killed."""
     pool = make_pool(process_kind, 1)
     victim = pool.apply_async(work.stop_self, (mailbox.path,))
     pid = int(mailbox.line())
@@ -59,8 +59,8 @@ def test_a_stopped_process(process_kind, make_pool, mailbox):
     assert pool.apply(work.square, (3,)) == 9
 
 
-def test_twice_and_too_late(pool):
-    """The second `cancel` says the same as the first; a finished task has its result."""
+def test_a_finished_task(pool):
+    """A finished task cannot be cancelled and keeps its result or error."""
     result = pool.apply_async(work.square, (3,))
     result.wait(WAIT)
     assert not result.cancel() and not result.cancel() and result.get() == 9
@@ -71,8 +71,8 @@ def test_twice_and_too_late(pool):
         failed.get()
 
 
-def test_again(kind, make_pool, mailbox, gate):
-    """A job that was cancelled stays so."""
+def test_a_cancelled_job(kind, make_pool, mailbox, gate):
+    """The second `cancel` of a job returns true too."""
     pool = make_pool(kind, 1)
     victim = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
     mailbox.line()
@@ -80,7 +80,7 @@ def test_again(kind, make_pool, mailbox, gate):
 
 
 def test_a_map(kind, make_pool, log, mailbox, gate):
-    """All of a map ends: what waits is never run, what runs is stopped, and others go on."""
+    """The map's waiting tasks never run, its running tasks are stopped, and other maps continue."""
     pool = make_pool(kind, 2)
     mapped = pool.starmap_async(
         work.post_and_gate, [(mailbox.path, gate.path, i) for i in range(50)], 1
@@ -94,7 +94,7 @@ def test_a_map(kind, make_pool, log, mailbox, gate):
 
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 def test_a_lazy_map(kind, make_pool, verb, mailbox, gate):
-    """After the results that came, it raises TaskCancelled; the input is drawn no further."""
+    """`next` raises TaskCancelled after the earlier results. The input is not drawn any further."""
     from xpool import TaskCancelled
 
     pool = make_pool(kind, 1)
@@ -128,7 +128,7 @@ def work_at_gate(paths):
 
 
 def test_the_callback(kind, make_pool, mailbox, gate):
-    """The error callback is told, once."""
+    """The error callback runs once."""
     from xpool import TaskCancelled
 
     pool = make_pool(kind, 1)
@@ -143,8 +143,8 @@ def test_the_callback(kind, make_pool, mailbox, gate):
     assert not good and len(bad) == 1 and isinstance(bad[0], TaskCancelled)
 
 
-def test_whoever_waits_wakes(kind, make_pool, mailbox, gate):
-    """A thread in `get` is woken by another's `cancel`."""
+def test_a_waiting_thread_wakes(kind, make_pool, mailbox, gate):
+    """`cancel` wakes a thread that waits in `get`."""
     from xpool import TaskCancelled
 
     pool = make_pool(kind, 1)
@@ -165,9 +165,9 @@ def test_whoever_waits_wakes(kind, make_pool, mailbox, gate):
     assert len(caught) == 1
 
 
-def test_while_it_is_answered(kind, make_pool):
-    """Cancelled at any moment of its life, from another thread: one answer, and `cancel` is true
-    exactly when that is TaskCancelled."""
+def test_at_random_moments(kind, make_pool):
+    """Jobs cancelled at random moments from another thread each get one answer. `cancel` returns
+    true exactly if the answer is TaskCancelled."""
     from xpool import TaskCancelled
 
     pool = make_pool(kind, 2)
@@ -200,8 +200,8 @@ def test_while_it_is_answered(kind, make_pool):
     assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
 
 
-def test_after_the_end(kind, make_pool, mailbox, gate):
-    """What `terminate` has answered cannot be cancelled."""
+def test_after_terminate(kind, make_pool, mailbox, gate):
+    """A result that `terminate` has answered cannot be cancelled."""
     pool = make_pool(kind, 1)
     victim = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
     mailbox.line()
@@ -210,7 +210,7 @@ def test_after_the_end(kind, make_pool, mailbox, gate):
 
 
 def test_close_does_not_wait_for_it(kind, make_pool, mailbox, gate):
-    """After `cancel`, nothing keeps `close` and `join` from ending."""
+    """After `cancel`, `close` and `join` do not wait for the job."""
     pool = make_pool(kind, 2)
     victims = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path)) for _ in range(4)]
     mailbox.lines(2)
@@ -219,8 +219,8 @@ def test_close_does_not_wait_for_it(kind, make_pool, mailbox, gate):
     pool.join(WAIT)
 
 
-def test_what_waits_for_its_next_try(kind, make_pool, log):
-    """A task between two tries is withdrawn as well."""
+def test_a_task_that_waits_for_its_next_try(kind, make_pool, log):
+    """A task that waits for its next try can be cancelled."""
     pool = make_pool(kind, 1)
     victim = pool.apply_async(
         work.raise_times, (str(log), 100, OSError), retries=100, retry_on=OSError
@@ -232,10 +232,11 @@ def test_what_waits_for_its_next_try(kind, make_pool, log):
     pool.join(WAIT)
 
 
-def test_one_of_many_calls_that_wait_together(process_kind, make_pool, log, gate):
-    """Calls that travel together are cancelled one by one, wherever they are; the others run."""
+def test_some_of_many_calls_sent_together(process_kind, make_pool, log, gate):
+    """Of calls sent together, only the cancelled ones do not run."""
     pool = make_pool(process_kind, 2)
-    assert pool.map(work.same, range(500), 1) == list(range(500))  # tasks are known to be short
+    # The pool learns that these tasks are short.
+    assert pool.map(work.same, range(500), 1) == list(range(500))
     held = [pool.apply_async(work.gated, (gate.path, i)) for i in range(2)]
     calls = [pool.apply_async(work.logged, (str(log), i)) for i in range(300)]
     victims = {0, 1, 2, 7, 100, 101, 298, 299}
@@ -249,7 +250,7 @@ def test_one_of_many_calls_that_wait_together(process_kind, make_pool, log, gate
 
 
 def test_calls_cancelled_while_they_are_run(process_kind, make_pool):
-    """Cancelling some of a stream of short calls, in any state, loses and repeats no other."""
+    """Cancelling some of many short calls, in any state, does not affect the others."""
     pool = make_pool(process_kind, 2)
     draw = random.Random(5)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""The program's folder, arguments and import path: gone, or not what they usually are."""
+"""Unusual or removed working directories, arguments and import paths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ START = """
 
 @pytest.mark.parametrize("method", [None, "fork"])
 def test_a_folder_that_was_removed(tmp_path, method):
-    """Workers that start when the program's folder was removed are in it, as the program is."""
+    """If the program's folder was removed, its workers start in it too."""
     text = (
         START
         + """
@@ -71,7 +71,7 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_arguments_and_path_of_any_kind(tmp_path, odd):
-    """Nothing that a program does to `sys.argv` and `sys.path` keeps its workers from starting."""
+    """Any value of `sys.argv` and `sys.path` lets workers start."""
     text = (
         START
         + f"""
@@ -91,8 +91,8 @@ def test_arguments_and_path_of_any_kind(tmp_path, odd):
     assert out.split("\n")[:-1] == ["[0, 1, 4, 9]", "9", "25"]
 
 
-def test_workers_see_the_arguments_of_now(tmp_path):
-    """A worker has the program's arguments, without what could not be sent."""
+def test_workers_get_the_current_arguments(tmp_path):
+    """A worker gets the program's arguments as text, if they cannot be sent."""
     text = (
         START
         + """
@@ -107,7 +107,7 @@ def test_workers_see_the_arguments_of_now(tmp_path):
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_start_that_fails_half_way(process_kind, make_pool, monkeypatch, nth):
-    """When the system refuses to watch a new worker, that one is put away and another started."""
+    """If the engine cannot watch a new worker, it ends that worker and starts another."""
     pool = make_pool(process_kind, 1)
     (before,) = pool.map(work.pid, range(1))
     add, calls = Reactor.add, []
@@ -126,7 +126,7 @@ def test_a_start_that_fails_half_way(process_kind, make_pool, monkeypatch, nth):
 
 @pytest.mark.exhaustive
 def test_a_start_that_fails_for_good(process_kind, make_pool, monkeypatch):
-    """A worker for which nothing can be prepared stops the pool, with the reason."""
+    """If a worker's start always fails, the pool stops and gives the reason."""
     from xpool._pools import worker_config
     from xpool.errors import PoolClosed, WorkerStartFailed
 

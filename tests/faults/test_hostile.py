@@ -1,7 +1,7 @@
-"""A hostile worker: with every descriptor that it has, it does what it can.
+"""A hostile worker misuses each of its descriptors.
 
-What becomes of its task stands in `matrix`.  In each cell the parent survives, the other worker
-goes on, the pool is usable afterwards and ends.
+`matrix` has the outcome of its task. In every case the program survives, the other worker
+continues, and the pool stays usable and ends.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CELLS = [
     if expected != "-" and name != "arena"
 ]
 NOTICED_BESIDE = ("status", "control")
-"""What is written there is not in one stream with the answers, so the task waits for its end."""
+"""Their messages are read apart from the answers, so the task waits for its end."""
 
 
 def test_the_table_is_complete():
-    """Every descriptor has a cell for every way, and the page shows what is held here."""
+    """Every descriptor has a cell for every way, and the page shows this table."""
     assert set(matrix.HOSTILE) == set(hostile.DESCRIPTORS)
     assert all(set(ways) == set(hostile.WAYS) for ways in matrix.HOSTILE.values())
     assert matrix.hostile_document() in PAGE.read_text(), "run: python tests/faults/matrix.py"
@@ -42,7 +42,7 @@ def test_the_table_is_complete():
 
 @pytest.fixture
 def records():
-    """What arrives at the logger "hostile"."""
+    """The records that arrive at the logger "hostile"."""
     logger, found = logging.getLogger("hostile"), []
     handler = logging.Handler()
     handler.emit = found.append
@@ -54,7 +54,7 @@ def records():
 @pytest.mark.parametrize("context", [None, *also("spawn", "fork")])
 @pytest.mark.parametrize(("name", "way", "expected"), CELLS)
 def test_mischief(make_pool, name, way, expected, context, mailbox, gate, records):
-    """It costs the task that did it, at most; another worker's task and logs go on."""
+    """At most the hostile task fails. Tasks and logs of the other worker are not affected."""
     if context is not None and name in ("status", "control"):
         pytest.skip("workers of multiprocessing have no status, the control is the same")
     pool = make_pool(P2PPool if name == "control" else Pool, 2, context=context)
@@ -72,14 +72,14 @@ def test_mischief(make_pool, name, way, expected, context, mailbox, gate, record
     assert pool.map(hostile.log, ["a", "b", "c"], 1) == ["a", "b", "c"]
     pool.close()
     pool.join()
-    # A worker whose socket it has closed sends none.
+    # A worker that has closed its socket sends no records.
     said = [record.getMessage() for record in records]
     assert said.count("a") + said.count("b") + said.count("c") == 3 or way == "closed"
 
 
 @pytest.mark.parametrize("way", hostile.WAYS)
 def test_mischief_with_the_arena(way):
-    """The parent survives, and tasks without large values; in a program of its own."""
+    """The program survives, and tasks with small values work. This runs in a separate program."""
     program = scripts.popen([hostile.__file__, way])
     try:
         out, err = program.communicate(timeout=PROGRAM_LIMIT)
@@ -93,7 +93,8 @@ def test_mischief_with_the_arena(way):
 
 
 def test_a_log_record_runs_no_code(make_pool, tmp_path, records):
-    """A pickle in the socket for log records is not opened, nor taken for another worker's."""
+    """A pickle written to the log socket is not unpickled. It does not corrupt other workers'
+    records."""
     pool = make_pool(Pool, 2)
     path = tmp_path / "made by unpickling"
     assert pool.apply(hostile.send_code, (str(path),)) == "sent"

@@ -1,4 +1,4 @@
-"""Workers that cannot start: the pool stops, soon, and says why."""
+"""If workers cannot start, the pool stops soon and gives the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REASONS = {
 
 
 def start_failure(make_pool, kind, *args, **kwds):
-    """Build a pool that cannot start and use it; return the WorkerStartFailed that comes out."""
+    """Use a pool that cannot start. Return its WorkerStartFailed."""
     from xpool import PoolClosed, WorkerStartFailed
 
     try:
@@ -44,7 +44,7 @@ def start_failure(make_pool, kind, *args, **kwds):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", REASONS)
 def test_initializer_that_always_fails(process_kind, make_pool, how, log):
-    """An initializer that never succeeds stops the pool with WorkerStartFailed and the reason."""
+    """An initializer that always fails stops the pool with WorkerStartFailed and the reason."""
     error = start_failure(make_pool, process_kind, 2, work.end_logged, (how, str(log)))
     assert re.search(REASONS[how], story(error))
     if how == "raise":
@@ -55,7 +55,7 @@ def test_initializer_that_always_fails(process_kind, make_pool, how, log):
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_start_methods(make_pool, method, log):
-    """The same with the other start methods."""
+    """With other start methods, the pool stops with the reason too."""
     from xpool import Pool
 
     error = start_failure(make_pool, Pool, 1, work.end_logged, ("raise", str(log)), context=method)
@@ -63,7 +63,7 @@ def test_other_start_methods(make_pool, method, log):
 
 
 def test_everything_pending_is_answered(process_kind, make_pool, log):
-    """All tasks of a pool that cannot start are answered, and it takes no more."""
+    """If a pool cannot start, all its tasks fail, and it refuses new ones."""
     from xpool import WorkerStartFailed, XPoolError
 
     pool = make_pool(process_kind, 2, work.end_logged, ("raise", str(log)))
@@ -87,13 +87,13 @@ def test_everything_pending_is_answered(process_kind, make_pool, log):
 
 
 def test_initializer_that_fails_in_threads(thread_kind, make_pool):
-    """A thread pool whose initializer raises stops too, with the very exception as cause."""
+    """If a thread pool's initializer raises, the pool stops. The cause is the same exception."""
     error = start_failure(make_pool, thread_kind, 1, work.end, ("raise",))
     assert isinstance(error.__cause__, RuntimeError)
 
 
 def test_initializers_that_fail_in_many_threads(thread_kind, make_pool):
-    """Three failures in a row end a pool of threads, though no thread has failed three times."""
+    """Three failures in a row stop a thread pool, even if each is in another thread."""
     together, calls, over = threading.Barrier(3), itertools.count(), threading.Event()
 
     def fail():
@@ -112,13 +112,13 @@ def test_initializers_that_fail_in_many_threads(thread_kind, make_pool):
 
 @pytest.mark.parametrize("how", ["raise", "os._exit", "SIGKILL"])
 def test_initializer_that_fails_once(process_kind, make_pool, tmp_path, how):
-    """A start that fails once is tried again, and the pool works."""
+    """If a start fails once, the pool starts another worker."""
     pool = make_pool(process_kind, 1, work.end_once, (how, str(tmp_path / "flag")))
     assert pool.apply_async(work.square, (3,)).get(WAIT) == 9
 
 
 def test_replacement_that_cannot_start(process_kind, make_pool, tmp_path):
-    """When replacements cannot start, the pool that worked until then stops with the reason."""
+    """If a replacement cannot start, the pool stops with the reason."""
     from xpool import WorkerDied, XPoolError
 
     flag = tmp_path / "broken"
@@ -133,7 +133,7 @@ def test_replacement_that_cannot_start(process_kind, make_pool, tmp_path):
 
 
 def test_initializer_whose_module_the_child_does_not_have(make_pool):
-    """An import error in the child is the reason."""
+    """If the worker cannot import the initializer's module, the reason is the import error."""
     from xpool import Pool
 
     module = types.ModuleType("xpool_test_absent")
@@ -147,7 +147,7 @@ def test_initializer_whose_module_the_child_does_not_have(make_pool):
 
 
 def test_task_whose_module_the_child_does_not_have(process_kind, make_pool):
-    """A function that the worker cannot import fails its task only."""
+    """If the worker cannot import a task's module, only this task fails."""
     module = types.ModuleType("xpool_test_absent")
     exec("def task(): return None", module.__dict__)
     sys.modules["xpool_test_absent"] = module
@@ -162,7 +162,8 @@ def test_task_whose_module_the_child_does_not_have(process_kind, make_pool):
 
 @pytest.mark.parametrize("stage", ["__setstate__", "__str__"])
 def test_initializer_whose_exception_blocks_in_the_parent(process_kind, make_pool, gate, stage):
-    """Only who asks for the error waits for its code: the pool fails, says so and ends."""
+    """If the exception's own code blocks, only the thread that asks for the error waits. The pool
+    stops and can be joined."""
     from xpool import WorkerStartFailed
 
     away = work.Away(os.getpid(), stage, "block")
@@ -198,7 +199,7 @@ def test_initializer_whose_exception_blocks_in_the_parent(process_kind, make_poo
 def test_initializer_whose_exception_raises_in_the_parent_only(
     process_kind, make_pool, gate, stage
 ):
-    """The pool fails with the text that the worker made; the cause is what could be had of it."""
+    """If the exception's code raises in the parent, the error has the text from the worker."""
     from xpool import PoolClosed, WorkerStartFailed
 
     away = work.Away(os.getpid(), stage, "raise")
@@ -221,7 +222,7 @@ def test_initializer_whose_exception_raises_in_the_parent_only(
 
 
 def test_initializer_whose_exception_has_no_text(process_kind, make_pool):
-    """The reason says whose text it was that could not be had, and the cause is there."""
+    """If the exception's text cannot be made, the reason names its class."""
     away = work.Away(0, "nowhere", "raise", everywhere=True)
     error = start_failure(make_pool, process_kind, 1, work.raise_it, (away,))
     assert error.reason == "Away, whose text cannot be made (ZeroDivisionError)"
@@ -229,7 +230,7 @@ def test_initializer_whose_exception_has_no_text(process_kind, make_pool):
 
 
 def test_initargs_that_do_not_pickle(process_kind, make_pool):
-    """Initargs that cannot be sent are refused, at once or by the first task."""
+    """Initargs that cannot be pickled raise an error in the constructor or from the first task."""
     from xpool import XPoolError
 
     with pytest.raises(XPoolError) as caught:
@@ -239,7 +240,7 @@ def test_initargs_that_do_not_pickle(process_kind, make_pool):
 
 
 def test_initargs_that_do_not_unpickle(process_kind, make_pool):
-    """Initargs that the child cannot rebuild stop the pool with the reason."""
+    """If the worker cannot unpickle the initargs, the pool stops with the reason."""
     error = start_failure(
         make_pool, process_kind, 1, work.remember, (work.EndsWhenUnpickled("raise"),)
     )
@@ -247,7 +248,7 @@ def test_initargs_that_do_not_unpickle(process_kind, make_pool):
 
 
 def test_terminate_while_starting(process_kind, make_pool, mailbox, gate):
-    """A pool whose initializer takes for ever can be terminated."""
+    """A pool can be terminated while its initializers still run."""
     pool = make_pool(process_kind, 2, work.post_and_gate, (mailbox.path, gate.path))
     mailbox.line()
     pool.terminate()
@@ -255,7 +256,7 @@ def test_terminate_while_starting(process_kind, make_pool, mailbox, gate):
 
 
 def test_failure_reaches_the_error_callback(process_kind, make_pool):
-    """The error callback is told that the pool could not start."""
+    """If the pool cannot start, the error callback gets WorkerStartFailed."""
     from xpool import WorkerStartFailed, XPoolError
 
     bad: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Interrupts and errors that strike the caller's side: nothing is lost, nothing hangs."""
+"""Interrupts and errors in the caller's process lose no result and block no call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def same(x):
 
 
 class OpensBadly:
-    """Arrives in the caller's process by a function that raises there, for some numbers."""
+    """For the numbers in `bad`, raises when it is unpickled in the caller's process."""
 
     error: type[BaseException] = ValueError
     bad: frozenset[int] = frozenset()
@@ -51,11 +51,11 @@ def opens_badly():
 
 @pytest.mark.parametrize("buffersize", [None, 64])
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
-def test_a_result_that_cannot_be_opened_fails_alone(opens_badly, verb, buffersize):
-    """Of results that arrive together, each that cannot be unpickled fails, and no other."""
+def test_a_result_that_cannot_be_unpickled_fails_alone(opens_badly, verb, buffersize):
+    """Of results received together, only those fail that cannot be unpickled."""
     opens_badly(ValueError, 50, 51, 250, 499)
     with Pool(2) as pool:
-        pool.map(same, range(4_000), chunksize=1)  # from here on they travel together
+        pool.map(same, range(4_000), chunksize=1)  # later results are received together
         tasks = [(i, os.getpid()) for i in range(500)]
         results = getattr(pool, verb)(wrapped, tasks, buffersize=buffersize)
         good, bad = [], []
@@ -71,7 +71,7 @@ def test_a_result_that_cannot_be_opened_fails_alone(opens_badly, verb, buffersiz
 
 
 def test_an_interrupted_get_can_be_repeated(opens_badly):
-    """Ctrl-C while results are unpickled takes nothing away: the next get has all of them."""
+    """If Ctrl-C interrupts the unpickling of results, the next `get` returns all of them."""
     opens_badly(KeyboardInterrupt, 300)
     with Pool(2) as pool:
         result = pool.map_async(wrapped, [(i, os.getpid()) for i in range(500)])
@@ -88,14 +88,14 @@ def test_an_interrupted_get_can_be_repeated(opens_badly):
 
 
 class Interrupts:
-    """Is interrupted while it is pickled."""
+    """Raises KeyboardInterrupt while it is pickled."""
 
     def __reduce__(self):
         raise KeyboardInterrupt
 
 
 def test_an_interrupt_while_pickling_leaves_no_job():
-    """Ctrl-C in the middle of submitting gives the job up: close and join do not wait for it."""
+    """If Ctrl-C interrupts a submission, `close` and `join` do not wait for its job."""
     pool = Pool(1)
     for submit in (
         lambda: pool.apply(same, (Interrupts(),)),
@@ -117,7 +117,7 @@ def tell_and_wait(pid_and_fifo):
 
 
 def test_a_signal_handler_uses_the_pool(tmp_path):
-    """A handler that runs while its thread waits in apply() may use the same worker's pool."""
+    """A signal handler that runs while its thread waits in `apply` may use the same pool."""
     fifo = str(tmp_path / "gate")
     os.mkfifo(fifo)
     pool = Pool(2)
@@ -153,7 +153,7 @@ if __name__ == "__main__":
 
 
 def test_a_program_that_blocks_sigchld(tmp_path):
-    """Deaths are seen whatever the program does with SIGCHLD."""
+    """If the program blocks SIGCHLD, the pool still detects deaths."""
     (tmp_path / "blocked.py").write_text(BLOCKED)
     done = subprocess.run(
         [sys.executable, "blocked.py"],

@@ -1,4 +1,4 @@
-"""Few descriptors, many pools, the end of the interpreter."""
+"""Few descriptors, many pools, and the end of the interpreter."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ pytestmark = pytest.mark.xpool_only
 
 
 def script(tmp_path, text, *arguments):
-    """Run a script that must end well and silently; return the lines that it printed."""
+    """Run a script that must succeed and print no errors. Return its output lines."""
     path = scripts.write(tmp_path / "script.py", text)
     return scripts.run_ok([path, *arguments]).splitlines()
 
 
 def test_many_results_under_few_descriptors(tmp_path):
-    """Five thousand results held at once need no descriptor each."""
+    """Five thousand results held at once do not need a descriptor each."""
     text = """
         import os
         import xpool
@@ -42,7 +42,7 @@ def test_many_results_under_few_descriptors(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.torch
 def test_many_tensors_under_few_descriptors(tmp_path):
-    """Five thousand tensors held at once need no descriptor each."""
+    """Five thousand tensors held at once do not need a descriptor each."""
     text = """
         import xpool, torch
         from support import work
@@ -59,7 +59,7 @@ def test_many_tensors_under_few_descriptors(tmp_path):
 
 
 def test_a_program_with_many_descriptors(tmp_path):
-    """A pool whose descriptors have numbers beyond what `select` can take works, and ends."""
+    """A pool works although its descriptors are too large for `select`."""
     text = """
         import os, resource
         import xpool
@@ -76,7 +76,7 @@ def test_a_program_with_many_descriptors(tmp_path):
 
 
 def test_descriptors_run_out_in_the_constructor(tmp_path):
-    """Without free descriptors the constructor raises OSError or an xpool error, leaks nothing."""
+    """Without free descriptors, the constructor raises an error and leaks nothing."""
     text = """
         import os
         import xpool
@@ -111,7 +111,7 @@ def test_descriptors_run_out_in_the_constructor(tmp_path):
 
 
 def test_descriptors_run_out_while_workers_are_replaced(tmp_path):
-    """A worker that cannot be replaced for want of descriptors leaves nobody waiting."""
+    """If no descriptor is free for a replacement, no caller waits for ever."""
     text = """
         import os
         import xpool
@@ -142,7 +142,7 @@ def test_descriptors_run_out_while_workers_are_replaced(tmp_path):
 
 @pytest.mark.exhaustive
 def test_twenty_pools(tmp_path):
-    """Twenty pools opened at once, then closed, leave no process, thread or descriptor."""
+    """Twenty open pools that are then closed leave no process, thread or descriptor behind."""
     text = """
         import xpool
         from support import leaks, work
@@ -166,8 +166,8 @@ def test_twenty_pools(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.torch
 def test_one_fork_server(tmp_path):
-    """However many pools there were, and whatever was imported between, one server stays: when that
-    has torch, the next pool ends the one that stood in for it."""
+    """After several pools and imports, only one fork server runs. When the server that has imported
+    torch is ready, the next pool ends its temporary substitute."""
     text = """
         import importlib
         import xpool
@@ -193,7 +193,7 @@ def test_one_fork_server(tmp_path):
 
 @pytest.mark.parametrize("name", ["Pool", "ThreadPool", "P2PPool"])
 def test_interpreter_ends_without_close(tmp_path, name):
-    """A script that forgets `close` ends at once, with exit code 0 and silently."""
+    """A script without `close` ends at once, with exit code 0 and no message."""
     text = f"""
         import xpool
         from support import work
@@ -206,7 +206,7 @@ def test_interpreter_ends_without_close(tmp_path, name):
 
 
 def test_interpreter_ends_with_work_pending(tmp_path):
-    """A script that ends while workers are busy does not wait for them."""
+    """A script ends without waiting for busy workers."""
     text = """
         import xpool
         from support import work
@@ -220,7 +220,7 @@ def test_interpreter_ends_with_work_pending(tmp_path):
 
 
 def test_pool_held_by_an_object_at_the_end(tmp_path):
-    """A pool that lives in an object until the interpreter ends does not keep it."""
+    """An object that holds a pool does not delay the end of the interpreter."""
     text = """
         import xpool
         from support import work
@@ -239,7 +239,7 @@ def test_pool_held_by_an_object_at_the_end(tmp_path):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_pool_used_at_exit(tmp_path, when):
-    """A function registered with `atexit` may use the pool, or gets a clear error; no hang."""
+    """A function registered with `atexit` uses the pool or gets an error. It does not hang."""
     text = """
         import atexit, sys
         import xpool
@@ -263,7 +263,7 @@ def test_pool_used_at_exit(tmp_path, when):
 
 
 def test_output_of_workers_is_not_lost(tmp_path):
-    """What a task prints arrives, though output to a pipe is buffered."""
+    """The output of a task is printed even if it is buffered."""
     text = """
         import xpool
 
@@ -276,8 +276,8 @@ def test_output_of_workers_is_not_lost(tmp_path):
     assert script(tmp_path, text) == ["from the worker"]
 
 
-def test_shared_memory_is_left_as_it_was(tmp_path):
-    """A script killed with large results about leaves nothing in /dev/shm: it has nothing there."""
+def test_a_killed_script_leaves_no_shared_memory(tmp_path):
+    """The script creates nothing in /dev/shm, so killing it leaves nothing there."""
     text = """
         import os, signal, sys
         import xpool
@@ -301,7 +301,7 @@ def test_shared_memory_is_left_as_it_was(tmp_path):
 
 
 def refuse_threads(monkeypatch, which):
-    """Have the system refuse to start the worker threads whose numbers, from 1 on, are given."""
+    """Make the start of the given worker threads fail. The first thread has number 1."""
     start, count = threading.Thread.start, itertools.count(1)
 
     def maybe(self):
@@ -314,7 +314,7 @@ def refuse_threads(monkeypatch, which):
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_no_thread_for_a_new_pool(thread_kind, monkeypatch, first):
-    """The constructor raises, and leaves no thread; the next pool is as usual."""
+    """The constructor raises and leaves no thread. The next pool works."""
     refuse_threads(monkeypatch, [first])
     with pytest.raises(RuntimeError, match="can't start new thread"):
         thread_kind(2)
@@ -324,7 +324,7 @@ def test_no_thread_for_a_new_pool(thread_kind, monkeypatch, first):
 
 
 def test_no_thread_for_a_replacement(thread_kind, make_pool, monkeypatch):
-    """It is tried again a moment later, and nothing is lost."""
+    """If a replacement thread cannot start, the pool tries again and loses no task."""
     refuse_threads(monkeypatch, [3, 4, 5])
     pool = make_pool(thread_kind, 2, maxtasksperchild=1)
     assert pool.map(work.square, range(8), 1) == [i * i for i in range(8)]
@@ -332,8 +332,8 @@ def test_no_thread_for_a_replacement(thread_kind, make_pool, monkeypatch):
     pool.join()
 
 
-def test_no_thread_any_more(thread_kind, make_pool, monkeypatch):
-    """When none can be had for long, the pool stops with the reason, and nobody waits for ever."""
+def test_no_thread_for_a_long_time(thread_kind, make_pool, monkeypatch):
+    """If no thread can start for long, the pool stops with the reason."""
     from xpool import WorkerStartFailed
     from xpool._engine.jobs import budget
 

@@ -1,7 +1,6 @@
-"""The fault matrix: every way, at every stage, in every kind of pool, with every start method.
+"""The fault matrix: every fault at every stage, in every kind of pool, with every start method.
 
-What is expected stands in `matrix`; here it is held.  A part runs by default, all of it with
-``make test-all``.
+`matrix` has the expected outcomes. ``make test`` runs a part, ``make test-all`` runs all.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SABOTEURS = {
 
 
 def grid(rows, stages, kinds, quick):
-    """Return the parameters of the cells; all but the quick ones are of the whole matrix."""
+    """Return the parameters of the cells. ``make test`` runs only the quick cells."""
     found = []
     for kind in kinds:
         for method in METHODS if kind.processes else METHODS[:1]:
@@ -74,7 +73,7 @@ CELLS = "kind, method, stage, how, expected"
 
 
 def options(method, stage=""):
-    """Return the options of the pool for a cell."""
+    """Return the pool's options for a cell."""
     found = {} if method == "None" else {"context": method}
     if stage.endswith("pipe"):
         found["memory_limit"] = 0
@@ -82,7 +81,7 @@ def options(method, stage=""):
 
 
 def shared_memory():
-    """Return how many blocks of the arena are held, and bytes that its blocks and tables have."""
+    """Return how many blocks of the arena are held, and how many bytes the arena uses."""
     from xpool._memory.arena import Arena
 
     arena = Arena.own()
@@ -91,7 +90,7 @@ def shared_memory():
 
 
 def test_the_matrix_is_complete():
-    """Every way has a cell at every stage, and the page shows what is held here."""
+    """Every fault has a cell at every stage, and the page shows these tables."""
     for rows in (matrix.PROCESSES, matrix.THREADS):
         assert all(set(cells) == set(matrix.WAYS) for cells in rows.values())
     said = {word for rows in (matrix.PROCESSES, matrix.THREADS) for c in rows.values()
@@ -102,7 +101,7 @@ def test_the_matrix_is_complete():
 
 @pytest.mark.parametrize(CELLS, IN_WORKERS)
 def test_in_a_worker(make_pool, kind, method, stage, how, expected, log, mailbox, gate):
-    """The task ends as the matrix says, the others are done, once each, the pool is usable."""
+    """The task ends as the matrix says. Each other task is done once, and the pool stays usable."""
     _, used = shared_memory()
     pool = make_pool(kind, 2, **options(method, stage))
     before = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
@@ -123,15 +122,15 @@ def test_in_a_worker(make_pool, kind, method, stage, how, expected, log, mailbox
 
     def given_back():
         held, now = shared_memory()
-        # Tables keep a few pages; any of the results here has more.
+        # The tables keep a few pages. Each result here is larger.
         return not held and now < used + 200_000
 
-    eventually(given_back, "no block is held, and the memory is back with the system")
+    eventually(given_back, "no block is held, and the memory is released")
 
 
 @pytest.mark.parametrize(CELLS, STARTS)
 def test_in_the_initializer(make_pool, kind, method, stage, how, expected):
-    """A pool whose workers never start stops and says so to all who wait."""
+    """If workers never start, all waiting calls get the expected error."""
     more = {"initializer_timeout": cells.LIMIT} if how in ("SIGSTOP", "hang") else {}
     pool = make_pool(kind, 1, work.end, (how,), **options(method), **more)
     try:
@@ -143,9 +142,10 @@ def test_in_the_initializer(make_pool, kind, method, stage, how, expected):
 
 
 def gone_or_signalled(pid):
-    """Signal again what a second was not enough for.
+    """Signal the worker again, and return whether it ended within a second.
 
-    A Python handler whose signal came just before `os.read` blocked runs when something ends that.
+    If a signal arrives just before `os.read` blocks, its Python handler does not run until another
+    signal arrives.
     """
     try:
         os.kill(pid, signal.SIGUSR1)
@@ -156,14 +156,14 @@ def gone_or_signalled(pid):
 
 @pytest.mark.parametrize(CELLS, IDLE)
 def test_in_an_idle_worker(make_pool, kind, method, stage, how, expected, mailbox, gate):
-    """No task is lost, and the worker is replaced."""
+    """No task is lost, and a new worker replaces the idle one."""
     pool = make_pool(kind, 2, cells.arm, (how,), **options(method))
     victim = workers_of(pool, mailbox, gate, 2)[0]
     if how in ("SIGSTOP", "hang"):
         os.kill(victim, signal.SIGUSR1)
     else:
         eventually(lambda: gone_or_signalled(victim), "the worker ends")
-    # At once, so that each worker gets some: of one after the other, a quick one may do all.
+    # Submit all tasks at once. Otherwise one quick worker may run them all.
     results = pool.map_async(work.square, range(8), chunksize=1, timeout=cells.LIMIT)
     assert results.get(WAIT) == [i * i for i in range(8)]
     assert (expected, wait_gone([victim])) == ("replaced", [])
@@ -172,7 +172,7 @@ def test_in_an_idle_worker(make_pool, kind, method, stage, how, expected, mailbo
 
 @pytest.mark.parametrize(CELLS, IN_THE_CALLER)
 def test_in_the_caller(kind, method, stage, how, expected):
-    """A fault in the program's own process, and in threads: a program of its own for each."""
+    """Faults in the program's own process run in a separate program for each cell."""
     program = scripts.popen([cells.__file__, kind.name, method, stage, how])
     try:
         if how == "SIGSTOP":

@@ -37,8 +37,8 @@ def _swell(size):
     return len(kept)
 
 
-def test_a_worker_past_its_limit_is_ended():
-    """Its task fails with a `WorkerDied` that says so; the others are done, the pool goes on."""
+def test_a_worker_beyond_its_limit_is_ended():
+    """A task whose worker exceeds its limit fails with `WorkerDied`. The other tasks are done."""
     with Pool(2, worker_memory=600 * MB) as pool:
         results = pool.map(_swell, [MB, 1000 * MB, MB, MB], 1, on_error="return")
         assert [type(one) for one in results] == [int, WorkerDied, int, int]
@@ -55,7 +55,7 @@ def _swell_once(path):
 
 
 def test_retries(tmp_path):
-    """With ``retries=``, the task is run again."""
+    """With ``retries=``, the task runs again."""
     with Pool(1, worker_memory=600 * MB) as pool:
         assert pool.apply(_swell_once, (str(tmp_path / "flag"),), retries=1) == 1
 
@@ -69,7 +69,7 @@ def _keep(size):
 
 @pytest.mark.exhaustive
 def test_an_initializer_that_takes_too_much():
-    """A pool whose workers are over the limit from the beginning stops, with the reason."""
+    """If an initializer exceeds the limit, the pool stops with the reason."""
     with Pool(1, _keep, (1000 * MB,), worker_memory=600 * MB, restart_budget=2) as pool:
         with pytest.raises((WorkerDied, PoolBroken)):
             pool.map(work.sleep_long, [1])
@@ -79,7 +79,7 @@ def test_an_initializer_that_takes_too_much():
 
 
 def test_memory_high(monkeypatch, tmp_path):
-    """While memory is short, one task runs at a time; then all workers get some again."""
+    """While memory is short, one task runs at a time. Later all workers get tasks again."""
     used = [0.99]
     monkeypatch.setattr(memory, "fullest_scope", lambda: Scope(10 << 30, int(used[0] * (10 << 30))))
     box = Mailbox(tmp_path / "box")
@@ -100,7 +100,7 @@ def test_memory_high(monkeypatch, tmp_path):
 
 
 def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
-    """One at each look, of those that are large; small ones are left alone."""
+    """Each check ends one worker of those that use much memory. Small workers stay."""
     sizes = {1: 10 << 20, 2: 900 << 20, 3: 500 << 20, 4: 950 << 20}
     states = {4: SimpleNamespace(serves=False)}
     workers = [
@@ -127,7 +127,7 @@ def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
 
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
-    """A function that writes what the kernel would say of memory."""
+    """A function that writes the kernel's files on memory."""
     monkeypatch.setattr(system, "_CGROUPS", str(tmp_path / "cgroup"))
     monkeypatch.setattr(system, "_PROC", str(tmp_path / "proc"))
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1 << 20, "SC_PHYS_PAGES": 64_000}.get)
@@ -142,7 +142,7 @@ def cgroups(tmp_path, monkeypatch):
 
 
 def version_2(folder, most, used, cache):
-    """Return the files of a cgroup; its numbers are in MiB."""
+    """Return the files of a cgroup of version 2. The numbers are in MiB."""
     return {
         f"cgroup/{folder}memory.max": "max\n" if most is None else f"{most * MIB}\n",
         f"cgroup/{folder}memory.current": f"{used * MIB}\n",
@@ -151,7 +151,7 @@ def version_2(folder, most, used, cache):
 
 
 def version_1(folder, most, used, cache):
-    """Return the same of version 1."""
+    """Return the files of a cgroup of version 1. The numbers are in MiB."""
     return {
         f"cgroup/memory/{folder}memory.limit_in_bytes": f"{most * MIB}\n",
         f"cgroup/memory/{folder}memory.usage_in_bytes": f"{used * MIB}\n",
@@ -164,14 +164,14 @@ def version_1(folder, most, used, cache):
     ("of", "own"), [(version_2, "0::/\n"), (version_1, "4:cpu,memory:/\n0::/\n")]
 )
 def test_a_cgroups_file_cache_is_free(cgroups, of, own):
-    """Files that were read count for free; each scope is compared with itself."""
+    """The cache of files that were read counts as free memory."""
     cgroups({"proc/self/cgroup": own, **of("", 8000, 7900, 6000)})
-    assert system.fullest_scope() == (64_000 * MIB, 32_000 * MIB)  # the machine's half
+    assert system.fullest_scope() == (64_000 * MIB, 32_000 * MIB)  # half of the machine's memory
     assert system.available_memory() == 6100 * MIB
     cgroups({"proc/self/cgroup": own, **of("", 8000, 7900, 0)})
     assert system.fullest_scope() == (8000 * MIB, 7900 * MIB)
     assert system.available_memory() == 100 * MIB
-    # The kernel counts at two moments.
+    # The kernel does not count both numbers at the same time.
     cgroups({"proc/self/cgroup": own, **of("", 8000, 10, 20)})
     assert system.available_memory() == 8000 * MIB
 
@@ -179,11 +179,11 @@ def test_a_cgroups_file_cache_is_free(cgroups, of, own):
 @pytest.mark.pure
 @pytest.mark.parametrize(("of", "own"), [(version_2, "0::/a/b\n"), (version_1, "4:memory:/a/b\n")])
 def test_limits_of_groups_around_it_count(cgroups, of, own):
-    """A process has the limits of its group and of those around it; a missing folder has none."""
+    """The limits of a process's cgroup and of its parents count. A missing folder has no limit."""
     cgroups({"proc/self/cgroup": own, **of("a/b/", 8000, 100, 0), **of("a/", 4000, 3900, 0)})
     assert system.fullest_scope() == (4000 * MIB, 3900 * MIB)
     assert system.available_memory() == 100 * MIB
-    cgroups({"proc/self/cgroup": own, **of("", 2000, 1900, 0)})  # in a container of its own
+    cgroups({"proc/self/cgroup": own, **of("", 2000, 1900, 0)})  # in a container
     assert system.available_memory() == 100 * MIB
     cgroups({"proc/self/cgroup": own})
     assert system.available_memory() == 32_000 * MIB
@@ -191,10 +191,11 @@ def test_limits_of_groups_around_it_count(cgroups, of, own):
 
 @pytest.mark.pure
 def test_which_limit_of_a_cgroup(cgroups):
-    """A limit beyond what the machine has is none, nor is `max`; of two, the smaller counts."""
+    """`max` or a limit above the machine's memory is no limit. The smaller limit counts."""
     cgroups({"proc/self/cgroup": "0::/\n", **version_2("", None, 7900, 0)})
     assert system.fullest_scope().total == 64_000 * MIB
-    high = {"cgroup/memory.high": f"{8000 * MIB}\n"}  # beyond it, a process is slowed down
+    # Beyond `memory.high`, the kernel slows a process down.
+    high = {"cgroup/memory.high": f"{8000 * MIB}\n"}
     cgroups({"proc/self/cgroup": "0::/\n", **version_2("", 9000, 7900, 0), **high})
     assert system.fullest_scope() == (8000 * MIB, 7900 * MIB)
     cgroups({"proc/self/cgroup": "1:memory:/\n", **version_1("", 1 << 40, 7900, 0)})
@@ -202,8 +203,8 @@ def test_which_limit_of_a_cgroup(cgroups):
 
 
 @pytest.mark.parametrize("kind", [Pool, ThreadPool])
-def test_what_makes_no_sense(kind):
-    """Bytes are a positive whole number, and the part is between 0 and 1."""
+def test_invalid_limits(kind):
+    """The number of bytes is a positive integer, and the fraction is between 0 and 1."""
     for option, value in (("worker_memory", 0), ("memory_high", 1.5), ("memory_high", 0)):
         with pytest.raises(OptionError, match=option):
             kind(1, **{option: value})

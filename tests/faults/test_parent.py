@@ -1,4 +1,4 @@
-"""The parent is interrupted, terminated or killed: nobody stays behind."""
+"""The program is interrupted, terminated or killed, and no worker stays behind."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ WAIT = """
 
 
 def started(process):
-    """Wait for the line by which the script says that it is where the test wants it."""
-    assert select.select([process.stdout], [], [], LIMIT)[0], "the script said nothing"
+    """Wait until the script prints that it is ready."""
+    assert select.select([process.stdout], [], [], LIMIT)[0], "the script printed nothing"
     line = process.stdout.readline()
     assert line == "ready\n", (line, process.stderr.read())
 
 
 def finish(process, limit=LIMIT):
-    """Wait for the script, return its output; kill it when it takes too long."""
+    """Wait for the script and return its output. Kill it after `limit` seconds."""
     try:
         return process.communicate(timeout=limit)
     finally:
@@ -58,7 +58,7 @@ def finish(process, limit=LIMIT):
 @pytest.mark.parametrize("what", ["idle", "busy"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_parent_killed(tmp_path, mailbox, method, what, number):
-    """When the parent is killed, its workers, idle or in an endless loop, leave within seconds."""
+    """If the parent is killed, its idle and busy workers end within three seconds."""
     path = scripts.write(tmp_path / "parent.py", PARENT.format(body=WAIT.strip()))
     process = scripts.popen([path, what, method, mailbox.path])
     try:
@@ -103,12 +103,12 @@ INTERRUPTED = """
 
 @pytest.mark.parametrize("what", ["map", "spin", "apply", "get", "imap", "join"])
 def test_ctrl_c(tmp_path, mailbox, what):
-    """Ctrl-C reaches the caller as one KeyboardInterrupt; the workers stop without a word."""
+    """Ctrl-C raises one KeyboardInterrupt in the caller. The workers stop without output."""
     path = scripts.write(tmp_path / "parent.py", PARENT.format(body=INTERRUPTED.strip()))
     process = scripts.popen([path, what, "forkserver", mailbox.path])
     try:
         workers = [int(line) for line in mailbox.lines(2)]
-        mailbox.line()  # the caller waits for a task that runs
+        mailbox.line()  # the caller waits for a running task
         os.killpg(process.pid, signal.SIGINT)
         out, err = finish(process)
     finally:
@@ -130,12 +130,12 @@ UNCAUGHT = """
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
 def test_ctrl_c_not_caught(tmp_path, mailbox, method):
-    """An interrupt that nobody catches ends the script with one traceback, soon."""
+    """An uncaught interrupt ends the script with one traceback."""
     path = scripts.write(tmp_path / "parent.py", PARENT.format(body=UNCAUGHT.strip()))
     process = scripts.popen([path, "map", method, mailbox.path])
     try:
         workers = [int(line) for line in mailbox.lines(2)]
-        mailbox.line()  # the caller waits for a task that runs
+        mailbox.line()  # the caller waits for a running task
         os.killpg(process.pid, signal.SIGINT)
         _, err = finish(process, 10)
     finally:
@@ -161,7 +161,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_ctrl_c_while_workers_start(tmp_path, method):
-    """Workers that have just been started say nothing of it, and do not end."""
+    """Workers that still start ignore Ctrl-C."""
     out = scripts.run_ok([scripts.write(tmp_path / "program.py", STARTING), method])
     assert out == "interrupted interrupted [0, 1, 2, 3]\n"
 
@@ -181,7 +181,7 @@ GOES_ON = """
 
 
 def test_ctrl_c_that_the_caller_survives(tmp_path, mailbox):
-    """A caller that catches the interrupt may go on: idle workers are still there."""
+    """If the caller catches the interrupt, the pool stays usable."""
     path = scripts.write(tmp_path / "parent.py", PARENT.format(body=GOES_ON.strip()))
     process = scripts.popen([path, "-", "forkserver", mailbox.path])
     try:
@@ -230,7 +230,7 @@ if __name__ == "__main__":
 
 
 def test_fork_server_killed(tmp_path):
-    """When the fork server is killed, the pool goes on or says why not, and a new pool works."""
+    """If the fork server is killed, the pool works or gives the reason. A new pool works."""
     out = scripts.run_ok([scripts.write(tmp_path / "server.py", SERVER)])
     assert out.splitlines()[-1] == "ok", out
 
@@ -282,7 +282,7 @@ FORKS_MEANWHILE = """
 
 
 def test_parent_killed_that_has_forked(tmp_path):
-    """Copies of the parent, made while a server or a worker started, do not keep these alive."""
+    """Copies of the parent, forked while a server or a worker starts, do not keep these alive."""
     with scripts.popen([scripts.write(tmp_path / "forks.py", FORKS_MEANWHILE)]) as parent:
         ours = [int(pid) for pid in parent.stdout.readline().split()]
         copies = [int(pid) for pid in parent.stdout.readline().split()]

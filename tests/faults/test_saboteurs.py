@@ -1,4 +1,4 @@
-"""Workers that end in every way at every stage: one task is lost, and only that one."""
+"""Workers that end in any way, at any stage, fail one task only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ EXIT = {"sys.exit": 3, "os._exit": 4, "SIGKILL": -signal.SIGKILL, "SIGSEGV": -si
 
 
 def story(error):
-    """The whole chain of an exception, as text."""
+    """Return an exception and its causes as text."""
     return "".join(traceback.format_exception(error))
 
 
 def check_death(error, how, workers):
-    """The error tells which worker died and how."""
+    """Check that the error says which worker died, and how."""
     from xpool import WorkerDied
 
     assert isinstance(error, WorkerDied), story(error)
@@ -37,7 +37,7 @@ def check_death(error, how, workers):
 
 
 def check_usable(pool, mailbox, gate, workers):
-    """All slots are filled and work."""
+    """Check that every worker runs a task."""
     results = [
         pool.apply_async(work.who_at_gate, (mailbox.path, gate.path)) for _ in range(workers)
     ]
@@ -49,7 +49,7 @@ def check_usable(pool, mailbox, gate, workers):
 @pytest.mark.parametrize("how", EXIT)
 @pytest.mark.parametrize("chunksize", [1, 5])
 def test_in_the_middle_of_a_map(process_kind, make_pool, how, chunksize, log):
-    """A map whose worker died fails with WorkerDied after all other chunks are done, once."""
+    """If a worker dies, the map fails with WorkerDied after all other chunks have run once."""
     pool = make_pool(process_kind, 2)
     task = functools.partial(work.end_or_return, how, 17, str(log))
     result = pool.map_async(task, range(40), chunksize)
@@ -65,7 +65,7 @@ def test_in_the_middle_of_a_map(process_kind, make_pool, how, chunksize, log):
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 @pytest.mark.parametrize("how", ["os._exit", "SIGKILL"])
 def test_in_the_middle_of_a_lazy_map(process_kind, make_pool, verb, how, log):
-    """A lazy map raises WorkerDied for the item, and yields all others."""
+    """A lazy map raises WorkerDied for one item, and yields the results of the others."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
@@ -85,7 +85,7 @@ def test_in_the_middle_of_a_lazy_map(process_kind, make_pool, verb, how, log):
 
 
 def test_several_saboteurs(process_kind, make_pool, log, mailbox, gate):
-    """Ten saboteurs among a hundred tasks cost ten tasks."""
+    """Ten tasks of a hundred kill their workers. The other tasks succeed."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
@@ -104,7 +104,7 @@ def test_several_saboteurs(process_kind, make_pool, log, mailbox, gate):
 
 
 def test_only_saboteurs(process_kind, make_pool):
-    """Many tasks that all kill their worker do not count as workers that cannot start."""
+    """Workers killed by tasks do not count as workers that cannot start."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
@@ -116,7 +116,7 @@ def test_only_saboteurs(process_kind, make_pool):
 
 
 def test_single_worker(process_kind, make_pool, log):
-    """With one worker, the tasks behind the saboteur wait for the replacement and are done."""
+    """With one worker, the tasks behind the fatal one wait for the replacement."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 1)
@@ -131,7 +131,7 @@ def test_single_worker(process_kind, make_pool, log):
 
 
 def test_death_with_close_pending(process_kind, make_pool, log):
-    """A worker that dies after `close` does not keep `join` from returning, nor the tasks."""
+    """If a worker dies after `close`, `join` still returns, and the other tasks are done."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
@@ -145,7 +145,7 @@ def test_death_with_close_pending(process_kind, make_pool, log):
 
 
 def test_death_reaches_the_error_callback(process_kind, make_pool):
-    """The error callback is told of a death like of any other error."""
+    """The error callback gets the WorkerDied error."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 1)
@@ -156,7 +156,7 @@ def test_death_reaches_the_error_callback(process_kind, make_pool):
 
 
 def test_result_that_raises_when_unpickled_here(process_kind, make_pool, log):
-    """A result that cannot be rebuilt in this process fails its task and no other."""
+    """A result that cannot be unpickled fails only its own task."""
     pool = make_pool(process_kind, 2)
     before = [pool.apply_async(work.logged, (str(log), i)) for i in range(10)]
     victim = pool.apply_async(work.make_ends_when_unpickled, ("raise",))
@@ -170,7 +170,7 @@ def test_result_that_raises_when_unpickled_here(process_kind, make_pool, log):
 
 
 def test_exit_without_a_code(process_kind, make_pool):
-    """`sys.exit()` in a task ends the worker with exit code 0, and the task says so."""
+    """`sys.exit()` in a task ends the worker with exit code 0, and the error has this code."""
     import sys
 
     from xpool import WorkerDied
@@ -183,7 +183,7 @@ def test_exit_without_a_code(process_kind, make_pool):
 
 
 def test_sys_exit_in_a_thread_pool(thread_kind, make_pool):
-    """In a thread pool `sys.exit` ends no process; its task is answered with an error."""
+    """In a thread pool, `sys.exit` ends no process. The task fails with an error."""
     pool = make_pool(thread_kind, 1)
     with pytest.raises(BaseException) as caught:
         pool.apply(work.end, ("sys.exit",))
@@ -195,7 +195,7 @@ def test_sys_exit_in_a_thread_pool(thread_kind, make_pool):
 
 @pytest.mark.parametrize("how", ["raise", "os._exit", "SIGKILL"])
 def test_garbage_collection(process_kind, make_pool, how, mailbox, gate):
-    """An object that ends the worker when it is collected after the task costs one task at most."""
+    """If the garbage collection after a task ends the worker, at most one task fails."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
@@ -209,8 +209,8 @@ def test_garbage_collection(process_kind, make_pool, how, mailbox, gate):
             lost += 1
     assert lost <= 1
     if how != "raise":
-        # The collection may come when all of that is done, and would cost one of the next tasks.
-        eventually(lambda: pool.statistics()["deaths"] == 1, "the worker has died of its garbage")
+        # The collection may run after these tasks, and would fail one of the next ones.
+        eventually(lambda: pool.statistics()["deaths"] == 1, "the worker has died")
     check_usable(pool, mailbox, gate, 2)
 
 
@@ -219,14 +219,14 @@ def test_garbage_collection(process_kind, make_pool, how, mailbox, gate):
 
 @pytest.mark.parametrize("how", EXIT)
 def test_retries_of_apply(process_kind, make_pool, tmp_path, how):
-    """With `retries=1`, a task that killed its worker once is run again and succeeds."""
+    """With `retries=1`, a task that killed its worker once runs again and succeeds."""
     pool = make_pool(process_kind, 1)
     flag = str(tmp_path / "flag")
     assert pool.apply(work.end_once, (how, flag, "second"), retries=1) == "second"
 
 
 def test_retries_of_maps(process_kind, make_pool, tmp_path):
-    """`retries=` works on all verbs."""
+    """All verbs accept `retries=`."""
     pool = make_pool(process_kind, 2)
     for n, verb in enumerate(("map", "map_async", "starmap", "imap", "imap_unordered")):
         task = functools.partial(work.end_once, "SIGKILL", str(tmp_path / str(n)))
@@ -237,7 +237,7 @@ def test_retries_of_maps(process_kind, make_pool, tmp_path):
 
 
 def test_retries_come_to_an_end(process_kind, make_pool, log):
-    """A task that always kills its worker is run `retries` + 1 times, then it is WorkerDied."""
+    """A task that always kills its worker runs `retries` + 1 times. Then it fails."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 1)
@@ -248,7 +248,7 @@ def test_retries_come_to_an_end(process_kind, make_pool, log):
 
 
 def test_retries_are_for_deaths_only(process_kind, make_pool, log):
-    """A task that raises is not run again."""
+    """A task that raises does not run again."""
     pool = make_pool(process_kind, 1)
     with pytest.raises(RuntimeError, match="sabotage"):
         pool.apply(work.end_or_return, ("raise", 1, str(log), 1), retries=3)
@@ -256,11 +256,13 @@ def test_retries_are_for_deaths_only(process_kind, make_pool, log):
 
 
 def test_a_death_among_many_calls_costs_one(process_kind, make_pool):
-    """Of calls that travel together, a worker's death costs the one that it was in."""
+    """If a worker dies, only the call that it was running fails, although calls are sent
+    together."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
-    assert pool.map(work.same, range(500), 1) == list(range(500))  # tasks are known to be short
+    # The pool learns that these tasks are short.
+    assert pool.map(work.same, range(500), 1) == list(range(500))
     deadly = {3, 50, 51, 120}
     calls = [
         pool.apply_async(os._exit, (7,)) if i in deadly else pool.apply_async(work.same, (i,))
@@ -276,7 +278,7 @@ def test_a_death_among_many_calls_costs_one(process_kind, make_pool):
 
 
 def test_calls_of_one_worker_run_in_order(process_kind, make_pool, log):
-    """Calls run in the order in which they were made, whatever terms each of them has."""
+    """Calls run in the order in which they were made, whatever their options."""
     pool = make_pool(process_kind, 1)
     terms = [{}, {"timeout": 30}, {"retries": 2}, {}]
     calls = [pool.apply_async(work.logged, (str(log), i), **terms[i % 4]) for i in range(100)]

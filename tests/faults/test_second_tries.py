@@ -1,4 +1,4 @@
-"""Second tries: after deaths, after chosen exceptions; not for ever, and not by the whole pool."""
+"""Repeating tasks after deaths and chosen exceptions, and the limits of both."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.xpool_only
 
 
 class Unsteady(OSError):
-    """An exception of the caller's own."""
+    """An exception class of the caller."""
 
 
 @pytest.mark.parametrize("on", [OSError, (KeyError, OSError)])
 def test_chosen_exceptions(kind, make_pool, log, on):
-    """A task that raises one of them is run again, at most `retries` times."""
+    """A task that raises a chosen exception runs again, at most `retries` times."""
     pool = make_pool(kind, 2)
     task = (str(log), 2, Unsteady, "third")
     assert pool.apply(work.raise_times, task, retries=2, retry_on=on) == "third"
@@ -36,7 +36,7 @@ def test_chosen_exceptions(kind, make_pool, log, on):
 
 
 def test_other_exceptions(kind, make_pool, log):
-    """Anything else is the answer."""
+    """After any other exception, the task does not run again."""
     pool = make_pool(kind, 1)
     with pytest.raises(OSError, match="not yet"):
         pool.apply(work.raise_times, (str(log), 9, OSError), retries=5, retry_on=KeyError)
@@ -47,7 +47,7 @@ def test_other_exceptions(kind, make_pool, log):
 
 @pytest.mark.pure
 def test_exceptions_without_a_number():
-    """`retry_on=` without `retries=`, which would try nothing again, is refused."""
+    """`retry_on=` without `retries=` is refused, because it would have no effect."""
     with xpool.ThreadPool(1) as pool:
         with pytest.raises(ValueError, match="retries="):
             pool.apply(abs, (-1,), retry_on=OSError)
@@ -57,7 +57,7 @@ def test_exceptions_without_a_number():
 
 @pytest.mark.parametrize("chunksize", [1, 3])
 def test_verbs(kind, make_pool, tmp_path, chunksize):
-    """On all verbs; of a chunk, all is run again when one of its items raises."""
+    """All verbs accept `retry_on=`. If an item raises, its whole chunk runs again."""
     pool = make_pool(kind, 2)
     for verb in ("map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered"):
         task = functools.partial(raise_once, str(tmp_path / verb))
@@ -74,19 +74,20 @@ def raise_once(flag, x):
 
 
 def test_the_traceback_is_the_tasks(process_kind, make_pool):
-    """What is raised in the end tells of the task, not of what was put around it."""
+    """The traceback of the last exception shows only frames of the task."""
     pool = make_pool(process_kind, 1)
     with pytest.raises(KeyError) as caught:
         pool.apply(work.fail, retries=1, retry_on=KeyError)
     text = str(caught.value.__cause__)
     assert "in fail" in text
-    package = os.path.dirname(xpool.__file__)  # wherever that is: its path may have any name in it
+    # The path of the package may contain any name.
+    package = os.path.dirname(xpool.__file__)
     files = re.findall(r'File "(.+?)", line', text)
     assert files and not [file for file in files if file.startswith(package)]
 
 
 def test_closures_and_local_classes(process_kind, make_pool, log):
-    """The classes travel with the function, whatever they are."""
+    """`retry_on` accepts local classes. They are sent with the function."""
 
     class Local(Exception):
         pass
@@ -106,7 +107,7 @@ def test_closures_and_local_classes(process_kind, make_pool, log):
 
 
 def test_after_a_time_limit(kind, make_pool, tmp_path):
-    """A task that was too late is tried again when `retry_on` says so, not otherwise."""
+    """A task that exceeded its time limit runs again only if `retry_on` names TaskTimeout."""
     from xpool import TaskTimeout
 
     pool = make_pool(kind, 1)
@@ -124,7 +125,7 @@ def stay_once(flag, x=None):
 
 
 def test_others_run_in_the_pause(kind, make_pool, log):
-    """A pause costs no worker: with one worker, hundreds of tasks are done meanwhile."""
+    """During the pause before a retry, the only worker runs hundreds of other tasks."""
     pool = make_pool(kind, 1)
     again = pool.apply_async(
         work.raise_times, (str(log), 4, OSError, "fifth"), retries=4, retry_on=OSError
@@ -134,8 +135,8 @@ def test_others_run_in_the_pause(kind, make_pool, log):
     assert again.get(WAIT) == "fifth"
 
 
-def test_the_culprit(process_kind, make_pool, log):
-    """A task that kills every worker is told to have done so, and is not tried for ever."""
+def test_a_task_that_kills_every_worker(process_kind, make_pool, log):
+    """A task that kills every worker runs at most five times. The error has the number."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 1)
@@ -153,7 +154,7 @@ def test_the_culprit(process_kind, make_pool, log):
 
 
 def test_a_pool_whose_workers_die_and_die(process_kind, make_pool):
-    """When more have died than the budget allows and nothing was finished, the pool stops."""
+    """If more workers die than the budget allows and no task finishes, the pool stops."""
     from xpool import PoolBroken, PoolClosed, WorkerDied
 
     pool = make_pool(process_kind, 2, restart_budget=4)
@@ -174,7 +175,7 @@ def test_a_pool_whose_workers_die_and_die(process_kind, make_pool):
 
 
 def test_a_pool_that_gets_something_done(process_kind, make_pool):
-    """Each task that is finished, well or with an exception, gives the whole budget back."""
+    """Each finished task restores the whole budget, even if it raised."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 1, restart_budget=2)
@@ -189,7 +190,7 @@ def test_a_pool_that_gets_something_done(process_kind, make_pool):
 
 
 def test_stopping_tasks_costs_no_budget(process_kind, make_pool):
-    """Workers that the pool itself kills, for their time is over, do not count."""
+    """Workers killed because of a time limit do not use the budget."""
     from xpool import TaskTimeout
 
     pool = make_pool(process_kind, 1, restart_budget=1)
@@ -202,7 +203,7 @@ def test_stopping_tasks_costs_no_budget(process_kind, make_pool):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("times", [3, 6])
 def test_workers_killed_while_they_start(process_kind, make_pool, log, times):
-    """Who kills a worker in its initializer a few times, from outside, does not stop the pool."""
+    """If another process kills a worker in its initializer a few times, the pool keeps working."""
     pool = make_pool(process_kind, 1, work.killed_times, (str(log), times))
     assert pool.apply_async(work.square, (3,)).get(WAIT) == 9
     assert log.read_text().count("ran") == times + 1

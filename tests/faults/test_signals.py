@@ -1,4 +1,4 @@
-"""Workers that are killed, stopped or asked to leave from outside."""
+"""Workers that other processes kill, stop or terminate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xpool_only
 
 
 def workers_of(pool, mailbox, gate, count):
-    """Return the pids of the pool's workers by having all of them work at once."""
+    """Return the pids of the pool's workers. Each runs a task at the same time."""
     results = [
         pool.apply_async(work.post_and_gate, (mailbox.path, gate.path)) for _ in range(count)
     ]
@@ -31,7 +31,7 @@ def workers_of(pool, mailbox, gate, count):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_idle_worker_killed(process_kind, make_pool, mailbox, gate, number):
-    """A worker killed while idle costs nothing: no task is lost, its slot is filled again."""
+    """If an idle worker is killed, no task is lost, and a new worker replaces it."""
     pool = make_pool(process_kind, 2)
     victim = workers_of(pool, mailbox, gate, 2)[0]
     os.kill(victim, number)
@@ -41,7 +41,7 @@ def test_idle_worker_killed(process_kind, make_pool, mailbox, gate, number):
 
 
 def test_idle_worker_killed_as_tasks_come(process_kind, make_pool, mailbox, gate):
-    """A worker killed just as tasks are handed out costs one of them at most."""
+    """If a worker is killed while it receives tasks, at most one task fails."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
@@ -59,7 +59,7 @@ def test_idle_worker_killed_as_tasks_come(process_kind, make_pool, mailbox, gate
 
 
 def test_all_idle_workers_killed(process_kind, make_pool, mailbox, gate):
-    """All workers killed while idle: the pool starts new ones and goes on."""
+    """If all idle workers are killed, the pool starts new ones."""
     pool = make_pool(process_kind, 2)
     victims = workers_of(pool, mailbox, gate, 2)
     for victim in victims:
@@ -70,7 +70,7 @@ def test_all_idle_workers_killed(process_kind, make_pool, mailbox, gate):
 
 
 def test_busy_worker_killed(process_kind, make_pool, mailbox):
-    """A worker killed while it spins: its task is WorkerDied with pid and signal."""
+    """If a busy worker is killed, its task raises WorkerDied with the pid and the signal."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 1)
@@ -86,7 +86,7 @@ def test_busy_worker_killed(process_kind, make_pool, mailbox):
 
 @pytest.mark.parametrize("size", [100_000_000])
 def test_killed_while_it_writes_a_large_result(process_kind, make_pool, mailbox, gate, size):
-    """A worker killed half-way through a large result costs that task, and the others go on."""
+    """If a worker is killed while it sends a large result, only this task fails."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
@@ -94,7 +94,7 @@ def test_killed_while_it_writes_a_large_result(process_kind, make_pool, mailbox,
     others = [pool.apply_async(work.square, (i,)) for i in range(20)]
     victim = int(mailbox.line())
     os.kill(victim, signal.SIGKILL)
-    # It was not fast enough to be killed if the result is there and whole.
+    # If the whole result has arrived, the signal came too late.
     try:
         assert result.get(WAIT) == size
     except WorkerDied as error:
@@ -104,7 +104,7 @@ def test_killed_while_it_writes_a_large_result(process_kind, make_pool, mailbox,
 
 
 def test_killed_while_it_reads_a_large_task(process_kind, make_pool, mailbox, gate):
-    """A worker killed while a large task is on its way to it costs that task at most."""
+    """If a worker is killed while it receives a large task, at most this task fails."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 1)
@@ -122,8 +122,8 @@ def test_killed_while_it_reads_a_large_task(process_kind, make_pool, mailbox, ga
     check_usable(pool, mailbox, gate, 1)
 
 
-def test_stopped_worker_does_not_hold_up_the_others(make_pool, mailbox, gate):
-    """While one worker is stopped with a large task before it, the other works on."""
+def test_stopped_worker_does_not_delay_the_others(make_pool, mailbox, gate):
+    """While one worker is stopped before it reads a large task, the other worker runs tasks."""
     from xpool import P2PPool
 
     pool = make_pool(P2PPool, 2)
@@ -139,7 +139,7 @@ def test_stopped_worker_does_not_hold_up_the_others(make_pool, mailbox, gate):
 
 
 def test_stopped_worker_is_killed(process_kind, make_pool, mailbox, gate, log):
-    """The tasks given to a stopped worker go elsewhere when it is killed; one may be lost."""
+    """If a stopped worker is killed, other workers run its tasks. At most one task fails."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
@@ -158,8 +158,8 @@ def test_stopped_worker_is_killed(process_kind, make_pool, mailbox, gate, log):
     assert ran == [i for i in range(40) if i not in lost]
 
 
-def test_stopped_worker_does_not_hold_up_terminate(process_kind, make_pool, mailbox, gate):
-    """`terminate` ends a stopped worker as well."""
+def test_stopped_worker_does_not_delay_terminate(process_kind, make_pool, mailbox, gate):
+    """`terminate` ends a stopped worker."""
     pool = make_pool(process_kind, 2)
     victims = workers_of(pool, mailbox, gate, 2)
     os.kill(victims[0], signal.SIGSTOP)
@@ -180,7 +180,7 @@ def test_worker_that_ignores_sigterm(process_kind, make_pool, mailbox):
 
 
 def test_kill_after_kill(process_kind, make_pool, mailbox):
-    """Workers killed again and again, busy all the time: every task is answered in the end."""
+    """Although busy workers are killed all the time, every task gets an answer."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
@@ -206,7 +206,7 @@ def test_kill_after_kill(process_kind, make_pool, mailbox):
 
 
 def test_killed_at_any_moment_of_apply(process_kind, make_pool):
-    """A worker killed at any moment while callers call `apply` costs one call at most."""
+    """If the worker is killed at a random moment, at most one call of `apply` fails."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 1)

@@ -1,4 +1,4 @@
-"""What surrounds a pool goes wrong: its parent, its group, memory, descriptors, the clock."""
+"""Faults around a pool: its parent, its process group, memory, descriptors, the clock."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .test_parent import PARENT, finish, started
 pytestmark = pytest.mark.xpool_only
 
 
-# Workers kill each other -------------------------------------------------------------------------
+# Workers that kill each other ---------------------------------------------------------------------
 
 
 def kill_another(x):
-    """Kill a worker of the same pool: whichever the parent names in the file."""
+    """Kill another worker that the file lists. If there is none, kill this worker."""
     path, me = x
     with open(path) as file:
         pids = [int(word) for word in file.read().split()]
@@ -47,7 +47,7 @@ def kill_another(x):
     "workers", [1, 2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (5, 13))]
 )
 def test_workers_kill_each_other(process_kind, make_pool, tmp_path, workers):
-    """Whatever kills whom: each task is answered, by its result or WorkerDied, and all goes on."""
+    """Each task returns its result or raises WorkerDied. Afterwards the pool works."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, workers)
@@ -65,7 +65,7 @@ def test_workers_kill_each_other(process_kind, make_pool, tmp_path, workers):
     assert pool.map(work.square, range(100)) == [i * i for i in range(100)]
 
 
-# The parent is killed while its workers do this or that ------------------------------------------
+# A killed parent ----------------------------------------------------------------------------------
 
 STATES = """
     os.write(hold, b"..")
@@ -94,7 +94,7 @@ STATES = """
 )
 @pytest.mark.parametrize("what", ["idle", "running", "starting", "writing", "stopped"])
 def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method, what):
-    """SIGKILL of the parent ends its workers, whatever they are in, within a second or so."""
+    """SIGKILL of the parent ends its workers within three seconds, in any state."""
     path = scripts.write(tmp_path / "parent.py", PARENT.format(body=STATES.strip()))
     process = scripts.popen([path, what, method, mailbox.path])
     try:
@@ -109,7 +109,7 @@ def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method, wha
         process.communicate()
 
 
-# Signals to the whole group, during every verb ---------------------------------------------------
+# Signals to the process group ---------------------------------------------------------------------
 
 CALLS = {
     "apply": "pool.apply(work.post_and_sleep, (box,))",
@@ -135,13 +135,13 @@ DURING = """
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("verb", CALLS)
 def test_a_signal_to_the_group(tmp_path, mailbox, verb, number):
-    """The program ends by it, with one traceback for Ctrl-C and none else; no worker stays."""
+    """The signal ends the program and its workers. Only Ctrl-C prints a traceback."""
     body = DURING.format(call=CALLS[verb]).strip()
     path = scripts.write(tmp_path / "parent.py", PARENT.replace("{body}", body))
     process = scripts.popen([path, verb, "forkserver", mailbox.path])
     try:
         workers = [int(line) for line in mailbox.lines(2)]
-        mailbox.line()  # the caller waits for a task that runs
+        mailbox.line()  # the caller waits for a running task
         os.killpg(process.pid, number)
         _, err = finish(process, 10)
     finally:
@@ -176,13 +176,13 @@ FULL = """
 
 
 def test_dev_shm_is_full(tmp_path):
-    """Large values travel all the same: nothing of xpool lies in /dev/shm."""
+    """If /dev/shm is full, large values are still sent, because xpool stores nothing there."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("a /dev/shm of one's own needs root and unshare")
+        pytest.skip("a private /dev/shm needs root and unshare")
     path = scripts.write(tmp_path / "full.py", FULL)
     command = "mount -t tmpfs -o size=64k none /dev/shm && exec python3 -c '' "
     if subprocess.run(["unshare", "-m", "sh", "-c", command], capture_output=True).returncode:
-        pytest.skip("this machine does not allow to mount a /dev/shm of one's own")
+        pytest.skip("this machine does not allow a private /dev/shm")
     mount = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" "$1"'
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", mount, sys.executable, path],
@@ -193,7 +193,7 @@ def test_dev_shm_is_full(tmp_path):
 
 
 def limit_addresses(mebibytes):
-    """Let this process have that many more addresses than it has."""
+    """Limit this process's address space to its present size and that many MiB."""
     import resource
 
     with open("/proc/self/statm") as file:
@@ -202,12 +202,12 @@ def limit_addresses(mebibytes):
 
 
 def take_memory(n):
-    """Ask for that many bytes."""
+    """Allocate that many bytes."""
     return len(bytearray(n))
 
 
 def test_workers_at_their_memory_limit(process_kind, make_pool):
-    """RLIMIT_AS: the task gets MemoryError, or its large result does; the worker goes on."""
+    """With RLIMIT_AS, a task that needs too much memory fails. The worker stays usable."""
     from xpool import ResultNotPicklable, XPoolError
 
     pool = make_pool(process_kind, 2, limit_addresses, (64,))
@@ -225,7 +225,7 @@ def test_workers_at_their_memory_limit(process_kind, make_pool):
 
 
 def test_the_parent_at_its_memory_limit(tmp_path):
-    """A program under ``ulimit -v`` has no arena; pools work, by pipe, or say what is missing."""
+    """A program under ``ulimit -v`` has no arena. Results go through the pipe or are refused."""
     text = """
         import resource, sys
         import xpool
@@ -246,8 +246,8 @@ def test_the_parent_at_its_memory_limit(tmp_path):
     assert script(tmp_path, text) == ["True", "refused", "9"]
 
 
-def test_the_signal_of_the_oom_killer(process_kind, make_pool):
-    """A worker that is killed as the kernel does when memory is short: the error says that."""
+def test_sigkill_mentions_memory(process_kind, make_pool):
+    """The error of a worker killed by SIGKILL mentions memory."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 1)
@@ -261,7 +261,7 @@ def test_the_signal_of_the_oom_killer(process_kind, make_pool):
 @pytest.mark.parametrize("size", [(1 << 31) - 1, 1 << 31, (1 << 31) + 1, 3 << 30])
 @pytest.mark.parametrize("way", ["argument", "result"])
 def test_gibibytes(make_pool, way, size):
-    """A value of about 2^31 bytes arrives, whole, and so does a larger one."""
+    """Values of about 2^31 bytes, and larger ones, arrive whole."""
     from xpool import Pool
     from xpool._memory.system import available_memory
 
@@ -275,11 +275,12 @@ def test_gibibytes(make_pool, way, size):
         assert len(got) == size and not any(got[:: 1 << 20])
 
 
-# The clock, many pools, the end ------------------------------------------------------------------
+# The clock, many pools, and forks
+# ------------------------------------------------------------------
 
 
 def test_the_clock_jumps(tmp_path):
-    """Wall-clock time jumps by years, back and forth, in parent and workers: nothing changes."""
+    """If the wall clock jumps by years in the parent and the workers, time limits still work."""
     text = """
         import itertools, random, time
         import xpool
@@ -311,7 +312,7 @@ def test_the_clock_jumps(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_hundred_pools(tmp_path):
-    """A hundred pools, one after the other, each used and closed, leave nothing."""
+    """A hundred pools, used and closed one after the other, leave nothing behind."""
     text = """
         import xpool
         from support import leaks, work
@@ -336,7 +337,7 @@ def test_a_hundred_pools(tmp_path):
 
 @pytest.mark.exhaustive
 def test_used_after_a_fork(tmp_path):
-    """In a child that the program forks the pool says whose it is; its parent's goes on."""
+    """In a forked child, the pool raises an error. The parent's pool stays usable."""
     text = """
         import os
         import xpool
@@ -365,7 +366,7 @@ def test_used_after_a_fork(tmp_path):
 
 @pytest.mark.parametrize("holder", ["module", "cycle", "builtins", "thread", "finalizer"])
 def test_values_held_at_the_end(tmp_path, holder):
-    """Values in shared memory, and pools, that live until the interpreter ends: not a word."""
+    """Pools and values may live until the interpreter ends, which prints no message."""
     text = """
         import builtins, sys, threading
         import xpool
@@ -404,14 +405,14 @@ def test_values_held_at_the_end(tmp_path, holder):
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_process_that_was_forked_while_a_worker_started(make_pool, monkeypatch, context):
-    """It has the worker's end of the pipe that multiprocessing watches, and lives on: the worker's
-    death is seen nevertheless."""
+    """The forked process keeps the worker's end of the pipe that multiprocessing watches open. The
+    pool still detects the worker's death."""
     bystanders: list[int] = []
     pipe = os.pipe
 
     def forking_pipe() -> tuple[int, int]:
         ends = pipe()
-        if inside and not bystanders:  # as another thread may, between any two instructions
+        if inside and not bystanders:  # another thread may fork at any moment
             bystanders.append(os.fork())
             if bystanders == [0]:
                 signal.pause()
@@ -429,7 +430,7 @@ def test_a_process_that_was_forked_while_a_worker_started(make_pool, monkeypatch
             inside.clear()
 
     if context == "spawn":
-        resource_tracker.ensure_running()  # has a pipe of its own
+        resource_tracker.ensure_running()  # it opens a pipe too
     monkeypatch.setattr(os, "pipe", forking_pipe)
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", starting)
     try:

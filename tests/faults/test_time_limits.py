@@ -1,4 +1,4 @@
-"""Tasks that run too long: stopped, answered with the stack, and nobody else is harmed."""
+"""Tasks that exceed their time limit are stopped, and their error shows the stack."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .test_saboteurs import check_usable, story
 
 pytestmark = pytest.mark.xpool_only
 
-LIMIT = 1.0  # a worker that has to import what it runs does so within it
+LIMIT = 1.0  # a worker can import the task's module in this time
 STUCK = {"counts": work.count_up, "stubborn": work.count_up_stubbornly, "in C": work.spin_in_c}
 
 
 def stopped(result, seconds=LIMIT):
-    """Wait for a result that must be a TaskTimeout; return the error."""
+    """Wait for a result that must fail with TaskTimeout. Return the error."""
     from xpool import TaskTimeout
 
     with pytest.raises(TaskTimeout) as caught:
@@ -35,19 +35,20 @@ def stopped(result, seconds=LIMIT):
     return caught.value
 
 
-# What becomes of the task, its worker, and the others --------------------------------------------
+# The task, its worker, and the others -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", STUCK)
 def test_a_stuck_task_is_stopped(process_kind, make_pool, how, log, mailbox, gate):
-    """It gets TaskTimeout with the stack; each other task is done once; all slots work."""
+    """The stuck task fails with its stack. Every other task is done once, and all workers are
+    usable."""
     pool = make_pool(process_kind, 2)
     before = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
     victim = pool.apply_async(STUCK[how], timeout=LIMIT)
     after = [pool.apply_async(work.logged, (str(log), i)) for i in range(20, 40)]
     error = stopped(victim)
     assert STUCK[how].__name__ in error.stack
-    assert error.stack.startswith(f'  File "{work.__file__}"'), error.stack  # the user's frame
+    assert error.stack.startswith(f'  File "{work.__file__}"'), error.stack
     assert STUCK[how].__name__ in error.task and error.stack in str(error)
     assert 0 <= error.worker < 2 and error.pid not in (None, os.getpid())
     assert [r.get(WAIT) for r in before + after] == list(range(40))
@@ -59,7 +60,7 @@ def test_a_stuck_task_is_stopped(process_kind, make_pool, how, log, mailbox, gat
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("how", ["counts", "in C"])
 def test_other_start_methods(make_pool, method, how):
-    """The same with the other start methods."""
+    """With other start methods, the error shows the stack too."""
     from xpool import Pool
 
     pool = make_pool(Pool, 1, context=method)
@@ -68,7 +69,7 @@ def test_other_start_methods(make_pool, method, how):
 
 
 def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, log):
-    """Its `finally` has run, and the worker goes on."""
+    """The task's `finally` runs, and its worker stays alive."""
     pool = make_pool(process_kind, 1)
     pid = pool.apply(work.pid)
     assert stopped(pool.apply_async(work.count_up, (str(log),), timeout=LIMIT)).pid == pid
@@ -77,7 +78,7 @@ def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, l
 
 
 def alarmed(seconds):
-    """Return whether the handler of an alarm is called while this makes calls on a pool."""
+    """Return whether an alarm's handler runs while this function calls a pool."""
     from xpool import ThreadPool
 
     came = []
@@ -90,15 +91,15 @@ def alarmed(seconds):
     return bool(came)
 
 
-def test_a_fork_is_as_free_to_raise_as_any_worker(make_pool, log):
-    """Its stack goes on with frames of its parent that must not be cut short: these do not count,
-    for a task that is stopped, and for handlers of the program's."""
+def test_frames_of_the_parent_do_not_block_a_stop(make_pool, log):
+    """A forked worker's stack includes frames of its parent that must not be interrupted. They
+    block neither the stop of a task nor a signal handler of the program."""
     from xpool import Pool
 
     pool = make_pool(Pool, 1, context="fork", maxtasksperchild=2)
-    # The second process is forked by the engine's thread, the first by the one that makes the pool.
-    # From Python 3.13 on, a child that another than the main thread has forked does not notice
-    # signals while it computes, so there is no `finally` there.
+    # The thread that makes the pool forks the first process, the engine's thread the second one.
+    # From Python 3.13, a process forked by another thread than the main thread does not notice
+    # signals while it computes, so its `finally` does not run.
     for _ in range(2 if sys.version_info < (3, 13) else 1):
         pid = pool.apply(work.pid)
         assert stopped(pool.apply_async(work.count_up, (str(log),), timeout=LIMIT)).pid == pid
@@ -112,7 +113,7 @@ def test_a_fork_is_as_free_to_raise_as_any_worker(make_pool, log):
 def test_a_worker_that_waits_for_a_processor_is_not_killed(
     make_pool, monkeypatch, mailbox, gate, runnable
 ):
-    """It could not even clean up; one that has nothing to wait for is killed."""
+    """A worker that waits for a processor is not killed. Any other worker is."""
     from xpool import Pool
     from xpool._engine import start_limit, worker
 
@@ -120,7 +121,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
 
     def processor(pid):
         asked.release()
-        return 0.0, 0.0, runnable  # as of one that has been put aside since it was asked
+        return 0.0, 0.0, runnable  # a runnable worker has not run since it was asked
 
     monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
     for module in start_limit, worker:
@@ -129,7 +130,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
     pid = pool.apply(work.pid)
     result = pool.apply_async(work.leave_slowly, (mailbox.path, gate.path), timeout=LIMIT)
     mailbox.lines(1)
-    for _ in range(2):  # when it is asked, and when its time is over
+    for _ in range(2):  # when the worker is asked, and when its time is over
         assert asked.acquire(timeout=WAIT)
     if runnable:
         gate.open()
@@ -137,27 +138,27 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
     assert (pool.apply(work.pid) == pid) is runnable
 
 
-def test_how_long_a_worker_has_run(make_pool, mailbox, gate):
-    """The system says so of a worker's main thread, and whether it is at a processor or in line."""
+def test_processor_times(make_pool, mailbox, gate):
+    """`processor_times` says how long a worker has run and waited, and whether it is runnable."""
     from xpool import Pool
     from xpool._engine.worker import processor_times
 
     pool = make_pool(Pool, 1)
     pool.apply(work.pid)
     (slot,) = pool._engine.workers
-    eventually(lambda: not processor_times(slot.pid)[2], "it sleeps")
+    eventually(lambda: not processor_times(slot.pid)[2], "the worker sleeps")
     spinning = pool.apply_async(work.post_and_spin, (mailbox.path,))
     mailbox.lines(1)
     ran, waited, _ = processor_times(slot.pid)
-    eventually(lambda: processor_times(slot.pid)[2], "it runs, or waits for a processor")
-    eventually(lambda: processor_times(slot.pid)[0] > ran, "it has run for longer")
+    eventually(lambda: processor_times(slot.pid)[2], "the worker is runnable")
+    eventually(lambda: processor_times(slot.pid)[0] > ran, "its run time grows")
     assert processor_times(slot.pid)[1] >= waited
     spinning.cancel()
 
 
 @pytest.mark.parametrize("how", ["stubborn", "in C"])
 def test_a_task_that_does_not_end_is_killed(process_kind, make_pool, how):
-    """Its worker is gone, and another has its slot."""
+    """The worker is killed, and another worker replaces it."""
     pool = make_pool(process_kind, 1)
     error = stopped(pool.apply_async(STUCK[how], timeout=LIMIT))
     assert wait_gone([error.pid]) == []
@@ -165,18 +166,19 @@ def test_a_task_that_does_not_end_is_killed(process_kind, make_pool, how):
 
 
 @pytest.mark.exhaustive
-def test_the_books_are_kept_whole(process_kind, make_pool, log):
-    """`TaskStopped` is not raised in a function that must not be cut short, but right after it."""
+def test_a_shielded_function_is_not_interrupted(process_kind, make_pool, log):
+    """`TaskStopped` is raised after a function that must not be interrupted, not inside it."""
     pool = make_pool(process_kind, 1)
     for _ in range(6):
         stopped(pool.apply_async(work.keep_books, (str(log),), timeout=0.5), 0.5)
-    said = log.read_text().split("\n")  # a slow machine may have killed it first
+    # A slow machine may kill the worker first.
+    said = log.read_text().split("\n")
     assert said.pop() == "" and set(said) == {"whole"}
 
 
 @pytest.mark.usefixtures("plugin")
-def test_an_import_is_not_cut_short(process_kind, make_pool, mailbox, gate):
-    """It is let through, or its worker killed: no later task meets half a module."""
+def test_an_import_is_not_interrupted(process_kind, make_pool, mailbox, gate):
+    """An import is not interrupted. It ends, or its worker is killed."""
     pool = make_pool(process_kind, 1)
     result = pool.apply_async(work.import_plugin, timeout=LIMIT)
     mailbox.line()
@@ -190,17 +192,17 @@ def test_an_import_is_not_cut_short(process_kind, make_pool, mailbox, gate):
 
 @pytest.mark.usefixtures("plugin")
 def test_an_import_that_ends_in_time(process_kind, make_pool, mailbox, gate):
-    """The task is stopped behind it."""
+    """If the import ends in time, the task is stopped after it."""
     pool = make_pool(process_kind, 1)
     result = pool.apply_async(work.import_plugin)
     mailbox.line()
     assert result.cancel()
-    gate.open(2)  # one for a worker that is killed before it gets there
+    gate.open(2)  # one is for a worker that is killed before it reaches the gate
     assert pool.apply(work.import_plugin) == ["plugin"]
 
 
 def test_a_stopped_process(process_kind, make_pool, mailbox):
-    """A worker that SIGSTOP holds cannot say where it is; it is killed all the same."""
+    """A worker stopped by SIGSTOP shows no stack, and is killed."""
     pool = make_pool(process_kind, 1)
     error = stopped(pool.apply_async(work.stop_self, (mailbox.path,), timeout=1), 1)
     assert error.pid == int(mailbox.line()) and wait_gone([error.pid]) == []
@@ -208,7 +210,7 @@ def test_a_stopped_process(process_kind, make_pool, mailbox):
 
 
 def test_time_in_the_queue_does_not_count(process_kind, make_pool, mailbox, gate):
-    """The clock starts when a worker begins the task."""
+    """The time limit starts when a worker begins the task."""
     pool = make_pool(process_kind, 1)
     held = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
     mailbox.line()
@@ -221,7 +223,7 @@ def test_time_in_the_queue_does_not_count(process_kind, make_pool, mailbox, gate
 
 @pytest.mark.exhaustive
 def test_one_limit_for_each_item_of_a_chunk(process_kind, make_pool):
-    """A chunk takes longer than the limit, each of its items does not: all is well."""
+    """The limit is for each item. A whole chunk may take longer."""
     pool = make_pool(process_kind, 1)
     slow = functools.partial(work.slow_square, 0.1)
     assert pool.map(slow, range(12), 12, timeout=1) == [i * i for i in range(12)]
@@ -230,7 +232,7 @@ def test_one_limit_for_each_item_of_a_chunk(process_kind, make_pool):
 
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_one_bad_item_of_a_map(process_kind, make_pool, chunksize, log):
-    """A map with an item that is stuck fails with TaskTimeout when all others are done."""
+    """If an item of a map is stuck, the map fails with TaskTimeout after the other items."""
     pool = make_pool(process_kind, 2)
     error = stopped(pool.map_async(work.spin_on_three, range(40), chunksize, timeout=LIMIT))
     assert "spin_on" in error.stack and ("chunk 0" if chunksize == 4 else "item 3") in error.task
@@ -239,7 +241,7 @@ def test_one_bad_item_of_a_map(process_kind, make_pool, chunksize, log):
 
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 def test_one_bad_item_of_a_lazy_map(process_kind, make_pool, verb):
-    """A lazy map raises TaskTimeout for the item, and yields all others."""
+    """A lazy map raises TaskTimeout for one item, and yields the results of the others."""
     from xpool import TaskTimeout
 
     pool = make_pool(process_kind, 2)
@@ -257,7 +259,7 @@ def test_one_bad_item_of_a_lazy_map(process_kind, make_pool, verb):
 
 
 def test_many_stuck_tasks(process_kind, make_pool, log):
-    """Stuck tasks among others, in one stream: each ends once, as it must."""
+    """Among many tasks, only the stuck ones fail, and each task gets one answer."""
     from xpool import TaskTimeout
 
     pool = make_pool(process_kind, 2)
@@ -278,7 +280,7 @@ def test_many_stuck_tasks(process_kind, make_pool, log):
 
 @pytest.mark.exhaustive
 def test_at_the_limit(process_kind, make_pool):
-    """Tasks that take just about as long as they may end once each: in time, or stopped."""
+    """A task whose duration is about its limit gets one answer: its result or TaskTimeout."""
     from xpool import TaskTimeout
 
     pool = make_pool(process_kind, 2)
@@ -306,7 +308,7 @@ def test_at_the_limit(process_kind, make_pool):
 
 
 def test_the_default_of_the_pool(process_kind, make_pool):
-    """`task_timeout=` holds for all verbs, unless they say otherwise."""
+    """`task_timeout=` is the limit for every verb that gives no other limit."""
     pool = make_pool(process_kind, 1, task_timeout=LIMIT)
     stopped(pool.apply_async(work.count_up))
     stopped(pool.map_async(work.spin_on_three, range(5), 1))
@@ -317,7 +319,7 @@ def test_the_default_of_the_pool(process_kind, make_pool):
 
 @pytest.mark.exhaustive
 def test_a_limit_after_close(process_kind, make_pool):
-    """`close` and `join` end although a task is stuck: it has a limit."""
+    """`close` and `join` return although tasks are stuck, because these have a limit."""
     pool = make_pool(process_kind, 2)
     results = [pool.apply_async(f, timeout=LIMIT) for f in STUCK.values()]
     pool.close()
@@ -328,7 +330,7 @@ def test_a_limit_after_close(process_kind, make_pool):
 
 @pytest.mark.parametrize("how", STUCK)
 def test_terminate_while_a_task_is_being_stopped(process_kind, make_pool, mailbox, how):
-    """`terminate` does not wait for the grace, and everything is answered."""
+    """`terminate` does not wait for the grace period, and every result raises an error."""
     from xpool import XPoolError
 
     pool = make_pool(process_kind, 2)
@@ -342,7 +344,7 @@ def test_terminate_while_a_task_is_being_stopped(process_kind, make_pool, mailbo
 
 
 def test_killed_while_it_is_asked(process_kind, make_pool, tmp_path):
-    """A worker that somebody kills in its grace: the task has its TaskTimeout, once."""
+    """If a worker is killed in its grace period, its task still fails with TaskTimeout."""
     pool = make_pool(process_kind, 1)
     for i in range(5):
         pid = pool.apply(work.pid)
@@ -350,7 +352,7 @@ def test_killed_while_it_is_asked(process_kind, make_pool, tmp_path):
         result = pool.apply_async(work.count_up_stubbornly, (str(asked),), timeout=0.1)
         eventually(lambda path=asked, its=result: path.exists() or its.ready(), "it is asked", WAIT)
         if not result.ready():
-            with contextlib.suppress(ProcessLookupError):  # its grace is over in this moment
+            with contextlib.suppress(ProcessLookupError):  # the grace period may end now
                 os.kill(pid, signal.SIGKILL)
         error = stopped(result, 0.1)
         assert error.pid == pid
@@ -358,7 +360,7 @@ def test_killed_while_it_is_asked(process_kind, make_pool, tmp_path):
 
 
 def test_results_larger_than_a_pipe_are_not_too_late(process_kind, make_pool):
-    """Sending the answer does not count: the task has ended."""
+    """The time to send a result does not count, because the task has ended."""
     pool = make_pool(process_kind, 2)
     assert [len(x) for x in pool.map(work.large, [20_000_000] * 4, 1, timeout=30)] == [
         20_000_000
@@ -366,7 +368,7 @@ def test_results_larger_than_a_pipe_are_not_too_late(process_kind, make_pool):
 
 
 def test_tasks_behind_a_stuck_one_bound_to_a_worker(make_pool, log):
-    """What is bound to the worker of a stuck task is done there, by its successor."""
+    """If a worker is killed because of a stuck task, its replacement runs the tasks bound to it."""
     from xpool import P2PPool
 
     pool = make_pool(P2PPool, 2)
@@ -379,8 +381,9 @@ def test_tasks_behind_a_stuck_one_bound_to_a_worker(make_pool, log):
 # Threads -----------------------------------------------------------------------------------------
 
 
-def test_a_thread_is_left_to_itself(thread_kind, make_pool, mailbox, gate):
-    """Its task is answered with the stack; another thread has its place; its result is dropped."""
+def test_a_thread_that_cannot_be_stopped(thread_kind, make_pool, mailbox, gate):
+    """The task fails with the stack, and another thread replaces its thread. Its late result is
+    dropped."""
     pool = make_pool(thread_kind, 1)
     error = stopped(pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), timeout=LIMIT))
     mailbox.line()
@@ -392,13 +395,13 @@ def test_a_thread_is_left_to_itself(thread_kind, make_pool, mailbox, gate):
     old = [t for t in threading.enumerate() if t.name.endswith("-worker-0")]
     assert len(old) == 2
     gate.open(1)
-    eventually(lambda: sum(t.is_alive() for t in old) == 1, "the thread left alone has ended")
+    eventually(lambda: sum(t.is_alive() for t in old) == 1, "the old thread has ended")
     assert pool.apply(work.square, (3,)) == 9
     assert pool.statistics()["succeeded"] == 2
 
 
 def test_a_thread_that_waits_for_another_pool(thread_kind, make_pool, gate):
-    """Where it is inside xpool is part of where it is."""
+    """The stack shows frames of xpool if the task itself calls xpool."""
     inner = make_pool(thread_kind, 1).apply_async(work.pass_gate, (gate.path,))
     error = stopped(make_pool(thread_kind, 1).apply_async(inner.get, timeout=LIMIT))
     assert "in wait" in error.stack.split("\n")[0] and "in get" in error.stack
@@ -406,7 +409,7 @@ def test_a_thread_that_waits_for_another_pool(thread_kind, make_pool, gate):
 
 @pytest.mark.exhaustive
 def test_an_item_of_a_map_in_threads(thread_kind, make_pool, gate):
-    """One limit for each item, and the late answer of a chunk is not counted twice."""
+    """The limit is for each item. The late result of a chunk is dropped."""
     from xpool import TaskTimeout
 
     pool = make_pool(thread_kind, 1)
@@ -430,14 +433,14 @@ def pass_gate_at(gate, bad, x):
 # Initializers and join ---------------------------------------------------------------------------
 
 
-def test_a_worker_that_starts_and_waits_for_a_processor_says_where_it_is(make_pool, monkeypatch):
-    """It is not killed before it could, however long the system has it wait."""
+def test_a_starting_worker_that_waits_for_a_processor(make_pool, monkeypatch):
+    """A starting worker that waits for a processor is not killed before it can send its stack."""
     from xpool import Pool, WorkerStartFailed
     from xpool._engine import start_limit, worker
 
     monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
-    monkeypatch.setattr(start_limit, "STOP_GRACE_SECONDS", 0.001)  # no time at all
-    for module in start_limit, worker:  # it is in line
+    monkeypatch.setattr(start_limit, "STOP_GRACE_SECONDS", 0.001)  # no grace period
+    for module in start_limit, worker:  # the worker waits for a processor
         monkeypatch.setattr(module, "processor_times", lambda pid: (0.0, 0.0, True))
     pool = make_pool(Pool, 1, work.count_up, initializer_timeout=LIMIT)
     with pytest.raises(WorkerStartFailed) as caught:
@@ -446,7 +449,7 @@ def test_a_worker_that_starts_and_waits_for_a_processor_says_where_it_is(make_po
 
 
 def test_an_initializer_that_does_not_end(process_kind, make_pool, log):
-    """It is killed and tried again, then the pool stops and says where it was."""
+    """A stuck initializer is killed and tried again. Then the pool stops with its stack."""
     from xpool import TaskTimeout, WorkerStartFailed
 
     pool = make_pool(process_kind, 1, work.count_up, (str(log),), initializer_timeout=LIMIT)
@@ -458,7 +461,7 @@ def test_an_initializer_that_does_not_end(process_kind, make_pool, log):
 
 
 def test_an_initializer_that_does_not_end_at_first(process_kind, make_pool, tmp_path):
-    """A start that hangs once is tried again, and the pool works."""
+    """If a start hangs once, the pool tries again and works."""
     pool = make_pool(
         process_kind, 1, work.spin_once, (str(tmp_path / "flag"),), initializer_timeout=LIMIT
     )
@@ -466,14 +469,14 @@ def test_an_initializer_that_does_not_end_at_first(process_kind, make_pool, tmp_
 
 
 def test_an_initializer_that_is_quick_enough(process_kind, make_pool):
-    """The limit is for the start alone: tasks may take longer."""
+    """The limit is for the start only. Tasks may take longer."""
     pool = make_pool(process_kind, 1, work.remember, (3,), initializer_timeout=30)
     assert pool.apply(work.recall) == [(3,)]
 
 
 @pytest.mark.exhaustive
 def test_an_initializer_that_does_not_end_in_threads(thread_kind, make_pool, gate):
-    """The same in threads, which are left to themselves."""
+    """In a thread pool, a stuck initializer stops the pool too. Its thread is not ended."""
     from xpool import TaskTimeout, WorkerStartFailed
 
     pool = make_pool(thread_kind, 1, work.pass_gate, (gate.path,), initializer_timeout=LIMIT)
@@ -483,7 +486,7 @@ def test_an_initializer_that_does_not_end_in_threads(thread_kind, make_pool, gat
 
 
 def test_join_with_a_limit(pool_of_its_own, mailbox, gate):
-    """`join(timeout)` raises TimeoutError while workers work; the next `join` may succeed."""
+    """While tasks run, `join(timeout)` raises TimeoutError. A later `join` may succeed."""
     from xpool import TimeoutError
 
     pool = pool_of_its_own
