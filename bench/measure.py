@@ -1,9 +1,9 @@
-"""One peer, some works, one process: what `bench.peers` starts so that a hang spoils nothing.
+"""Measure one peer in a process of its own, so that a hang does not stop `bench.peers`.
 
-``python -m bench.measure PEER WORK[,WORK...]`` prints a JSON line for each work as soon as
-it is done, and stops after the first that fails.  `bench.peers` does not start it anew for
-each peer: importing torch takes longer than most works.  It starts one process that has
-the imports done (``--serve``), and that forks for each measurement.
+``python -m bench.measure PEER WORK[,WORK...]`` prints a JSON line after each work, and stops
+after the first that fails.  `bench.peers` does not start this program for each peer, because
+importing torch takes longer than most works.  It starts one server (``--serve``), which imports
+torch once and forks for each measurement.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from bench.works import DEATH, QUICK, SHARED, WORKS, Broken, Sizes, uses_torch
 
 
 def _raise_descriptor_limit() -> None:
-    """Allow as many descriptors as the system does: torch's documentation recommends it."""
+    """Raise the limit of open descriptors, as torch's documentation recommends."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _outcome(peer: Peer, key: str, sizes: Sizes) -> dict[str, Any]:
-    """Run one work; a fault is an outcome too."""
+    """Run one work; return its figure or its fault."""
     begin = time.monotonic()
     outcome: dict[str, Any] = {"work": key}
     try:
@@ -48,10 +48,10 @@ def _outcome(peer: Peer, key: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def measure(name: str, keys: Sequence[str], quick: bool, fd: int) -> None:
-    """Run the works one after another, and write each outcome to `fd`."""
+    """Run the works in turn, and write each outcome to `fd`."""
     _raise_descriptor_limit()
     if uses_torch(keys):
-        # Before the pool is opened, as a program that uses torch has it.
+        # A program that uses torch imports it before it opens a pool.
         import bench.tensor_tasks  # noqa: F401
 
     peer = PEERS[name]()
@@ -65,7 +65,7 @@ def measure(name: str, keys: Sequence[str], quick: bool, fd: int) -> None:
             peer.open(with_torch=uses_torch(keys), with_lambdas=key == "lambda")
         is_open = True
         outcome = _outcome(peer, key, QUICK if quick else Sizes())
-        # If the library starts slowly, the next pool is made in this process, where one has broken.
+        # A library that starts slowly gets its next pool in this process, after one broke too.
         last = key == keys[-1]
         outcome["goes_on"] = peer.one_process and outcome.get("broken", False) and not last
         os.write(fd, (json.dumps(outcome) + "\n").encode())
@@ -73,19 +73,19 @@ def measure(name: str, keys: Sequence[str], quick: bool, fd: int) -> None:
             is_open = False
             continue
         if "fault" in outcome or (last and WORKS[key].group == DEATH):
-            # A pool that lost a worker may hang when it is closed; whoever started this
-            # process ends what is left, and starts another for the works that are left.
+            # A pool that lost a worker may hang in `close`.  `bench.peers` kills its processes,
+            # and starts another process for the remaining works.
             sys.stderr.flush()
             os._exit(0)
     peer.close()
 
 
 def serve(fd: int, torch: bool) -> tuple[dict[str, Any], int] | None:
-    """Fork for each request that comes through the socket `fd`, and answer with the pid.
+    """Fork for each request from the socket `fd`, and answer with the pid.
 
     Returns:
-        In a forked process, the request and the descriptor for its outcomes; None in this
-        process, once the other side is closed.
+        In a forked process: the request, and the descriptor for its outcomes.
+        In this process: None, after the other side has closed the socket.
     """
     if torch:
         import bench.tensor_tasks  # noqa: F401
@@ -95,7 +95,7 @@ def serve(fd: int, torch: bool) -> tuple[dict[str, Any], int] | None:
             data, fds, _flags, _address = socket.recv_fds(link, 65536, 2)
             if not data:
                 return None
-            # Not earlier: until it asks again, the other side may look at its last process.
+            # Not earlier: `bench.peers` uses the pid of a process until its next request.
             reap()
             pid = os.fork()
             if pid == 0:
@@ -110,10 +110,9 @@ def serve(fd: int, torch: bool) -> tuple[dict[str, Any], int] | None:
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("peer", nargs="?", choices=PEERS)
-    parser.add_argument("works", nargs="?", help="keys of bench.works.WORKS, with commas")
+    parser.add_argument("works", nargs="?", help="keys of bench.works.WORKS, separated by commas")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--serve", type=int, metavar="FD", help=argparse.SUPPRESS)
     parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)

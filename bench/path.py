@@ -1,7 +1,6 @@
-"""What one call passes in the parent: functions of xpool, files, and changes of file.
+"""List the functions of xpool that one `Pool.apply` calls in the parent.
 
-``python -m bench.path`` lists what one `Pool.apply` of a function that does nothing calls, in the
-caller's thread and in the engine's, in the order of first calls.
+The task does nothing.  Calls in the caller's thread and in the engine's are listed in their order.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ROOT = str(Path(xpool.__file__).parent)
 
 
 class Passed(NamedTuple):
-    """The calls of one run: (thread, file, function), in their order."""
+    """The calls of one run, in order: (thread, file, function)."""
 
     calls: list[tuple[str, str, str]]
 
@@ -37,9 +36,9 @@ class Passed(NamedTuple):
 
 
 def trace(call: Callable[[], object], engine: list[Any]) -> Passed:
-    """Run `call` and note which functions of xpool are entered, in this thread and in `engine`'s.
+    """Run `call`, and record the functions of xpool that this thread and the engine's enter.
 
-    ``engine``: what `watch_threads` has returned.
+    ``engine``: the list that `watch_threads` returned.
     """
     calls: list[tuple[str, str, str]] = []
 
@@ -61,7 +60,10 @@ def trace(call: Callable[[], object], engine: list[Any]) -> Passed:
 
 
 def watch_threads() -> list[Any]:
-    """Have the threads that start from now on tell what they enter to all that are in the list."""
+    """Return a list of profile functions, which is empty.
+
+    Threads that start from now on report their calls to each function in the list.
+    """
     listeners: list[Any] = []
 
     def pass_on(frame: FrameType, event: str, arg: Any) -> None:
@@ -73,7 +75,7 @@ def watch_threads() -> list[Any]:
 
 
 def measure_apply() -> Passed:
-    """Return the path of one `apply`, of a pool that has made some: the shortest of many."""
+    """Return the shortest path of 20 calls of `apply`, on a pool that is warm."""
     engine = watch_threads()
     try:
         with xpool.Pool(2) as pool:
@@ -86,7 +88,6 @@ def measure_apply() -> Passed:
 
 
 def main() -> None:
-    """Print the path of an `apply`."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     path = measure_apply()
     for thread, file, name in path.calls:

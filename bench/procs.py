@@ -1,4 +1,4 @@
-"""What /proc tells about processes: who belongs to whom, their memory and CPU time."""
+"""Reads the parents, memory and CPU time of processes from /proc, and kills processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat that follow the command's name; None if it is gone."""
+    """The fields of /proc/PID/stat after the command's name; None if the process is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -22,7 +22,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def descendants(root: int) -> list[int]:
-    """All processes below `root` that have not ended, parents before their children."""
+    """The descendants of `root` that have not ended, parents before their children."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         stat = _stat(int(entry)) if entry.isdigit() else None
@@ -38,7 +38,7 @@ def descendants(root: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time that `pid` has used, all its threads included; 0 if it is gone."""
+    """User and system time of all threads of `pid`; 0 if it is gone."""
     stat = _stat(pid)
     if stat is None:
         return 0.0
@@ -56,9 +56,9 @@ def private_bytes(pid: int) -> int:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below whose own parent ends.
+    """Become the parent of each descendant whose own parent ends.
 
-    A peer that is killed leaves workers behind; so they stay findable by `descendants`.
+    So `descendants` still finds the workers of a peer that was killed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -66,12 +66,12 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(spare: Iterable[int] = (), grace: float = 3.0) -> None:
-    """Kill every process below this one but those in `spare`, and wait until they are gone.
+    """Kill all descendants except those in `spare`, and wait until they are gone.
 
-    Those that clean up after the others (semaphores, shared memory) see their end, and are
-    given `grace` seconds to do it.
+    Resource trackers, which remove semaphores and shared memory after the others have ended,
+    are killed only if they have not ended after `grace` seconds.
     """
-    # Killed parents hand their children to this process, so a second look may find more.
+    # The children of a killed process become children of this one, so look again.
     while pids := set(descendants(os.getpid())) - set(spare):
         cleaners = {pid for pid in pids if _is_cleaner(pid)}
         for pid in pids - cleaners:
@@ -84,7 +84,7 @@ def kill_descendants(spare: Iterable[int] = (), grace: float = 3.0) -> None:
 
 
 def _is_cleaner(pid: int) -> bool:
-    """Is it a resource tracker of multiprocessing or loky, or torch's manager?"""
+    """Is `pid` a resource tracker of multiprocessing or loky, or torch's manager?"""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -93,7 +93,7 @@ def _is_cleaner(pid: int) -> bool:
 
 
 def _await_end(pid: int, seconds: float = 10.0, *, kill: bool = False) -> bool:
-    """Has `pid` ended within `seconds`, killed if that is asked for?"""
+    """Kill `pid` if `kill`; return whether it ends within `seconds`."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -109,7 +109,7 @@ def _await_end(pid: int, seconds: float = 10.0, *, kill: bool = False) -> bool:
 
 
 def reap() -> None:
-    """Take leave of the children that have ended."""
+    """Wait for all children that have ended, so that they do not stay zombies."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue

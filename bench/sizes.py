@@ -1,8 +1,8 @@
-"""What a task costs by the size of its argument: microseconds a task, xpool beside its peers.
+"""Measure microseconds a task by the size of its argument, for xpool and its peers.
 
-Arrays go to a task that does nothing, by `imap_unordered`, each a task of its own, two workers.
-Rounds are short and interleaved, and what is printed is the least of each: other work on the
-machine only ever adds to it.
+`imap_unordered` passes arrays to a task that does nothing: two workers, chunks of one.  Peers take
+turns in short rounds.  The table shows the minimum of the rounds, because other work on the
+machine can only make a round slower.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bench.adapters import PEERS, Peer
 SIZES = [16 << 4 * n for n in range(6)]
 """Bytes: 16 B to 16 MiB."""
 AT_ONCE = 8 << 20
-"""Bytes that go in one round, where that is not too many tasks or too few."""
+"""Bytes sent in one round, if these are 2 to 400 tasks."""
 
 
 def microseconds(peer: Peer, size: int) -> float:
-    """Return what a task costs, of a stream of them."""
+    """Return the time of a task in a stream of them."""
     count = min(400, max(2, AT_ONCE // size))
     items = [numpy.ones(size, dtype="uint8") for _ in range(count)]
     begin = time.perf_counter()
@@ -34,11 +34,10 @@ def microseconds(peer: Peer, size: int) -> float:
 
 
 def main() -> None:
-    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     default = "xpool,stdlib fork,stdlib forkserver,concurrent.futures"
-    parser.add_argument("--peers", default=default, help="names, with commas")
+    parser.add_argument("--peers", default=default, help="names, separated by commas")
     options = parser.parse_args()
     peers = {
         name: PEERS[name]()

@@ -1,4 +1,4 @@
-"""The tasks that need no torch, so that the program that runs them need not have it."""
+"""The tasks that need no torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 
 
 def noop(_item: object = None) -> None:
-    """Do nothing: what is left is the pool's own cost."""
+    """Do nothing, so that only the pool's own cost is measured."""
 
 
 def who() -> int:
-    """Say which process runs the tasks."""
+    """Return the worker's pid."""
     return os.getpid()
 
 
 def die(path: str) -> None:
-    """Write the time to `path`, then kill the process that runs this task.
+    """Write the time to `path`, then kill this process.
 
-    The monotonic clock counts from the same moment in every process of the machine.
+    All processes of a machine have the same monotonic clock.
     """
     with open(path, "w", encoding="ascii") as file:
         file.write(repr(time.monotonic()))

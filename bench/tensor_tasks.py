@@ -13,15 +13,15 @@ FLOATS_A_PAGE = 1024
 
 
 def touch(tensor: torch.Tensor) -> float:
-    """Read one element of each page, so that a mapping not yet read does not pass for data."""
+    """Read one element of each page, so that the time to map the pages is measured."""
     return float(tensor[::FLOATS_A_PAGE].sum())
 
 
 def make(floats: int) -> tuple[torch.Tensor, float]:
-    """Make a new tensor; return it with the seconds that making it took.
+    """Make a new tensor; return it, and the seconds that this took.
 
-    New each time: a tensor that was sent before may already lie in shared memory, and
-    sending it again would measure the handle only.
+    A tensor that was sent before may be in shared memory already.  Sending it again would
+    measure its handle only.
     """
     begin = time.perf_counter()
     tensor = torch.full((floats,), 1.0)
@@ -29,12 +29,11 @@ def make(floats: int) -> tuple[torch.Tensor, float]:
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:
-    """Send back what came."""
     return tensor
 
 
 def count(tensor: torch.Tensor) -> int:
-    """Say how many elements there are, without a look at them."""
+    """Return the number of elements without reading them."""
     return tensor.numel()
 
 
@@ -44,18 +43,18 @@ def small(number: int) -> torch.Tensor:
 
 
 def first() -> torch.Tensor:
-    """Make the small tensor that a new pool is asked for first."""
+    """Make a small tensor: the first task of a new pool."""
     return torch.ones(16)
 
 
 def who() -> int:
-    """Say which process runs the tasks, having used torch."""
+    """Use torch, then return the worker's pid."""
     torch.ones(4).sum()
     return os.getpid()
 
 
 def private() -> tuple[int, int]:
-    """Use torch, then say who this is and how many bytes belong to this process alone."""
+    """Use torch, then return the worker's pid and its private bytes."""
     matrix = torch.rand(64, 64)
     float((matrix @ matrix).relu().sum())
     return os.getpid(), private_bytes(os.getpid())

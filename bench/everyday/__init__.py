@@ -1,1 +1,1 @@
-"""Everyday programs, with xpool and with what a user would pick instead."""
+"""Everyday programs, with xpool and with its alternatives."""

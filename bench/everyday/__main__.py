@@ -1,10 +1,10 @@
-"""Everyday programs, with xpool and with what a user would pick instead.
+"""Run everyday programs with xpool and with its alternatives.
 
-Each row is a small program, run in a process of its own with each peer, one after the other, round
-by round, after xpool's modules have been compiled.  The table has medians, and the ratio of xpool's
-to that of the best peer.  xpool is behind if it takes more than a tenth longer, or more memory.
+Each row of the table is a small program.  A round runs it once with each peer, in a new process.
+xpool's modules are compiled before.  The table shows the median of each peer, and the ratio of
+xpool's median to the best peer's.  xpool is "behind" if this ratio is above 1.1.
 
-`rows` has the rows, `programs` their texts, and `peers` the functions that the texts call.
+`rows` has the rows, `programs` has their texts, and `peers` has the functions that the texts call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.everyday.rows import ROWS, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0
-"""Seconds that one program may take."""
+"""Seconds after which a program counts as hanging."""
 BEHIND = 1.1
 COLUMN = 14
 """The width of a column of the table."""
@@ -40,13 +40,13 @@ COLUMN = 14
 def _environment() -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    found.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's modules are compiled once
+    found.pop("PYTHONDONTWRITEBYTECODE", None)  # users run with compiled modules
     return found
 
 
 def measure(row: Row, peer: str, folder: Path) -> float | str:
-    """Run a program once; return seconds, or in a word why there are none."""
-    path = folder / f"with_{peer}.py"  # not the name of what it imports
+    """Run a program once; return its seconds, or a word that says why it has none."""
+    path = folder / f"with_{peer}.py"  # the name of the peer alone would hide its package
     program = row.programs.get(peer) or textwrap.dedent(PEERS[peer]) + row.program
     path.write_text(textwrap.dedent(PRELUDE) + program)
     begin = time.perf_counter()
@@ -66,11 +66,11 @@ def measure(row: Row, peer: str, folder: Path) -> float | str:
 
 
 _LAST_NUMBER = re.compile(r"^\S*?(\d[-.e\d]*)$", re.MULTILINE)
-"""What `tell` has printed, also behind the dots that a test runner prints."""
+"""The number that `tell` prints.  pytest may have printed dots before it in the line."""
 
 
 def run_row(row: Row, peers: list[str], rounds: int) -> dict[str, float | str]:
-    """Return the median of each peer, or why there is none."""
+    """Return for each peer its median, or the word that `measure` returned."""
     found: dict[str, list[float]] = {peer: [] for peer in peers}
     known = row.programs or {p: PEERS[p] for p in PEERS if p != "torch" or "torch" in row.needs}
     words = {peer: "-" for peer in peers if peer not in known}
@@ -88,24 +88,24 @@ def run_row(row: Row, peers: list[str], rounds: int) -> dict[str, float | str]:
 
 
 FORKS = {"fork", "futures", "torch"}
-"""Peers whose workers are forks of the program where Python's own are, so that they have at once
-all that it has."""
+"""Peers that fork their workers from the program if `fork` is Python's default start method.
+Such workers have the program's modules and data from the start."""
 
 
 def compare(row: Row, results: dict[str, float | str], without: Collection[str] = ()) -> float:
-    """Return xpool's time as a multiple of the best peer's; inf: one of the two has none."""
+    """Return xpool's median divided by the best peer's; inf if one of them has none."""
     others = [
         v for p, v in results.items() if p not in {"xpool", *without} and isinstance(v, float)
     ]
     mine = results["xpool"]
     if not others or isinstance(mine, str):
         return math.inf
-    least = 0.02 if row.unit == "B/task" else 0.0  # 20 bytes: to use none is no advantage
+    least = 0.02 if row.unit == "B/task" else 0.0  # fewer than 20 bytes are no advantage
     return max(mine, least) / max(min(others), least)
 
 
 def show(row: Row, peers: list[str], results: dict[str, float | str]) -> float:
-    """Print a line; return what `compare` does."""
+    """Print a row of the table; return the ratio."""
     ratio = compare(row, results)
     cells = [v if isinstance(v, str) else f"{1e3 * v:.1f}" for v in map(results.__getitem__, peers)]
     said = "?" if ratio == math.inf else f"{ratio:.2f}{' behind' if ratio > BEHIND else ''}"
@@ -115,12 +115,12 @@ def show(row: Row, peers: list[str], results: dict[str, float | str]) -> float:
 
 
 def main() -> None:
-    """Run the rows that were asked for, and count where xpool is behind."""
+    """Run the chosen rows, and count those in which xpool is behind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", default="", help="rows of which the name, or number, has this")
+    parser.add_argument("--only", default="", help="a row's number, or a part of its name")
     parser.add_argument("--peers", default=",".join([*PEERS, "interpreters", "joblib"]))
-    parser.add_argument("--json", type=Path, help="where to write the medians, in seconds")
+    parser.add_argument("--json", type=Path, help="write the medians to this file, in seconds")
     given = parser.parse_args()
     peers = [
         p for p in given.peers.split(",")
@@ -140,12 +140,15 @@ def main() -> None:
         kept[f"{number} {row.name}"] = results = run_row(row, peers, given.rounds)
         if show(row, peers, results) > BEHIND:
             behind += 1
-            # Rows with programs of their own have other peers under these names, such as threads.
+            # In rows with their own programs, these names stand for other peers, e.g. threads.
             forks = FORKS if not row.programs and get_start_method() == "fork" else ()
             only_forks += compare(row, results, forks) <= BEHIND
     if given.json is not None:
         given.json.write_text(json.dumps(kept, indent=1))
-    print(f"behind in {behind} of {len(kept)}, in {only_forks} only of forks of the program")
+    print(
+        f"behind in {behind} of {len(kept)} rows; "
+        f"in {only_forks} of these only peers that fork the program are ahead"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pools of all peers behind the same functions: the first part of a program."""
+"""The first part of each program: the same functions for each peer's pool."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ THREADS = {
     """
     + _AS_AN_EXECUTOR,
 }
-"""Pools of threads; in the column `fork`, the standard library's.
+"""Pools of threads.  `fork` stands for the standard library's `ThreadPool`.
 
-The workers of `interpreters` are threads that have an interpreter each.
+Each worker of `interpreters` is a thread with its own interpreter.
 """
 
 PACKAGES = {"loky": "loky", "torch": "torch", "joblib": "joblib"}

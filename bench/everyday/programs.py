@@ -1,4 +1,4 @@
-"""The texts of the programs; a row fills in their fields."""
+"""The texts of the programs.  Rows fill in the fields in braces."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PRELOADED = """
             preload("torch")
         begin = time.perf_counter()
         import torch
-        time.sleep(time.perf_counter() - begin)  # other work, for as long
+        time.sleep(time.perf_counter() - begin)  # the program's other work
         begin = time.perf_counter()
         pool = start(2)
         run(pool, square, [1])
@@ -253,7 +253,7 @@ MEMORY = """
     def small(x):
         return x & 127
     def peak(x):
-        time.sleep(0.02)  # so that each worker has some of these
+        time.sleep(0.02)  # so that each worker gets some of these tasks
         return field("VmHWM")
     if __name__ == "__main__":
         pool = start(2)

@@ -1,4 +1,4 @@
-"""The rows of the table: to add one, append a `Row` to `ROWS`.
+"""The rows of the table.  To add a row, append a `Row` to `ROWS`.
 
 A program calls the functions of `peers`:
 
@@ -6,11 +6,11 @@ A program calls the functions of `peers`:
 * ``run(pool, func, items)`` runs a task for each item;
 * ``spread(pool, func, items)`` lets the peer cut the items into chunks, and ``star`` does the same
   with tuples of arguments;
-* ``notify(pool, func, items, callback)`` calls back with each result;
-* ``stream(pool, func, items, chunk)`` returns an iterator.
+* ``notify(pool, func, items, callback)`` calls ``callback`` with each result;
+* ``stream(pool, func, items, chunk)`` returns an iterator of results.
 
-It calls ``tell(seconds)``, unless the whole process is measured.  Rows for which other packages are
-made have a program for each peer.
+A program calls ``tell(seconds)``, except where the time of the whole process is measured.  A row
+about another package, such as joblib, has its own program for each peer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Row(NamedTuple):
 
     name: str
     program: str
-    whole: bool = False  # all of the process is measured, and not what it tells
-    needs: str = ""  # packages
-    programs: Mapping[str, str] = MappingProxyType({})  # by peer; others than these have nothing
+    whole: bool = False  # the time of the whole process is measured
+    needs: str = ""  # packages, separated by spaces
+    programs: Mapping[str, str] = MappingProxyType({})  # for each peer, instead of `program`
     unit: str = "ms"
-    once: bool = False  # run once: it takes long, and is the same every time
+    once: bool = False  # one round only: the program is slow, and its figures vary little
 
 
 def _program(main: str, top: str = "") -> str:
@@ -49,7 +49,7 @@ def _memory(n: int, work: str, what: str) -> str:
 
 
 _LOADERS = {
-    # What its documentation begins a program with that uses torch.
+    # xpool's documentation recommends to begin a program with torch like this.
     "xpool": 'import xpool\nif __name__ == "__main__":\n    xpool.preload("torch")\n'
     "from xpool.data import DataLoader\n" + textwrap.dedent(t.IMAGES),
     "torch": "from torch.utils.data import DataLoader\n" + textwrap.dedent(t.IMAGES),
@@ -74,7 +74,7 @@ def _with_threads(program: str) -> Mapping[str, str]:
 
 
 def _with_threads_and_arrays(program: str) -> Mapping[str, str]:
-    """As `_with_threads`; numpy raises ImportError where a sub-interpreter imports it."""
+    """As `_with_threads`.  A sub-interpreter that imports numpy gets an ImportError."""
     whole = t.DATA_TASKS + program
     return MappingProxyType({**_with_threads(whole), "interpreters": 'unable("no numpy")\n'})
 
