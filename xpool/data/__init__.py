@@ -1,6 +1,6 @@
-"""`DataLoader`: torch's, over a pool of xpool's.  docs/data.md is the guide.
+"""`DataLoader`: torch's loader, with a pool of xpool as its workers.  The guide is docs/data.md.
 
-Names are resolved when they are first used: a worker imports what makes batches, and no pools.
+Names are resolved when they are first used, so that a worker imports no pools.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def __getattr__(name: str) -> Any:
     if name not in _homes:
         raise AttributeError(f"module 'xpool.data' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"xpool.data.{_homes[name]}"), name)
-    # Python calls this function only for names that the module lacks.
-    globals()[name] = value
+    globals()[name] = value  # Python then no longer calls `__getattr__` for this name
     return value
 
 

@@ -1,6 +1,6 @@
-"""Memory of large batches, which a worker thread uses again when the program has dropped a batch.
+"""Memory for large batches.  A worker thread uses it again when the program has dropped a batch.
 
-New memory is cleared by the kernel page by page, which takes as long as filling it.
+The kernel clears new memory page by page, which takes as long as filling it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
 
 KEPT_BUFFERS = 8
-"""How many buffers of one size a thread uses again: about as many as it has batches in flight."""
+"""How many buffers of one size a thread keeps: about as many as it has batches in flight."""
 
 
 class _Buffers(threading.local):
@@ -25,11 +25,11 @@ class _Buffers(threading.local):
         self._known: dict[int, deque[tuple[Any, weakref.ref[memoryview]]]] = {}
 
     def lease(self, nbytes: int) -> memoryview:
-        """Return a view of memory, which is free again when the last reference to it is dropped."""
+        """Return a view of memory.  The memory is free again when the view is collected."""
         # Batches of nearly the same size share buffers.  Pages that are not touched take no memory.
         size = 1 << (nbytes - 1).bit_length()
         known = self._known.setdefault(size, deque(maxlen=KEPT_BUFFERS))
-        # Looked for here: a callback of the reference could lose an exception of a signal handler.
+        # A callback of the weak reference could lose an exception of a signal handler.
         place = next((i for i, (_, user) in enumerate(known) if user() is None), None)
         if place is None:
             buffer = new_buffer(size)
@@ -45,9 +45,10 @@ _buffers = _Buffers()
 
 
 def stack(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return what `torch.stack` returns, in memory used before; None: that has no advantage here.
+    """Return what `torch.stack` returns, in memory used before.  Return None for small batches, and
+    for tensors that ``out=`` would change.
 
-    The storage holds the view, and so the buffer is in use as long as any tensor or array needs it.
+    The storage holds the view, so the buffer is in use as long as a tensor or array uses it.
     """
     first = tensors[0]
     nbytes = len(tensors) * first.numel() * first.element_size()
@@ -59,7 +60,7 @@ def stack(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _is_like(tensor: torch.Tensor, first: torch.Tensor) -> bool:
-    """Whether ``out=`` changes nothing: not the class, the type, the strides or the gradients."""
+    """Whether ``out=`` keeps the class, the type, the strides and the gradients of this tensor."""
     return (
         type(tensor) is torch.Tensor
         and not tensor.is_nested

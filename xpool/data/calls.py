@@ -1,6 +1,6 @@
 """The functions that the workers of a loader run.
 
-A worker imports this module and `xpool.data.worker`, and nothing of the pools.
+A worker imports this module and `xpool.data.worker`, but none of the pools.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _received: WorkerCopy | None = None
 
 
 class AtStart:
-    """The argument of a starting worker: inherited, or pickled by `multiprocessing`."""
+    """The argument of a starting worker, which inherits it or gets it pickled."""
 
     def __init__(self, made: WorkerCopy) -> None:
         self.made = made
 
     def __reduce__(self) -> Any:
         if multiprocessing.context.get_spawning_popen() is None:
-            # The pool then passes it on by the start method.
+            # The error makes the pool pass it to the starting process.
             raise RuntimeError("this dataset goes to a worker by inheritance")
         return AtStart, (self.made,)
 
 
 def begin() -> None:
-    """Prepare a worker that may be a fork of the program: no threads of torch, no handlers.
+    """Prepare a worker: torch computes in one thread, and the program's signal handlers end.
 
-    A signal for the worker would run the program's handler, and report through the program's
-    wakeup descriptor to its event loop.
+    In a fork of the program, a signal would run the program's handler and write into the wakeup
+    descriptor of the program's event loop.
     """
     torch.set_num_threads(1)
     signal.set_wakeup_fd(-1)
@@ -47,14 +47,14 @@ def begin() -> None:
 
 
 def receive(start: AtStart) -> None:
-    """Call `begin`, and keep the copy that came with the start, for `with_copy`."""
+    """Call `begin`, and keep the copy that came with the start of this process for `with_copy`."""
     global _received
     begin()
     _received = start.made
 
 
 def with_copy(func: Callable[..., Any], made: WorkerCopy | None, *args: Any) -> Any:
-    """Call ``func(copy, *args)``; ``made`` is None where the copy came with the start."""
+    """Call ``func(copy, *args)``.  ``made`` is None if the copy came with the process's start."""
     return func(_received if made is None else made, *args)
 
 
@@ -64,7 +64,7 @@ def in_thread(func: Callable[..., Any], copies: list[WorkerCopy], *args: Any) ->
 
 
 def after(before: Any, func: Callable[..., Any], *args: Any) -> Any:
-    """Call ``func(*args)`` when the result ``before`` is ready; None: at once."""
+    """Call ``func(*args)`` when the result ``before`` is ready, or at once if it is None."""
     if before is not None:
         before.wait()
     return func(*args)
@@ -75,5 +75,5 @@ def call(func: Callable[..., Any], *args: Any) -> Any:
 
 
 def without_context(context: Any, func: Callable[..., Any], *args: Any) -> Any:
-    """Call ``func(*args)`` without the context, which a given pool passes to each task."""
+    """Call ``func(*args)`` without the context that a `CtxPool` passes to each task."""
     return func(*args)

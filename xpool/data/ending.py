@@ -15,16 +15,15 @@ CLEANER = "xpool-DataLoader-cleaner"
 
 
 def end_later(pool: BasePool | None) -> Callable[[Iterable[Any]], None]:
-    """Return a function that has a waiting thread cancel results and end a pool.
+    """Return a function that makes a waiting thread cancel the given results and end the pool.
 
-    The garbage collector may call the function, in any thread and with any locks held.  It only
+    The garbage collector may call this function, in any thread and with any locks held.  So it only
     puts the results into a `SimpleQueue`, which never waits.
     """
     orders: queue.SimpleQueue[Iterable[Any]] = queue.SimpleQueue()
 
     def clean() -> None:
-        # Waits as long as the epoch, or the loader, lives.
-        for result in orders.get():
+        for result in orders.get():  # waits as long as the epoch or the loader lives
             result.cancel()
         if pool is not None:
             pool.terminate()
@@ -41,7 +40,7 @@ def end_later(pool: BasePool | None) -> Callable[[Iterable[Any]], None]:
 
 
 def wait_for_ends(seconds: float) -> None:
-    """Wait until all pools that `end_later` is ending have ended, at most ``seconds``."""
+    """Wait, at most ``seconds``, for the pools that the threads of `end_later` are ending."""
     until = time.monotonic() + seconds
     for thread in threading.enumerate():
         if getattr(thread, "is_ending", False):

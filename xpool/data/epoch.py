@@ -1,4 +1,4 @@
-"""One pass over a dataset: requests batches from the workers and returns them in order."""
+"""One pass over a dataset: requests batches from the workers and returns them to the program."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from xpool.data.workers import Inline, Processes, Threads
 
 
 class Before(NamedTuple):
-    """What a new epoch, one that is not resumed, begins with."""
+    """The values with which a new (not resumed) epoch begins."""
 
-    generators: dict[str, Any] | None  # their states; None: as they are
-    seed: int | None  # drawn for an earlier epoch of the same workers
-    turn: int  # number of epochs whose seeds come from it
-    bases: list[Base] | None  # states of the workers at the end of the last epoch
+    generators: dict[str, Any] | None  # the generators' states; None: do not set them
+    seed: int | None  # the seed drawn for an earlier epoch of the same workers
+    turn: int  # number of epochs whose seeds come from `seed`
+    bases: list[Base] | None  # the workers' states at the end of the last epoch
 
 
 class Pending(NamedTuple):
@@ -44,14 +44,14 @@ class Pending(NamedTuple):
     result: Any
     request: Request | None  # None: the dataset has no indices
     part: int | None  # None: any worker makes it
-    place: int  # in its part
+    place: int  # the batch's number within its part
 
 
 class Epoch(Iterator[Any]):
     """The iterator of a `DataLoader`.
 
-    ``is_only``: whether the workers serve this epoch only, and end with it.  ``resume``: the
-    progress of an earlier epoch, from which this one goes on; None: a new epoch.
+    ``is_only``: whether the workers serve only this epoch and end with it.  ``resume`` is the
+    progress from which this epoch goes on; None: the epoch is new.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Epoch(Iterator[Any]):
         before: Before, resume: Progress | None,
     ) -> None:  # fmt: skip
         self._loader, self._workers = loader, workers
-        # First, since `__del__` calls it if anything below fails.
+        # Set first, because `__del__` calls it if anything below fails.
         self._clean = workers.end if is_only else end_later(None)
         self._pending: deque[Pending] = deque()
         self._pins, self._pin_thread = loader.pin_memory and can_pin(), None
@@ -73,10 +73,10 @@ class Epoch(Iterator[Any]):
             loader._index_sampler, loader.snapshot_every_n_steps
         )  # fmt: skip
         count = max(1, loader.num_workers) if self._has_parts else 0
-        self._known: dict[int, Request] = {}  # batches taken while an earlier one was not
+        self._known: dict[int, Request] = {}  # the requests of the batches in `progress.beyond`
         generators = Generators(loader)
         if isinstance(workers, Inline) and self._has_parts:
-            # Loading may set the generators of the program, from which the epoch then draws.
+            # Loading may set the program's generators, so it comes before this epoch's draws.
             for base in before.bases or () if resume is None else resume.bases:
                 workers.made.load(
                     {} if base.state is None else pickle.loads(base.state), base.is_end
@@ -89,7 +89,7 @@ class Epoch(Iterator[Any]):
                 self.progress = resume
             self._draw(before, resume is not None)
             self._ahead = _untaken(self._sampling, self.progress.beyond, self._known)
-            # Draw the first request here, while the generators are in the right state.
+            # Draw the first request here, because the generators have the right states now.
             first = list(itertools.islice(self._ahead, 1))
             self._ahead = itertools.chain(first, self._ahead)
         progress = self.progress
@@ -101,11 +101,10 @@ class Epoch(Iterator[Any]):
         self._cycle = progress.next_part
         self._begin_parts(resume is not None)
         self._ended = 0 < count == len(progress.ended)
-        # Request as many batches ahead as torch's loader.
         for _ in range(self._ahead_at_most()):
             self._submit()
 
-    # -- how it begins -----------------------------------------------------------------------------
+    # -- the beginning -----------------------------------------------------------------------------
 
     def _draw(self, before: Before, resumed: bool) -> None:
         """Draw the seeds and begin the sampler, in the same order and as often as torch."""
@@ -120,7 +119,7 @@ class Epoch(Iterator[Any]):
             seed = int(drawn.item())
         if loader.num_workers:
             again = self._draw_shared_seed()
-            # New workers of torch begin with the first of the two.
+            # Torch draws twice for new workers, and uses the first number.
             shared = shared if is_new else again
         if not resumed:
             assert seed is not None
@@ -144,7 +143,7 @@ class Epoch(Iterator[Any]):
         return int(dataloader._share_dist_seed(self._loader.generator, group))
 
     def _begin_parts(self, resumed: bool) -> None:
-        """Move each worker to its part of the dataset, and get its state; raises its errors."""
+        """Move each worker to its part of the dataset, and get its state.  Raises their errors."""
         progress = self.progress
         if isinstance(self._workers, Inline) and self._has_parts:
             self._workers.made.begin(self._spec, 0, progress.bases[0])
@@ -162,7 +161,7 @@ class Epoch(Iterator[Any]):
             if not resumed:
                 progress.bases = [Base(0, state) for state in states]
 
-    # -- what is asked -----------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def _submit(self) -> None:
         loader = self._loader
@@ -187,7 +186,7 @@ class Epoch(Iterator[Any]):
         self._append(Pending(result, request, None, 0))
 
     def _begin_next(self) -> None:
-        """Request a batch of the next epoch; all batches of this one have been requested."""
+        """Request a batch of the next epoch.  All batches of this one have been requested."""
         loader, progress = self._loader, self.progress
         if not loader._previews or self._is_only:
             return
@@ -207,7 +206,7 @@ class Epoch(Iterator[Any]):
         interval = self._loader.snapshot_every_n_steps
         wants_state = bool(interval) and (place + 1) % interval == 0
         if request is not None:
-            # A dataset with indices and without state does not depend on earlier batches.
+            # Without a state, a batch with indices does not depend on earlier batches.
             wants_state = self._asks_state
             since = self._since[part]
             since.append((request.number, request.indices))
@@ -215,7 +214,7 @@ class Epoch(Iterator[Any]):
             if not self._asks_state:
                 base = Base(place, base.state, base.is_end)
         if isinstance(self._workers, Inline):
-            # The dataset is in this process: its state is read when it is needed.
+            # The dataset is in this process, so its state can be read when it is needed.
             wants_state, requests = False, requests and requests[-1:]
             base = Base(place if requests else 0)
         name = f"batch {place} of worker {part}" if request is None else label(request)
@@ -231,7 +230,7 @@ class Epoch(Iterator[Any]):
         self._pending.append(item)
 
     def _next_part(self) -> int | None:
-        """Return the part for the next request; None: all have ended, or have enough requests."""
+        """Return the part of the next request, or None if all have ended or enough requests."""
         progress, count = self.progress, len(self.progress.parts)
         at_most = 0
         if not self._loader.in_order and len(progress.ended) < count:
@@ -246,9 +245,10 @@ class Epoch(Iterator[Any]):
         return None
 
     def _ahead_at_most(self) -> int:
+        """Return how many batches may be requested ahead: as many as in torch's loader."""
         return (self._loader.prefetch_factor or 2) * int(self._loader.num_workers)
 
-    # -- what is taken -----------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
     def __next__(self) -> Any:
         self._check_current()
@@ -258,13 +258,13 @@ class Epoch(Iterator[Any]):
             ahead = sum(item.result.ready() for item in self._pending)
         while True:
             if is_inline and not self._ended:
-                self._submit()  # `get` makes it
+                self._submit()  # the batch is made by `get` below
             if not self._pending:
                 break
             place = self._ready_place()
             item = self._pending[place]
             del self._pending[place]
-            # Request another before opening this one, so that no worker is idle meanwhile.
+            # Request another batch before unpickling this one, so that no worker is idle meanwhile.
             if not is_inline:
                 self._submit()
             try:
@@ -273,7 +273,7 @@ class Epoch(Iterator[Any]):
                 self._count(item, None)
                 raise
             finally:
-                item = item._replace(result=None)  # the traceback of its error has this frame
+                item = item._replace(result=None)  # the traceback of an error keeps this frame
             self._count(item, answer)
             if answer.ended:
                 continue
@@ -292,7 +292,8 @@ class Epoch(Iterator[Any]):
             )
 
     def _ready_place(self) -> int:
-        """Wait for the next batch (if out of order: any batch); return its place in `_pending`."""
+        """Wait for the next batch, or any batch if ``in_order`` is False; return its index in
+        `_pending`."""
         timeout = self._loader.timeout or None
         if self._loader.in_order or self._loader.num_workers == 0:
             self._pending[0].result.wait(timeout)
@@ -316,12 +317,12 @@ class Epoch(Iterator[Any]):
         )
 
     def _count(self, item: Pending, answer: Made | None) -> None:
-        """Note in the progress that a batch, or an error in its place, was taken."""
+        """Record in the progress that a batch, or an error in its place, was taken."""
         progress, part = self.progress, item.part
         if part is not None:
             state = None if answer is None else answer.state
             if answer is not None and answer.ended:
-                if part not in progress.ended:  # only the first such answer has the state
+                if part not in progress.ended:  # only the first of these answers has the state
                     progress.ended.add(part)
                     progress.bases[part] = Base(item.place, state, is_end=True)
                 self._ended = len(progress.ended) == len(progress.parts)
@@ -345,7 +346,7 @@ class Epoch(Iterator[Any]):
                     progress.sampler, progress.drawn = request.state, progress.taken
 
     def _finished(self, batch: Any) -> Any:
-        """Return a batch as the program gets it."""
+        """Count a batch and, if this epoch has no thread for it, copy it into pinned memory."""
         progress = self.progress
         progress.yielded += 1
         if self._loader._iterable:
@@ -379,7 +380,7 @@ class Epoch(Iterator[Any]):
             self._pin_thread.end()
 
     def __del__(self) -> None:
-        # Dropped before its end: cancel the batches that workers are making.
+        # If the epoch is dropped before its end, this cancels the requested batches.
         if hasattr(self, "_pin_thread"):
             self._end()
 
@@ -387,8 +388,8 @@ class Epoch(Iterator[Any]):
 def _untaken(
     sampling: Sampling | None, beyond: set[int], known: dict[int, Request]
 ) -> Iterator[Request]:
-    """Yield the requests of batches that were not taken before; note the others in ``known``."""
-    # Not a method: the iterator would keep the epoch alive, which ends when it is dropped.
+    """Yield the requests of batches that were not taken before; put the others into ``known``."""
+    # A method's iterator would keep the epoch alive, which must end when it is dropped.
     for request in sampling or ():
         if request.number in beyond and request.number not in known:
             known[request.number] = request
@@ -397,6 +398,6 @@ def _untaken(
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
-    """Return the seed of the epoch ``turn`` of persistent workers, which draw one seed in all."""
-    # Spread over all bits, since torch's generator uses only 32 of them.
+    """Return the seed of epoch ``turn`` (from 1) of persistent workers: they draw only one."""
+    # All bits change with the turn, because torch's generator uses only 32 of them.
     return seed if turn == 1 else random.Random(f"{seed} {turn}").getrandbits(63)

@@ -1,4 +1,4 @@
-"""The random generators from which an epoch draws: reads, sets and seeds them."""
+"""Reads, sets and seeds the random generators from which an epoch draws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_DEPTH = 8  # how many nested samplers are searched for generators of their own
+_DEPTH = 8  # how many nested samplers are searched for generators
 
 
 class Generators:
@@ -41,11 +41,12 @@ class Generators:
 
     @contextmanager
     def as_in(self, states: dict[str, Any] | None) -> Iterator[None]:
-        """Set the generators to ``states`` for the block; None: leave them as they are.
+        """Set the generators to ``states`` for the block; None: do not set them.
 
-        After the block, the generators of the loader and its samplers keep their new states, since
-        later epochs draw from them.  Those of the program are restored, unless they were in
-        ``states`` before: a resumed program then goes on with the same numbers as the first one.
+        After the block, the generators of the loader and its samplers keep their new states,
+        because later epochs draw from them.  The program's generators are restored.  If they had
+        exactly ``states`` before, they are not restored: a resumed program then goes on with the
+        same numbers as the first one.
         """
         if states is None:
             yield
@@ -71,7 +72,7 @@ def encoded(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def decoded(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the states that `encoded` returned, perhaps after JSON has made lists of tuples."""
+    """Return the states from which `encoded` made ``plain``.  JSON has turned tuples into lists."""
     states = {name: _as_tuple(state) for name, state in plain.items()}
     own = [torch.tensor(state, dtype=torch.uint8) for state in plain["own"]]
     return {**states, "torch": torch.tensor(plain["torch"], dtype=torch.uint8), "own": own}
@@ -89,12 +90,12 @@ def seed_all(seed: int, numpy_seed: Any = None, but: Iterable[str] = ()) -> None
         _seed_torch(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" not in but:
-        # Its legacy generator takes numbers of 32 bits.
+        # numpy's global generator accepts only seeds of 32 bits.
         numpy.random.seed(seed % 2**32 if numpy_seed is None else numpy_seed)
 
 
 def _seed_torch(seed: int) -> None:
-    # `torch.manual_seed` takes 0.1 ms to record the seed for devices that are not started.
+    # `torch.manual_seed` is used only if a device has started: it takes 0.1 ms otherwise.
     torch.default_generator.manual_seed(seed)
     devices = (getattr(torch, kind, None) for kind in ("cuda", "xpu", "mtia"))
     if any(device is not None and device.is_initialized() for device in devices):

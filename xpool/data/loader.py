@@ -1,4 +1,4 @@
-"""`DataLoader`: the arguments, the pool, and the states of one."""
+"""`DataLoader`: its arguments, its pool and its states."""
 
 from __future__ import annotations
 
@@ -33,41 +33,44 @@ T = TypeVar("T", covariant=True)
 
 
 class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
-    """As `torch.utils.data.DataLoader`, with the same arguments, in the same order.
+    """As `torch.utils.data.DataLoader`, with the same arguments in the same order.
 
-    The batches are those that torch's gives for the same seed, in the same order; random numbers
-    that a dataset with indices draws depend on the seed and the batch alone, not on who makes it,
-    so they are the same for any number of workers, and after a death.  What a ``worker_init_fn``
-    has seeded stays as it is, and batch i is then made by worker i modulo ``num_workers``.
+    For the same seed, the batches and their order are those of torch's loader.  The random numbers
+    that a dataset with indices draws depend only on the seed and on the number of the batch.  So
+    they are the same for any number of workers, and after the death of a worker.  Generators that
+    ``worker_init_fn`` has seeded are an exception: they are not seeded for each batch, and worker
+    ``i % num_workers`` makes batch ``i``.
 
     Args:
-        pool: the workers to use, which stay when this has ended: a `Pool`, `CtxPool`, `ThreadPool`
-            or, for a dataset that lives in its workers (an iterable one, or one with a
-            ``state_dict``), a `P2PPool` or `ThreadPool`.  ``num_workers`` may then be left out.
-            None: ones of its own, ended with each epoch unless ``persistent_workers``.
-        workers: ``"process"`` or ``"thread"``: what its own are.  Threads all have the dataset
-            itself, and nothing is copied.
-        num_workers: 0, without a ``pool``: the batches are made in the caller's thread.
-        timeout: seconds that the next batch may take; 0: any time.
-        multiprocessing_context: a start method or context for workers of its own, as for `Pool`.
-            What only a start can pass on (locks, `multiprocessing.Value`, with "fork" open files)
-            goes to the workers as torch's loader sends it.
-        prefetch_epochs: with ``persistent_workers``, have the workers begin the next epoch while
-            the last batches of this one are taken.  The sampler is drawn from in its turn all the
-            same.  Without effect where a dataset, a ``worker_init_fn`` or a sampler other than
-            torch's may keep state.
-        snapshot_every_n_steps: how many batches of a worker lie between two states of an iterable
-            dataset, or of a sampler, that is asked for its ``state_dict``; 0: none are asked.
-            Resuming makes again, and passes over, what lies between.
+        pool: a pool whose workers make the batches; it stays open.  A dataset with indices needs a
+            `Pool`, `CtxPool`, `P2PPool` or `ThreadPool`.  A dataset with a state in each worker (an
+            iterable one, or one with ``state_dict``) needs a `P2PPool` or `ThreadPool`.
+            ``num_workers`` is then the size of the pool.  None: the loader starts its own workers,
+            and ends them with each epoch unless ``persistent_workers`` is set.
+        workers: whether the loader's own workers are a ``"process"`` or a ``"thread"`` each.
+            Threads share the dataset, and nothing is copied.
+        num_workers: 0, without a ``pool``: the caller's thread makes the batches.
+        timeout: seconds that the next batch may take; 0: no limit.
+        multiprocessing_context: a start method or context for the loader's own workers, as for
+            `Pool`.  Objects that can only be passed to a starting process (locks,
+            `multiprocessing.Value`, with "fork" open files) may be in the dataset.
+        prefetch_epochs: with ``persistent_workers``, the workers begin the next epoch while the
+            program takes the last batches of this one.  The sampler gives the same indices as
+            without.  This has no effect if the dataset, a ``worker_init_fn`` or a sampler that is
+            not torch's may keep state.
+        snapshot_every_n_steps: the loader records the state of an iterable dataset or a sampler
+            after each so many batches of a worker; 0: never.  A resumed loader makes the batches
+            since the last record again, and skips those that were taken.
 
-    `state_dict` and `load_state_dict` go on in the middle of an epoch, or begin the next one.  A
-    dataset, an iterator or a sampler with ``state_dict`` and ``load_state_dict`` is asked for its
-    state and goes on by it, as in torchdata's ``StatefulDataLoader``; what has none is walked
-    through again up to there.  With an iterable dataset each worker has a copy and iterates over
-    it, as torch's have: use `torch.utils.data.get_worker_info` to share it out.
+    After `load_state_dict` of a `state_dict`, a loader goes on in the middle of an epoch or begins
+    the next one.  If a dataset, an iterator or a sampler has ``state_dict`` and
+    ``load_state_dict``, the loader uses these, as torchdata's ``StatefulDataLoader`` does.  If not,
+    the loader iterates over it again up to the same place.  As with torch's loader, each worker
+    iterates over its own copy of an iterable dataset: divide the items among the workers with
+    `torch.utils.data.get_worker_info`.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense; as torch's.
+        ValueError, TypeError: an argument has a wrong value or type, as in torch's loader.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         self.in_order = in_order
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self._iterable = isinstance(dataset, torch.utils.data.IterableDataset)
-        # The name "forkserver" means xpool's own server, not that of `multiprocessing`.
+        # The name "forkserver" means the fork server of xpool, not that of `multiprocessing`.
         self._context = multiprocessing_context
         self._given_pool = pool
         self._is_threaded = isinstance(pool, ThreadPool) or workers == "thread"
@@ -125,7 +128,8 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         if pool is not None:
             check_pool(pool, self._has_parts)
         elif self.num_workers and not self._is_threaded:
-            # Batches get fixed workers, so that each draws from what `worker_init_fn` has seeded.
+            # Each batch has a fixed worker, so it draws from the generators that `worker_init_fn`
+            # has seeded in this worker.
             self._has_parts = self._has_parts or worker_init_fn is not None
             prepare(multiprocessing_context)
         self._previews = (
@@ -133,13 +137,14 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         )
         self._preview: Preview | None = None
         self._kept: Processes | Threads | None = None
-        # Of the current or last epoch.  Not the epoch itself, which must end when it is dropped.
+        # Of the current or last epoch.  The loader keeps no reference to the epoch itself, which
+        # must end when the program drops it.
         self._progress: Progress | None = None
         self._times: Times | None = None
         self._loaded: dict[str, Any] | None = None
         self._number = 0  # of the last epoch
         self._seed: int | None = None
-        self._turn = 0  # number of epochs whose seeds come from it
+        self._turn = 0  # number of epochs whose seeds come from `_seed`
 
     def __iter__(self) -> Any:
         if self.pin_memory:
@@ -172,16 +177,16 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         return workers
 
     def report(self) -> LoaderReport:
-        """Return where the time of the last epoch went, with an advice; ``str`` has it in words."""
+        """Return where the time of the last epoch went, with advice; ``str`` makes it a text."""
         return Times(self.num_workers).report() if self._times is None else self._times.report()
 
     # -- states ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the last epoch is, or what the next one begins with, as plain values.
+        """Return the loader's place as plain values: in an epoch, or between two epochs.
 
-        It can be written as JSON where the states of the dataset and the sampler can.  Call it
-        between two batches: it counts those that were returned.
+        The values can be written as JSON if the states of the dataset and the sampler can.  Call
+        this between two batches: it counts the batches that the loader has returned.
         """
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
@@ -196,22 +201,22 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         return {**facts(self), **between(states, self._seed, self._turn, sampler, bases)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next epoch begin where ``state``, of a `state_dict`, was.
+        """Make the next epoch begin at the place of ``state``, which `state_dict` returned.
 
-        The dataset, the sampler and all arguments must be those of then.  Iterators that were begun
-        before go on by themselves.
+        The dataset, the sampler and all arguments must be the same as at that time.  Iterators that
+        were begun before are not changed.
 
         Raises:
-            OptionError: it is the state of another loader: of another number of workers, batch size
-                or length of the dataset, or of no loader of xpool's.  An iteration raises it where
-                the sampler does not give the indices that it gave then.
+            OptionError: ``state`` is not a loader's state, or its loader had another number of
+                workers, batch size or length of the dataset.  The next iteration raises it if the
+                sampler does not give the same indices again.
         """
         check_state(self, state)
         self._loaded = copy.deepcopy(dict(state))
         self._kept = self._preview = None  # their datasets are at another place
 
     def _of(self, state: dict[str, Any]) -> tuple[Progress | None, Before]:
-        """Return the progress of a loaded state, None if between epochs, and what comes before."""
+        """Return the progress in a loaded state (None: between two epochs) and its `Before`."""
         if state["epoch"] is not None:
             progress = Progress.of(state)
             return progress, Before(None, progress.seed, progress.turn - 1, None)
@@ -226,11 +231,11 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         return None, Before(decoded(state["generators"]), after["seed"], after["turn"], bases)
 
     def _left(self) -> list[Base] | None:
-        """Return the states from which the next epoch goes on; None: it begins anew."""
+        """Return the states from which the next epoch goes on, or None if it begins anew."""
         if self._progress is None or not self._has_parts:
             return None
         if self._kept is None and self.num_workers:
-            return None  # new workers get the dataset as it is in the program
+            return None  # new workers get the program's dataset as it is now
         return self._progress.left() if self._progress.is_over else None
 
     def _own_sampler(self) -> Any:

@@ -1,4 +1,4 @@
-"""Batches in pinned memory, from which a device copies without the processor."""
+"""Copies batches into pinned memory, from which a device reads without the processor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def can_pin() -> bool:
 
 
 def pinned(batch: Any) -> Any:
-    """Return the batch with its tensors in pinned memory, and other leaves as torch has them."""
+    """Return the batch with its tensors in pinned memory, as torch's loader does."""
     return torch_pin_memory.pin_memory(batch)
 
 
@@ -48,7 +48,7 @@ _threads: weakref.WeakSet[PinThread] = weakref.WeakSet()
 
 
 def _end_threads() -> None:
-    """End the threads when the program ends: torch's code in a daemon thread would abort it."""
+    """End the threads at the program's end, because torch's code in a daemon thread aborts it."""
     for thread in list(_threads):
         thread.end()
         thread.join()
@@ -60,7 +60,7 @@ at_exit.append(_end_threads)
 class PinThread:
     """A thread that receives the batches of one epoch and copies them into pinned memory.
 
-    It takes each batch as soon as a worker has made it, in whatever order they come.
+    It takes each batch as soon as a worker has made it, in any order.
     """
 
     def __init__(self) -> None:
@@ -74,11 +74,10 @@ class PinThread:
         _threads.add(self)
 
     def pin(self, result: Any) -> PinnedResult:
-        """Return a result that is ready when the batch of ``result`` is in pinned memory."""
         return PinnedResult(result, self._made)
 
     def end(self) -> None:
-        """End the thread after the batches that it has received."""
+        """End the thread when it has copied the batches that it has received."""
         self._made.put(None)
 
     def join(self) -> None:
@@ -86,7 +85,7 @@ class PinThread:
 
 
 def _pin_all(made: queue.SimpleQueue[PinnedResult | None], devices: Any, device: Any) -> None:
-    torch.set_num_threads(1)  # of this thread: the copies are not to use all processors
+    torch.set_num_threads(1)  # only for this thread, whose copies must not use all processors
     devices.set_device(device)
     for result in iter(made.get, None):
         result.pin()
@@ -108,7 +107,7 @@ class PinnedResult:
             self.release()
 
     def release(self) -> None:
-        """Hand the batch to the thread; called when a worker has made it, perhaps twice."""
+        """Give the batch to the thread.  Called when a worker has made it, perhaps twice."""
         self._made.put(self)
 
     def pin(self) -> None:
@@ -117,7 +116,7 @@ class PinnedResult:
         try:
             answer = self._result.get()
             self._answer = answer._replace(batch=pinned(answer.batch))
-        except BaseException as error:  # raised where the batch is taken
+        except BaseException as error:  # `get` raises it
             self._error = error
         self._result = None
         self._flag.set()

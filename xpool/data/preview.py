@@ -1,4 +1,4 @@
-"""The first batches of an epoch that has not begun: workers make them as the last one ends."""
+"""The first batches of the next epoch, which workers make while the program ends this epoch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def can_preview(sampler: Any) -> bool:
 class Preview:
     """Batches of the next epoch, made before the program has begun it.
 
-    Draws from the sampler, and sets the generators back.  When the epoch begins, it draws again; it
-    uses these batches as long as its indices and its seed are the same.
+    This draws from the sampler and then restores the generators.  When the epoch begins, it draws
+    again, and uses these batches as long as its indices and its seed are the same.
     """
 
     def __init__(self, loader: Any, workers: Any, spec: EpochSpec, at_most: int) -> None:
@@ -49,7 +49,7 @@ class Preview:
         self._begun: deque[tuple[Request, Any]] = deque()
 
     def begin_one(self) -> None:
-        """Request one more batch, if one is left."""
+        """Request one more batch, unless all were requested."""
         if self._requests:
             request = self._requests.popleft()
             result = self._workers.make(
@@ -58,7 +58,7 @@ class Preview:
             self._begun.append((request, result))
 
     def take(self, spec: EpochSpec, request: Request) -> Any:
-        """Return the early result for this request; None: there is none; the rest is dropped."""
+        """Return the early result for this request.  If there is none, drop all and return None."""
         if self._begun and spec == self._spec:
             known, result = self._begun[0]
             if (known.number, known.indices) == (request.number, request.indices):

@@ -1,4 +1,4 @@
-"""Where the time of an epoch goes: what `DataLoader.report` returns."""
+"""`LoaderReport`, which `DataLoader.report` returns: where the time of an epoch went."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import time
 from dataclasses import dataclass
 
 HARDLY = 0.05
-"""The share of an epoch that a program may wait for batches before the report gives advice."""
+"""If the program waits for less than this share of an epoch, the report advises no change."""
 
 BUSY = 0.7
-"""The share of their time that workers are busy from which the report advises more workers."""
+"""If workers are busy for more than this share of an epoch, the report advises more of them."""
 
 SMALL = 0.001
-"""Seconds: if a batch takes less time to make, the report advises larger batches."""
+"""If making a batch takes less than these seconds, the report advises larger batches."""
 
 
 @dataclass(frozen=True)
 class LoaderReport:
-    """Where the time of the last epoch went, up to the last batch that was taken.
+    """Where the time of the last epoch went, up to the last batch that the program took.
 
     Attributes:
-        batches: number of batches that were taken.
+        batches: number of batches that the program took.
         workers: number of workers; 0: the program makes the batches itself.
-        seconds: from the beginning of the iteration to the last batch.
-        waited: seconds in which the program waited for batches.
-        made: seconds in which workers made these batches, of all workers together.
-        collated: seconds of ``made`` in ``collate_fn``.
-        ahead: number of batches that were ready, on average, when the program asked for one.
-        advice: what to change, in a sentence.
+        seconds: seconds from the beginning of the iteration to the last batch.
+        waited: seconds that the program waited for batches.
+        made: seconds that all workers together took to make these batches.
+        collated: the part of ``made`` that ``collate_fn`` took.
+        ahead: average number of batches that were ready when the program asked for one.
+        advice: one sentence that says what to change.
     """
 
     batches: int
@@ -41,7 +41,7 @@ class LoaderReport:
 
     @property
     def advice(self) -> str:
-        """Say what to change, in a sentence."""
+        """One sentence that says what to change."""
         if not self.batches:
             return "No batch was taken yet."
         if self.waited < HARDLY * self.seconds:
@@ -72,7 +72,7 @@ class LoaderReport:
 
 
 class Times:
-    """The times of one epoch, as its batches are taken."""
+    """The times of one epoch, measured while the program takes its batches."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -81,7 +81,10 @@ class Times:
         self._waited = self._made = self._collated = 0.0
 
     def took(self, asked: float, ahead: int, made: float, collated: float) -> None:
-        """Note a batch: when it was asked for, how many were ready, and its seconds of work."""
+        """Record a batch that the program has taken.
+
+        The program asked for it at the time ``asked``, when ``ahead`` batches were ready.
+        """
         self._latest = time.perf_counter()
         self._batches += 1
         self._waited += self._latest - asked

@@ -1,4 +1,4 @@
-"""`Sampling`: draws numbered requests from the sampler of an epoch, with the sampler's states."""
+"""`Sampling`: draws numbered requests from an epoch's sampler, and records the sampler's states."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Request(NamedTuple):
 
     number: int
     indices: Any
-    digest: int  # of all indices up to this batch
-    state: bytes | None  # pickled, of the sampler after it; None: it has none, or it is not due
+    digest: int  # the digest of all indices up to this batch
+    state: bytes | None  # the sampler's pickled state after this batch; None: not recorded here
 
 
 class Sampling(Iterator[Request]):
     """The requests of one epoch, in order.
 
-    ``interval``: how many batches lie between two states of a stateful sampler.
+    The state of a stateful sampler is recorded after each ``interval`` batches; 0: never.
     """
 
     def __init__(self, sampler: Any, interval: int) -> None:
         self._sampler, self._interval = sampler, interval
         self._inner, self._size, self._drop_last = sampler, 0, False
-        # Torch's own has no state, but the sampler inside may have one.
+        # Torch's `BatchSampler` has no state, but its inner sampler may have one.
         if type(sampler) is BatchSampler:
             self._inner = sampler.sampler
             self._size, self._drop_last = sampler.batch_size, sampler.drop_last
@@ -42,7 +42,8 @@ class Sampling(Iterator[Request]):
         self._digest = 0
 
     def begin(self) -> None:
-        """Call ``__iter__`` of the sampler; inside torch's `BatchSampler`, with the first batch."""
+        """Call ``__iter__`` of the sampler.  If it is inside torch's `BatchSampler`, this happens
+        with the first batch."""
         self._indices: Any = None
         if self._inner is self._sampler:
             self._indices = self._requests = iter(self._inner)
@@ -50,7 +51,8 @@ class Sampling(Iterator[Request]):
             self._requests = self._batches()
 
     def go_on(self, taken: int, digest: int, drawn: int, state: bytes | None) -> None:
-        """Begin after ``taken`` batches; a sampler with a state is loaded as after ``drawn``."""
+        """Begin after ``taken`` batches.  ``state`` is the sampler's state after ``drawn`` batches;
+        without one, the batches are drawn again and must have this ``digest``."""
         if state is not None:
             states = pickle.loads(state)
             if "sampler" in states:
@@ -76,7 +78,7 @@ class Sampling(Iterator[Request]):
             )
 
     def states(self) -> bytes | None:
-        """Return the pickled states of the sampler and its iterator; None: they have none."""
+        """Return the pickled states of the sampler and its iterator, or None if they have none."""
         state = {}
         if is_stateful(self._inner):
             state["sampler"] = self._inner.state_dict()
@@ -93,7 +95,7 @@ class Sampling(Iterator[Request]):
         return Request(number, indices, self._digest, self.states() if is_due else None)
 
     def _batches(self) -> Iterator[list[Any]]:
-        """As torch's `BatchSampler`, which begins the sampler with the first batch."""
+        """Yield batches as torch's `BatchSampler`, which begins the sampler with the first one."""
         if self._indices is None:
             self._indices = iter(self._inner)
         while True:
@@ -108,9 +110,9 @@ def label(request: Request) -> str:
 
 
 def _digest(indices: Any, before: int) -> int:
-    """Return the digest of indices after others, the same in each process."""
+    """Return the digest of these and all earlier indices; it is the same in each process."""
     try:
-        # The second version does not depend on how many references there are.
+        # The output of marshal's version 2 does not depend on the numbers of references.
         return zlib.crc32(marshal.dumps(indices, 2), before)
-    except ValueError:  # marshal takes only plain values; others are counted
+    except ValueError:  # marshal takes only plain values; batches of others are only counted
         return zlib.crc32(b"?", before)

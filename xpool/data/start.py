@@ -1,4 +1,4 @@
-"""How a loader's own worker processes start: forked from the program, or from the fork server."""
+"""Starts a loader's own worker processes: forks of the program, or of the fork server."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ _NEEDED = (
 """Modules that a pool and its forked workers need."""
 
 ENDING_SECONDS = 30.0
-"""How long a new epoch waits for the end of the last one's workers, to fork from one thread.
+"""How long a new epoch waits until the workers of the last one have ended.  The program then has
+one thread again and may fork.
 
-They end at once, but a worker in place of a dead one may still wait for the server's import of
-torch.  Workers of that server would wait for it as well.
+Workers end at once, but the replacement of a dead one may still wait until the fork server has
+imported torch.  New workers of that server would wait for this, too.
 """
 
 
 def prepare(context: Any) -> None:
-    """Start and import what workers with this ``multiprocessing_context`` will need.
+    """Import the modules that workers with this ``multiprocessing_context`` need.
 
-    The fork server imports torch while the program makes its model.  It takes as much memory as the
-    program, so it is not started here where the workers will most likely be forks.
+    The fork server, which imports torch while the program makes its model, takes as much memory as
+    the program.  So it is started only if the workers will most likely not be forks.
     """
     if context == "forkserver" or (context is None and not _will_fork()):
         preload()
-    # A garbage collection would take 150 ms with the objects of torch.
+    # With the objects of torch, a garbage collection would take 150 ms.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -56,8 +57,8 @@ def prepare(context: Any) -> None:
         for name in _NEEDED:
             importlib.import_module(name)
         if "numpy" in sys.modules:
-            importlib.import_module("numpy.random")  # its state is asked for, and it is seeded
-        # What is learned of torch and of the script takes 30 ms, and forks inherit it.
+            importlib.import_module("numpy.random")  # `generators` seeds it and reads its state
+        # These two calls fill caches, which takes 30 ms.  Forks inherit the caches.
         pickle.loads(pickle.dumps(torch.empty(1)))
         main_is_importable()
     finally:
@@ -67,8 +68,8 @@ def prepare(context: Any) -> None:
 
 def find_context(context: Any, size: int) -> Any:
     """Return the ``context=`` of a pool of ``size`` workers that starts now."""
-    # Whether there is a server, and is ready, must not decide: forks have the values that the
-    # program has given to globals of its modules, and workers of the server have not.
+    # This must not depend on whether the fork server is ready: forks have the values that the
+    # program has assigned to globals of its modules, but workers of the server do not.
     if context is None and sys.platform == "linux":
         wait_for_ends(ENDING_SECONDS)
         if _may_fork():
@@ -77,28 +78,29 @@ def find_context(context: Any, size: int) -> Any:
 
 
 def _will_fork() -> bool:
-    """Whether this program may fork now, and has a torch that starts no device until then."""
+    """Whether this program may fork now, and its torch has no devices that it could start before
+    the workers."""
     has_device = any(getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
     return sys.platform == "linux" and not has_device and _may_fork()
 
 
 def _may_fork() -> bool:
-    """Whether torch's loader would fork this program, and no thread of it can hold a lock then."""
+    """Whether torch's loader would fork this program, and no other thread can hold a lock then."""
     method = multiprocessing.get_start_method(allow_none=True)
     if (method or multiprocessing.get_all_start_methods()[0]) != "fork":
         return False
     if multiprocessing.current_process().daemon or running_runtime() is not None:
         return False
-    # Threads of C code that run Python have frames, too.  Cleaners wait and hold no lock.
+    # `_current_frames` also has threads of C code that run Python.  Cleaners hold no lock.
     cleaners = {thread.ident for thread in threading.enumerate() if thread.name == CLEANER}
     return sys._current_frames().keys() - cleaners == {threading.get_ident()}
 
 
 class _ForkedFirst:
-    """Forks the program for a pool's first workers, and starts their replacements by a server.
+    """Forks the program for a pool's first workers; the fork server starts their replacements.
 
-    Forks begin at once.  When one dies, the program has threads and may have started a device, so
-    it cannot be forked safely.
+    Forks begin at once.  But when a worker dies, the program has threads and may have started a
+    device, so it cannot be forked safely any more.
     """
 
     inherits = False
@@ -114,14 +116,14 @@ class _ForkedFirst:
 
     @property
     def bare(self) -> bool:
-        """Whether the next worker must be made a process of `multiprocessing`."""
+        """Whether the next worker must be set up as a process of `multiprocessing`."""
         return not self.forks
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         if not self.forks:
             return self._server.launch(boot, name, daemon, inherited)
         with warnings.catch_warnings():
-            # Python 3.12 and later warn of OpenMP's threads.  Workers compute in one thread.
+            # From 3.12 on, Python warns because OpenMP has threads.  The workers do not use them.
             warnings.simplefilter("ignore", DeprecationWarning)
             handle = self._forking.launch(boot, name, daemon, inherited)
         self._left -= 1

@@ -1,4 +1,4 @@
-"""The progress of an epoch, and the plain values of `DataLoader.state_dict`."""
+"""The progress of an epoch, and its form in `DataLoader.state_dict`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Progress:
     """The place in an epoch, counted by the batches that the program has taken.
 
     Attributes:
-        seed, shared_seed: of the epoch.
+        seed, shared_seed: the seeds of the epoch, as in `EpochSpec`.
         turn: number of epochs, up to this one, whose seeds come from the same draw.
-        generators: their states when it began.
-        taken, beyond: number of batches taken without a gap, and the numbers of those taken after
-            a gap, which ``in_order=False`` may leave.
-        digest: of the indices of the batches without a gap.
-        drawn, sampler: the sampler's state, and how many batches it had drawn then.
-        parts: for each worker with a part of its own, the number of batches taken from it.
+        generators: the states of the generators when the epoch began.
+        taken, beyond: the program has taken the batches before number ``taken``, and those with a
+            number in ``beyond``.  ``in_order=False`` may leave a gap between the two.
+        digest: the digest of the indices of the batches before ``taken``.
+        drawn, sampler: a state of the sampler, and the number of batches before that state.
+        parts: for each worker with its own part, the number of batches taken from the part.
         bases: the last state of each such part.
         ended: the parts that have ended.
         next_part: the part of the next batch.
@@ -44,7 +44,7 @@ class Progress:
         self.next_part = 0
         self.yielded = 0
         self.is_over = False
-        self.ask: Callable[[], bytes | None] | None = None  # returns the state without workers
+        self.ask: Callable[[], bytes | None] | None = None  # without workers: returns the state
 
     def as_state(self) -> dict[str, Any]:
         self.learn()
@@ -67,19 +67,19 @@ class Progress:
         }  # fmt: skip
 
     def learn(self) -> None:
-        """Without workers, take the state of the dataset as it is now."""
+        """Without workers, read the dataset's present state."""
         state = None if self.ask is None else self.ask()
         if state is not None:
             self.bases = [Base(self.parts[0], state, self.is_over)]
 
     def left(self) -> list[Base]:
-        """Return the states of the workers after this epoch, with which the next one begins."""
+        """Return the states of the workers after this epoch.  The next epoch begins with them."""
         self.learn()
         return [Base(0, base.state, is_end=True) for base in self.bases]
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
-        """Return the progress that `as_state` described."""
+        """Return the progress from which `as_state` made ``state``."""
         workers = state["workers"]
         progress = cls(decoded(state["generators"]), len(workers))
         for name, value in state["epoch"].items():
@@ -102,7 +102,7 @@ def between(
     sampler: bytes | None,
     bases: list[Base],
 ) -> dict[str, Any]:
-    """Return the plain values of a state between two epochs."""
+    """Return the values of `DataLoader.state_dict` between two epochs."""
     return {
         "epoch": None,
         "next": {"seed": seed, "turn": turn},
@@ -115,11 +115,11 @@ def between(
 
 
 def facts(loader: Any) -> dict[str, Any]:
-    """Return the values that must be equal in the loader that loads the state."""
+    """Return the values that must be equal in the loader that later loads the state."""
     try:
         length = len(loader.dataset)
     except (TypeError, NotImplementedError):
-        length = None  # a stream
+        length = None  # an iterable dataset without a length
     return {
         "version": VERSION, "num_workers": loader.num_workers, "batch_size": loader.batch_size,
         "length": length,
@@ -127,7 +127,7 @@ def facts(loader: Any) -> dict[str, Any]:
 
 
 def check_state(loader: Any, state: Any) -> None:
-    """Refuse a state that does not fit this loader."""
+    """Raise `OptionError` if the state does not fit this loader."""
     if not isinstance(state, Mapping) or not {"version", "epoch", "generators"} <= set(state):
         raise OptionError(
             "load_state_dict takes what state_dict() of an xpool.data.DataLoader returned; this "

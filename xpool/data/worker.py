@@ -1,4 +1,4 @@
-"""`WorkerCopy`: a worker's dataset and settings, and how it makes a batch."""
+"""`WorkerCopy`: a worker's dataset and settings, and the methods that make batches."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from xpool.data.worker_info import as_worker, make_info, seed_own, use_common_me
 
 
 class EpochSpec(NamedTuple):
-    """What all batches of one epoch have in common."""
+    """The values that all batches of one epoch share."""
 
     number: int  # counts all epochs of the loader, new and resumed ones
     seed: int
-    shared_seed: int | None  # with which all workers shuffle a data pipe
+    shared_seed: int | None  # the seed with which all workers shuffle a data pipe
 
 
 class Base(NamedTuple):
-    """An earlier place and state of a worker's part, from which its replacement begins."""
+    """A place in a worker's part of the dataset, and its state.  A replacement begins there."""
 
-    place: int = 0  # number of batches of this part that were made by then
-    state: bytes | None = None  # pickled; None: as at the beginning
+    place: int = 0  # number of batches of this part before this place
+    state: bytes | None = None  # pickled; None: the state at the beginning
     is_end: bool = False  # whether it is the state at the end of the epoch before
 
 
@@ -38,10 +38,10 @@ class Made(NamedTuple):
     """The answer of a worker."""
 
     batch: Any
-    seconds: float = 0.0  # that it took to make
-    collating: float = 0.0  # those of them in collate_fn
-    state: bytes | None = None  # of the part after this batch; None: none exists or is wanted
-    ended: bool = False  # whether the part has ended; then there is no batch
+    seconds: float = 0.0  # how long the worker took to make the batch
+    collating: float = 0.0  # how much of this collate_fn took
+    state: bytes | None = None  # the state after this batch; None: none exists or is wanted
+    ended: bool = False  # whether the part has ended, without another batch
 
 
 def is_stateful(thing: Any) -> bool:
@@ -52,15 +52,15 @@ def is_stateful(thing: Any) -> bool:
 
 
 def is_pipe(dataset: Any) -> bool:
-    """Whether a dataset is a data pipe of torch; the loader shards and seeds these."""
+    """Whether a dataset is a data pipe of torch.  The loader shards and seeds data pipes."""
     return isinstance(dataset, (IterDataPipe, MapDataPipe))
 
 
 class WorkerCopy:
     """A worker's dataset, and the methods that make batches of it.
 
-    A worker process gets one pickled or inherited, so its dataset is a copy.  Each thread has one,
-    with the program's dataset.  Without workers, the caller's thread has one.
+    A worker process gets a `WorkerCopy` pickled or inherited, so its dataset is a copy.  In a
+    thread, and in the caller's thread if there are no workers, it is the program's dataset.
     """
 
     is_thread = False
@@ -73,7 +73,7 @@ class WorkerCopy:
         self.batch_size = loader.batch_size
         self.workers = loader.num_workers
         self.initialize = loader.worker_init_fn
-        # As in torch, each worker gets its part of a data pipe.
+        # As in torch, each worker iterates over its own part of a data pipe.
         self._world, self._rank = dataloader._get_distributed_settings()
         if is_pipe(self.dataset) and self.workers:
             self.initialize = functools.partial(
@@ -82,7 +82,7 @@ class WorkerCopy:
         self._epoch = self._over = -1  # number of the current epoch, and of the last ended one
         self._initialized = False
         self._seeded: list[str] = []  # generators that worker_init_fn has used
-        self._generators: Any = None  # a thread's own
+        self._generators: Any = None  # the own generators of a thread
         self._fetcher: Any = None
         self._place = 0
         self._collating = 0.0
@@ -90,7 +90,7 @@ class WorkerCopy:
     # -- tasks -------------------------------------------------------------------------------------
 
     def make(self, epoch: EpochSpec, number: int, indices: Any) -> Made:
-        """Make one batch of a dataset with indices; any worker may do it."""
+        """Make one batch of a dataset with indices.  Any worker may make it."""
         shard = 0 if self.is_inline else current_worker().index
         with self._as_worker(epoch, shard):
             if self._epoch != epoch.number:
@@ -98,7 +98,7 @@ class WorkerCopy:
             return self._batch(epoch, number, indices)
 
     def begin(self, epoch: EpochSpec, shard: int, base: Base) -> bytes | None:
-        """Go to ``base``, in this worker's part of the dataset; return the state there."""
+        """Go to ``base`` in this worker's part of the dataset, and return the state there."""
         with self._as_worker(epoch, shard):
             self._begin(epoch, shard, base)
             return self.state()
@@ -108,15 +108,15 @@ class WorkerCopy:
     ) -> Made:
         """Make batch ``place`` of this worker's part.
 
-        ``requests``: number and indices of each batch from ``base`` up to this one; None: the
-        dataset has no indices.  A worker at another place (it replaces a dead one, or an epoch was
-        resumed) makes all batches from ``base`` up to this one, and returns only this one.
+        ``requests`` has number and indices of each batch from ``base`` up to this one, or is None
+        for a dataset without indices.  If the worker is at another place (it replaces a dead one,
+        or an epoch was resumed), it makes all batches from ``base`` on and returns only this one.
         """
         with self._as_worker(epoch, shard):
             if self._over == epoch.number:
                 return Made(None, ended=True)
             if self._epoch != epoch.number or not base.place <= self._place <= place:
-                # An iterable dataset that raises when it begins has ended.
+                # An iterable dataset counts as ended if `_begin` raises.
                 self._over = epoch.number if requests is None else -1
                 self._begin(epoch, shard, base)
                 self._over = -1
@@ -133,7 +133,7 @@ class WorkerCopy:
                 except StopIteration:
                     if requests is not None:
                         raise
-                    # Even if the iterator would yield more when it is asked again.
+                    # The part has ended, even if the iterator would yield more items later.
                     self._over = epoch.number
                     return Made(None, state=self.state(), ended=True)
                 except Exception:
@@ -145,39 +145,36 @@ class WorkerCopy:
                 del made
 
     def state(self) -> bytes | None:
-        """Return the pickled state of the dataset and its iterator; None: they have none."""
+        """Return the pickled state of the dataset and its iterator, or None if they have none."""
         iterator = getattr(self._fetcher, "dataset_iter", None)
         state: dict[str, Any] = {}
-        # Only once if a dataset is its own iterator.
+        # If a dataset is its own iterator, the state is stored only once.
         if is_stateful(self.dataset) and iterator is not self.dataset:
             state["dataset"] = self.dataset.state_dict()
         if iterator is not None and is_stateful(iterator):
             state["iterator"] = iterator.state_dict()
         return pickle.dumps(state) if state else None
 
-    # -- how ---------------------------------------------------------------------------------------
-
     @contextmanager
     def _as_worker(self, epoch: EpochSpec, shard: int) -> Iterator[None]:
         if self.is_inline:
             yield
             return
-        # Set for each batch, since a worker may serve several loaders in turn.
+        # Set for each batch, because a worker may serve several loaders in turn.
         info = make_info(shard, self.workers, epoch.seed + shard, self.dataset, self._generators)
         with as_worker(info, self.is_thread):
             yield
 
     def _begin(self, epoch: EpochSpec, shard: int, base: Base) -> None:
-        """Go to ``base`` in this epoch; in a later epoch, go on with the dataset as it is."""
+        """Begin this epoch at ``base``.  A worker of an earlier epoch keeps its dataset's state."""
         goes_on = self._initialized and self._epoch != epoch.number
-        self._epoch = -1  # until this has succeeded
+        self._epoch = -1  # stays so if an error is raised below
         if is_pipe(self.dataset):
             self._shuffle(epoch)
         if not self.is_inline:
             self._initialize(epoch, shard)
         if self.kind == dataloader._DatasetKind.Iterable:
             self._seed(epoch.seed + shard, _numpy_seed(epoch.seed, shard))
-        # A worker that was in the last epoch goes on with the dataset as it left it.
         state = {} if base.state is None or goes_on else pickle.loads(base.state)
         if not self.is_inline:
             self.load(state, base.is_end)
@@ -190,16 +187,15 @@ class WorkerCopy:
         self._epoch = epoch.number
 
     def load(self, state: dict[str, Any], is_end: bool) -> None:
-        """Load a state into the dataset; ``is_end``: whether it is that of the end of an epoch."""
+        """Load a state into the dataset.  ``is_end``: it is the state at the end of an epoch."""
         if "dataset" in state:
             self.dataset.load_state_dict(state["dataset"])
         elif is_end and "iterator" in state and is_stateful(self.dataset):
-            # It is its own iterator, and may have its state only after `iter`.
+            # The dataset is its own iterator, and `iter` may have to create its state.
             iter(self.dataset)
             self.dataset.load_state_dict(state["iterator"])
 
     def _initialize(self, epoch: EpochSpec, shard: int) -> None:
-        """Become a worker, once."""
         if self._initialized:
             return
         torch.set_num_threads(1)
@@ -221,7 +217,7 @@ class WorkerCopy:
 
     def _batch(self, epoch: EpochSpec, number: int | None, indices: Any) -> Made:
         if number is not None:
-            # By the number of the batch, so that the worker, and a repetition, change nothing.
+            # The number of the batch decides, so another worker or a repetition gets the same seed.
             self._seed(epoch.seed + number)
         begun, self._collating = time.perf_counter(), 0.0
         batch = self._fetcher.fetch(indices)
@@ -235,7 +231,8 @@ class WorkerCopy:
             self._collating = time.perf_counter() - begun
 
     def _seed(self, seed: int, numpy_seed: Any = None) -> None:
-        # Without workers, the dataset draws from the program's generators.  Threads share them.
+        # Threads must not seed the program's generators, which they share.  Without workers, the
+        # dataset draws from those as they are.
         if self.is_thread:
             seed_own(self._generators, seed)
         elif not self.is_inline:

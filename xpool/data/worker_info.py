@@ -1,4 +1,4 @@
-"""What `torch.utils.data.get_worker_info` returns in the workers of this loader."""
+"""Makes `torch.utils.data.get_worker_info` work in the workers of this loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def as_worker(info: Any, is_thread: bool) -> Iterator[None]:
-    """Make `get_worker_info` return ``info`` within the block, in this thread or the process."""
+    """Make `get_worker_info` return ``info`` in the block, for this thread or for the process."""
     holder, name = (_of_thread, "info") if is_thread else (torch_worker, "_worker_info")
     before = getattr(holder, name, None)
     setattr(holder, name, info)
@@ -31,7 +31,7 @@ def as_worker(info: Any, is_thread: bool) -> Iterator[None]:
 
 
 def make_info(shard: int, workers: int, seed: int, dataset: Any, generators: Any) -> Any:
-    """Return torch's `WorkerInfo` of a worker; ``generators``: those of its thread, or None."""
+    """Return torch's `WorkerInfo` of a worker.  ``generators`` are those of a worker thread."""
     extra = {} if generators is None else {"rng": generators, "worker_method": "thread"}
     return torch_worker.WorkerInfo(
         id=shard, num_workers=workers, seed=seed, dataset=dataset, **extra
@@ -39,7 +39,7 @@ def make_info(shard: int, workers: int, seed: int, dataset: Any, generators: Any
 
 
 def own_generators() -> Any:
-    """Return new generators for one thread; None: this torch's `WorkerInfo` has no ``rng``."""
+    """Return new generators for one thread, or None if this torch's `WorkerInfo` has no ``rng``."""
     if not hasattr(torch_worker, "_RNG"):
         return None
     numpy = sys.modules.get("numpy")
@@ -60,8 +60,8 @@ def seed_own(generators: Any, seed: int) -> None:
 def use_threads() -> None:
     """Make `get_worker_info` return the info of the calling thread.
 
-    Torch's function reads one variable of the process.  Its code object is replaced, not the
-    function, since programs have imported the function under their own names.
+    Torch's function reads a variable of the process.  This replaces the function's code and not the
+    function, because programs may have imported the function under names of their own.
     """
     vars(torch_worker)["_xpool_of_thread"] = _of_thread
     torch_worker.get_worker_info.__code__ = _get_worker_info.__code__
@@ -73,10 +73,10 @@ def _get_worker_info() -> Any:
 
 
 def use_common_memory() -> None:
-    """Make torch collate tensors in memory that is not shared, also in workers.
+    """Make torch collate tensors in memory that is not shared, in workers, too.
 
-    In a worker torch makes each batch in a new shared file.  For a batch of 19 MB that takes ten
-    times as long, and a process would copy the batch from there all the same.
+    In a worker, torch would make each batch in a new shared file.  For a batch of 19 MB that takes
+    ten times as long, and the pool would still copy the batch from there.
     """
     torch_collate.default_collate_fn_map[torch.Tensor] = _stacked
 

@@ -1,7 +1,6 @@
 """The workers of a loader: processes, threads, or the caller's thread.
 
-Each kind has two methods: `make` has a worker make a batch, and `end` ends the pool if it is the
-loader's own.
+Each kind has two methods: `make` lets a worker make a batch, and `end` ends the loader's own pool.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ RETRIES = 2
 
 
 def check_pool(pool: BasePool, has_parts: bool) -> None:
-    """Refuse a pool that cannot make the batches of a loader."""
+    """Raise `OptionError` if the pool cannot make the batches of a loader."""
     if not isinstance(pool, (Pool, ThreadPool)):
         raise OptionError(
             "pool= must be one of processes (Pool, CtxPool, P2PPool) or a ThreadPool, not "
@@ -53,7 +52,7 @@ def check_pool(pool: BasePool, has_parts: bool) -> None:
 
 
 class Inline:
-    """No workers: a batch is made in the caller's thread when it is taken."""
+    """No workers: the caller's thread makes a batch when the program takes it."""
 
     def __init__(self, loader: Any) -> None:
         self.made = WorkerCopy(loader)
@@ -62,16 +61,14 @@ class Inline:
     def make(
         self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None
     ) -> Any:
-        """Return the result of ``func(copy, *args)``, which is called by the result's `get`."""
+        """Return a result whose `get` calls ``func(copy, *args)``."""
         return _Later(func, (self.made, *args))
 
     def end(self, results: Iterable[Any] = ()) -> None:
-        """Do nothing: there is nothing to end."""
+        """Do nothing, because there is no pool."""
 
 
 class _Later:
-    """A result that `get` computes."""
-
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._func, self._args = func, args
 
@@ -107,7 +104,7 @@ class Processes:
         context, size = loader._context, loader.num_workers
         named = context is None or isinstance(context, str)
         if (context if named else context.get_start_method()) != "fork":  # forks need no pickle
-            # With an initializer no worker begins before it has torch, which each batch needs.
+            # The initializer imports torch, which each batch needs, before a worker is ready.
             pool = pool_class(
                 size, begin, context=find_context(context, size),
                 name="DataLoader",
@@ -115,8 +112,8 @@ class Processes:
             try:
                 self._ref = pool.broadcast(made)
                 return pool
-            except Exception:  # of any object's own __reduce__
-                # Only the start of a process can pass on such a dataset, as in torch's loader.
+            except Exception:  # an object's `__reduce__` can raise any error
+                # Such a dataset can only be passed to a starting process, as in torch's loader.
                 pool.terminate()
                 pool.join()
         if context is None or context == "forkserver":
@@ -126,9 +123,9 @@ class Processes:
     def make(
         self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None
     ) -> Any:
-        """Have worker ``shard``, or any worker, call ``func(copy, *args)``; return the result.
+        """Let worker ``shard`` (None: any worker) call ``func(copy, *args)``; return the result.
 
-        ``label`` names the call in messages.
+        ``label`` names the call in error texts.
         """
         where = {} if shard is None else {"worker": shard}
         result = self._pool.apply_async(
@@ -138,12 +135,12 @@ class Processes:
         return result
 
     def end(self, results: Iterable[Any] = ()) -> None:
-        """Cancel these results, and end workers that are the loader's own."""
-        self._ref = None  # the workers let go of the dataset
+        """Cancel these results, and end the workers if they are the loader's own."""
+        self._ref = None  # lets the workers drop the dataset
         self._end(results)
 
     def __del__(self) -> None:
-        # Persistent workers, or those of an epoch that could not begin.
+        # Ends persistent workers, and those of an epoch that could not begin.
         if hasattr(self, "_end"):
             self._end(())
 
@@ -152,10 +149,10 @@ _thread_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 def _join_threads() -> None:
-    """Wait for the batches that threads are making when the program ends.
+    """When the program ends, wait for the batches that threads are making.
 
-    Until Python 3.14 a thread that runs on ends where it next asks for the interpreter's lock.
-    Within C++ code, as torch's, that ends the process with SIGABRT.
+    Before Python 3.14, a thread that still runs is ended when it next takes the interpreter's lock.
+    If it is in C++ code like torch's, this ends the process with SIGABRT.
     """
     for pool in list(_thread_pools):
         pool.join()
@@ -167,7 +164,7 @@ at_exit.append(_join_threads)
 class Threads:
     """Worker threads, which share the loader's dataset.
 
-    A dataset with a part for each worker gets a shallow copy for each.
+    If each worker has its own part of the dataset, each gets a shallow copy of it.
     """
 
     def __init__(self, loader: Any, has_parts: bool) -> None:
@@ -191,11 +188,11 @@ class Threads:
     def make(
         self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None
     ) -> Any:
-        """Have a thread call ``func(copy, *args)``: the calls of a part one after the other."""
+        """Let a thread call ``func(copy, *args)``.  Calls of one part run one after the other."""
         if shard is None:
             result = self._pool.apply_async(self._prefix, (in_thread, func, self._copies, *args))
         else:
-            # Waiting threads cannot stop each other: the pool begins its tasks in order.
+            # Threads that wait for `before` cannot block each other: tasks begin in order.
             before, made = self._latest[shard], self._copies[shard]
             result = self._pool.apply_async(self._prefix, (after, before, func, made, *args))
             self._latest[shard] = result
@@ -203,7 +200,7 @@ class Threads:
         return result
 
     def end(self, results: Iterable[Any] = ()) -> None:
-        """Cancel these results if they wait, and end threads that are the loader's own."""
+        """Cancel the results that have not begun, and end the threads if they are the loader's."""
         self._end(results)
 
     def __del__(self) -> None:
@@ -212,5 +209,5 @@ class Threads:
 
 
 def _own(dataset: Any) -> Any:
-    # Each worker shards its own graph of data pipes, so all of it is copied.
+    # Sharding changes all pipes of a graph, so each worker needs a copy of the whole graph.
     return copy.deepcopy(dataset) if is_pipe(dataset) else copy.copy(dataset)
