@@ -1,13 +1,12 @@
-"""Alarms at random instants, by a handler that raises: `python -m bench.alarms --alarms 1000000`.
+"""Use pools while a signal handler raises at random instants.
 
-All verbs of one kind of pool are used in turn while alarms strike the main thread, one after the
-other or in bursts, in the verbs and between them.  What an alarm has cut short is done again.  So
-each call ends with the handler's exception or the right result, a result that was asked for again
-is the right one, and no item of an iterator is lost or comes twice.  Pools are closed, terminated
-and left under alarms too, and what comes after says that they have ended.
+The program calls random verbs of one kind of pool.  A timer signals the main thread, singly or in
+bursts.  A call that the handler's exception ended is made again.  The program checks that each
+call ends with that exception or the right result, and that no item of an iterator is lost or
+comes twice.  It also closes and terminates pools under alarms, and checks that they end.
 
-Prints one line of JSON: how many alarms, how many of them the program did not see (Python prints
-what is raised in a finalizer, and goes on), errors by their names, descriptors and threads left.
+It prints one line of JSON.  "in finalizers" counts the exceptions that Python printed instead of
+raising them, because the alarm came in a finalizer.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ T = TypeVar("T")
 KINDS: dict[str, Any] = {"Pool": Pool, "P2PPool": P2PPool, "ThreadPool": ThreadPool}
 
 PATIENCE = 60.0
-"""Seconds without a call that is through, after which this says where it hangs, and ends with
-status 3.  Alarms do not count: a call that hangs is struck and begun again for ever."""
+"""The program prints all stacks and exits with status 3 if no call ends for so many seconds.
+A call that an alarm ended does not count."""
 
 
 class Alarm(Exception):
-    """What the handler raises."""
+    """The handler raises it."""
 
 
 class Wrong(Exception):
-    """A result that is not the right one."""
+    """A call returned a wrong result."""
 
 
 class Bell:
@@ -57,7 +56,7 @@ class Bell:
         sys.unraisablehook = self._not_raised
 
     def _ring(self, signum: int, frame: Any) -> None:
-        # Python prints what is raised in that hook.
+        # Python would print an exception of the hook, and not raise it.
         hooked = frame is not None and frame.f_code is Bell._not_raised.__code__
         if self.armed and not hooked:
             self.heard += 1
@@ -67,9 +66,9 @@ class Bell:
         self.unseen += 1
 
     def set(self, tries: int) -> None:
-        """Have the next alarm struck soon; one in ten comes with more, in a burst.
+        """Set the timer for the next alarm, or, one time in ten, for a burst.
 
-        Later when a call was tried ``tries`` times, so that any will be through in the end.
+        The delay grows with ``tries``, so that each call ends at last.
         """
         patience = 1.3 ** min(tries, 30)
         scale = self.random.choice((2e-5, 2e-4, 2e-3)) * patience
@@ -77,7 +76,7 @@ class Bell:
         signal.setitimer(signal.ITIMER_REAL, self.random.random() * scale + 1e-6, burst)
 
     def until_done(self, call: Callable[[], T]) -> T:
-        """Call again and again under alarms, until none strikes."""
+        """Repeat a call under alarms until no alarm comes in it."""
         for tries in itertools.count():
             try:
                 try:
@@ -85,7 +84,7 @@ class Bell:
                     self.set(tries)
                     result = call()
                 finally:
-                    self.armed = False  # not by a call, after which an alarm could strike
+                    self.armed = False  # not in a method: an alarm could come as it returns
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 self.calls += 1
                 return result
@@ -108,7 +107,7 @@ def slow(x: int) -> int:
 
 
 class Meets:
-    """Takes a moment to be pickled, in Python."""
+    """An object whose pickling takes some time in Python code."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -123,7 +122,7 @@ def check(found: Any, expected: Any) -> None:
 
 
 class Storm:
-    """Uses one pool by all verbs."""
+    """Uses all verbs of one pool."""
 
     def __init__(self, bell: Bell, pool: Any) -> None:
         self.bell, self.pool = bell, pool
@@ -134,7 +133,6 @@ class Storm:
         ]  # fmt: skip
 
     def turn(self) -> None:
-        """Use one verb."""
         self.bell.random.choice(self.verbs)(self.bell.random.randrange(40))
 
     def apply(self, n: int) -> None:
@@ -176,7 +174,10 @@ class Storm:
         check(sorted(self._drawn(it)), list(range(n)))
 
     def _drawn(self, it: Iterable[Any]) -> list[Any]:
-        """All items: taken by C, since in Python a value can be lost before it has a name."""
+        """Return all items.
+
+        C code takes them, because an alarm between `next` and an assignment would lose an item.
+        """
         drawn: list[Any] = []
 
         def draw() -> None:
@@ -199,11 +200,11 @@ class Storm:
 
     def pickled_in_python(self, n: int) -> None:
         result = self.bell.until_done(lambda: self.pool.apply(same, (Meets(50 * n),)))
-        if not isinstance(self.pool, ThreadPool):  # which passes the object itself
+        if not isinstance(self.pool, ThreadPool):  # a thread gets the object itself
             check(result, 50 * n)
 
     def end(self) -> None:
-        """Close or terminate it, or leave its block."""
+        """Close or terminate the pool, or leave its ``with`` block."""
         until_done, pool = self.bell.until_done, self.pool
         how = self.bell.random.randrange(3)
         if how == 0:
@@ -216,13 +217,13 @@ class Storm:
 
 
 def run(kind: str, alarms: int, seed: int, life: int) -> dict[str, Any]:
-    with KINDS[kind](2) as pool:  # what a program has from its first pool on
+    with KINDS[kind](2) as pool:  # opens descriptors that stay open until the program ends
         pool.map(same, range(20))
     pool.join()
     del pool
     fds = descriptors()
     bell = Bell(seed)
-    # Ignored, where a shell has put this in the background.
+    # SIG_IGN if a shell runs this program in the background.
     at_interrupt = signal.getsignal(signal.SIGINT)
     errors: Counter[str] = Counter()
     pools = 0
@@ -245,10 +246,10 @@ def run(kind: str, alarms: int, seed: int, life: int) -> dict[str, Any]:
             errors[f"afterwards {type(exc).__name__}: {str(exc)[:120]}"] += 1
         storm.end()
         del pool, storm
-        # Whatever was put in their place while books were kept is gone.
+        # The pool has restored the handlers that it replaced for a moment.
         check(signal.getsignal(signal.SIGINT), at_interrupt)
         check(signal.getsignal(signal.SIGALRM), bell._ring)
-    # A pool whose constructor was cut short ends by itself, in a thread of its own.
+    # If an alarm ended a constructor, a thread of that pool ends its workers.
     end = time.monotonic() + PATIENCE
     while threading.active_count() > 2 and time.monotonic() < end:
         time.sleep(0.01)
@@ -257,18 +258,18 @@ def run(kind: str, alarms: int, seed: int, life: int) -> dict[str, Any]:
         "calls": bell.calls, "pools": pools, "errors": dict(errors),
         "seconds": round(time.monotonic() - begin, 1),
         "more descriptors": more(fds, descriptors()),
-        "threads": threading.active_count() - 2,  # beside this one and the watch
+        "threads": threading.active_count() - 2,  # besides this thread and `watch`
     }  # fmt: skip
 
 
 def more(before: dict[int, str], now: dict[int, str]) -> list[str]:
-    """Return what the descriptors are that have come, if there are more than there were."""
+    """Return the new descriptors, if their number has grown."""
     come = [f"{fd}: {to}" for fd, to in now.items() if before.get(fd) != to]
     return come if len(now) > len(before) else []
 
 
 def watch(bell: Bell) -> None:
-    """End the program if nothing happens any more."""
+    """End the program if no call ends for `PATIENCE` seconds."""
     last, since = -1, time.monotonic()
     while True:
         time.sleep(1)
@@ -276,7 +277,7 @@ def watch(bell: Bell) -> None:
         if now != last:
             last, since = now, time.monotonic()
         elif time.monotonic() - since > PATIENCE:
-            print(f"it hangs after {bell.heard} alarms", file=sys.stderr)
+            print(f"hangs after {bell.heard} alarms", file=sys.stderr)
             faulthandler.dump_traceback(all_threads=True)
             os._exit(3)
 
@@ -286,7 +287,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=sorted(KINDS), default="Pool")
     parser.add_argument("--alarms", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--life", type=int, default=200, help="turns of a pool at most")
+    parser.add_argument("--life", type=int, default=200, help="most calls on one pool")
     args = parser.parse_args()
     found = run(args.kind, args.alarms, args.seed, args.life)
     print(json.dumps(found))

@@ -1,10 +1,10 @@
-"""Tensors of 256 MiB on a GPU: shared between processes, and copied, beside what the GPU can do.
+"""Measure tensors of 256 MiB on a GPU: shared between processes, copied, and copied by torch alone.
 
-    python -m bench.cuda            (a machine with a GPU; elsewhere it says so)
+    python -m bench.cuda            (needs a GPU)
 
-All in one run, medians, times with the GPU done.  The first share opens the memory in the worker
-and is told apart; torch gives later tensors the memory of the first.  The floor: the same bytes
-copied by torch between the GPU and pinned memory, ordinary memory, and the GPU itself.
+Each time includes the GPU's own work.  The table shows the first time and the median of the later
+ones, because the first share opens the memory in the worker.  Later tensors use the same memory
+again, since torch keeps it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ COUNT = 12
 
 
 def make(context: DeviceContext) -> Any:
-    """A new tensor on the GPU."""
+    """Return a new tensor on the GPU."""
     made = torch.ones(SIZE // 4, device=context.device)
     torch.cuda.synchronize()
     return made
 
 
 def look(context: DeviceContext, tensor: Any) -> float:
-    """Read what came, wherever it lies."""
+    """Read an element of the tensor, on whichever device it is."""
     return float(tensor[-1].item())
 
 
 def seconds(step: Callable[[], object], count: int = COUNT) -> list[float]:
-    """How long a step takes, each time."""
+    """Return the seconds of each of ``count`` steps."""
     found = []
     for _ in range(count):
         torch.cuda.synchronize()
@@ -50,14 +50,13 @@ def seconds(step: Callable[[], object], count: int = COUNT) -> list[float]:
 
 
 def line(name: str, times: list[float]) -> None:
-    """Print the first of some times, and the median of the others."""
     later = statistics.median(times[1:])
     rate = SIZE / later / 1e9
     print(f"| {name} | {times[0] * 1e3:.2f} | {later * 1e3:.2f} | {rate:.1f} |", flush=True)
 
 
 def floor() -> None:
-    """What torch takes for these bytes, without processes."""
+    """Time torch's own copies of these bytes, without other processes."""
     there = torch.ones(SIZE // 4, device="cuda")
     other = torch.empty_like(there)
     pinned = torch.empty(SIZE // 4, pin_memory=True)
@@ -72,7 +71,7 @@ def floor() -> None:
 
 
 def shared(contexts: list[DeviceContext]) -> None:
-    """Share mode: 256 MiB that stay where they are."""
+    """Time share mode, in which the 256 MiB are not copied."""
     with xpool.CtxPool(worker_contexts=contexts, is_copy_tensor=False) as pool:
         mine = torch.ones(SIZE // 4, device="cuda")
         line("share: parent to worker, one tensor", seconds(lambda: pool.apply(look, (mine,))))
@@ -88,7 +87,7 @@ def shared(contexts: list[DeviceContext]) -> None:
 
 
 def copied(contexts: list[DeviceContext]) -> None:
-    """Copy mode: parent's GPU, block, worker's GPU; and worker's GPU, block."""
+    """Time copy mode, in which tensors pass through shared memory of the host."""
     with xpool.CtxPool(worker_contexts=contexts) as pool:
         mine = torch.ones(SIZE // 4, device="cuda")
         line("copy: parent's GPU to worker's GPU", seconds(lambda: pool.apply(look, (mine,))))
@@ -96,9 +95,8 @@ def copied(contexts: list[DeviceContext]) -> None:
 
 
 def main() -> None:
-    """Measure all."""
     if not torch.cuda.is_available():
-        sys.exit("bench.cuda: no CUDA device here")
+        sys.exit("bench.cuda: this machine has no CUDA device")
     contexts = devices("cuda")[:1]
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name(0)}")
     print("| 256 MiB | first, ms | then, ms | GB/s |\n|---|---|---|---|")

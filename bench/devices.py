@@ -1,11 +1,13 @@
-"""Evaluation on two XLA workers: what the pool costs beside the same work without it.
+"""Measure what the pool costs when two XLA workers evaluate a model.
 
     PJRT_DEVICE=CPU python -m bench.devices          (in the environment of `make test-xla`)
 
-Each worker evaluates a small model on batches that it has.  ``alone``: one task runs the whole loop
-in each worker, so that the pool does nothing meanwhile.  ``pool``: each batch is an `apply_async`.
-The same processes, interleaved, medians.  Then the round trip of a tensor to one worker, ``x + 1``
-there and back: copied to the device and from it, and as a handle to what stays on it.
+Each worker evaluates a small model on its own batch, in two ways that take turns.  ``alone``: one
+task runs the whole loop in each worker, so the pool does nothing meanwhile.  ``pool``: each batch
+is an `apply_async`.
+
+Then a tensor makes round trips to one worker, which computes ``x + 1``.  The tensor is copied, or
+it stays on the device and a handle is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _models: dict[int, Any] = {}
 
 
 def evaluate(context: DeviceContext, size: int) -> float:
-    """One batch of the work: a forward pass of a model that lives on the device."""
+    """Evaluate one batch: a forward pass of a model on the device."""
     import torch
 
     if size not in _models:
@@ -38,7 +40,7 @@ def evaluate(context: DeviceContext, size: int) -> float:
 
 
 def evaluate_many(context: DeviceContext, size: int, count: int) -> float:
-    """Seconds for ``count`` batches, here in the worker."""
+    """Return the seconds that ``count`` batches take in the worker."""
     begin = time.perf_counter()
     for _ in range(count):
         evaluate(context, size)
@@ -46,18 +48,16 @@ def evaluate_many(context: DeviceContext, size: int, count: int) -> float:
 
 
 def echo(context: DeviceContext, tensor: Any) -> Any:
-    """Return another tensor on the device, made of one that may come from the host."""
     return tensor.to(context.device) + 1
 
 
 def ordinal(context: DeviceContext, *_: Any) -> int:
-    """Do nothing."""
     return context.ordinal
 
 
 def compare(pool: CtxPool, size: int, tasks: int, rounds: int) -> None:
-    """Print how much of the workers' own rate is left when each batch is a task."""
-    pool.run_all(evaluate_many, size, 5)  # both have compiled
+    """Print the rate with a task for each batch, as a share of the workers' rate alone."""
+    pool.run_all(evaluate_many, size, 5)  # both workers compile the model
     alone, pooled = [], []
     for _ in range(rounds):
         begin = time.perf_counter()
@@ -80,7 +80,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def trips(copies: CtxPool, handles: CtxPool, rounds: int) -> None:
-    """Print what a round trip takes: nothing, a copy of a tensor, a handle to it; interleaved."""
+    """Print the milliseconds of a round trip without a tensor, with a copy, and with a handle."""
     import torch
 
     for name, count in (("1 KiB", 256), ("4 MiB", 1 << 20), ("64 MiB", 16 << 20)):
@@ -122,7 +122,7 @@ def main() -> None:
         CtxPool(worker_contexts=devices("xla", 1), is_copy_tensor=False) as handles,
     ):
         trips(copies, handles, args.rounds)
-    assert "torch_xla" not in sys.modules, "the parent has no XLA runtime"
+    assert "torch_xla" not in sys.modules, "the parent must not import torch_xla"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How soon faults are over: deaths, tasks over their time, the ends of pools, Ctrl-C.
+"""Measure how soon a caller is answered after a fault: a death, a time limit, a pool's end, Ctrl-C.
 
-``python -m bench.faults [--rounds N]`` prints medians and the worst of the rounds, in milliseconds,
-beside what is promised.  Each figure is what a caller sees: from the fault (the kill, the moment at
-which the limit is over, the call, the signal) to the answer.
+``python -m bench.faults [--rounds N]`` prints the median and the maximum of the rounds in
+milliseconds, and the promised limit.  A figure is the time from the fault (the kill, the end of
+the task's time, the call, the signal) to the caller's answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT = 0.2
 
 
 def begun(fd_path: str) -> None:
-    """Tell the parent that this task runs."""
+    """Tell the parent that the task has begun."""
     fd = os.open(fd_path, os.O_WRONLY)
     os.write(fd, b".")
     os.close(fd)
@@ -41,7 +41,7 @@ def counting(path: str) -> None:
 
 
 def stubborn(path: str) -> None:
-    """The same, whatever is raised."""
+    """Run Python code for ever, and catch all exceptions."""
     begun(path)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     n = 0
@@ -54,21 +54,21 @@ def stubborn(path: str) -> None:
 
 
 def in_c(path: str) -> None:
-    """Run C code for ever that neither looks at signals nor lets go of the interpreter."""
+    """Run C code for ever that neither checks for signals nor releases the GIL."""
     begun(path)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     collections.deque(itertools.repeat(0), maxlen=0)
 
 
 def stopped(path: str) -> None:
-    """Be stopped, as by SIGSTOP."""
+    """Stop this process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     begun(path)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def nothing() -> None:
-    """Do nothing."""
+    """An empty task."""
 
 
 TASKS = {"Python code": counting, "all caught": stubborn, "C code": in_c, "SIGSTOP": stopped}
@@ -89,16 +89,15 @@ class Signs:
         for _ in range(n):
             select.select([self._fd], [], [])
             os.read(self._fd, 1)
-        time.sleep(0.02)  # from its sign to its loop
+        time.sleep(0.02)  # the time that a task needs to reach its loop
 
     def close(self) -> None:
-        """Remove it."""
         os.close(self._fd)
         os.unlink(self.path)
 
 
 def until_error(result: xpool.AsyncResult, kind: type[BaseException]) -> float:
-    """Return the time at which a result had come that must be an error of this kind."""
+    """Wait for an error of this kind; return the time at which it came."""
     try:
         result.get(30)
     except kind:
@@ -107,7 +106,7 @@ def until_error(result: xpool.AsyncResult, kind: type[BaseException]) -> float:
 
 
 def death(signs: Signs, task: Callable[[str], None]) -> float:
-    """From the SIGKILL of a worker to the answer of its task."""
+    """Seconds from the SIGKILL of a worker to the error of its task."""
     with xpool.Pool(2) as pool:
         pool.apply(nothing)
         victim = pool.apply_async(task, (signs.path,))
@@ -120,17 +119,17 @@ def death(signs: Signs, task: Callable[[str], None]) -> float:
 
 
 def late(signs: Signs, task: Callable[[str], None]) -> float:
-    """From the end of a task's time to its answer; a new worker is ready then or soon."""
+    """Seconds from the end of a task's time limit to its error."""
     with xpool.Pool(2) as pool:
         pool.apply(nothing)
         victim = pool.apply_async(task, (signs.path,), timeout=LIMIT)
-        begin = time.monotonic() + LIMIT  # it begins now: the other worker is idle
+        begin = time.monotonic() + LIMIT  # the task begins now, because both workers are idle
         signs.wait(1)
         return until_error(victim, xpool.TaskTimeout) - begin
 
 
 def free_again(signs: Signs, task: Callable[[str], None]) -> float:
-    """From `cancel` to the answer of the next task on the same worker."""
+    """Seconds from `cancel` to the result of the next task, in a pool of one worker."""
     with xpool.Pool(1) as pool:
         victim = pool.apply_async(task, (signs.path,))
         signs.wait(1)
@@ -141,7 +140,7 @@ def free_again(signs: Signs, task: Callable[[str], None]) -> float:
 
 
 def leaving(signs: Signs, task: Callable[[str], None]) -> float:
-    """From the end of a ``with`` block to the statement after it, and to the end of `join`."""
+    """Seconds from the end of a ``with`` block to the end of `join`."""
     with xpool.Pool(2) as pool:
         for _ in range(2):
             pool.apply_async(task, (signs.path,))
@@ -163,7 +162,10 @@ if __name__ == "__main__":
 
 
 def interrupt(signs: Signs, task: Callable[[str], None]) -> float:
-    """From Ctrl-C (to the whole process group) to the end of the program, with one traceback."""
+    """Seconds from Ctrl-C to the end of the program, which must print one traceback.
+
+    Ctrl-C signals the whole process group.
+    """
     name = next(name for name, known in TASKS.items() if known is task)
     program = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, name, signs.path],
@@ -182,16 +184,15 @@ def interrupt(signs: Signs, task: Callable[[str], None]) -> float:
 
 
 FIGURES: list[tuple[str, Callable[[Signs, Callable[[str], None]], float], float]] = [
-    ("a worker is killed; its task is answered", death, 100),
-    ("a task is over its time; it is answered", late, 200),
-    ("cancel() while it runs; the worker's next task is answered", free_again, 1000),
-    ("terminate(), or leaving `with`, and join()", leaving, 1000),
-    ("Ctrl-C; the program has ended", interrupt, 1000),
+    ("SIGKILL of a worker, to the error of its task", death, 100),
+    ("end of a task's time limit, to its error", late, 200),
+    ("cancel() of a running task, to the result of the next one", free_again, 1000),
+    ("end of a `with` block, to the end of join()", leaving, 1000),
+    ("Ctrl-C, to the end of the program", interrupt, 1000),
 ]
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each figure")
     rounds = parser.parse_args().rounds

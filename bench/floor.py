@@ -1,9 +1,9 @@
-"""The machine's floor: what the kernel and the memory alone cost, without any pool.
+"""Measure the machine's floor: the time of pipes, memory copies and forks without any pool.
 
-A pool that needs 1.2 pipe ping-pongs for a round trip, or 2 warm copies for a tensor, has
-little left to win.  The ping-pong depends on where the scheduler puts the two processes
-(the same CPU, or another that must first be woken), so it is given for both placements
-and as it falls out without pinning, which is what a pool gets.
+A pool whose round trip takes 1.2 pipe ping-pongs, or whose tensor takes 2 warm copies, can hardly
+become faster.  A ping-pong depends on the placement of its two processes: on one CPU, or on two,
+of which one must be woken.  Both are measured.  A pool does not pin its processes, so the
+placement by the scheduler is measured too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Figure(TypedDict):
 
 
 def _median_us(step: Callable[[], None], count: int) -> float:
-    """Median of `count` calls of `step` in microseconds, after a warm-up."""
+    """Median microseconds of `count` calls of `step`, after a warm-up."""
     for _ in range(max(10, count // 10)):
         step()
     clock = time.perf_counter
@@ -44,19 +44,19 @@ def _median_us(step: Callable[[], None], count: int) -> float:
 
 
 def _pair_of_cpus() -> tuple[int, int] | None:
-    """Two CPUs that this process may use, or None if it has but one."""
+    """Two CPUs that this process may use; None if it may use only one."""
     cpus = sorted(os.sched_getaffinity(0))
     return (cpus[0], cpus[1]) if len(cpus) > 1 else None
 
 
 def _ping_pong(fds: tuple[int, int, int, int], count: int, cpus: tuple[int, int] | None) -> float:
-    """Median round trip in microseconds over (my read, my write, its read, its write)."""
+    """Median microseconds of a round trip; `fds`: (my read, my write, its read, its write)."""
     my_read, my_write, its_read, its_write = fds
     allowed = os.sched_getaffinity(0)
     child = os.fork()
     if child == 0:
         try:
-            # The echo ends by end of file, so it must not hold the parent's ends itself.
+            # The child ends when the parent closes its ends, so the child must not hold them.
             for fd in {my_read, my_write} - {its_read, its_write}:
                 os.close(fd)
             if cpus is not None:
@@ -86,8 +86,8 @@ def _ping_pong(fds: tuple[int, int, int, int], count: int, cpus: tuple[int, int]
 def pipe_ping_pong(count: int = 3000, cpus: tuple[int, int] | None = None, pairs: int = 1) -> float:
     """Median microseconds for one byte through a pipe and one back.
 
-    `cpus` pins both sides.  Without, where the two processes land decides, so it is the
-    median of that many pairs of them.
+    `cpus` pins both processes.  Without it the result depends on where the scheduler puts them,
+    so use several `pairs` of processes and their median.
     """
     medians = []
     for _ in range(pairs):
@@ -105,8 +105,8 @@ def socket_ping_pong(count: int = 3000) -> float:
 
 
 def warm_memcpy(size: int = BIG, count: int = 10) -> float:
-    """Median milliseconds to copy `size` bytes between two buffers that are in memory already."""
-    # Slices of memoryviews: one memcpy in C, no numpy or torch needed.
+    """Median milliseconds to copy `size` bytes between two buffers whose pages are mapped."""
+    # Assigning a slice of a memoryview is one memcpy, and needs neither numpy nor torch.
     source, target = memoryview(bytearray(b"\1") * size), memoryview(bytearray(b"\2") * size)
 
     def step() -> None:
@@ -116,7 +116,7 @@ def warm_memcpy(size: int = BIG, count: int = 10) -> float:
 
 
 def preloaded_fork(count: int = 10) -> float:
-    """Median milliseconds from fork to the child's first byte, in a process that has torch."""
+    """Median milliseconds from fork to the child's first byte, in a process that uses torch."""
     import torch
 
     torch.ones(16).sum()
@@ -141,7 +141,7 @@ def preloaded_fork(count: int = 10) -> float:
 
 
 def measure(quick: bool = False) -> dict[str, Figure]:
-    """Measure all floors; those that this machine cannot give are left out."""
+    """Measure all floors that this machine can."""
     count = 500 if quick else 3000
     figures: dict[str, Figure] = {
         "pipe": {
@@ -181,7 +181,7 @@ def measure(quick: bool = False) -> dict[str, Figure]:
 
 
 def median_of(runs: list[dict[str, Figure]]) -> dict[str, Figure]:
-    """One set of floors from several: the median of each."""
+    """Return the median of each floor over several runs."""
     return {
         key: {**figure, "value": statistics.median(run[key]["value"] for run in runs)}
         for key, figure in runs[0].items()
@@ -196,10 +196,11 @@ def table(figures: dict[str, Figure]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there ('-': print only)")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the figures to this file ('-': print JSON)"
+    )
     options = parser.parse_args()
     figures = measure(options.quick)
     if options.json != "-":

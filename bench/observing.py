@@ -1,9 +1,9 @@
-"""What logs, reports and progress cost a stream of nothing: ratios of medians, interleaved.
+"""Measure how much the report and `progress` slow down a stream of empty tasks.
 
     python -m bench.observing [rounds]
 
-Each round times ``imap_unordered`` of a function that does nothing, with a bar and without; the
-report is on in both, and its share is measured by a ledger that notes nothing.
+Each round times `imap_unordered` of an empty function with both, with the report alone, and with
+neither.  A pool always keeps its report.  So "neither" replaces the method that records an answer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ ITEMS = 60_000
 
 
 def nothing(_: int) -> None:
-    """Do nothing."""
+    """An empty task."""
 
 
 def stream(pool: Any, **options: Any) -> float:
-    """Return the seconds that a stream takes."""
     begun = time.perf_counter()
     for _ in pool.imap_unordered(nothing, range(ITEMS), **options):
         pass
@@ -33,7 +32,7 @@ def stream(pool: Any, **options: Any) -> float:
 
 
 def ignore(*_: Any) -> None:
-    """Note nothing."""
+    """Stand in for `Ledger.answered`."""
 
 
 def main(rounds: int = 9) -> None:

@@ -1,14 +1,17 @@
-"""Messages between two workers: against torch.distributed, and against the way through the parent.
+"""Measure messages between two workers, against torch.distributed and the way through the parent.
 
     python -m bench.peer_messages                 (about a minute)
     python -m bench.peer_messages --workers 8     (for `run_all` and `broadcast`)
 
-Interleaved, medians of the time for one way: half a round trip between two workers.  ``peers``:
-`current_worker().send` and `recv`; ``shared``: the same in share mode; ``gloo``:
-`torch.distributed.send` and `recv` on gloo, of the same two workers; ``parent``: the result of a
-task of one, given to a task of the other.  Then `run_all` of a function that does nothing, and
-`broadcast` of a table of 256 MiB that all workers then look at, against one copy of it in warm
-memory.
+Prints medians of the time for one way, which is half a round trip.  Four ways take turns:
+
+* ``peers``: `current_worker().send` and `recv`;
+* ``shared``: the same in share mode;
+* ``gloo``: `torch.distributed.send` and `recv` on gloo;
+* ``parent``: the parent passes the result of one worker's task to a task of the other.
+
+Then `run_all` of an empty function is timed, and `broadcast` of 256 MiB, which all workers open,
+against one copy between buffers in warm memory.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ from xpool import P2PPool, current_worker
 
 KIB, MIB = 1024, 1024 * 1024
 SIZES = ((KIB, 300), (64 * KIB, 100), (MIB, 30), (64 * MIB, 10))
-"""Bytes, and round trips in one measurement."""
+"""(bytes, round trips in one measurement)."""
 
 
 def ping_peers(nbytes: int, times: int) -> float:
-    """Seconds for one way, by messages."""
+    """Seconds for one way by messages of xpool."""
     me = current_worker()
     other = 1 - me.index
     tensor = torch.ones(nbytes, dtype=torch.uint8)
@@ -47,7 +50,7 @@ def ping_peers(nbytes: int, times: int) -> float:
 
 
 def ping_gloo(nbytes: int, times: int) -> float:
-    """Seconds for one way, by torch.distributed, into a tensor that is there already."""
+    """Seconds for one way by torch.distributed, which receives into an existing tensor."""
     rank = dist.get_rank()
     tensor = torch.ones(nbytes, dtype=torch.uint8)
     begin = time.perf_counter()
@@ -66,7 +69,7 @@ def same(tensor: Any) -> Any:
 
 
 def ping_parent(pool: P2PPool, nbytes: int, times: int) -> float:
-    """Seconds for one way from worker to worker, through the parent."""
+    """Seconds for one way from worker to worker through the parent."""
     tensor = pool.apply(torch.ones, (nbytes,), {"dtype": torch.uint8}, worker=0)
     begin = time.perf_counter()
     for _ in range(times):
@@ -76,16 +79,16 @@ def ping_parent(pool: P2PPool, nbytes: int, times: int) -> float:
 
 
 def noop() -> None:
-    """Nothing."""
+    """An empty task."""
 
 
 def look(table: Any) -> int:
-    """Open a broadcast, and look at a byte of each of its tensors."""
+    """Open a broadcast, and read a byte of each tensor."""
     return sum(int(tensor[-1]) for tensor in table)
 
 
 def median_of(rounds: int, ways: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """Take turns; return the median of each, without the first round."""
+    """Measure all ways in turn; return the median of each, without the first round."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():

@@ -1,6 +1,6 @@
-"""What is promised of tensors, at full size: memory, descriptors, deaths.
+"""Check what the documentation promises about large tensors: memory, descriptors, deaths.
 
-Prints a table.  Nothing here is compared with peers; `bench.peers` has the works that are.
+`bench.peers` compares tensors with peers.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ WORKERS = 2
 
 
 def pss(pid: int) -> int:
-    """Bytes of memory of a process, what it shares with others divided among them."""
+    """Proportional set size of a process in bytes: shared pages are divided among their users."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     line = next(line for line in text.splitlines() if line.startswith("Pss:"))
     return int(line.split()[1]) * 1024
 
 
 def program() -> int:
-    """Bytes of memory of this process and all below it."""
+    """Proportional set size of this process and its descendants in bytes."""
     total = 0
     for pid in [os.getpid(), *descendants(os.getpid())]:
         try:
             total += pss(pid)
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
+            continue  # the process has ended
     return total
 
 
 def descriptors() -> list[int]:
-    """Open descriptors of this process and of each below it."""
+    """Number of open descriptors of this process and of each descendant."""
     pids = [os.getpid(), *descendants(os.getpid())]
     return [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
 
 
 def make(number: int) -> torch.Tensor:
-    """A tensor of a MiB."""
+    """Make a tensor of 1 MiB."""
     return torch.full((MIB // 4,), float(number))
 
 
 def make_small(number: int) -> torch.Tensor:
-    """A tensor of 64 KiB."""
+    """Make a tensor of 64 KiB."""
     return torch.full((16 * 1024,), float(number))
 
 
 def copies(count: int = 15) -> str:
-    """64 MiB there and back, against a warm memcpy in the same run."""
+    """64 MiB one way, against a warm memcpy in the same run"""
     from bench import tensor_tasks
 
     floor = warm_memcpy() / 1e3
@@ -89,7 +89,7 @@ def copies(count: int = 15) -> str:
 
 
 def stream(count: int = 1000) -> str:
-    """A thousand tensors of a MiB through `imap`, eight drawn ahead of the consumer."""
+    """1,000 tensors of 1 MiB through `imap` with `buffersize=8`"""
     with xpool.Pool(WORKERS) as pool:
         list(pool.imap(make, range(20)))
         gc.collect()
@@ -97,7 +97,7 @@ def stream(count: int = 1000) -> str:
         most = 0
         for i, tensor in enumerate(pool.imap(make, range(count), buffersize=8)):
             if float(tensor[-1]) != i:
-                raise AssertionError(f"tensor {i} is another")
+                raise AssertionError(f"tensor {i} has wrong values")
             if i % 20 == 0:
                 most = max(most, program() - before)
         del tensor
@@ -105,7 +105,7 @@ def stream(count: int = 1000) -> str:
 
 
 def live(count: int = 100_000) -> str:
-    """A hundred thousand live results of 64 KiB."""
+    """100,000 live results of 64 KiB"""
     with xpool.Pool(WORKERS) as pool:
         pool.map(make_small, range(100))
         before = descriptors()
@@ -115,7 +115,7 @@ def live(count: int = 100_000) -> str:
         after = descriptors()
         wrong = sum(float(tensor[0]) != i for i, tensor in enumerate(results))
         if wrong:
-            raise AssertionError(f"{wrong} results are others")
+            raise AssertionError(f"{wrong} results have wrong values")
         arena = Arena.own()
         used = arena.statistics()["bytes"] if arena is not None else 0
         del results
@@ -139,14 +139,14 @@ if __name__ == "__main__":
 
 
 def killed(times: int = 10) -> str:
-    """SIGKILL of the parent amid a stream, then of its workers: what is left."""
+    """SIGKILL of the parent during a stream: processes and files that are left"""
     names = set(os.listdir("/dev/shm"))
     for _ in range(times):
         child = subprocess.Popen([sys.executable, "-c", _DOOMED], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         first, busy = child.stdout.readline(), child.stdout.readline()
         if busy != "busy\n":
-            raise AssertionError(f"it said {first!r}, {busy!r}")
+            raise AssertionError(f"the program printed {first!r}, {busy!r}")
         below = descendants(child.pid)
         child.send_signal(signal.SIGKILL)
         child.wait()
@@ -154,16 +154,16 @@ def killed(times: int = 10) -> str:
         deadline = time.monotonic() + 5
         while any(Path(f"/proc/{pid}").exists() for pid in below):
             if time.monotonic() > deadline:
-                raise AssertionError(f"of {below} some live on")
+                raise AssertionError(f"some of {below} have not ended")
             time.sleep(0.01)
     left = set(os.listdir("/dev/shm")) - names
     if any(name.startswith("torch_") or "xpool" in name for name in left):
-        raise AssertionError(f"in /dev/shm: {left}")
-    return f"{times} times: no process, nothing in /dev/shm"
+        raise AssertionError(f"left in /dev/shm: {left}")
+    return f"{times} times: no process, no file in /dev/shm"
 
 
 def small_shm() -> str:
-    """The copies again, where /dev/shm is of 64 MB, as in a container."""
+    """The first row again, with a /dev/shm of 64 MB, as in a container"""
     script = (
         "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "
         f"{sys.executable} -m bench.tensors copies"
@@ -186,7 +186,6 @@ ALL: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Measure what is named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("which", nargs="*", choices=[*ALL, []], help="default: all")
     for name in parser.parse_args().which or ALL:
