@@ -1,8 +1,7 @@
-"""Each peer behind the same few verbs, with the settings that its documentation recommends.
+"""The same verbs for each peer, with the settings that its documentation recommends.
 
-A peer is one class here: `open` starts the pool, the verbs are called as a user of that
-library would call them, `close` ends it.  The modules of peers are imported in `open`, so
-that one which is not installed is known by its `distribution` alone.
+Each peer is a class.  `open` starts the pool, `close` ends it, and the verbs call the library as
+its users do.  `open` imports the library, because it may not be installed.
 """
 
 from __future__ import annotations
@@ -18,36 +17,36 @@ Func = Callable[..., Any]
 
 
 def fair_chunk(count: int) -> int:
-    """The chunk that `multiprocessing.pool.Pool.map` chooses by default.
+    """The default chunk size of `multiprocessing.pool.Pool.map`.
 
-    For peers whose own default is 1: their documentation says to give a larger one for
-    long iterables.
+    Used for peers whose own default is 1, because their documentation recommends larger chunks
+    for long iterables.
     """
     chunk, rest = divmod(count, WORKERS * 4)
     return chunk + bool(rest)
 
 
 class Peer:
-    """One way to have two workers."""
+    """A library with a pool of two workers."""
 
     name: str
     distribution: str | None = None
-    """What must be installed; None for the standard library."""
+    """The distribution that must be installed; None for the standard library."""
     missing = "not installed"
-    """What the table says where `version` is None."""
+    """The text of the table if `version` is None."""
     without_torch = ""
-    """Why its workers cannot use torch; empty if they can."""
+    """The reason why the workers cannot use torch; empty if they can."""
     lambdas = False
-    """Can it send a lambda?"""
+    """Can the pool send a lambda?"""
     pool_a_work = False
-    """Does it need a new pool for each work?"""
+    """Does each work need a new pool?"""
     one_process = False
-    """Do all works run in one process, because the library itself takes seconds to start?"""
+    """Do all works run in one process, because the library takes seconds to start?"""
     pool: Any
 
     @classmethod
     def version(cls) -> str | None:
-        """Version of what is installed, "" for the standard library, None if it is missing."""
+        """The installed version; "" for the standard library, None if it is missing."""
         if cls.distribution is None:
             return ""
         try:
@@ -56,43 +55,43 @@ class Peer:
             return None
 
     def share_tensors(self) -> None:
-        """From now on tensors are to be shared, not copied, where that is a setting."""
+        """Share tensors from now on instead of copying, if the library has such a setting."""
 
     def open(self, *, with_torch: bool = False, with_lambdas: bool = False) -> None:
-        """Start the pool, for a program that uses torch, or for lambdas where that is a setting."""
+        """Start the pool, with the library's settings for torch or for lambdas."""
         raise NotImplementedError
 
     def imap_unordered(self, func: Func, items: Sequence[Any]) -> Iterable[Any]:
-        """All results, in whatever order, each item a task of its own."""
+        """All results in any order, with one task for each item."""
         raise NotImplementedError
 
     def map(self, func: Func, items: Sequence[Any]) -> Iterable[Any]:
-        """All results in order, in chunks of the usual size."""
+        """All results in order, with chunks of the default size."""
         raise NotImplementedError
 
     def submit(self, func: Func, *args: Any) -> Any:
-        """Start one task; `result` waits for what this returns."""
+        """Start one task; return a handle for `result`."""
         raise NotImplementedError
 
     def result(self, handle: Any, timeout: float) -> Any:
-        """The result of `submit`.
+        """Wait for the result of a task.
 
         Raises:
-            TimeoutError: (the one of the library) there is none after `timeout` seconds.
+            TimeoutError: (the library's) the result has not come after `timeout` seconds.
         """
         raise NotImplementedError
 
     def apply(self, func: Func, *args: Any) -> Any:
-        """One round trip."""
+        """Run one task and return its result."""
         return self.result(self.submit(func, *args), 60)
 
     def close(self) -> None:
-        """End the workers at once."""
+        """End the workers without waiting for tasks."""
         raise NotImplementedError
 
 
 class PoolPeer(Peer):
-    """Whatever has the interface of `multiprocessing.pool.Pool`."""
+    """A pool with the interface of `multiprocessing.pool.Pool`."""
 
     def imap_unordered(self, func: Func, items: Sequence[Any]) -> Iterator[Any]:
         return self.pool.imap_unordered(func, items, chunksize=1)
@@ -120,7 +119,7 @@ class XPool(PoolPeer):
 
     @classmethod
     def version(cls) -> str | None:
-        """As `Peer.version`; the tree that this file is in will do, installed or not."""
+        """As `Peer.version`; also finds an xpool that is not installed, beside this package."""
         try:
             import xpool
 
@@ -149,7 +148,7 @@ class Standard(PoolPeer):
 
         context = multiprocessing.get_context(self.method)
         if self.method == "forkserver":
-            # The documented way to have the imports done once, not in every worker.
+            # The documented way to import once instead of in each worker.
             context.set_forkserver_preload(
                 ["bench.tensor_tasks"] if with_torch else ["bench.tasks"]
             )
@@ -174,8 +173,8 @@ class TorchMultiprocessing(PoolPeer):
     def open(self, *, with_torch: bool = False, with_lambdas: bool = False) -> None:
         import torch.multiprocessing
 
-        # The other strategy, its default on Linux, is what the standard library gets here
-        # as soon as torch is imported; for small tensors this one is twice as fast.
+        # Twice as fast for small tensors as the default on Linux, "file_descriptor".  The rows of
+        # the standard library show the default, because importing torch sets it for them too.
         torch.multiprocessing.set_sharing_strategy("file_system")
         self.pool = torch.multiprocessing.Pool(WORKERS)
 
@@ -190,10 +189,10 @@ class Multiprocess(PoolPeer):
 
 
 class Executor(Peer):
-    """Whatever has the interface of `concurrent.futures.Executor`."""
+    """A pool with the interface of `concurrent.futures.Executor`."""
 
     def imap_unordered(self, func: Func, items: Sequence[Any]) -> Iterator[Any]:
-        # In order: faster than submit() and as_completed(), and the tasks are all alike.
+        # map() keeps the order, but is faster than submit() and as_completed().
         return self.pool.map(func, items, chunksize=1)
 
     def map(self, func: Func, items: Sequence[Any]) -> Iterator[Any]:
@@ -222,7 +221,7 @@ class Futures(Executor):
 
 
 class Interpreters(Executor):
-    """Threads that have an interpreter each, with a lock of its own: Python 3.14."""
+    """Threads with an interpreter and a GIL each, which Python 3.14 has."""
 
     name, lambdas = "interpreters", True
     missing = "needs Python 3.14"
@@ -244,7 +243,7 @@ class Loky(Executor):
     def open(self, *, with_torch: bool = False, with_lambdas: bool = False) -> None:
         import loky
 
-        # Not get_reusable_executor: the start-up works ask for a new pool.
+        # Not get_reusable_executor, because some works measure the start of a new pool.
         self.pool = loky.ProcessPoolExecutor(max_workers=WORKERS)
 
 
@@ -279,8 +278,8 @@ class Pebble(Peer):
 
 class Mpire(Peer):
     name, distribution, lambdas = "mpire", "mpire", True
-    # Workers that are kept alive do not survive a change of verb: they go on calling the
-    # function as the last verb wanted it called.
+    # Workers that are kept alive call the function as the last verb did, so another verb needs a
+    # new pool.
     pool_a_work = True
 
     def open(self, *, with_torch: bool = False, with_lambdas: bool = False) -> None:
@@ -290,8 +289,8 @@ class Mpire(Peer):
             WORKERS, start_method="fork", keep_alive=True, use_dill=with_lambdas
         )
 
-    # An item that can be iterated over is unpacked into arguments, a tensor too: so each
-    # goes as a tuple of one.
+    # mpire unpacks an iterable item, such as a tensor, into arguments.  So each item is put into
+    # a tuple.
 
     def imap_unordered(self, func: Func, items: Sequence[Any]) -> Iterator[Any]:
         return self.pool.imap_unordered(
@@ -320,7 +319,7 @@ class Ray(PoolPeer):
     pool_a_work = one_process = True
 
     def open(self, *, with_torch: bool = False, with_lambdas: bool = False) -> None:
-        # Both are read when ray is imported; the first is its documented setting for tensors.
+        # ray reads these when it is imported.  The first is its documented setting for tensors.
         os.environ.setdefault("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "1")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
@@ -336,7 +335,7 @@ class Ray(PoolPeer):
         self.pool = Pool(processes=WORKERS)
 
     def imap_unordered(self, func: Func, items: Sequence[Any]) -> Iterator[Any]:
-        # Its own imap_unordered waits for a task before it sends the next: half as fast.
+        # ray's imap_unordered waits for a task before it sends the next: half as fast.
         return iter(self.pool.map(func, items, chunksize=1))
 
 

@@ -1,7 +1,7 @@
-"""Pools on a Ray cluster: `python -m bench.hosts`.  Needs ``pip install xpool[ray]``.
+"""Compare pools on a Ray cluster: `python -m bench.hosts`.  Needs ``pip install xpool[ray]``.
 
-A cluster of two raylets on this machine, one worker each.  xpool over these hosts takes turns with
-`ray.util.multiprocessing.Pool`; prints a line for each work: medians, and their ratio.
+The cluster is two raylets on this machine.  A pool of xpool with one worker on each takes turns
+with `ray.util.multiprocessing.Pool`.  The program prints the medians and their ratio for each work.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ import numpy as np
 HEAD = "127.0.0.2"
 
 STORE = 2 * 1024**3
-"""Bytes of each object store.  Where that is full, all have to wait for the disk, and Ray's pool
-lets go of what an `imap` has brought only when the garbage collector comes."""
+"""Bytes of each object store.  It must be large, because all wait for the disk when it is full, and
+Ray's pool frees the results of an `imap` only at a garbage collection."""
 
 
 def noop(x: Any) -> Any:
-    """Return the argument."""
     return x
 
 
 def stream(pool: Any, n: int) -> float:
-    """Return the tasks a second of an `imap` of no-ops."""
+    """Return tasks a second of an `imap` of no-ops."""
     begin = time.perf_counter()
     assert sum(1 for _ in pool.imap(noop, range(n), chunksize=1)) == n
     return n / (time.perf_counter() - begin)
 
 
 def calls(pool: Any, n: int) -> float:
-    """Return the `apply` calls a second."""
+    """Return `apply` calls a second."""
     begin = time.perf_counter()
     for i in range(n):
         assert pool.apply(noop, (i,)) == i
@@ -42,7 +41,7 @@ def calls(pool: Any, n: int) -> float:
 
 
 def arrays(pool: Any, n: int) -> float:
-    """Return how many arrays of 1 MiB go there and back a second."""
+    """Return arrays of 1 MiB a second to a worker and back."""
     array = np.ones(1 << 17)
     begin = time.perf_counter()
     for back in pool.imap(noop, [array] * n, chunksize=1):
@@ -55,13 +54,13 @@ WORKS: dict[str, tuple[Callable[[Any, int], float], int, int]] = {
     "apply, one after the other": (calls, 200, 200),
     "arrays of 1 MiB there and back": (arrays, 200, 200),
 }
-"""What is done: how many times by xpool, and by Ray's pool, which would take minutes for more."""
+"""By name: the function, and the numbers of tasks for xpool and for Ray's pool, which is slower."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--only", default="", help="works whose name has this in it")
+    parser.add_argument("--only", default="", help="a part of a work's name")
     args = parser.parse_args()
     import ray
     from ray.cluster_utils import Cluster
@@ -70,7 +69,7 @@ def main() -> None:
     import xpool.ray
     from xpool import Pool
 
-    # On loopback; Ray takes 127.0.0.1 for "this machine, by its other address".
+    # Not 127.0.0.1, because Ray replaces that by the machine's other address.
     head = {
         "num_cpus": 2,
         "object_store_memory": STORE,
@@ -82,8 +81,8 @@ def main() -> None:
     ray.init(
         address=cluster.address, _node_ip_address=HEAD, log_to_driver=False, logging_level="ERROR"
     )
-    # A processor each, of which each host has one left: else Ray may place both workers beside the
-    # driver, where no array crosses a network.
+    # Each host has one processor left, so Ray's pool gets a worker on each.  Otherwise both workers
+    # might be on the driver's host, and no array would cross the network.
     ours = Pool(hosts=xpool.ray.hosts(per_host=1))
     theirs = RayPool(2, ray_remote_args={"num_cpus": 1})
     with ours, theirs:

@@ -1,18 +1,17 @@
-"""Loaders at the same works, two workers each, interleaved: `python -m bench.loaders`.
+"""Compare data loaders at the same works, with two workers each: `python -m bench.loaders`.
 
-Peers, where they are installed (`pip install torchdata spdl grain`): torch's loader, torchdata's
-loader and its nodes in threads, SPDL's pipeline in threads, grain in threads and in processes.
-Each loader has a process of its own, in which workers stay from epoch to epoch where the loader can
-have that; the processes take turns, an epoch each.  Printed for each work and loader:
+The peers, if installed (`pip install torchdata spdl grain`), are torch's loader, torchdata's loader
+and its nodes in threads, SPDL's pipeline in threads, and grain in threads and in processes.  Each
+loader runs in its own process.  Workers stay for all epochs if the loader supports that.  The
+processes take turns of one epoch.  Printed for each work and loader:
 
-    rate        samples a second: the median over the epochs, without the first one
-    CPU         seconds of processor time for 1,000 samples, of the program and all its processes
-    PSS         MiB of memory in the middle of the first epoch, of all these processes
-    first       seconds from ``iter(loader)`` to the first batch, right after the loader was made
+    rate        samples a second: the median of the epochs after the first
+    CPU         processor seconds for 1,000 samples, of the program and all its processes
+    PSS         MiB of memory of all these processes, in the middle of the first epoch
+    first       seconds from ``iter(loader)`` to the first batch of the first epoch
 
-and for each work the ratio of xpool's better way to the best peer.  All of it takes five minutes on
-two cores that do nothing else.  ``--soak SECONDS`` kills
-workers instead.
+For each work, the last line has the ratio of xpool's faster way to the best peer.  All works take
+five minutes on two idle cores.  ``--soak SECONDS`` only kills workers, and checks the samples.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ WORKERS = 2
 
 
 class Made(Dataset):  # type: ignore[misc]
-    """Items that are made by a function of their places."""
+    """A dataset whose items are ``make(index)``."""
 
     def __init__(self, make: Callable[[int], Any], length: int) -> None:
         self.make, self.length = make, length
@@ -63,7 +62,7 @@ class Made(Dataset):  # type: ignore[misc]
 
 
 def _photo() -> bytes:
-    """Return a JPEG file of 500x375, about as compressed as photos are."""
+    """Return a JPEG file of 500x375 pixels that compresses about as well as a photo."""
     noise = np.random.default_rng(0).integers(0, 256, (24, 32, 3)).astype("uint8")
     file = io.BytesIO()
     Image.fromarray(noise).resize((500, 375)).save(file, "jpeg")
@@ -74,29 +73,26 @@ PHOTO = _photo()
 
 
 def decode(i: int) -> Any:
-    """Decode a JPEG file, cut 224x224 of it, and scale that to floats."""
+    """Decode a JPEG file, crop it to 224x224, and scale the values to floats."""
     with Image.open(io.BytesIO(PHOTO)) as picture:
         array = np.asarray(picture.crop((0, 0, 224, 224)), dtype="float32")
     return torch.from_numpy(array.transpose(2, 0, 1) / 255), i
 
 
 def floats(i: int) -> Any:
-    """Make 3x224x224 floats."""
     return torch.full((3, 224, 224), float(i))
 
 
 def integer(i: int) -> int:
-    """Return the place itself."""
     return i
 
 
 def record(i: int) -> Any:
-    """Return a dict of a text and an array."""
     return {"text": f"sample {i}", "values": np.arange(16) + i, "label": i % 10}
 
 
 class Work(NamedTuple):
-    """A dataset, and how it is made into batches."""
+    """A dataset and its batch size."""
 
     make: Callable[[int], Any]
     samples: int
@@ -115,7 +111,7 @@ OPTIONS: dict[str, Any] = {"num_workers": WORKERS, "persistent_workers": True, "
 # -- the loaders -----------------------------------------------------------------------------------
 
 Loader = Callable[[], Iterable[Any]]
-"""Returns one epoch's batches; is called for each epoch."""
+"""Returns the batches of one epoch."""
 
 
 def _ours(work: Work, **options: Any) -> Loader:
@@ -189,9 +185,9 @@ KINDS: dict[str, tuple[str, Callable[[Work], Loader]]] = {
     "grain": ("grain", lambda work: _grain(work, True)),
     "grain threads": ("grain", lambda work: _grain(work, False)),
 }
-"""The package that each needs, and how it is made."""
+"""By name: the package that a loader needs, and the function that makes it."""
 
-# -- one of them, in its process -------------------------------------------------------------------
+# -- one loader, in its own process ----------------------------------------------------------------
 
 
 def serve(kind: str, work: Work) -> None:
@@ -212,19 +208,19 @@ def serve(kind: str, work: Work) -> None:
         assert seen == batches, (seen, batches)
         cpu = cpu_seconds() - cpu
         print(json.dumps({"seconds": seconds, "cpu": cpu, "first": first, "pss": pss}), flush=True)
-    # Without what libraries do at the end of a program.
+    # Skip the exit handlers of the libraries.
     os._exit(0)
 
 
 def family() -> list[int]:
-    """Return this process and all that descend from it."""
+    """Return the pids of this process and its descendants."""
     parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat") as file:
                 parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     found = [os.getpid()]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]
@@ -232,7 +228,7 @@ def family() -> list[int]:
 
 
 def cpu_seconds() -> float:
-    """Return the processor time of the family, and of those in it that have ended."""
+    """Return the processor time of the family, with that of its children that have ended."""
     ticks = 0
     for pid in family():
         try:
@@ -255,7 +251,7 @@ def memory() -> float:
     return kilobytes / 1024
 
 
-# -- all of them, in turns -------------------------------------------------------------------------
+# -- all loaders, in turns -------------------------------------------------------------------------
 
 
 class Child:
@@ -272,23 +268,21 @@ class Child:
         self.epochs: list[dict[str, float]] = []
 
     def epoch(self, order: str = "go") -> dict[str, float]:
-        """Have it run one epoch; return the figures."""
+        """Let the child run one epoch; return its figures."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(order, file=self._process.stdin, flush=True)
         figures: dict[str, float] = json.loads(self._process.stdout.readline())
         return figures
 
     def median(self, figure: str) -> float:
-        """Return the median of a figure over the epochs."""
         return statistics.median(epoch[figure] for epoch in self.epochs)
 
     def end(self) -> None:
-        """End the process."""
         self._process.communicate()
 
 
 def compare(name: str, kinds: Iterable[str], epochs: int) -> None:
-    """Measure one work, and print."""
+    """Measure one work with all loaders, and print the figures."""
     work = WORKS[name]
     children = [Child(kind, name) for kind in kinds]
     for turn in range(epochs):
@@ -308,19 +302,19 @@ def compare(name: str, kinds: Iterable[str], epochs: int) -> None:
     print(f"{name}: ratio {ours / best[0]:.2f} to {best[1]}; load {load:.1f}\n", flush=True)
 
 
-# -- workers that are killed -----------------------------------------------------------------------
+# -- soak ------------------------------------------------------------------------------------------
 
 
 def with_pid(i: int) -> Any:
-    """Return the place, 4 kB, and which process made them."""
+    """Return the index, 4 KiB, and the worker's pid."""
     time.sleep(0.0005)
     return i, torch.full((1024,), float(i)), os.getpid()
 
 
 def soak(seconds: float) -> None:
-    """Kill a worker every ten seconds; each sample must come once an epoch.  Prints what is held.
+    """Kill a worker every ten seconds; check that each sample comes once an epoch.
 
-    Descriptors, threads and memory are counted after the second epoch and at the end.
+    Prints the program's descriptors, threads and memory after the second epoch and at the end.
     """
     loader = Ours(Made(with_pid, 8192), 32, True, num_workers=WORKERS, persistent_workers=True)
     end, kill_at = time.monotonic() + seconds, time.monotonic() + 10
@@ -335,9 +329,9 @@ def soak(seconds: float) -> None:
                     os.kill(int(pids[0]), signal.SIGKILL)
                     killed += 1
                 except ProcessLookupError:
-                    continue  # it was killed before its batch was taken: try the next one
+                    continue  # this batch is from a worker that is dead already
                 kill_at = time.monotonic() + 10
-        assert sorted(seen) == list(range(8192)), "a sample is missing, or came twice"
+        assert sorted(seen) == list(range(8192)), "a sample is missing or came twice"
         epochs += 1
         if epochs == 2:
             print("after 2 epochs:", held(), flush=True)
@@ -345,7 +339,7 @@ def soak(seconds: float) -> None:
 
 
 def held() -> str:
-    """Say what this process holds."""
+    """Describe the descriptors, threads and memory of this process."""
     counts = {name: len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")}
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
@@ -354,12 +348,11 @@ def held() -> str:
 
 
 def main() -> None:
-    """Measure each work, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("works", nargs="*", default=list(WORKS), help=", ".join(WORKS))
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="with commas")
-    parser.add_argument("--soak", type=float, metavar="SECONDS", help="only kill workers, so long")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="loaders, separated by commas")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="only kill workers")
     parser.add_argument("--serve", metavar="KIND", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:

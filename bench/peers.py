@@ -1,12 +1,12 @@
-"""xpool against its peers: the same works, two workers each, interleaved in one run.
+"""Compare xpool with its peers at the same works, with two workers each.
 
-Each round runs every peer once, starting with another one each time, so that a slow
-minute of the machine does not fall on one peer alone.  Peers are measured in processes of
-their own (`bench.measure`): one that hangs or crashes is recorded as that, after a time
-limit, and the others go on.  What is printed are medians over the rounds.  A peer that failed
-twice at a work, or was three times worse than the best peer in two rounds, is left out of
-the later rounds of that work (unless ``--all`` is given): the time goes to those that are
-close to each other.
+Each round measures all peers in turn and begins with another one, so that a slow minute of the
+machine does not affect one peer alone.  The tables show medians of the rounds.  Each peer runs in
+its own process (`bench.measure`).  A time limit ends a peer that hangs; hangs and crashes are
+recorded as outcomes.
+
+To save time, a peer is left out of the later rounds of a work if it has failed twice, or if it is
+three times worse than the best peer after two rounds.  ``--all`` measures it in all rounds.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from bench.works import WORKS, Work, grouped, uses_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 45.0
-"""Added to the limit of a process's first work: imports, and the first pool."""
+"""Additional time for the first work of a process, which imports and opens the first pool."""
 SETTLED_ROUNDS = 2
 FAR_BEHIND = 3.0
-"""A peer that is so many times worse than the best peer after that many rounds stays so."""
+"""A peer so many times worse than the best after `SETTLED_ROUNDS` rounds is not measured again."""
 Outcomes = dict[str, dict[str, list[dict[str, Any]]]]
-"""By work, then by peer: what each round gave."""
+"""The outcomes of all rounds, by work and by peer."""
 
 
 def _environment() -> dict[str, str]:
-    """The variables that all measured processes get."""
+    """The environment variables of all measured processes."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        # Two workers on few cores: torch's own threads would fight over them, and a
-        # process that has started them must not fork.
+        # torch's own threads would compete for the cores, and a process with such threads must
+        # not fork.
         "OMP_NUM_THREADS": "1",
     }
 
 
 class _Server:
-    """A process that has the imports done, and forks the ones that measure."""
+    """A process that imports once, and forks the processes that measure."""
 
     def __init__(self, torch: bool) -> None:
         self.link, other = socket.socketpair()
@@ -73,17 +73,16 @@ class _Server:
         socket.send_fds(self.link, [json.dumps(request).encode()], fds)
         data = self.link.recv(8)
         if len(data) != 8:
-            raise RuntimeError("the process that forks the measuring ones has ended; see above")
+            raise RuntimeError("the server of bench.measure has ended; see the output above")
         return int.from_bytes(data, "big")
 
     def close(self) -> None:
-        """Let it end."""
         self.link.close()
         self.process.wait(10)
 
 
 class _Child:
-    """A process that measures one peer, and the lines that come from it."""
+    """A process that measures one peer and sends a line for each outcome."""
 
     def __init__(self, servers: list[_Server], torch: bool, request: dict[str, Any]) -> None:
         self._spare = [server.process.pid for server in servers]
@@ -95,7 +94,7 @@ class _Child:
         self._buffer = b""
 
     def line(self, seconds: float) -> dict[str, Any] | None:
-        """The next outcome; None if the process ended, or `seconds` went by, without one."""
+        """The next outcome; None if the process ends or `seconds` pass before it."""
         end = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             left = max(0.0, end - time.monotonic())
@@ -109,11 +108,11 @@ class _Child:
         return outcome
 
     def has_ended(self, seconds: float) -> bool:
-        """Wait for the end of the process for so long."""
+        """Wait up to `seconds` for the end of the process."""
         return bool(select.select([self._pidfd], [], [], seconds)[0])
 
     def end(self) -> str:
-        """Kill the process and all it started; return the last line that it wrote."""
+        """Kill the process and its descendants; return the last line of its output."""
         kill_descendants(self._spare)
         os.close(self._read)
         os.close(self._pidfd)
@@ -126,7 +125,7 @@ class _Child:
 def _measure(
     servers: list[_Server], peer: str, keys: list[str], quick: bool
 ) -> dict[str, dict[str, Any]]:
-    """Measure works of one peer, each in the same process while nothing goes wrong."""
+    """Measure works of one peer, in one process until a work fails."""
     found: dict[str, dict[str, Any]] = {}
     left = list(keys)
     while left:
@@ -143,7 +142,7 @@ def _measure(
             if "fault" in outcome and not outcome["goes_on"]:
                 break
             limit = 0.0
-        # A clean end is given time; it is not part of any work.
+        # Give the process time to end by itself.  This time is not measured.
         ended = child.has_ended(2 if left else 20)
         words = child.end()
         if outcome is None:
@@ -154,13 +153,13 @@ def _measure(
 
 
 def _median(outcomes: list[dict[str, Any]]) -> float | None:
-    """Of the rounds that gave a figure; None if none did."""
+    """The median of the rounds that have a figure; None if no round has."""
     values = [outcome["value"] for outcome in outcomes if "value" in outcome]
     return statistics.median(values) if values else None
 
 
 def _is_settled(key: str, peer: str, by_peer: dict[str, list[dict[str, Any]]]) -> bool:
-    """Would more rounds tell nothing about this peer: failed twice, or far behind?"""
+    """Has this peer failed twice at the work, or is it far behind?"""
     outcomes = by_peer[peer]
     mine = _median(outcomes)
     if sum("fault" in outcome for outcome in outcomes) >= SETTLED_ROUNDS:
@@ -175,7 +174,7 @@ def _is_settled(key: str, peer: str, by_peer: dict[str, list[dict[str, Any]]]) -
 
 
 def _why_not(peer: str, key: str) -> str:
-    """Return why a peer cannot do a work; empty if it can."""
+    """Return the reason why a peer cannot do a work; empty if it can."""
     if uses_torch([key]) and PEERS[peer].without_torch:
         return PEERS[peer].without_torch
     return "cannot" if key == "lambda" and not PEERS[peer].lambdas else ""
@@ -184,7 +183,7 @@ def _why_not(peer: str, key: str) -> str:
 def run_rounds(
     peers: list[str], keys: list[str], options: argparse.Namespace
 ) -> tuple[Outcomes, list[dict[str, floor.Figure]]]:
-    """Measure everything; returns the outcomes and each round's floors."""
+    """Run all rounds; return the outcomes and the floors of each round."""
     outcomes: Outcomes = {key: {peer: [] for peer in peers} for key in keys}
     floors: list[dict[str, floor.Figure]] = []
     servers = [_Server(torch=False), _Server(torch=True)]
@@ -218,7 +217,7 @@ def run_rounds(
 
 
 def summarise(outcomes: Outcomes, missing: list[str]) -> dict[str, dict[str, dict[str, Any]]]:
-    """One cell for each work and peer: a median with a note, or the fault in words."""
+    """Make a cell for each work and peer: the median with a note, or the fault."""
     cells: dict[str, dict[str, dict[str, Any]]] = {}
     for key, by_peer in outcomes.items():
         cells[key] = {peer: {"fault": PEERS[peer].missing} for peer in missing}
@@ -244,7 +243,7 @@ def summarise(outcomes: Outcomes, missing: list[str]) -> dict[str, dict[str, dic
 
 
 def _number(value: float) -> str:
-    """Three digits that mean something."""
+    """Format a number with three significant digits."""
     if value >= 1e6:
         return f"{value / 1e6:.3g} M"
     if value >= 1000:
@@ -253,7 +252,7 @@ def _number(value: float) -> str:
 
 
 def _best_peer(work: Work, cells: dict[str, dict[str, Any]]) -> tuple[str, float] | None:
-    """The peer with the best figure, xpool and those that failed in some round left aside."""
+    """The best peer except xpool, among those without a failed round."""
     values = [
         (cell["value"], peer)
         for peer, cell in cells.items()
@@ -268,7 +267,7 @@ def _best_peer(work: Work, cells: dict[str, dict[str, Any]]) -> tuple[str, float
 def _comparison(
     key: str, cells: dict[str, dict[str, Any]], floors: dict[str, floor.Figure]
 ) -> dict[str, Any]:
-    """How many times better than the best peer xpool is, and how many floors either needs."""
+    """Compare xpool with the best peer and with the floors."""
     work = WORKS[key]
     mine = cells.get("xpool", {}).get("value")
     result: dict[str, Any] = {}
@@ -292,7 +291,7 @@ def _row(*cells: str) -> str:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report as markdown: floors, xpool against the best peer, and everyone."""
+    """Format the report as markdown: floors, xpool against the best peer, all peers."""
     floors, cells, comparison = report["floors"], report["cells"], report["comparison"]
     lines = [floor.table(floors), ""]
     lines += [
@@ -343,24 +342,23 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, help="default: 5, with --quick 1")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
-    parser.add_argument("--peers", help=f"separated by commas, of: {', '.join(PEERS)}")
-    parser.add_argument("--works", help=f"separated by commas, of: {', '.join(WORKS)}")
+    parser.add_argument("--peers", help=f"separated by commas, from: {', '.join(PEERS)}")
+    parser.add_argument("--works", help=f"separated by commas, from: {', '.join(WORKS)}")
     parser.add_argument("--all", action="store_true", help="every peer in every round (slow)")
     parser.add_argument("--isolate", action="store_true", help="a process for each work (slow)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     options = parser.parse_args()
     for name, known in (("peers", PEERS), ("works", WORKS)):
         given = getattr(options, name)
         chosen = given.split(",") if given else list(known)
         if unknown := [item for item in chosen if item not in known]:
-            parser.error(f"--{name}: no such thing as {', '.join(unknown)}")
+            parser.error(f"--{name}: unknown: {', '.join(unknown)}")
         setattr(options, name, chosen)
     options.rounds = options.rounds or (1 if options.quick else 5)
     return options
 
 
 def main() -> None:
-    """Measure and print."""
     options = _arguments()
     adopt_orphans()
     versions = {peer: PEERS[peer].version() for peer in options.peers}

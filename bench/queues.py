@@ -1,11 +1,11 @@
-"""Queues between two processes: xpool's against the standard library's and torch's.
+"""Compare queues between two processes: xpool's, the standard library's and torch's.
 
-One process puts, this one gets.  Each round measures every queue once, starting with another one
-each time; printed are medians over the rounds.  ``python -m bench.queues [--quick] [--json]``.
+Another process puts and this one gets.  Queues take turns, and each round begins with another
+queue.  The table shows medians.  ``python -m bench.queues [--quick] [--json]``.
 
-The standard library pickles; `torch.multiprocessing` moves each tensor into a file of its own and
-sends the descriptor.  Since torch registers that for all queues of `multiprocessing`, the rows
-with arrays show what pickling costs, and those with tensors what torch's way does.
+`torch.multiprocessing` moves each tensor into its own file and sends a descriptor.  Importing torch
+makes all queues of `multiprocessing` do the same.  So only the row with arrays shows the cost of
+plain pickling.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def _put_many(queue: Any, go: Any, make: Callable[[int], Any], count: int) -> No
     go.recv()
     for i in range(count):
         queue.put(make(i))
-    # What torch has sent can be fetched only as long as its sender lives.
+    # torch's tensors can be received only while their sender lives.
     go.recv()
 
 
 def _rate(make_queue: Make, make: Callable[[int], Any], count: int) -> float:
-    """Objects a second that one process puts and this one gets."""
+    """Objects a second from the other process to this one."""
     queue = make_queue()
     here, there = multiprocessing.Pipe()
     process = _start(_put_many, queue, there, make, count)
@@ -80,7 +80,7 @@ def _answer(inbox: Any, outbox: Any, count: int) -> None:
 
 
 def _one_way(make_queue: Make, make: Callable[[int], Any], count: int) -> float:
-    """Median milliseconds until the other process has looked at what this one put."""
+    """Median milliseconds from `put` to the other process's answer, which is the last element."""
     queue, answers = make_queue(), make_queue()
     process = _start(_answer, queue, answers, count)
     times = []
@@ -91,7 +91,7 @@ def _one_way(make_queue: Make, make: Callable[[int], Any], count: int) -> float:
         answer = answers.get()
         times.append(time.perf_counter() - begin)
         if answer != float(value[-1]):
-            raise AssertionError(f"{answer} came for {value[-1]}")
+            raise AssertionError(f"got {answer} instead of {value[-1]}")
         del value
     process.join()
     queue.close()
@@ -132,7 +132,7 @@ WORKS: dict[str, tuple[str, Work]] = {
 
 
 def _copy_ms() -> float:
-    """A warm copy of 64 MiB, for comparison."""
+    """Median milliseconds of a warm copy of 64 MiB, for comparison."""
     source, target = bytearray(BIG), bytearray(BIG)
     times = []
     for _ in range(10):
@@ -143,15 +143,14 @@ def _copy_ms() -> float:
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the processes are forked
+    torch.set_num_threads(1)  # a process with threads of torch must not fork
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))  # for torch's way
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))  # torch needs them
     found: dict[str, dict[str, list[float]]] = {work: {q: [] for q in QUEUES} for work in WORKS}
     copies = []
     names = list(QUEUES)

@@ -1,9 +1,8 @@
-"""How xpool's own cost grows: the parent's CPU time for a task, with many tasks and many workers.
+"""Measure the parent's CPU time for a task, with many tasks and with many workers.
 
-The parent's time is `time.process_time()`: all its threads, user and system, and none of
-the workers'.  It should be the same for the thousandth task as for the millionth, and with
-64 workers as with 2.  Then: what a pool costs that has nothing to do, and how long a dead
-worker is missed.
+This is `time.process_time()` of all the parent's threads, without the workers.  It should not grow
+with the number of queued tasks or of workers.  The program also measures the CPU time of an idle
+pool, and the time to replace a dead worker.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from bench.procs import cpu_seconds, descendants
 from xpool import Pool
 
 MIN_TASKS = 20_000
-"""Fewer tasks than this are repeated, so that the clock's grain does not matter."""
+"""Smaller batches are repeated up to this number, because the clock is coarse."""
 Verb = Callable[[Any, int], None]
 
 
@@ -58,7 +57,7 @@ VERBS: dict[str, Verb] = {
 
 
 def cost(verb: str, count: int, workers: int, repeats: int) -> dict[str, Any]:
-    """The parent's microseconds of CPU for a task, and the tasks that are done in a second."""
+    """Measure the parent's CPU microseconds for a task, and tasks a second."""
     run = VERBS[verb]
     batches = max(1, MIN_TASKS // count)
     cpu, wall = [], []
@@ -80,7 +79,7 @@ def cost(verb: str, count: int, workers: int, repeats: int) -> dict[str, Any]:
 
 
 def idle(seconds: float) -> dict[str, float]:
-    """CPU seconds that an idle pool of two uses, here and in all its processes."""
+    """Measure the CPU seconds that the parent and the workers of an idle pool use."""
     with Pool(2) as pool:
         pool.map(tasks.noop, range(1000))
         below = descendants(os.getpid())
@@ -91,7 +90,7 @@ def idle(seconds: float) -> dict[str, float]:
 
 
 def replacement(times: int) -> dict[str, Any]:
-    """Milliseconds from the kill of an idle worker until the one in its place has answered."""
+    """Measure milliseconds from the kill of an idle worker to an answer of its successor."""
     found = []
     with Pool(2) as pool:
         for _ in range(times):
@@ -110,7 +109,7 @@ def replacement(times: int) -> dict[str, Any]:
 
 
 def _cases(quick: bool) -> list[tuple[str, int, int]]:
-    """(verb, tasks, workers) of everything that is measured."""
+    """The cases to measure: (verb, tasks, workers)."""
     many = [1_000, 100_000] if quick else [1_000, 100_000, 1_000_000]
     some = [1_000, 10_000] if quick else [1_000, 10_000, 100_000]
     crowd = [2, 8] if quick else [2, 8, 64]
@@ -122,7 +121,7 @@ def _cases(quick: bool) -> list[tuple[str, int, int]]:
 
 
 def _spread(costs: list[dict[str, Any]]) -> list[tuple[str, float]]:
-    """For each verb, the dearest task over the cheapest: by how many queued, and by workers."""
+    """For each verb, the highest cost divided by the lowest, by queued tasks and by workers."""
     found = []
     for verb in VERBS:
         mine = [c for c in costs if c["verb"] == verb]
@@ -136,22 +135,22 @@ def _spread(costs: list[dict[str, Any]]) -> list[tuple[str, float]]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as markdown."""
+    """Format the report as markdown."""
     lines = ["| verb | tasks | workers | parent's CPU, us a task | tasks/s |", "|---" * 5 + "|"]
     lines += [
         f"| {c['verb']} | {c['tasks']:,} | {c['workers']} | {c['cpu_us']:.2f} "
         f"| {c['tasks_per_second']:,.0f} |"
         for c in report["costs"]
     ]
-    lines += ["", "| the dearest over the cheapest (1 is flat) | |", "|---|---|"]
+    lines += ["", "| highest cost / lowest cost | |", "|---|---|"]
     lines += [f"| {what} | {ratio:.2f} |" for what, ratio in report["spread"]]
     rest, death = report["idle"], report["replacement"]
     idle_words = (
-        f"Idle for {rest['seconds']:g} s, the parent used {rest['parent_cpu'] * 1e3:.1f} ms "
-        f"of CPU, its processes {rest['workers_cpu'] * 1e3:.0f} ms."
+        f"In {rest['seconds']:g} idle seconds, the parent used {rest['parent_cpu'] * 1e3:.1f} ms "
+        f"of CPU time, and its processes {rest['workers_cpu'] * 1e3:.0f} ms."
     )
     death_words = (
-        "A killed worker was replaced, and its replacement had answered, after "
+        "The successor of a killed worker answered after "
         f"{death['median_ms']:.1f} ms (median of {death['times']}; at most "
         f"{death['max_ms']:.1f} ms)."
     )
@@ -159,12 +158,13 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller sizes")
-    parser.add_argument("--repeats", type=int, default=3, help="of each case (default: 3)")
-    parser.add_argument("--torch", action="store_true", help="in a program that uses torch")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="measurements of each case (default: 3)"
+    )
+    parser.add_argument("--torch", action="store_true", help="import torch before")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     options = parser.parse_args()
     if options.torch:
         import torch  # noqa: F401

@@ -1,11 +1,11 @@
-"""Steady mixed load while workers are killed, stopped and slowed: every task answered, once.
+"""Check that every task is answered once while workers are killed, stopped and slowed.
 
-``python -m bench.soak [--minutes N] [--kill-every SECONDS] [--seed N]``.  Several threads use pools
-of three kinds by every verb: small tasks, closures, tensors through shared memory (copied and
-shared), tasks over their time, cancelled ones, failing ones, ones with retries.  Every so often all
-of it comes to rest, and what the program holds is looked at.  The exit code is 1, with what was
-found, when a task is unanswered, answered twice or wrong, or when something has grown or is left:
-descriptors (the fork server's too), threads, processes, shared memory, private memory.
+``python -m bench.soak [--minutes N] [--kill-every SECONDS] [--seed N]``.  Several threads submit
+all kinds of tasks to three pools: small tasks, closures, tensors (copied and shared), tasks that
+exceed their time, that are cancelled, that fail, and that have retries.  Every 15 seconds the load
+pauses, and the program counts its descriptors (the fork server's too), threads, processes, shared
+memory and private memory.  The program prints what went wrong and exits with status 1 if a task is
+unanswered, answered twice or answered wrongly, or if one of these counts has grown.
 """
 
 from __future__ import annotations
@@ -35,46 +35,42 @@ PATIENCE = 60.0
 """Seconds after which a task counts as unanswered."""
 
 LIMIT = 0.2
-"""Seconds that a task with a limit may run."""
+"""The time limit of tasks that exceed it, in seconds."""
 
 LAP = 15.0
-"""Seconds of load between two looks."""
+"""Seconds of load between two counts."""
 
 WARM_UP = 3
-"""Laps after which nothing may grow."""
+"""Number of laps after which no count may grow."""
 
 
-# Tasks: each returns its own number beside the result ---------------------------------------------
+# Tasks: each returns its number with the result ---------------------------------------------------
 
 
 def square(number: int) -> tuple[int, int]:
-    """Return number and square."""
     return number, number * number
 
 
 def power(number: int, exponent: int) -> tuple[int, int]:
-    """Return number and power."""
     return number, number**exponent
 
 
 def fail(number: int) -> None:
-    """Raise the number."""
     raise ValueError(number)
 
 
 def stuck(number: int) -> None:
-    """Never end."""
     while True:
         number += 1
 
 
 def add_one(number: int, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return another tensor."""
+    """Return a new tensor."""
     return number, tensor + 1
 
 
 def add_here(number: int, tensor: torch.Tensor) -> int:
-    """Change the caller's own tensor."""
+    """Change the caller's tensor, which must be shared."""
     tensor += 1
     return number
 
@@ -83,7 +79,7 @@ def add_here(number: int, tensor: torch.Tensor) -> int:
 
 
 class Book:
-    """What was submitted, how each task ended, and what went wrong.  Safe in threads."""
+    """Counts tasks and their outcomes, and records errors.  Threads share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,18 +91,18 @@ class Book:
         self.twice = 0
 
     def numbers(self, n: int) -> list[int]:
-        """Return numbers for new tasks."""
+        """Count ``n`` new tasks as submitted, and return their numbers."""
         with self._lock:
             self.submitted += n
             return [next(self._numbers) for _ in range(n)]
 
     def end(self, how: str, n: int = 1) -> None:
-        """Note the end of some tasks."""
+        """Count the outcome of ``n`` tasks."""
         with self._lock:
             self.ends[how] += n
 
     def complain(self, what: str) -> None:
-        """Note something that must not be."""
+        """Record an error."""
         with self._lock:
             self.wrong.append(what)
 
@@ -117,7 +113,7 @@ class Book:
         allowed: tuple[type, ...],
         n: int = 1,
     ) -> None:
-        """Wait for the answer of ``n`` tasks; check it, or that the error is one that may be."""
+        """Wait for the answer of ``n`` tasks; check the result, or that the error is allowed."""
         try:
             value = get()
         except (*allowed, xpool.WorkerDied) as error:
@@ -134,7 +130,7 @@ class Book:
 
 
 class Load:
-    """What one thread does: one job after the other, of a kind chosen by chance."""
+    """The load of one thread: jobs of random kinds, one after the other."""
 
     def __init__(self, book: Book, pools: list[Any], shared: Any, seed: int) -> None:
         self.book, self.pools, self.shared = book, pools, shared
@@ -146,7 +142,6 @@ class Load:
         ]  # fmt: skip
 
     def run(self, until: float) -> None:
-        """Work until then."""
         while time.monotonic() < until:
             try:
                 self.chance.choice(self.kinds)()
@@ -283,7 +278,7 @@ class Load:
 
 
 class Faults:
-    """Kills a worker every so often, and stops others for a moment, or again and again."""
+    """Kills workers at a fixed interval, and stops others for one or several moments."""
 
     def __init__(self, pools: list[Any], every: float, seed: int) -> None:
         self.pools, self.every, self.chance = pools, every, random.Random(seed)
@@ -294,9 +289,9 @@ class Faults:
             os.kill(pid, number)
 
     def run(self, until: float) -> None:
-        """Strike until then; what was stopped goes on again."""
+        """Cause faults until then; afterwards let all stopped workers continue."""
         pause = threading.Event()
-        slowed: dict[int, int] = {}  # by pid: for how many more turns
+        slowed: dict[int, int] = {}  # by pid: how often it is stopped again
         due = time.monotonic()
         while due < until:
             due += self.every
@@ -320,18 +315,18 @@ class Faults:
             self._signal(pid, signal.SIGCONT)
 
 
-# What is held ------------------------------------------------------------------------------------
+# Resources ---------------------------------------------------------------------------------------
 
 
 def held(pools: list[Any]) -> dict[str, int]:
-    """Wait until all workers are there and nothing is under way; return what is held."""
+    """Wait until all workers are ready and all tasks are done; count the program's resources."""
     end = time.monotonic() + PATIENCE
     while any(
         s["ready"] < s["workers"] or s["running"] or s["waiting"]
         for s in (pool.statistics() for pool in pools)
     ):
         if time.monotonic() > end:
-            raise AssertionError(f"not at rest after {PATIENCE:.0f} s: {pools}")
+            raise AssertionError(f"not idle after {PATIENCE:.0f} s: {pools}")
         time.sleep(0.05)
     gc.collect()
     arena = Arena.own()
@@ -350,22 +345,21 @@ def held(pools: list[Any]) -> dict[str, int]:
 
 
 SLACK = {"arena MiB": 64, "private MiB": 24, "threads": 3}
-"""What may be more at the end than after the warm-up.  Threads for callbacks come and go."""
+"""How much each count may grow after the warm-up.  Callbacks run in threads that come and go."""
 
 
 def laps(seconds: float) -> Iterator[float]:
-    """Yield the length of each lap."""
+    """Yield the seconds of each lap."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 1:
         yield min(LAP, left)
 
 
 def main() -> None:
-    """Run the soak and print its counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--kill-every", type=float, default=0.1, help="seconds between two kills")
-    parser.add_argument("--threads", type=int, default=4, help="that submit")
+    parser.add_argument("--threads", type=int, default=4, help="threads that submit tasks")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     asked = parser.parse_args()
     print(f"seed {asked.seed}, {asked.minutes:g} minutes, a kill every {asked.kill_every:g} s")
@@ -406,21 +400,21 @@ def main() -> None:
     arena = Arena.own()
     kept = arena.statistics() if arena is not None else {}
     if kept.get("held") or kept.get("bytes", 0) > 1 << 20:
-        left.append(f"shared memory after the last pool's end: {kept}")
+        left.append(f"shared memory after the end of all pools: {kept}")
     grown = [
         f"{name}: {value} after the warm-up, {last[name]} at the end"
         for name, value in (first or last).items()
         if last[name] > value + SLACK.get(name, 0)
     ]
     answered = sum(book.ends.values())
-    print(f"\n{minutes:.1f} minutes, {dict(faults.counts)}, {deaths} workers died at work")
+    print(f"\n{minutes:.1f} minutes, {dict(faults.counts)}, {deaths} workers died during a task")
     print(f"{book.submitted} tasks submitted, {answered} answered: {dict(book.ends.most_common())}")
     print(f"{book.unanswered} unanswered, {book.twice} answered twice, {len(book.wrong)} wrong")
     for what in [*book.wrong[:20], *(f"grown: {what}" for what in grown), *left]:
         print("  ", what)
     if book.wrong or grown or left or answered != book.submitted:
         sys.exit(1)
-    print("all is well")
+    print("no errors")
 
 
 if __name__ == "__main__":

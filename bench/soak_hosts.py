@@ -1,10 +1,10 @@
-"""The load of `bench.soak` over hosts of a Ray cluster, while workers and hosts are killed.
+"""Run the load of `bench.soak` on hosts of a Ray cluster, while workers and hosts are killed.
 
 ``python -m bench.soak_hosts [--minutes N] [--kill-every S] [--remove-every S] [--seed N]``.  Needs
-``pip install xpool[ray]``.  A cluster of three raylets runs on this machine; a worker is killed
-every so often, and a host, which another one replaces.  The exit code is 1, with what was found,
-when a task is unanswered, answered twice or wrong, when one that may be tried again is lost, or
-when something is left: actors of the cluster, processes, shared memory, threads.
+``pip install xpool[ray]``.  The cluster is three raylets on this machine.  Workers are killed at a
+fixed interval.  At a longer one, a host is killed and a new host is added.  The program prints what
+went wrong and exits with status 1 if a task is unanswered, answered twice or answered wrongly, if a
+task with retries fails, or if actors, processes, shared memory or threads are left at the end.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ QUICK = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""So that the loss of a host is seen in seconds, and a busy host is not taken for a lost one."""
+"""Ray's settings: it notices the loss of a host within seconds, but does not take a busy host for
+a lost one."""
 
 AT_REST = 120.0
-"""Seconds that the pools may take until nothing is under way."""
+"""Seconds within which the pool must become idle."""
 
 
 class HostLoad(Load):
-    """The load of one thread; what may be tried again is never lost."""
+    """The load of one thread, in which tasks with retries must not fail."""
 
     def __init__(self, book: Book, pools: list[Any], seed: int) -> None:
         super().__init__(book, pools, None, seed)
-        self.kinds.remove(self.share)  # hosts have no memory in common
+        self.kinds.remove(self.share)  # hosts share no memory
 
     def retried(self) -> None:
         numbers = self.book.numbers(50)
@@ -61,7 +62,7 @@ class HostLoad(Load):
 
 
 class Cluster:
-    """Three hosts: the one with the driver, which stays, and two that come and go."""
+    """Three hosts: the driver's host stays, the two others are replaced."""
 
     def __init__(self) -> None:
         os.environ.update(QUICK)
@@ -83,7 +84,6 @@ class Cluster:
         )  # fmt: skip
 
     def grow(self) -> None:
-        """Add a host."""
         address = f"127.0.0.{3 + next(self._numbers) % 250}"
         self.others.append(
             self._cluster.add_node(
@@ -92,17 +92,16 @@ class Cluster:
         )
 
     def shrink(self) -> None:
-        """Kill the processes of the host that has been here longest."""
+        """Kill the processes of the oldest host."""
         self._cluster.remove_node(self.others.pop(0), allow_graceful=False)
 
     def actors(self) -> list[str]:
-        """Return the actors that live."""
-        from ray._private.state import actors  # the public way needs Ray's dashboard
+        """Return the actors that are alive."""
+        from ray._private.state import actors  # the public function needs Ray's dashboard
 
         return [str(one) for one in actors().values() if one["State"] == "ALIVE"]
 
     def close(self) -> None:
-        """End all of it."""
         import ray
 
         ray.shutdown()
@@ -110,7 +109,7 @@ class Cluster:
 
 
 class Faults:
-    """Kills a worker every so often, and replaces a host."""
+    """Kills workers and replaces hosts at fixed intervals."""
 
     def __init__(self, pool: Any, cluster: Cluster, kill: float, remove: float, seed: int) -> None:
         self.pool, self.cluster, self.kill, self.remove = pool, cluster, kill, remove
@@ -119,7 +118,7 @@ class Faults:
         self._removed = time.monotonic()
 
     def run(self, until: float) -> None:
-        """Strike until then."""
+        """Cause faults until then."""
         pause = threading.Event()
         due = time.monotonic()
         while due < until:
@@ -141,7 +140,7 @@ class Faults:
 
 
 def eventually(what: Callable[[], Any], seconds: float) -> bool:
-    """Wait until something holds; return whether it does."""
+    """Wait up to ``seconds`` until a condition is true; return whether it became true."""
     end = time.monotonic() + seconds
     while not what():
         if time.monotonic() > end:
@@ -151,18 +150,17 @@ def eventually(what: Callable[[], Any], seconds: float) -> bool:
 
 
 def at_rest(pool: Any) -> bool:
-    """Whether nothing is under way."""
+    """Return whether the pool is idle."""
     found = pool.statistics()
     return not found["running"] and not found["waiting"]
 
 
 def main() -> None:
-    """Soak, and say what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--kill-every", type=float, default=1.0, help="seconds between two kills")
-    parser.add_argument("--remove-every", type=float, default=30.0, help="the same, of hosts")
-    parser.add_argument("--threads", type=int, default=2, help="that submit")
+    parser.add_argument("--remove-every", type=float, default=30.0, help="the same for hosts")
+    parser.add_argument("--threads", type=int, default=2, help="threads that submit tasks")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     asked = parser.parse_args()
     print(f"seed {asked.seed}, {asked.minutes:g} minutes", flush=True)
@@ -171,7 +169,7 @@ def main() -> None:
 
     cluster = Cluster()
     before = Snapshot.take()
-    before.fds = dict.fromkeys(range(1 << 16), "")  # Ray keeps connections to whom it spoke with
+    before.fds = dict.fromkeys(range(1 << 16), "")  # Ray keeps connections to former hosts
     book = Book()
     pool = xpool.Pool(hosts=xpool.ray.hosts(per_host=2))
     faults = Faults(pool, cluster, asked.kill_every, asked.remove_every, asked.seed)
@@ -182,11 +180,11 @@ def main() -> None:
         threads = [threading.Thread(target=one.run, args=(until,)) for one in loads]
         for thread in threads:
             thread.start()
-        faults.run(until)  # here: Ray starts a host in the main thread only
+        faults.run(until)  # Ray can start a host in the main thread only
         for thread in threads:
             thread.join()
         if not eventually(lambda: at_rest(pool), AT_REST):
-            book.complain(f"not at rest after {AT_REST:g} s: {pool}")
+            book.complain(f"not idle after {AT_REST:g} s: {pool}")
         print(
             f"{time.monotonic() - begin:5.0f} s  {book.submitted:8} tasks  {dict(faults.counts)}  "
             f"{len(book.wrong)} wrong",
@@ -208,7 +206,7 @@ def main() -> None:
         print("  ", what)
     if book.wrong or left or answered != book.submitted:
         sys.exit(1)
-    print("all is well")
+    print("no errors")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""The works that are measured, and what each gives.
+"""The works of `bench.peers`: the rows of its tables.
 
-A work gets a `Peer` and the sizes, and returns an `Outcome`; whatever it raises is the
-outcome too.  Works of one group run on one pool, warmed up before anything is timed;
-those of the groups "start" and "death" open their own.
+A work is a function that gets a `Peer` and the sizes, and returns an `Outcome`.  Works of the
+groups "plain" and "tensors" share a pool; the others open their own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from bench.adapters import Peer
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything; the same for every peer."""
+    """The sizes of the works, which are the same for all peers."""
 
     tasks: int = 5_000
     items: int = 200_000
@@ -32,21 +31,21 @@ class Sizes:
     small_floats: int = 256
     small_count: int = 300
     seconds: float = 0.25
-    """Batches shorter than this are repeated up to it, and the median batch counts."""
+    """A batch is repeated for this time, and the median counts."""
 
 
 QUICK = Sizes(tasks=2_000, items=50_000, round_trips=300, big_repeats=3, small_count=200)
 
 
 class Outcome(NamedTuple):
-    """A figure, with a remark where it needs one."""
+    """A figure, with an optional remark."""
 
     value: float
     note: str = ""
 
 
 class Broken(Exception):
-    """The pool did not survive; the message says how."""
+    """The pool is of no more use; the message says why."""
 
 
 Run = Callable[[Peer, Sizes], Outcome]
@@ -60,15 +59,15 @@ class Work(NamedTuple):
     unit: str
     higher_is_better: bool
     floors: tuple[str, ...]
-    """The figures of `bench.floor` that it can be compared with."""
+    """The figures of `bench.floor` with which the work is compared."""
     group: str
     run: Run
     seconds: float = 60.0
-    """What takes longer hangs."""
+    """After this time the work counts as hanging."""
 
 
 def _rate(batch: Callable[[], int], seconds: float) -> Outcome:
-    """Median rate of `batch` (which returns how many it did), repeated for `seconds`."""
+    """Median rate of `batch`, which returns its number of items and is repeated for `seconds`."""
     rates: list[float] = []
     end = time.perf_counter() + seconds
     while not rates or (time.perf_counter() < end and len(rates) < 50):
@@ -79,7 +78,7 @@ def _rate(batch: Callable[[], int], seconds: float) -> Outcome:
 
 
 def _count(results: Any, expected: int) -> int:
-    """Consume all results, one at a time, as a user's loop does."""
+    """Take all results one by one, as a user's loop does."""
     count = 0
     for _result in results:
         count += 1
@@ -98,12 +97,12 @@ def _unordered(peer: Peer, func: Callable[..., Any], sizes: Sizes) -> Outcome:
 
 
 def imap_noop(peer: Peer, sizes: Sizes) -> Outcome:
-    """Tasks a second, one message each."""
+    """Tasks a second, with one message for each task."""
     return _unordered(peer, tasks.noop, sizes)
 
 
 def imap_lambda(peer: Peer, sizes: Sizes) -> Outcome:
-    """As `imap_noop`, with what plain pickle cannot send."""
+    """As `imap_noop`, with a lambda, which plain pickle cannot send."""
     return _unordered(peer, lambda _item: None, sizes)
 
 
@@ -120,14 +119,14 @@ def apply_noop(peer: Peer, sizes: Sizes) -> Outcome:
 
 
 def map_noop(peer: Peer, sizes: Sizes) -> Outcome:
-    """Items a second in chunks of the default size."""
+    """Items a second, in chunks of the default size."""
     items = range(sizes.items)
     _count(peer.map(tasks.noop, items[:1000]), 1000)
     return _rate(lambda: _count(peer.map(tasks.noop, items), sizes.items), sizes.seconds)
 
 
 def to_parent(peer: Peer, sizes: Sizes) -> Outcome:
-    """Median milliseconds for a large tensor from a worker, without the time to make it."""
+    """Median milliseconds to get a large tensor from a worker, without the time to make it."""
     from bench import tensor_tasks
 
     times = []
@@ -143,7 +142,7 @@ def to_parent(peer: Peer, sizes: Sizes) -> Outcome:
 
 
 def to_worker(peer: Peer, sizes: Sizes) -> Outcome:
-    """Median milliseconds for a large tensor to a worker that reads it."""
+    """Median milliseconds until a worker has read a large tensor of the parent."""
     from bench import tensor_tasks
 
     times = []
@@ -159,13 +158,13 @@ def to_worker(peer: Peer, sizes: Sizes) -> Outcome:
 
 
 def small_tensors(peer: Peer, sizes: Sizes) -> Outcome:
-    """Small tensors a second, each there and back as a task of its own."""
+    """Small tensors a second to a worker and back, with one task for each tensor."""
     import torch
 
     from bench import tensor_tasks
 
     def batch(count: int) -> float:
-        # New ones each time, for the reason that `tensor_tasks.make` gives.
+        # New tensors each time: see `tensor_tasks.make`.
         items = [torch.full((sizes.small_floats,), float(i)) for i in range(count)]
         begin = time.perf_counter()
         _count(peer.imap_unordered(tensor_tasks.same, items), count)
@@ -180,7 +179,7 @@ def small_tensors(peer: Peer, sizes: Sizes) -> Outcome:
 
 
 def shared_handle(peer: Peer, sizes: Sizes) -> Outcome:
-    """Median microseconds for a large tensor that lies in shared memory already, to a worker."""
+    """Median microseconds to send a large tensor that is in shared memory already."""
     from bench import tensor_tasks
 
     peer.open(with_torch=True)
@@ -188,7 +187,7 @@ def shared_handle(peer: Peer, sizes: Sizes) -> Outcome:
     tensor = tensor_tasks.make(sizes.big_floats)[0].share_memory_()
     for _ in range(20):
         if peer.apply(tensor_tasks.count, tensor) != sizes.big_floats:
-            raise AssertionError("another tensor arrived")
+            raise AssertionError("a wrong tensor arrived")
     times = []
     for _ in range(sizes.round_trips // 5):
         begin = time.perf_counter()
@@ -198,7 +197,7 @@ def shared_handle(peer: Peer, sizes: Sizes) -> Outcome:
 
 
 def few_descriptors(peer: Peer, sizes: Sizes) -> Outcome:
-    """Live results of 4 KiB a second, of 5,000, where the program may have 64 descriptors."""
+    """Tensors of 4 KiB a second: 5,000 that stay alive, in a program limited to 64 descriptors."""
     import resource
 
     from bench import tensor_tasks
@@ -213,18 +212,18 @@ def few_descriptors(peer: Peer, sizes: Sizes) -> Outcome:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if sorted(int(tensor[0]) for tensor in live) != list(range(5_000)):
-        raise AssertionError("other results arrived")
+        raise AssertionError("wrong results arrived")
     return Outcome(5_000 / seconds)
 
 
 def private_memory(peer: Peer, _sizes: Sizes) -> Outcome:
-    """Median over the workers of the megabytes that are private to one, once it used torch."""
+    """Private megabytes of a worker that has used torch: the median of the workers."""
     from bench import tensor_tasks
 
     seen: dict[int, int] = {}
     end = time.monotonic() + 5
     rounds = 0
-    # Twenty tasks at least, so that a worker that has just started has settled.
+    # At least twenty tasks, because a new worker's memory still grows.
     while rounds < 10 or (len(seen) < 2 and time.monotonic() < end):
         handles = [peer.submit(tensor_tasks.private) for _ in range(2)]
         for handle in handles:
@@ -235,7 +234,7 @@ def private_memory(peer: Peer, _sizes: Sizes) -> Outcome:
 
 
 def second_start(peer: Peer, _sizes: Sizes) -> Outcome:
-    """Milliseconds until the second pool of a program has given its first tensor."""
+    """Milliseconds from opening a program's second pool to its first tensor."""
     from bench import tensor_tasks
 
     peer.open(with_torch=True)
@@ -248,7 +247,7 @@ def second_start(peer: Peer, _sizes: Sizes) -> Outcome:
 
 
 def _workers(peer: Peer, who: Callable[[], int]) -> set[int]:
-    """The processes that run the tasks: both, unless one takes everything for a second."""
+    """The pids of the workers: usually both, or one if it takes all tasks for a second."""
     seen: set[int] = set()
     end = time.monotonic() + 1
     while len(seen) < 2 and time.monotonic() < end:
@@ -258,18 +257,18 @@ def _workers(peer: Peer, who: Callable[[], int]) -> set[int]:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Each library has a TimeoutError of its own."""
+    """Is it a time-out?  Each library has its own TimeoutError."""
     return any(c.__name__ in ("TimeoutError", "GetTimeoutError") for c in type(error).__mro__)
 
 
 def _until_replaced(peer: Peer, who: Callable[[], int], old: set[int]) -> tuple[float, int]:
-    """Ask until a process that is not in `old` answers.
+    """Submit tasks until a process that is not in `old` answers.
 
     Returns:
-        The monotonic time of that answer, and how many tasks failed meanwhile.
+        The monotonic time of that answer, and the number of rounds of two tasks that failed.
 
     Raises:
-        Broken: no task is taken any more, or none is answered.
+        Broken: the pool refuses tasks, or does not answer them.
     """
     failures = 0
     end = time.monotonic() + 10
@@ -290,7 +289,7 @@ def _until_replaced(peer: Peer, who: Callable[[], int], old: set[int]) -> tuple[
 
 
 def idle_death(peer: Peer, _sizes: Sizes) -> Outcome:
-    """Milliseconds from the kill of an idle worker to a result of the one in its place."""
+    """Milliseconds from the kill of an idle worker to a result of its successor."""
     from bench import tensor_tasks
 
     peer.open(with_torch=True)
@@ -302,7 +301,7 @@ def idle_death(peer: Peer, _sizes: Sizes) -> Outcome:
 
 
 def busy_death(peer: Peer, _sizes: Sizes) -> Outcome:
-    """Milliseconds from a worker's death in a task to a result of the one in its place."""
+    """Milliseconds from a worker's death in a task to a result of its successor."""
     from bench import tensor_tasks
 
     peer.open(with_torch=True)
@@ -323,7 +322,7 @@ def busy_death(peer: Peer, _sizes: Sizes) -> Outcome:
 
 
 PLAIN, TENSORS, START, DEATH = "plain", "tensors", "start", "death"
-SHARE, LIMIT = "share", "limit"  # of their own: what they set holds for the whole process
+SHARE, LIMIT = "share", "limit"  # these works change settings of the whole process
 
 SHARED = (PLAIN, TENSORS)
 """Groups whose works can run on one pool."""
@@ -399,12 +398,12 @@ WORKS: dict[str, Work] = {
 
 
 def uses_torch(keys: Sequence[str]) -> bool:
-    """Is this a program that has torch imported?"""
+    """Does any of these works need torch?"""
     return any(WORKS[key].group != PLAIN for key in keys)
 
 
 def grouped(keys: Sequence[str], peer: type[Peer]) -> list[list[str]]:
-    """The works of one peer in runs of one process each, in the order of `WORKS`."""
+    """Split the works of one peer into runs: each run gets a process."""
     ordered = [key for key in WORKS if key in keys]
     if peer.one_process and ordered:
         return [ordered]
