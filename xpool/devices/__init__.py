@@ -7,25 +7,25 @@
 
     pool = CtxPool(worker_contexts=devices("tpu"))     # a worker for each chip, or core of v2, v3
 
-A worker context is any object.  These attributes of it bind a worker *process*:
+A worker context can be any object.  Three optional attributes of it bind a worker *process*:
 
 ``env``
-    A mapping of environment variables.  The worker sets them before it imports anything else, since
-    frameworks read their variables once, while they are imported.  A value of None deletes the
-    variable, and all deletions come first.  A name that ends in ``*`` means all names with that
+    A mapping of environment variables.  The worker sets them before it imports anything else,
+    because frameworks read their variables once, while they are imported.  A value of None deletes
+    the variable, and all deletions come first.  A name that ends in ``*`` means all names with that
     prefix.  The variable ``XPOOL_PROCESS``, if present, names a process: workers whose contexts
     name the same process are threads of it, and must have equal ``env`` and ``cpus``
     (docs/devices.md).
 ``cpus``
-    Numbers of the cores to run on, if any.  They are set as early as ``env``.
+    Numbers of the cores on which the worker runs.  They are set as early as ``env``.
 ``enter()``
-    Called once in the worker (in its thread, if workers are threads), after the context has arrived
-    and before the pool's initializer runs.  An exception counts as a failed start of the worker.
+    The worker (its thread, if workers are threads) calls this once, after it has received the
+    context and before the pool's initializer runs.  An exception counts as a failed start.
 
-All of them are optional.  `DeviceContext` has them, and a class of your own can have them, too:
-``examples/evaluate.py`` wraps a `DeviceContext` in a context that also holds a model.
+`DeviceContext` has these attributes, and other classes can have them, too: ``examples/evaluate.py``
+wraps a `DeviceContext` in a context that also holds a model.
 
-This package opens no device and imports no framework; workers do that.
+This package opens no device and imports no framework.  Workers do this.
 """
 
 from __future__ import annotations
@@ -53,38 +53,38 @@ def devices(
     cache: str | os.PathLike[str] | None = None,
     host: Host | None = None,
 ) -> list[DeviceContext]:
-    """Return contexts for ``n`` workers, each bound to a device of its own.
+    """Return contexts for ``n`` workers, each of which binds a worker to its own device.
 
     Args:
-        kind: ``"cuda"``, ``"mps"`` (the GPU of an Apple Mac), ``"tpu"`` or ``"cpu"``; ``"xla"``:
-            torch_xla's choice, a TPU or else its CPU client; ``"auto"``: TPUs if there are any,
-            else GPUs, else the CPU.
-        n: number of workers.  None: the number of devices (cores of TPU v2 and v3).  On mps this is
-            1; more workers share the one GPU.  On the CPU it is the number of cores that this
-            process may use; for torch_xla's CPU client ``CPU_NUM_DEVICES``, if that is set.
-        per_worker: number of devices of each worker; on TPUs, of chips.
-        per_process: number of workers that are threads of one process, with one of its devices
-            each.  None: 2 on TPU v2 and v3 with torch_xla (a worker for each core of a chip, which
-            only one process can open), else 1.  With 1, each worker has a process, and both cores
-            of its chip.  On torch_xla's CPU client it can be any number up to 64.
-        independent: whether each worker is a topology of its own.  If False, all workers form one
+        kind: ``"cuda"``, ``"mps"`` (the GPU of an Apple Mac), ``"tpu"`` or ``"cpu"``.  ``"xla"`` is
+            a TPU or, without one, torch_xla's CPU client.  ``"auto"`` means TPUs if this machine
+            has some, else GPUs, else the CPU.
+        n: number of workers.  None: the number of devices (on TPU v2 and v3, of cores).  On mps
+            this is 1, and more workers share the GPU.  On the CPU it is the number of cores that
+            this process may use, or ``CPU_NUM_DEVICES``, if set, for torch_xla's CPU client.
+        per_worker: number of devices of each worker; on TPUs, number of chips.
+        per_process: number of workers that are threads of one process and have one device each.
+            None: 2 on TPU v2 and v3 with torch_xla (only one process can open a chip, and each of
+            its cores gets a worker), else 1.  With 1, each worker has a process and both cores of
+            its chip.  On torch_xla's CPU client it can be any number up to 64.
+        independent: whether each worker is its own topology.  If False, all workers form one
             replica group (collective operations across workers), whose members start and end
-            together; TPU only.
-        framework: ``"torch_xla"`` or ``"torch_tpu"``, for TPUs; None: the one that is installed.
-        cache: folder of torch_xla's persistent compilation cache, in which each worker has its own
-            folder.  A replacement worker uses that of its predecessor.  None: no such cache.
-        host: the machine; None: this one.
+            together.  Only TPUs can form groups.
+        framework: ``"torch_xla"`` or ``"torch_tpu"``, for TPUs.  None: the one that is installed.
+        cache: folder of torch_xla's persistent compilation cache, with a folder for each worker.  A
+            replacement worker uses the folder of its predecessor.  None: no such cache.
+        host: the machine.  None: this one.
 
     `devices` respects the masks of this process: worker i gets the i-th visible device.  Workers
     share the cores: ``threads`` is the number of cores (near the device, if known) divided by the
-    number of workers, at least one.  If ``OMP_NUM_THREADS`` is set, it is kept instead.
+    number of workers, at least 1.  If ``OMP_NUM_THREADS`` is set, ``threads`` is that number.
 
     If torch_tpu is chosen and this process has not imported torch, `devices` sets
-    ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` here, so that torch does not load torch_tpu when imported.
+    ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` in this process, so that torch will not load torch_tpu.
 
     Raises:
-        DeviceError: the device does not exist or is in use, a mask names none, or its framework is
-            missing or does not fit; the message says what to do.
+        DeviceError: the device does not exist or is in use, a mask hides all devices, or the
+            framework is missing or does not fit torch.  The text says what to do.
         OptionError (a `ValueError`): an argument is invalid.
         TypeError: ``n``, ``per_worker`` or ``per_process`` is not an integer.
     """

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 PROCESS = "XPOOL_PROCESS"
-"""Variable in a context's ``env``: names the process of which the worker is a thread, and its
-largest number of workers, as in ``"1/2"``.  It is in ``env`` because wrappers of contexts pass
-``env`` on."""
+"""A variable in a context's ``env``.  It names the process of which the worker is a thread, and
+that process's largest number of workers: ``"1/2"`` is process 1 with at most 2 workers.  It is in
+``env`` because wrappers of contexts pass ``env`` on."""
 
 _opened: WorkerLocal[DeviceContext] = WorkerLocal()
-"""The context of this worker, after `enter`."""
+"""The context of this worker, set by `enter`."""
 
 
 def own_device() -> torch.device | None:
-    """Return the device to which this worker is bound; None: it has no device, or the CPU."""
+    """Return the device to which this worker is bound, or None for no device and for the CPU."""
     opened = _opened.get()
     return None if opened is None or opened.kind == "cpu" else opened.device
 
@@ -34,7 +34,7 @@ def own_device() -> torch.device | None:
 class DeviceContext:
     """The device of one worker, and the settings that bind the worker to it.
 
-    It is picklable, and equal to its copies.  A replacement worker gets its predecessor's context.
+    It can be pickled, and is equal to its copies.  A replacement worker gets the same context.
     """
 
     kind: str
@@ -47,31 +47,32 @@ class DeviceContext:
     """Number of threads that one operation may use in this worker."""
 
     env: Mapping[str, str | None] = field(default_factory=dict, hash=False)
-    """Variables that the worker sets before it imports anything else.  Variables with None are
-    deleted first.  A name that ends in ``*`` means all names with that prefix."""
+    """Variables that the worker sets before it imports anything else.  A value of None deletes the
+    variable, and deletions come first.  A name that ends in ``*`` means all names with that
+    prefix."""
 
     name: str = ""
-    """The device's name on this machine: ``"2"``, ``"0,1"``, ``"GPU-..."``; or empty."""
+    """The device's name on this machine, such as ``"2"``, ``"0,1"`` or ``"GPU-..."``; or empty."""
 
     framework: str = "torch"
     """The framework that opens the device: ``"torch"``, ``"torch_xla"`` or ``"torch_tpu"``."""
 
     count: int = 1
-    """Number of devices of the worker: more than one with ``per_worker=``, and two for each chip of
-    TPU v2, v3 and 7x, unless two workers share the chip."""
+    """Number of devices of the worker.  A chip of TPU v2, v3 and 7x counts as two, unless two
+    workers share it."""
 
     cpus: tuple[int, ...] = ()
-    """Cores to which the worker is bound, near its device; empty: the parent's cores."""
+    """Cores near the device, to which the worker is bound; empty: the parent's cores."""
 
     node: int | None = None
     """NUMA node of the device, if known."""
 
     group: int = 0
-    """Number of workers in its replica group, on all hosts; 0: it is independent."""
+    """Number of workers in the worker's replica group, on all hosts; 0: it is in no group."""
 
     core: int | None = None
-    """Index of its device among those of its process, if other workers, threads of the same
-    process, have the others; None: the worker has all of them."""
+    """Index of the worker's device among those of its process, if workers are threads of one
+    process; None: the worker has all devices of its process."""
 
     host: str = ""
     """Name of the worker's host, in a pool over several hosts (`xpool.ray.devices`); or empty."""
@@ -90,7 +91,7 @@ class DeviceContext:
         """All `count` devices of this worker.
 
         Raises:
-            RuntimeError: it is called outside the worker, where it would start a runtime.
+            RuntimeError: this was called outside the worker, where it would start a runtime.
         """
         if _opened.get() is None:
             raise RuntimeError("DeviceContext.devices is known in the worker only; use .device")
@@ -106,14 +107,14 @@ class DeviceContext:
         return [torch.device(self.kind, i) for i in range(self.count)]
 
     def enter(self) -> None:
-        """Bind the calling worker.  The worker calls this once, before the pool's initializer.
+        """Open the device's runtime in the calling worker, and bind the worker to the device.
 
-        Opens the device's runtime.  A worker that is forked from a preloaded server has imported
-        torch before ``OMP_NUM_THREADS`` was set, so this sets torch's number of threads.  It does
-        not import torch in a CPU worker: a later import reads the variable.
+        The worker calls this once, before the pool's initializer.  If torch was imported before
+        ``OMP_NUM_THREADS`` was set, as in a fork of a preloaded server, this sets torch's number of
+        threads.  In a CPU worker this does not import torch.
 
         Raises:
-            DeviceError: the device cannot be opened; the message says what to check.
+            DeviceError: the device cannot be opened.  The text says what to check.
         """
         if self.kind != "cpu":
             try:
@@ -123,7 +124,7 @@ class DeviceContext:
                     f"worker {self.ordinal} cannot open {self._title()}: {type(exc).__name__}: "
                     f"{exc}. {_REMEDY[self.kind]}"
                 ) from exc
-        # Set only here: a worker that could not open its device is bound to none.
+        # Set last, because a worker that could not open its device is bound to none.
         _opened.set(self)
         torch = sys.modules.get("torch")
         if torch is not None:
@@ -161,7 +162,7 @@ _REMEDY = {
 def _open_cuda(context: DeviceContext) -> None:
     import torch
 
-    # The mask leaves only the worker's own GPUs, so index 0 is the first of them.
+    # The mask hides all GPUs but the worker's own, so index 0 is the first of these.
     torch.cuda.set_device(0)
 
 
@@ -170,7 +171,7 @@ def _open_mps(context: DeviceContext) -> None:
 
     if not torch.backends.mps.is_available():
         raise RuntimeError("torch.backends.mps.is_available() is False")
-    torch.empty(1, device=context.device)  # opens Metal, so that a failure is found now
+    torch.empty(1, device=context.device)  # opens Metal, so that a failure shows now
 
 
 def _open_torch_xla(context: DeviceContext) -> None:
@@ -181,7 +182,7 @@ def _open_torch_xla(context: DeviceContext) -> None:
         if context.core >= len(found):
             raise RuntimeError(f"torch_xla has only {found}, which other workers use")
         torch_xla.device(context.core)  # makes it this thread's default device
-    # Without this, the optimizer of an independent worker would wait for other workers.
+    # An empty list keeps the optimizer of an independent worker from waiting for other workers.
     every: list[Any] = xm.get_xla_supported_devices() if context.group else []
     xm.set_replication(torch_xla.device(), every)
 
@@ -191,8 +192,7 @@ def _open_torch_tpu(context: DeviceContext) -> None:
     torch = import_module("torch")
     if not hasattr(torch, "tpu"):
         raise RuntimeError("torch_tpu sees no chip, or no libtpu")
-    # This opens the runtime, so that it fails now if the chip is in use.
-    torch.empty(1, device=context.device)
+    torch.empty(1, device=context.device)  # opens the runtime, which fails if the chip is in use
 
 
 _OPENERS = {"torch": _open_cuda, "torch_xla": _open_torch_xla, "torch_tpu": _open_torch_tpu}

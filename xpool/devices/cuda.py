@@ -1,7 +1,7 @@
-"""Pure functions that choose a worker's GPUs, and mask the others.
+"""Pure functions that choose a worker's GPUs and hide the others by a mask.
 
-NVIDIA's CUDA C++ Programming Guide defines `CUDA_VISIBLE_DEVICES` ("CUDA Environment Variables"),
-and the MIG User Guide its use for MIG.
+NVIDIA's CUDA C++ Programming Guide defines `CUDA_VISIBLE_DEVICES` ("CUDA Environment Variables").
+The MIG User Guide describes how to use it for MIG.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class VisibleDevice:
     """A device that is visible to the parent."""
 
     name: str
-    """Its name in `CUDA_VISIBLE_DEVICES`: a number, ``GPU-...`` or ``MIG-...``."""
+    """The device's name in `CUDA_VISIBLE_DEVICES`: a number, ``GPU-...`` or ``MIG-...``."""
 
     gpu: Gpu | None = None
-    """The GPU that it is, or to which it belongs, if that is certain."""
+    """The device's GPU, if it is certain."""
 
 
 def visible_devices(host: Host) -> list[VisibleDevice]:
-    """Return the devices that are visible to the parent, in the order of its own numbering.
+    """Return the devices that are visible to the parent, in the order in which it numbers them.
 
     Raises:
-        DeviceError: no device is visible, the mask names one that does not exist, or one cannot be
-            used.
+        DeviceError: no device is visible, the mask names a device twice or one that does not exist,
+            or a device cannot be used.
     """
     mask = host.environ.get(MASK)
     if mask is None:
@@ -53,7 +53,7 @@ def visible_devices(host: Host) -> list[VisibleDevice]:
 def cuda_env(devices: Sequence[VisibleDevice], environ: dict[str, str]) -> dict[str, str | None]:
     """Return the variables of a worker that owns these devices.
 
-    A number in the parent's mask refers to the parent's device order, so the worker keeps that
+    The numbers in the parent's mask refer to the parent's device order, so the worker keeps that
     order.  Without a mask, xpool numbers the devices in PCI bus order, as nvidia-smi does.
     """
     if len(devices) > 1 and any(d.name.startswith("MIG-") for d in devices):
@@ -79,7 +79,7 @@ def _all(host: Host) -> list[VisibleDevice]:
         if gpu.mig is not None:
             seen += [VisibleDevice(uuid, gpu) for uuid in gpu.mig]
         elif gpu.uuid:
-            # MIG mode of other GPUs shifts the numbers of GPUs, but not their UUIDs.
+            # If other GPUs are in MIG mode, the numbers of GPUs change, but not their UUIDs.
             seen.append(VisibleDevice(gpu.uuid if any_mig else str(i), gpu))
     if not seen:
         raise DeviceError(
@@ -90,7 +90,7 @@ def _all(host: Host) -> list[VisibleDevice]:
 
 
 def _entries(mask: str) -> list[str]:
-    """Return the names in a mask; as in CUDA, a -1 or an empty name ends the list."""
+    """Return the names in a mask.  As in CUDA, a -1 or an empty name ends the list."""
     names = []
     for part in mask.split(","):
         name = part.strip()
@@ -101,14 +101,14 @@ def _entries(mask: str) -> list[str]:
 
 
 def _check_different(seen: Sequence[VisibleDevice], mask: str) -> None:
-    """Raise `DeviceError` unless these devices are certainly different."""
+    """Raise `DeviceError` if two of these devices may be the same."""
     by_number = [one for one in seen if one.name.isdigit() and one.gpu is None]
     if by_number and len(by_number) < len(seen):
         raise DeviceError(
             f"{MASK}={mask!r} names devices by number and by UUID, and a number may be any of the "
             "GPUs: name all in one way, or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
-    # Without NVML a name may be an abbreviated UUID, so one may be a prefix of another.
+    # Without NVML a name may be a part of a UUID, so one name may be a prefix of another.
     names = sorted(map(_identity, seen))
     same = str.__eq__ if by_number else str.startswith
     if any(same(second, first) for first, second in itertools.pairwise(names)):
@@ -125,11 +125,11 @@ def _identity(one: VisibleDevice) -> str:
 def _named(name: str, host: Host, mask: str) -> VisibleDevice:
     gpus = host.gpus
     if name.isascii() and name.isdigit():
-        name = str(int(name))  # as CUDA reads it: "00" is 0
+        name = str(int(name))  # as in CUDA, "00" is 0
         if gpus is None:
-            return VisibleDevice(name)  # not checked without NVML: the worker fails if it is wrong
+            return VisibleDevice(name)  # only NVML could check it; a worker fails if it is wrong
         if int(name) < len(gpus):
-            # CUDA by default numbers the fastest GPU first; NVML numbers GPUs in bus order.
+            # By default, CUDA gives the fastest GPU number 0.  NVML numbers GPUs in bus order.
             by_bus = len(gpus) == 1 or host.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
             return VisibleDevice(name, gpus[int(name)] if by_bus else None)
     elif gpus is None:
@@ -147,7 +147,7 @@ def _named(name: str, host: Host, mask: str) -> VisibleDevice:
                 "more of the UUID"
             )
         if name.startswith("MIG-GPU-"):
-            return VisibleDevice(name)  # of drivers before 470; NVML does not report it
+            return VisibleDevice(name)  # a name of drivers before 470, which NVML does not list
     have = ", ".join(f"{i}: {gpu.uuid}" for i, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
         f"{MASK}={mask!r} names {name!r}, which this machine does not have; it has {have}"

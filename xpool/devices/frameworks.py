@@ -1,4 +1,4 @@
-"""Checks of frameworks: whether they are installed, fit together, or run in this process."""
+"""Checks whether frameworks are installed, fit each other, or run in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from xpool.errors import DeviceError
 
 TORCH_XLA_LEAST = (2, 3)
-"""`torch_xla.device()` came with 2.3.  Each release is built for the torch of the same number."""
+"""The first version with `torch_xla.device()`.  A version needs the torch of the same number."""
 
 TORCH_TPU_FOR = (2, 11), (2, 15)
 """The first and the last torch for which torch_tpu 0.2 has binaries."""
@@ -78,9 +78,9 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def running_runtime() -> str | None:
-    """Return the name of a device runtime that this process has started; it would break in forks.
+    """Return the name of a device runtime that this process has started, or None.
 
-    None: it has started none.
+    Such a runtime would not work in a fork of this process.
     """
     torch = sys.modules.get("torch")
     if torch is None:

@@ -1,6 +1,6 @@
-"""Description of a machine, made without opening a device or importing a framework.
+"""Describes a machine without opening a device or importing a framework.
 
-`Host.here` inspects the machine; the rest of this package computes from its result.
+`Host.here` inspects the machine.  The rest of this package computes from its result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from xpool.devices.numa import find_nodes, numa_node, read
 from xpool.devices.nvml import Gpu, find_gpus
 
-# PCI vendor, and devices by generation, as sysfs writes them.
+# The PCI vendor, and the generation of each of its devices, as sysfs writes them.
 _GOOGLE = "0x1ae0"
 _GENERATIONS = {
     "0x0027": "v3",  # v2 as well, since both need the same settings
@@ -31,22 +31,22 @@ _GENERATIONS = {
 
 @dataclass(frozen=True)
 class Chip:
-    """A TPU chip on this host; its index on the host is its position in `Host.chips`."""
+    """A TPU chip of this host.  Its number is its position in `Host.chips`."""
 
     generation: str
     """``"v3"`` (v2 as well), ``"v4"``, ``"v5p"``, ``"v5e"``, ``"v6e"`` or ``"7x"``."""
 
     address: str = ""
-    """Its address on the PCI bus."""
+    """The chip's address on the PCI bus."""
 
     file: str = ""
-    """The device file, which a process that uses the chip holds open; empty: not known."""
+    """The device file that a process holds open while it uses the chip; empty: not known."""
 
     node: int | None = None
-    """Its NUMA node, if known."""
+    """The chip's NUMA node, if known."""
 
     user: str = ""
-    """The process that has it open now: ``"pid 123 (python)"``, or empty."""
+    """The process that has the chip open now: ``"pid 123 (python)"``, or empty."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Host:
     """The properties of a machine that matter for workers with devices."""
 
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The parent's environment variables: masks, and choices of the user."""
+    """The parent's environment variables, which contain masks and choices of the user."""
 
     cpus: tuple[int, ...] = (0,)
     """Numbers of the cores on which the parent may run."""
@@ -66,10 +66,10 @@ class Host:
     """TPU chips that this process may use, in PCI order."""
 
     gpus: tuple[Gpu, ...] | None = None
-    """CUDA devices in PCI order; None: NVML is not available."""
+    """CUDA devices in PCI order; None: NVML is missing."""
 
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Versions of torch, torch_xla and torch_tpu, as far as they are installed."""
+    """The versions of torch, torch_xla and torch_tpu, if installed."""
 
     cuda_build: bool = False
     """Whether the installed torch was built with CUDA."""
@@ -79,7 +79,10 @@ class Host:
 
     @classmethod
     def here(cls, root: Path = Path("/"), *, gpus: bool = True) -> Host:
-        """Describe this machine; ``root`` replaces ``/`` as the parent of sys, dev and proc."""
+        """Describe this machine.  ``root`` replaces ``/`` as the parent of sys and dev.
+
+        ``gpus``: whether to ask NVML for the GPUs.
+        """
         return cls(
             environ=dict(os.environ),
             cpus=usable_cpus(),
@@ -92,14 +95,14 @@ class Host:
         )
 
     def near(self, node: int | None) -> tuple[int, ...]:
-        """Return the usable cores of a NUMA node; empty: unknown, or none of them is usable."""
+        """Return the cores of a NUMA node that this process may use; empty for an unknown node."""
         if node is None:
             return ()
         return tuple(c for c in self.nodes.get(node, ()) if c in self.cpus)
 
 
 def usable_cpus() -> tuple[int, ...]:
-    """Return the cores on which this process may run; a container may allow only some of them."""
+    """Return the numbers of the cores on which this process may run."""
     if sys.platform == "linux":
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -108,9 +111,9 @@ def usable_cpus() -> tuple[int, ...]:
 def find_chips(root: Path) -> tuple[Chip, ...]:
     """Return the TPU chips that this process may use, in PCI order.
 
-    A container sees the PCI devices of the whole machine, but only its own under /dev/vfio.  So if
-    some chips have files there, only those count.  With the older drivers (/dev/accel*, before
-    v5e), all chips count.
+    A container sees the PCI devices of the whole machine, but /dev/vfio has only the container's
+    own devices.  So if some chips have files there, the others are left out.  With older drivers
+    (/dev/accel*, before v5e), all chips are returned.
     """
     found = []
     for pci in sorted((root / "sys/bus/pci/devices").glob("*")):
@@ -125,22 +128,20 @@ def find_chips(root: Path) -> tuple[Chip, ...]:
         if not group or not (root / file).exists():
             file = ""
         found.append(Chip(generation, pci.name, file, numa_node(pci)))
-    # If some files exist, the chips without files do not belong to this container.
     if any(chip.file for chip in found):
         found = [chip for chip in found if chip.file]
     elif (root / "dev/accel0").exists():
-        # The older drivers number the files in PCI order.
+        # Older drivers number the files in PCI order.
         files = [f"dev/accel{i}" for i in range(len(found))]
         found = [replace(c, file=f) if (root / f).exists() else c for c, f in zip(found, files)]
     elif (root / "dev/vfio").is_dir():
-        # VFIO without the file of any chip: this container has no chips.
-        return ()
+        return ()  # VFIO without a chip's file: this container has no chips
     users = holders((c.file for c in found if c.file), root)
     return tuple(replace(c, user=users.get(c.file, "")) for c in found)
 
 
 def holders(files: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
-    """Return the process that has each of these files open: ``"pid 123 (python)"``.
+    """Map each file that a process has open to that process, as ``"pid 123 (python)"``.
 
     ``files`` are relative to ``root``.  Processes of other users cannot be inspected, so a file
     that is missing in the result may still be in use.
@@ -153,12 +154,12 @@ def holders(files: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
         try:
             fds = os.listdir(process / "fd")
         except OSError:
-            continue  # it has ended, or belongs to another user
+            continue  # the process has ended, or belongs to another user
         for fd in fds:
             try:
                 file = wanted.get(os.readlink(process / "fd" / fd))
             except OSError:
-                continue  # it has been closed
+                continue  # the process has closed it
             if file is not None:
                 found[file] = f"pid {process.name} ({read(process / 'comm')})"
     return found
@@ -175,7 +176,7 @@ def _packages() -> dict[str, str]:
 
 
 def _is_cuda_build() -> bool:
-    """Whether torch was built with CUDA.  Reads torch's files, to avoid its import."""
+    """Whether torch was built with CUDA.  This reads a file of torch, to avoid its import."""
     torch = sys.modules.get("torch")
     if torch is not None:
         return torch.version.cuda is not None

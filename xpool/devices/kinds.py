@@ -1,4 +1,4 @@
-"""The kinds of devices: the devices that workers get, and the variables that each worker sets."""
+"""For each kind of device: the devices that workers get, and the variables that they set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xpool.devices.host import Host
 from xpool.errors import DeviceError, OptionError
 
 TPU_PORT = 8476
-"""First port of a replica group over several hosts, which must agree on it: torch_xla's port."""
+"""First port of a replica group over several hosts.  All hosts need the same: torch_xla's port."""
 
 
 def best(host: Host) -> str:
@@ -32,7 +32,7 @@ def best(host: Host) -> str:
 
 
 def _share_out(total: int, n: int | None, per_worker: int, what: str) -> list[range]:
-    """Return the positions of each worker's devices."""
+    """Return, for each of ``n`` workers, the positions of its devices among ``total`` devices."""
     most = total // per_worker
     if n is None:
         n = most
@@ -46,18 +46,17 @@ def _contexts(
     host: Host, kind: str, framework: str, parts: Sequence[_Part], group: int = 0
 ) -> list[DeviceContext]:
     """Make the contexts from the parts: add each worker's cores and threads."""
-    # The first number, if there are nested levels.
+    # The variable may list numbers for nested levels.  The first one counts.
     set_number = re.match(r"\s*([1-9][0-9]*)", host.environ.get("OMP_NUM_THREADS", ""))
     chosen = int(set_number[1]) if set_number else None
     near = [host.near(part.node) for part in parts]
     made = []
     for i, part in enumerate(parts):
-        # Workers near the same cores share these; a worker without near cores shares all cores.
+        # Workers near the same cores share these.  A worker without near cores shares all cores.
         sharing = near.count(near[i]) if near[i] else len(parts)
         threads = chosen or max(1, len(near[i] or host.cpus) // sharing)
         env = dict(part.env)
-        # If the user has set the number, workers inherit the variable.
-        if chosen is None:
+        if chosen is None:  # else workers inherit the variable
             env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         made.append(
             DeviceContext(
@@ -97,12 +96,12 @@ class _Part:
 
     @property
     def node(self) -> int | None:
-        """The NUMA node of all the devices, if they have the same."""
+        """The NUMA node of the devices, or None if they have different nodes."""
         return self.nodes[0] if len(set(self.nodes)) == 1 else None
 
 
 def _cores(number: int, workers: int, process: _Part) -> list[_Part]:
-    """Return the parts of workers that are threads of one process and have one device each."""
+    """Return the parts of ``workers`` that are threads of one process and have one device each."""
     env = {**process.env, PROCESS: f"{number}/{workers}"}
     return [replace(process, env=env, count=1, core=core) for core in range(workers)]
 
@@ -230,7 +229,6 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
                 f"TPU chip {c} (/{chip.file}) is in use by {chip.user}, and takes one process at "
                 "a time; end that process, or leave the chip out of TPU_VISIBLE_CHIPS"
             )
-    # The variables that each process sets.
     at = _slice(host)
     if independent:
         envs = [tpu.independent_env(at, chips, framework) for chips in own]
@@ -248,10 +246,9 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
             tpu.group_env(at, rank, chips, ports[1:], framework, ports[0])
             for rank in range(len(own))
         ]
-    # An import of torch here would load torch_tpu, but only workers may open the chips.
+    # A later import of torch here would load torch_tpu, but only workers may open the chips.
     if framework == "torch_tpu" and "torch" not in sys.modules:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    # The devices of its process that each worker gets.
     each = tpu.DEVICES.get(at.generation, 1)
     parts = []
     for i, (chips, env) in enumerate(zip(own, envs)):
@@ -264,7 +261,7 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
 def _workers_of_a_chip(
     host: Host, framework: str, per_worker: int, per_process: int | None, independent: bool
 ) -> int:
-    """Return the number of workers in a chip's process."""
+    """Return how many workers are threads of the process that opens a chip."""
     generation = host.chips[0].generation
     most = 1
     if framework == "torch_xla" and independent and per_worker == 1:
@@ -298,7 +295,7 @@ def _masked_chips(host: Host) -> list[int]:
 
 
 def _slice(host: Host) -> tpu.Slice:
-    """Return the slice from the variables of a GKE pod or a launcher; default: this host alone."""
+    """Return the slice that the variables of a GKE pod or launcher describe, else this host."""
     names = tuple(h for h in host.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if h)
     generation = host.chips[0].generation
     accelerator = host.environ.get("TPU_ACCELERATOR_TYPE", "")
@@ -317,11 +314,11 @@ def _slice(host: Host) -> tpu.Slice:
 
 
 def _ports(count: int, at: tpu.Slice) -> list[int]:
-    """Return ports for a group: free ports, or fixed ports if several hosts must agree."""
+    """Return ports for a group: free ports, or fixed ports if the group has several hosts."""
     if len(at.hosts) > 1:
-        # The first port is the master's; the workers' ports begin at TPU_PORT.
+        # The master has the first port.  The workers' ports begin at TPU_PORT.
         return list(range(TPU_PORT - 1, TPU_PORT - 1 + count))
-    # All sockets are open at the same time, so the ports differ.
+    # All sockets are open at the same time, so that the ports differ.
     sockets = [socket.socket() for _ in range(count)]
     try:
         for sock in sockets:

@@ -1,4 +1,4 @@
-"""NUMA nodes and the devices near them, from sysfs."""
+"""Reads NUMA nodes, and the node of each PCI device, from sysfs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def find_nodes(root: Path) -> dict[int, tuple[int, ...]]:
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list in the format of sysfs: ``0-3,8`` is 0, 1, 2, 3, 8."""
+    """Return the numbers of a list in sysfs's format, in which ``0-3,8`` is 0, 1, 2, 3, 8."""
     cpus: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -26,13 +26,13 @@ def parse_cpulist(text: str) -> tuple[int, ...]:
 
 
 def numa_node(pci: Path) -> int | None:
-    """Return the NUMA node of a PCI device; None: the system does not know it (-1)."""
+    """Return the NUMA node of a PCI device, or None if the system does not know it (-1)."""
     text = read(pci / "numa_node")
     return int(text) if text.isdigit() else None
 
 
 def read(path: Path) -> str:
-    """Return the text of a small file; empty if it cannot be read."""
+    """Return the text of a small file, or an empty text if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""CUDA devices, found by NVML, the driver's management library, which opens no context.
+"""Finds CUDA devices with NVML, the driver's management library, which opens no CUDA context.
 
-Structures and constants come from ``nvml.h`` (NVML API reference).
+The structures and constants come from ``nvml.h`` (NVML API reference).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Gpu:
     """``GPU-...``"""
 
     mig: tuple[str, ...] | None = None
-    """Its MIG instances, ``MIG-...``; None: it is not in MIG mode."""
+    """The GPU's MIG instances, ``MIG-...``; None: the GPU is not in MIG mode."""
 
     node: int | None = None
-    """Its NUMA node, if known."""
+    """The GPU's NUMA node, if known."""
 
     mode: str = ""
-    """Its compute mode: ``"prohibited"``, ``"exclusive"`` (one process at a time) or empty."""
+    """The compute mode: ``"prohibited"``, ``"exclusive"`` (one process at a time) or empty."""
 
     users: tuple[int, ...] = ()
-    """Ids of the processes that compute on it."""
+    """Ids of the processes that compute on the GPU."""
 
 
-# nvmlPciInfo_t, nvmlProcessInfo_t (for calls that end in _v3), nvmlMemory_t, nvmlUtilization_t.
+# These are nvmlPciInfo_t, nvmlProcessInfo_t (of _v3), nvmlMemory_t and nvmlUtilization_t.
 class _PciInfo(ctypes.Structure):
     _fields_ = [
         ("busIdLegacy", ctypes.c_char * 16),
@@ -71,10 +71,10 @@ class _Utilization(ctypes.Structure):
 
 
 def find_gpus(root: Path = Path("/"), library: str = LIBRARY) -> tuple[Gpu, ...] | None:
-    """Return the GPUs of this machine; None: NVML or its driver is missing."""
+    """Return the GPUs of this machine, or None if NVML or its driver is missing."""
     with _opened(library) as nvml:
         count = ctypes.c_uint()
-        # 0 is NVML_SUCCESS, here and below.
+        # 0 is NVML_SUCCESS here and in all calls below.
         if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return None
         return tuple(_gpu(nvml, i, root) for i in range(count.value))
@@ -87,11 +87,11 @@ class Spare(NamedTuple):
     """Free memory, in bytes."""
 
     idle: float
-    """The idle share of the last moments, from 0 to 1; 1 if it is not known."""
+    """The share of the last sample period in which it was idle, 0 to 1; 1: not known."""
 
 
 def find_spare(names: Iterable[str], library: str = LIBRARY) -> list[Spare] | None:
-    """Return the free capacity of devices; None: NVML is missing, or does not know one of them.
+    """Return the free memory and idle time of devices, or None if NVML is missing or lacks one.
 
     ``names`` are numbers in PCI order, ``GPU-...`` or ``MIG-...``, as in `VisibleDevice.name`.
     """
@@ -108,7 +108,7 @@ def _opened(library: str) -> Iterator[ctypes.CDLL | None]:
         nvml = ctypes.CDLL(library)
     except OSError:
         nvml = None
-    # NVML counts initializations: the shutdown does not affect other users in this process.
+    # NVML counts initializations, so the shutdown does not affect other users in this process.
     if nvml is None or nvml.nvmlInit_v2() != 0:
         yield None
         return
@@ -134,7 +134,7 @@ def _spare(nvml: ctypes.CDLL, name: str) -> Spare | None:
 def _gpu(nvml: ctypes.CDLL, index: int, root: Path) -> Gpu:
     device = ctypes.c_void_p()
     if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
-        return Gpu("")  # not usable by this process; keeps the numbers of the other GPUs
+        return Gpu("")  # unusable for this process; it keeps its place, so numbers stay right
     mode = ctypes.c_uint()
     nvml.nvmlDeviceGetComputeMode(device, ctypes.byref(mode))
     names = {_PROHIBITED: "prohibited", _EXCLUSIVE_PROCESS: "exclusive"}
@@ -172,13 +172,13 @@ def _node(nvml: ctypes.CDLL, device: ctypes.c_void_p, root: Path) -> int | None:
     info = _PciInfo()
     if nvml.nvmlDeviceGetPciInfo_v3(device, ctypes.byref(info)) != 0:
         return None
-    # The GPU is function 0 of its PCI device; other functions are sound and USB.
+    # The GPU is function 0 of its PCI device.  The other functions are sound and USB.
     address = f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
     return numa_node(root / "sys/bus/pci/devices" / address)
 
 
 def _users(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> tuple[int, ...]:
-    # With more processes NVML fails (NVML_ERROR_INSUFFICIENT_SIZE), and none is reported.
+    # With more than 64 processes, NVML fails (NVML_ERROR_INSUFFICIENT_SIZE) and reports none.
     count = ctypes.c_uint(64)
     found = (_ProcessInfo * count.value)()
     if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found) != 0:

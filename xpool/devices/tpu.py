@@ -1,8 +1,8 @@
 """Pure functions that return the environment variables of a worker that owns TPU chips.
 
 libtpu, torch_xla 2.9 (``_internal/tpu.py``, ``_internal/pjrt.py``) and torch_tpu 0.2
-(``_internal/distributed``) read these variables.  A value of None means that the variable is
-deleted first: all three treat an inherited variable as a setting of the user.
+(``_internal/distributed``) read these variables.  A value of None deletes the variable, because all
+three treat an inherited variable as a setting of the user.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCRUB = (
     "PJRT_LOCAL_PROCESS_COUNT",
     "XRT_*",
 )
-"""Variables to delete in TPU workers: notebook services and orchestrators set them for a host."""
+"""Variables to delete in TPU workers.  Notebook services and orchestrators set them for a host."""
 
 _LAUNCHER = (
     "WORLD_SIZE",
@@ -44,7 +44,7 @@ _LAUNCHER = (
 """If any of these variables is set, torch_tpu acts as a member of a group."""
 
 _CORES = {"v3": 2, "v4": 2, "v5p": 2, "7x": 2}
-"""Number of cores of a chip, for generations whose slice names count cores instead of chips."""
+"""Number of cores of a chip, for generations whose slice names count cores and not chips."""
 
 DEVICES = {"v3": 2, "7x": 2}
 """Number of devices that frameworks see in a chip.  A chip of v4 or v5p has two cores, but is one
@@ -56,16 +56,16 @@ CORE_EACH = {"v3"}
 _NAMES = {"v5e": "v5litepod", "7x": "tpu7x"}
 
 _SHAPES = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-_CUBE = {"v4", "v5p"}  # eight chips form a cube in these generations, a flat mesh in others
+_CUBE = {"v4", "v5p"}  # in these generations eight chips form a cube, in others a flat mesh
 
 _TORCH_TPU_7X = {2: "1,1,1,2", 4: "1,2,1,2", 8: "2,2,1,2"}
-"""Topologies by number of devices.  torch_tpu counts the two devices of a 7x chip, in a fourth
+"""Topologies by number of devices.  In torch_tpu, the two devices of a 7x chip are a fourth
 dimension."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The TPU slice to which a host belongs; by default the host alone."""
+    """The TPU slice to which a host belongs.  By default, it contains only this host."""
 
     generation: str
     chips: int
@@ -78,7 +78,7 @@ class Slice:
     """All hosts of the slice, in order."""
 
     bounds: tuple[int, int, int] = (1, 1, 1)
-    """Arrangement of the hosts: x, y, z."""
+    """Number of hosts in the directions x, y and z."""
 
     accelerator: str = ""
     """Name of the slice, such as ``v5litepod-8``; empty: derived from the other fields."""
@@ -93,7 +93,7 @@ def accelerator_type(at: Slice) -> str:
 
 
 def shape(generation: str, chips: int) -> str:
-    """Return the arrangement of a number of chips on one host, ``x,y,z``.
+    """Return the shape of the mesh that so many chips of one host form, as ``x,y,z``.
 
     Raises:
         OptionError: this number of chips forms no mesh.
@@ -109,14 +109,14 @@ def independent_env(at: Slice, chips: Sequence[int], framework: str) -> Env:
     """Return the variables of an independent worker that owns these chips of its host."""
     env = _scrubbed()
     env |= _visible(chips)
-    # Each loop sets the newer name and the older one.
+    # Each variable has a newer and an older name.
     for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"):
         env[name] = shape(at.generation, len(chips))
     for name in ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS"):
         env[name] = "1,1,1"
     if framework == "torch_xla":
         env |= {"PJRT_DEVICE": "TPU", "PJRT_LOCAL_PROCESS_COUNT": "1"}
-        # The worker is a slice of its own, with only this host.
+        # The worker is its own slice, with only this host.
         env |= _instead_of_metadata(at, 0, ("localhost",))
     else:
         env |= _torch_tpu()
@@ -131,16 +131,16 @@ def group_env(
     framework: str,
     master_port: int = 29500,
 ) -> Env:
-    """Return the variables of worker ``rank`` of this host, in a replica group of a worker a chip.
+    """Return the variables of this host's worker ``rank`` in a replica group with a chip a worker.
 
-    ``chips`` are all chips of the group on this host.  ``ports`` has one port for each chip, the
-    same on every host; other groups on the host must not use them.
+    ``chips`` are all chips of the group on this host.  ``ports`` has one port for each chip.  They
+    are the same on every host, and other groups of the host must not use them.
     """
     n = len(chips)
     env = _scrubbed()
     addresses = ",".join(f"{host}:{port}" for host in at.hosts for port in ports)
     if framework == "torch_xla":
-        # Each process has one chip, so processes are arranged as the chips of all hosts together.
+        # Each process has one chip, so the processes form the mesh of the chips of all hosts.
         lie = [int(d) for d in shape(at.generation, n).split(",")]
         bounds = ",".join(str(h * c) for h, c in zip(at.bounds, lie))
         for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"):
@@ -192,7 +192,7 @@ def _visible(chips: Sequence[int]) -> Env:
 
 
 def _instead_of_metadata(at: Slice, host: int, hosts: Sequence[str]) -> Env:
-    """Return variables that keep the import of torch_xla from querying Google's metadata server."""
+    """Return variables that stop torch_xla's import from querying Google's metadata server."""
     return {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": accelerator_type(at),
@@ -202,5 +202,5 @@ def _instead_of_metadata(at: Slice, host: int, hosts: Sequence[str]) -> Env:
 
 
 def _torch_tpu() -> Env:
-    # The worker loads the backend, whose loading the parent has switched off for itself.
+    # `devices` has set AUTOLOAD to 0 in the parent, but the worker must load the backend.
     return {**dict.fromkeys(_LAUNCHER), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
