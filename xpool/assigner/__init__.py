@@ -9,8 +9,8 @@
     assigner.assignment                          # the device of each model
     pool = CtxPool(worker_contexts=assigner)     # a worker for each device, holding its models
 
-Importing this package imports torch but starts no device runtime.  ``docs/assigner.md`` has the
-cost that is minimised, and says when the search is exact.
+Importing this package imports torch but starts no device runtime.  ``docs/assigner.md`` defines the
+cost, and says when the search is exact.
 """
 
 from __future__ import annotations

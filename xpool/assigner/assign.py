@@ -24,49 +24,50 @@ from xpool.errors import OptionError, XPoolError
 
 
 class PlacementError(XPoolError, RuntimeError):
-    """Together the models need more memory than all devices may give."""
+    """The models together need more memory than all devices may give."""
 
 
 class ModelAssigner:
-    """Places models on devices: they fit, the work is shared, and connected models are close.
+    """Places models on devices so that they fit, share the work, and are close if connected.
 
-    ``docs/assigner.md`` has the cost that is minimised.  The search is exact for at most 131,072
-    placements (17 models on 2 devices, 8 on 4, 5 on 8).  Beyond that it follows the gradient of the
-    cost with respect to the probabilities of a placement, and is never worse than a greedy search.
-    The same arguments on the same machine in the same state give the same placement.
+    ``docs/assigner.md`` defines the cost.  The search is exact for at most 131,072 placements (17
+    models on 2 devices, 8 on 4, 5 on 8).  For more it follows the gradient of the cost with respect
+    to the probabilities of a placement, and its result is never worse than a greedy search's.  The
+    same arguments on the same machine in the same state give the same placement.
 
-    Iterating over it gives the contexts of a pool's workers, one `ModelContext` for each of
-    `devices`: ``CtxPool(worker_contexts=assigner)``.
+    Iterating over an assigner gives a `ModelContext` for each of `devices`, for the workers of a
+    pool: ``CtxPool(worker_contexts=assigner)``.
 
     Args:
         models: the `torch.nn.Module` objects, numbered from 0.
-        model_connection: how much data goes from model i to model j, as ``{(i, j): amount}``;
-            amounts are at least 0, in any unit.
-        devices: "cpu" and "cuda" devices; None: all CUDA devices that this process can see, or the
-            CPU if there are none.  A device that is given n times (``["cpu"] * 3`` for three
-            workers on the CPU) counts as n devices that share its memory and power.
-        model_size_multiplier: the memory that a model needs, as a multiple of its parameters and
-            buffers.
-        max_mem_ratio: the part of each device's free memory that models should take, at most 1.
+        model_connection: how much data goes from model i to model j, as ``{(i, j): amount}``.
+            Amounts are at least 0, in any unit.
+        devices: "cpu" and "cuda" devices.  None: all CUDA devices that this process can see, or the
+            CPU if none exist.  A device that is given n times (``["cpu"] * 3`` for three workers on
+            the CPU) counts as n devices that share its memory and power.
+        model_size_multiplier: the memory that a model needs, as a multiple of the size of its
+            parameters and buffers.
+        max_mem_ratio: the share of each device's free memory that models may take, at most 1.
         cpu_weight: the computing power of the CPU; an idle GPU has 1.
         connection_weight: weight of the data between models, times the distance of their devices.
         size_match_weight: weight of each MiB that a device's models need beyond ``max_mem_ratio``.
-            The limit is soft: raise this weight to make it firmer.
-        complexity_match_weight: weight of work that is out of proportion to the devices' power.
+            A higher weight makes a placement beyond this limit less likely.
+        complexity_match_weight: weight of the difference between a device's share of the work and
+            its share of the power.
         entropy_weight: weight of the entropy of the probabilities, which only the descent has.
         iterations, update_rate: number of steps of the descent, and its learning rate (Adam).
-        gpu_gpu_distance: distance of two devices of one kind (also of two workers on the CPU).
+        gpu_gpu_distance: distance of two devices of one kind, or of two workers on the CPU.
         cpu_gpu_distance: distance of the CPU and a GPU.
-        move_models: True moves each model to its device in this process.  Give False for models
-            of workers: this process then starts no device runtime.
+        move_models: whether to move each model to its device in this process.  Give False if
+            workers hold the models: then this process starts no device runtime.
         example_inputs: for each model a tensor, or a tuple of arguments, with which the operations
             of a forward pass are counted.  None: they are estimated from the number of parameters.
 
     Raises:
-        TypeError, OptionError (a `ValueError`): an argument has a wrong type or value; the message
+        TypeError, OptionError (a `ValueError`): an argument has a wrong type or value.  The text
             names it.
         DeviceError (a `RuntimeError`): a CUDA device does not exist or cannot be used.
-        PlacementError (a `RuntimeError`): the models need more memory than all devices give.
+        PlacementError (a `RuntimeError`): the models need more memory than all devices may give.
     """
 
     def __init__(
@@ -104,7 +105,6 @@ class ModelAssigner:
             raise OptionError(f"max_mem_ratio must be at most 1, not {max_mem_ratio!r}")
         check_number("gpu_gpu_distance", gpu_gpu_distance, least=0)
         check_number("cpu_gpu_distance", cpu_gpu_distance, least=0)
-        # The needs of the models, and the resources of the devices.
         sizes = [ModelSizeEstimator(m, model_size_multiplier).estimate_size() for m in self._models]
         works = _complexities(self._models, example_inputs)
         self._places = find_places(devices, check_number("cpu_weight", cpu_weight, least=0))
@@ -138,7 +138,7 @@ class ModelAssigner:
 
     @property
     def placement(self) -> list[int]:
-        """The index in `devices` of each model's device: the index of its worker in a pool."""
+        """For each model the index of its device in `devices`, and of its worker in a pool."""
         return list(self._found.placement)
 
     @property
@@ -148,7 +148,7 @@ class ModelAssigner:
 
     @property
     def cost(self) -> float:
-        """The cost of the placement; of assigners of the same models, lower is better."""
+        """The cost of the placement.  Lower is better, among assigners of the same models."""
         return self._found.cost
 
     @property
@@ -178,17 +178,17 @@ class ModelAssigner:
         """Take one step down the gradient of the cost, for n models and m devices.
 
         Args:
-            optimizer: of ``placement``; its ``step`` is called once.
-            placement: logits, ``[n, m]``, a leaf that requires a gradient; the probability that
-                model i lies on device j is ``softmax(placement[i])[j]``.
+            optimizer: an optimizer of ``placement``.  Its ``step`` is called once.
+            placement: logits, ``[n, m]``, a leaf tensor that requires a gradient.  The probability
+                that model i lies on device j is ``softmax(placement[i])[j]``.
             model_size: MiB, ``[1, n]``.
             size_capacity: MiB, ``[1, m]``.
-            model_complexity: ``[1, n]``.
-            complexity_capacity: ``[1, m]``; all zeros stand for equal power.
-            model_connection: ``[n, n]``.
-            device_distance: ``[m, m]``.
-            connection_weight, size_match_weight, complexity_match_weight, entropy_weight: of
-                the parts of the cost.
+            model_complexity: ``[1, n]``, in any unit.
+            complexity_capacity: ``[1, m]``, in any unit.  All zeros mean equal power.
+            model_connection: ``[n, n]``, in any unit.
+            device_distance: ``[m, m]``, in any unit.
+            connection_weight, size_match_weight, complexity_match_weight, entropy_weight: the
+                weights of the parts of the cost.
 
         Raises:
             OptionError (a `ValueError`): a tensor has another shape.
@@ -214,11 +214,11 @@ class ModelAssigner:
         return [i for i, j in enumerate(self._found.placement) if j == device]
 
     def _move(self) -> None:
-        """Move the models to their devices; refuse if models on two devices share a parameter."""
+        """Move the models to their devices.  First raise `OptionError` if models of different
+        devices share a parameter."""
         owners: dict[int, int] = {}
         for i, model in enumerate(self._models):
             for tensor in (*model.parameters(), *model.buffers()):
-                # All models are checked before the first is moved.
                 first = owners.setdefault(id(tensor), i)
                 if self.assignment[first] != self.assignment[i]:
                     raise OptionError(
@@ -237,10 +237,9 @@ class ModelAssigner:
 class ModelContext:
     """The context of a pool's worker: its device, and the models that were placed there.
 
-    ``models`` maps the number of a model in the assigner's list to the module; ``device`` is the
-    `torch.device` that they are on.  Models of one worker that share parameters share them there,
-    too.  Each worker has copies.  A replacement worker gets the models in the state that they had
-    when the pool was made.
+    ``models`` maps a model's number in the assigner's list to the module.  Each worker has copies
+    of its models.  Models that share parameters still do so in the worker.  A replacement worker
+    gets the models in the state that they had when the pool was made.
     """
 
     def __init__(self, binding: DeviceContext, models: dict[int, nn.Module]) -> None:
@@ -250,11 +249,11 @@ class ModelContext:
 
     @property
     def device(self) -> torch.device:
-        """The device, by its name in the worker: a worker's only GPU is "cuda:0" there."""
+        """The `torch.device` of the models in the worker, where its only GPU is "cuda:0"."""
         return self.binding.device
 
     def enter(self) -> None:
-        """Bind the worker to the device and move the models there.  The pool calls it once."""
+        """Bind the worker to the device and move the models there.  The worker calls this once."""
         self.binding.enter()
         for model in self.models.values():
             model.to(self.device)
@@ -288,7 +287,7 @@ def _check_models(models: Any) -> list[nn.Module]:
 
 
 def _connections(connection: Any, n: int) -> Tensor:
-    """Return the amounts as an ``[n, n]`` matrix."""
+    """Return the amounts as a matrix of shape ``[n, n]``."""
     if not isinstance(connection, Mapping):
         raise TypeError(
             f"model_connection must be a dict {{(i, j): amount}}, not {connection!r}; "

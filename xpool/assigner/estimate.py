@@ -1,4 +1,4 @@
-"""Estimators of a model's memory, and of the operations of its forward pass."""
+"""Estimators of a model's memory and of the operations in its forward pass."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MIB = 1024**2
 
 
 class ModelSizeEstimator:
-    """The memory that a model takes.
+    """Estimates the memory that a model takes.
 
     Args:
         model: a `torch.nn.Module`, on any device, including "meta".
-        size_multiplier: `estimate_size` is the size of parameters and buffers times this.  It makes
-            room for inputs, activations and gradients.
+        size_multiplier: `estimate_size` multiplies the size of parameters and buffers by this, to
+            leave room for inputs, activations and gradients.
 
     Raises:
         TypeError: ``model`` is not a module, or the multiplier is not a number.
-        OptionError (a `ValueError`): the multiplier is not above 0, or a parameter has no
-            shape yet.
+        OptionError (a `ValueError`): the multiplier is not above 0.  The methods raise it if a
+            parameter has no shape yet.
     """
 
     def __init__(self, model: nn.Module, size_multiplier: float = 2) -> None:
@@ -37,7 +37,7 @@ class ModelSizeEstimator:
         self.size_multiplier = check_number("size_multiplier", size_multiplier, above=0)
 
     def get_parameter_sizes(self) -> float:
-        """Return the size of all parameters in MiB; shared parameters count once."""
+        """Return the size of all parameters in MiB.  A shared parameter counts once."""
         return _bytes(self.model.parameters()) / MIB
 
     def get_buffer_sizes(self) -> float:
@@ -50,15 +50,14 @@ class ModelSizeEstimator:
 
 
 class ModelComplexityEstimator:
-    """The floating-point operations of one forward pass.
+    """Estimates the floating-point operations of one forward pass.
 
     Args:
         model: a `torch.nn.Module`.
-        inputs: the arguments of its ``forward``: a tensor, or a tuple of arguments.  Give a batch
-        of
-            the size that will be used.  None: two operations are counted for each element of a
-            parameter.  That is right for one sample and linear layers, and too little for models
-            that use a weight more than once, as convolutions do.
+        inputs: the arguments of its ``forward``: a tensor, or a tuple of arguments, with the batch
+            size of the real inputs.  None: count two operations for each element of a parameter.
+            This is right for linear layers and one sample, and too few for models that use a weight
+            more than once, such as convolutions.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -71,15 +70,16 @@ class ModelComplexityEstimator:
     def estimate_complexity(self) -> float:
         """Return the operations as `torch.utils.flop_counter.FlopCounterMode` counts them.
 
-        It counts the products and sums of matrix products, convolutions and attention, and nothing
-        else.  The pass runs on torch's "meta" device: only shapes are computed, and the model, the
-        inputs and random generators do not change.  If that fails, as it does for control flow that
-        depends on values, the pass runs once with values, on copies of the model's state.  During
-        that pass, fused kernels that the counter does not know are disabled in the whole process.
+        It counts only the multiplications and additions of matrix products, convolutions and
+        attention.  The pass runs on torch's "meta" device, which computes only shapes: the model,
+        the inputs and the random generators do not change.  If this fails, for example because
+        control flow depends on values, the pass runs once with values, on copies of the model's
+        state.  During that pass, fused kernels that the counter does not know are disabled in the
+        whole process.
 
         Raises:
-            OptionError (a `ValueError`): ``forward`` fails with these inputs, and its error is the
-                cause; or a parameter has no shape yet.
+            OptionError (a `ValueError`): ``forward`` fails with these inputs (its error is the
+                cause), or a parameter has no shape yet.
         """
         elements: int = sum(p.numel() for p in _shaped(self.model.parameters()))
         if self.inputs is None:
@@ -112,8 +112,7 @@ def check_number(
         OptionError (a `ValueError`): it is out of range.
     """
     try:
-        # `float` would parse texts.
-        if isinstance(value, (str, bytes)):
+        if isinstance(value, (str, bytes)):  # `float` would accept texts
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
@@ -145,14 +144,14 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> int:
         with torch.device("meta"):
             return _forward(model, inputs, lambda tensor: torch.empty_like(tensor, device="meta"))
     except Exception:
-        # Shapes were not enough, or the forward pass is wrong; the run with values decides.
+        # Either shapes are not enough, or the forward pass is wrong.  A run with values shows it.
         gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
         with torch.random.fork_rng(devices=sorted(gpus, key=str)), _plain_kernels():
             return _forward(model, inputs, torch.clone)
 
 
 def _forward(model: nn.Module, inputs: tuple[Any, ...], copy: Callable[[Tensor], Tensor]) -> int:
-    """Count the operations of a forward pass, on copies of all tensors that it could write to."""
+    """Count the operations of a forward pass, on copies of all tensors that it could change."""
 
     def parameter(tensor: Tensor) -> Tensor:
         # Without gradients, encoder layers use a fused kernel that the counter does not know.

@@ -1,8 +1,8 @@
-"""Describes the devices that models are placed on, without starting a device runtime.
+"""Describes the devices for the models without starting a device runtime.
 
-CUDA's functions for free memory create a context on the device: it takes hundreds of megabytes, and
-the process cannot be forked any more.  So NVML is asked, as by `xpool.devices`; torch is asked only
-if NVML is missing.
+CUDA's functions for free memory create a context on the device.  It takes hundreds of megabytes,
+and the process can no longer be forked.  So this module asks NVML, as `xpool.devices` does, and
+torch only if NVML is missing.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from xpool.errors import DeviceError, OptionError
 
 
 class Place(NamedTuple):
-    """A device, or a worker's share of it: one for each entry of ``devices``."""
+    """A device, or a worker's share of a device: one for each entry of ``devices``."""
 
     device: torch.device
-    """Its name in this process; CUDA devices have an index."""
+    """The device in this process; a CUDA device has an index."""
 
     binding: DeviceContext
-    """The context that binds a worker to it."""
+    """The context that binds a worker to the device."""
 
     memory: float
-    """Free bytes."""
+    """Free memory, in bytes."""
 
     power: float
-    """Computing power; 1: an idle GPU."""
+    """Computing power; an idle GPU has 1."""
 
 
 def find_places(wanted: Any, cpu_weight: float, host: Host | None = None) -> list[Place]:
-    """Return the places that ``wanted`` names; None: all CUDA devices, or the CPU without them.
+    """Return the places that ``wanted`` names.  None: all CUDA devices, or the CPU if none exist.
 
     Entries that name the same device share its memory and power equally.
     """
@@ -54,13 +54,12 @@ def find_places(wanted: Any, cpu_weight: float, host: Host | None = None) -> lis
                 f"devices[{i}] is '{device}', but this process may see cuda:0 to "
                 f"cuda:{len(gpus) - 1}; name those, or 'cpu'"
             )
-    # Each worker of a GPU gets a mask with that GPU; workers on the CPU divide its cores.
+    # A GPU's workers get a mask with that GPU.  Workers on the CPU divide its cores.
     cpus = sum(device.type == "cpu" for device in named)
     bindings = iter(devices("cpu", cpus, host=host) if cpus else ())
     spare = _spare(gpus, sorted({d.index for d in named if d.type == "cuda"}))
     places = []
     for device in named:
-        # Entries of one device share its free memory and power equally.
         sharing = named.count(device)
         if device.type == "cpu":
             binding, left = next(bindings), Spare(available_memory(), cpu_weight)

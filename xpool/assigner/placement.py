@@ -1,8 +1,8 @@
-"""Searches for a placement of n models on m devices: one cost, three ways to minimise it.
+"""Searches for a placement of n models on m devices with the least cost.
 
 A placement is a tensor ``p`` of shape ``[n, m]``: the probability that model i lies on device j.
 A decided placement has a single 1 in each row.  `cost` takes both kinds, and batches of them, so
-the exact search and the gradient descent minimise the same function.
+the exact search, the greedy search and the gradient descent use the same function.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 EXACT_LIMIT = 2**17
-"""The most placements (m to the n) that are all tried; that takes about as long as the descent."""
+"""If there are at most so many placements (m to the n), all are tried.  This takes about as long as
+the descent."""
 
 BATCH = 2**19
-"""Elements of the largest intermediate tensor."""
+"""Number of elements of the largest intermediate tensor."""
 
 
 class Problem(NamedTuple):
-    """The models, the devices and the weights of the cost.  Shapes for n models and m devices."""
+    """The models, the devices and the weights of the cost, for n models and m devices."""
 
     model_size: Tensor
     """``[1, n]``, MiB."""
@@ -52,9 +53,9 @@ class Found(NamedTuple):
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Return a context for the search that does not depend on the modes of the caller.
+    """Run the block on the CPU, with gradients and in one thread, whatever modes the caller uses.
 
-    It uses one thread, since the matrices are small: on busy cores, threads that wait for each
+    One thread is enough, because the matrices are small.  On busy cores, threads that wait for each
     other at every product make the search 20 times slower.
     """
     threads = torch.get_num_threads()
@@ -67,31 +68,31 @@ def plain_torch() -> Iterator[None]:
 
 
 def _shares(amounts: Tensor) -> Tensor:
-    """Return the amounts divided by their sum; all zeros stay zeros."""
+    """Return the amounts divided by their sum.  If all are 0, they stay 0."""
     total = amounts.sum()
     return amounts / total if total > 0 else amounts
 
 
 def _connection(problem: Problem) -> Tensor:
-    """Return the shares of the data between different models, ``[n, n]``."""
+    """Return each pair's share of the data between different models, ``[n, n]``."""
     amounts = problem.model_connection
     return _shares(amounts - amounts.diag().diag())
 
 
 def _power(problem: Problem) -> Tensor:
-    """Return the devices' shares of the computing power, ``[m]``; equal if no device has any."""
+    """Return the devices' shares of the computing power, ``[m]``: equal shares if all have 0."""
     power = problem.complexity_capacity[0]
     return _shares(power if power.sum() > 0 else torch.ones_like(power))
 
 
 def cost(p: Tensor, problem: Problem) -> Tensor:
-    """Return the cost of placements of shape ``[..., n, m]``, shape ``[...]``."""
+    """Return the cost of placements of shape ``[..., n, m]`` as a tensor of shape ``[...]``."""
     n, m = p.shape[-2:]
-    # For model i on device k: the distances to the models that it sends to, times the amounts.
+    # Of model i on device k: the distances to the models to which it sends, times the amounts.
     way = _connection(problem) @ p @ _shares(problem.device_distance).T
     size = (problem.model_size @ p).squeeze(-2)
     excess = (_shares(problem.model_complexity) @ p).squeeze(-2) - _power(problem)
-    # Clamped, since the logarithm of 0 has no gradient.
+    # Clamped, because the logarithm of 0 has no gradient.
     entropy = -(p * p.clamp_min(1e-30).log()).sum((-1, -2))
     return (
         problem.connection_weight * (p * way).sum((-1, -2)) / n**2
@@ -106,7 +107,7 @@ def cost(p: Tensor, problem: Problem) -> Tensor:
 def search(
     problem: Problem, iterations: int, update_rate: float, limit: int = EXACT_LIMIT
 ) -> Found:
-    """Return the best placement if there are at most ``limit``, else the best one found.
+    """Return the best placement if at most ``limit`` exist, else the best one that was found.
 
     The search is deterministic and does not use torch's global generator.
     """
@@ -124,9 +125,8 @@ def _decided(placements: Tensor, m: int) -> Tensor:
 
 
 def _exact(problem: Problem, n: int, m: int) -> Found:
-    """Try all placements: each is the digits, in base m, of a number below m to the n."""
+    """Try all placements.  The digits in base m of a number below m to the n are a placement."""
     base = m ** torch.arange(n)
-    # In batches, which limit the memory of intermediate tensors.
     step = max(1, BATCH // (n * m))
     best, least = 0, float("inf")
     for first in range(0, m**n, step):
@@ -141,13 +141,13 @@ def _exact(problem: Problem, n: int, m: int) -> Found:
 def greedy(problem: Problem) -> list[int]:
     """Place the models one by one, each on the device where the cost grows least.
 
-    The most complex model is first; of equally complex ones the largest, then the first.  Of
-    equally good devices, the first is taken.
+    The most complex model is first.  Of equally complex models, the largest is first.  Of equally
+    good devices, the first is taken.
     """
     n, m = problem.model_connection.shape[0], problem.device_distance.shape[0]
     complexity, size = problem.model_complexity[0].tolist(), problem.model_size[0].tolist()
     placement = [0] * n
-    # A model that is not placed has a row of zeros: no size, no work, no distances.
+    # A model that is not placed yet has a row of zeros, which adds nothing to the cost.
     p = torch.zeros(n, m, dtype=torch.double)
     for i in sorted(range(n), key=lambda i: (-complexity[i], -size[i], i)):
         tried = p.repeat(m, 1, 1)
@@ -158,7 +158,7 @@ def greedy(problem: Problem) -> list[int]:
 
 
 def _polished(placement: Sequence[int], problem: Problem) -> tuple[list[int], float]:
-    """Move one model, or swap two, whichever is best, until the cost no longer falls.
+    """Move one model or swap two, whichever lowers the cost more, until nothing lowers it.
 
     Returns the placement and its cost.
     """
@@ -175,17 +175,17 @@ def _polished(placement: Sequence[int], problem: Problem) -> tuple[list[int], fl
             i, k = divmod(int(swaps.argmin()), len(devices))
             tried[i], tried[k] = devices[k], devices[i]
         value = float(cost(_decided(tried, m), problem))
-        # The rounding errors of `_changes` could otherwise make this loop endless.
+        # Checked with the exact cost: rounding errors of `_changes` could make this loop endless.
         if not value < least:
             return devices.tolist(), least
         devices, least = tried, value
 
 
 def _changes(devices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return the change of the cost by each move and each swap, up to rounding.
+    """Return how much each move and each swap changes the cost, up to rounding errors.
 
-    Moves: ``[n, m]``, model i to device k.  Swaps: ``[n, n]``, models i and j.  Only the terms that
-    change are computed, so all of them together take about as long as one `cost`.
+    The moves ``[n, m]`` are of model i to device k, the swaps ``[n, n]`` of models i and j.  Only
+    the terms that change are computed, so all together take about as long as one `cost`.
     """
     n, m = len(devices), problem.device_distance.shape[0]
     p = _decided(devices, m)
@@ -197,21 +197,21 @@ def _changes(devices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     excess = work @ p - _power(problem)
 
     def change(device: Tensor, size: Tensor, work: Tensor) -> Tensor:
-        """Return the change of a device's part of the cost if size and work are added to it."""
+        """Return how the device's part of the cost changes if it gets more size and work."""
         over = load[device] - room[device]
         return (
             problem.size_match_weight * (torch.relu(over + size) - torch.relu(over))
             + problem.complexity_match_weight * work * (work + 2 * excess[device])
         ) / m
 
-    way = connection @ p @ distance.T + connection.T @ p @ distance  # of model i if on device k
+    way = connection @ p @ distance.T + connection.T @ p @ distance  # of model i on device k
     way = way - way.gather(1, devices[:, None])
     moves = way + change(torch.arange(m), size[:, None], work[:, None])
     moves += change(devices, -size, -work)[:, None]
     moves[range(n), devices] = 0
 
     way = way[:, devices]
-    # Corrects the distance between the two: each move was computed with the other at its old place.
+    # `way` assumes that the other model stays at its place, so correct the distance of the two.
     between = distance[devices][:, devices]
     swaps = way + way.T + (connection + connection.T) * (between + between.T)
     more_size, more_work = size - size[:, None], work - work[:, None]
@@ -222,7 +222,7 @@ def _changes(devices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _descend(problem: Problem, n: int, m: int, iterations: int, update_rate: float) -> list[int]:
-    """Follow the gradient of the cost from fixed random probabilities; return the likeliest."""
+    """Follow the cost's gradient from fixed random probabilities; return the likeliest devices."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(n, m, generator=generator, dtype=torch.double).requires_grad_()
     optimizer = torch.optim.Adam([logits], lr=update_rate)
