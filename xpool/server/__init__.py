@@ -1,7 +1,7 @@
 """Servers of values, models and gradients, for the processes of an `RpcGroup`.
 
-The names are those of ``machin.parallel.server``; docs/server.md is the guide.  Importing this
-package imports torch.
+The public names are those of ``machin.parallel.server``.  The guide is docs/server.md.  Importing
+this package imports torch.
 """
 
 from xpool.server.gradient import ModelNotManaged, PushPullGradServer, PushPullGradServerImpl

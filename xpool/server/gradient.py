@@ -29,7 +29,7 @@ from xpool.server.ordered import (
 Gradients = dict[str, Tensor]
 
 Facts = dict[str, str]
-"""Shape, dtype and layout of each gradient, as a text, by the name of its parameter."""
+"""A text with shape, dtype and layout of each gradient, by the name of its parameter."""
 
 
 class ModelNotManaged(GroupError):
@@ -37,7 +37,7 @@ class ModelNotManaged(GroupError):
 
 
 class ReduceType(Enum):
-    """The level of the tree that a push goes to."""
+    """The level of the reduction tree to which a push goes."""
 
     REDUCE_PRIMARY = 0
     REDUCE_SECONDARY = 1
@@ -68,19 +68,19 @@ class PushPullGradServer:
         self.server_name, self.group, self.model_name = server_name, group, model_name
         self.o_server = o_server
         self.secondary_reducers = list(secondary_reducers)
-        self._managed: Facts | None = None  # the server is asked at the first push
+        self._managed: Facts | None = None  # fetched from the server at the first push
 
     def push(self, model: nn.Module) -> bool:
-        """Push the model's gradients, then `pull`; return the result of `pull`.
+        """Push the model's gradients, then call `pull` and return its result.
 
         The gradients go to a living secondary reducer, chosen at random.  Parameters that require
         no gradient are left out.
 
         Raises:
-            ModelNotManaged: the managed model has other parameters, or of another dtype, or these
-                gradients are sparse; the message names them.
+            ModelNotManaged: the managed model has parameters of other names, shapes or dtypes, or
+                gradients are sparse.  The text names them.
             GroupError: a parameter has no gradient, or the reducer has stopped with an error.
-            PeerLost: no reducer is left, or the primary has died.
+            PeerLost: no secondary reducer is left, or the primary has died.
         """
         gradients: dict[str, Any] = {
             name: one.grad for name, one in model.named_parameters() if one.requires_grad
@@ -90,7 +90,7 @@ class PushPullGradServer:
             raise GroupError(f"No gradient to push for {', '.join(bare)}: call backward() first.")
         self._check_managed(facts_of(gradients))
         sent = on_cpu(gradients)
-        # In random order: the first gets the push; the others replace it if it has died.
+        # In random order, try one reducer after the other until one is alive.
         reducers = random.sample(self.secondary_reducers, len(self.secondary_reducers))
         for reducer in reducers:
             service = push_service(_reducer(self.server_name, reducer))
@@ -98,27 +98,27 @@ class PushPullGradServer:
                 self.group.registered_sync(service, (sent, ReduceType.REDUCE_SECONDARY))
                 break
             except PeerLost:
-                # The gradients that it had taken are lost with it, so none counts twice.
+                # Gradients that the dead reducer has taken are lost, so none counts twice.
                 if reducer == reducers[-1]:
                     raise
         return self.pull(model)
 
     def pull(self, model: nn.Module) -> bool:
-        """Load the newest state and clear the gradients; return whether the server has a state.
+        """Load the newest state and clear the gradients.  Return whether the server has a state.
 
         Raises:
-            GroupError: the server's model is another one: names or shapes differ.
+            GroupError: the server's model has other names or shapes.
         """
         model.zero_grad()
         pulled = self.o_server.pull(self.model_name)
         if pulled is None:
-            return False  # no gradients have been applied so far
+            return False  # no gradients have been applied yet
         load(model, pulled[0], self.model_name)
         return True
 
     def _check_managed(self, given: Facts) -> None:
         if self._managed is None:
-            # Also None if no model is managed yet: pushed gradients wait until one is.
+            # The server returns None if it manages no model yet.  Then the gradients wait there.
             self._managed = self.group.registered_sync(_facts_service(self.server_name))
         if self._managed is not None:
             check_facts(self.server_name, self._managed, given)
@@ -146,30 +146,31 @@ def check_facts(server_name: str, managed: Facts, given: Facts) -> None:
 
 
 class PushPullGradServerImpl:
-    """A gradient server's part in one process.
+    """The part of a gradient server in one process.
 
-    Make it in the primary reducer and in each secondary one.  Clients push gradients to a secondary
-    reducer.  A secondary reducer reduces each ``reduce_batch_size`` of them to one, which it sends
-    to the primary.  The primary reduces each ``reduce_batch_size`` of those, applies the result to
-    the managed model by its optimizer, and pushes the model's state to the ordered server, where
-    clients pull it.  No order is guaranteed.  An incomplete batch is dropped when the server stops.
+    The primary reducer and each secondary reducer make one.  Clients push gradients to a secondary
+    reducer.  A secondary reducer reduces each ``reduce_batch_size`` gradients to one, which it
+    sends to the primary.  The primary reduces each ``reduce_batch_size`` of those, applies the
+    result to the managed model with the model's optimizer, and pushes the model's state to the
+    ordered server, from which clients pull it.  No order is guaranteed.  An incomplete batch is
+    dropped when the server stops.
 
     Args:
-        server_name: a name that is unique in the group; the primary pairs the client under it.
-        group: an `RpcGroup` that this process is a member of.
+        server_name: a name that is unique in the group.  The primary pairs the client under it.
+        group: an `RpcGroup` that contains this process.
         model_name: the model's key in the ordered server.
-        primary_reducer: a member; None: the group's first.
-        secondary_reducers: members; None: all.
-        o_server: the client of an ordered server of your own; None: the primary makes one.
+        primary_reducer: the name of a member.  None: the group's first member.
+        secondary_reducers: names of members.  None: all members.
+        o_server: the client of another ordered server.  None: the primary makes a server.
         reduce_method: how a batch is reduced, ``"sum"`` or ``"mean"``.
         reduce_device: the device on which batches are reduced.
-        reduce_batch_size: 1 or more.
-        max_queue_size: the most gradients that wait in a process, more than ``reduce_batch_size``.
-            Beyond it the oldest are dropped; `dropped` counts them.
+        reduce_batch_size: number of gradients of a batch, at least 1.
+        max_queue_size: how many gradients may wait in a process, more than ``reduce_batch_size``.
+            If there are more, the oldest is dropped, and `dropped` counts it.
 
-    Gradients that do not fit the managed model (another name, shape or dtype, or sparse) are
-    refused: the client's `push` raises.  `refused` counts those that were pushed before a model was
-    managed and were refused later, without an error for the client.
+    If gradients do not fit the managed model (another name, shape or dtype, or sparse), the
+    client's `push` raises.  Gradients that were pushed before a model was managed may be refused
+    later, without an error for the client.  `refused` counts these.
 
     Raises:
         OptionError: an argument has a wrong value, or a reducer is not in the group.
@@ -215,7 +216,7 @@ class PushPullGradServerImpl:
         self.lr_scheduler: Any = None
         self.dropped = self.refused = 0
 
-        # Pushes arrive in threads of torch's RPC.  Not held while a batch is reduced or sent.
+        # Threads of torch's RPC run the pushes.  The lock is not held during a reduction or a call.
         self._changed = threading.Condition()
         # Guarded by _changed: the gradients that wait, and the state of the reducing thread.
         self._queues: dict[ReduceType, deque[Gradients]] = {kind: deque() for kind in ReduceType}
@@ -224,7 +225,7 @@ class PushPullGradServerImpl:
         self._error: BaseException | None = None
         with ExitStack() as undo:
             self._offer(undo, o_server)
-            undo.pop_all()  # complete: keep everything
+            undo.pop_all()  # all succeeded, so undo nothing
 
     def _offer(self, undo: ExitStack, o_server: OrderedServerBase | None) -> None:
         inner = f"{self.server_name}_o_server"
@@ -236,7 +237,7 @@ class PushPullGradServerImpl:
         register(undo, self.group, push_service(own), self._push_service)
         if self.is_primary:
             register(undo, self.group, _facts_service(self.server_name), self._facts_service)
-            # Last: a member that gets the client may push at once.
+            # Paired last, because a member that gets the client may push at once.
             accessor = PushPullGradServer(
                 self.server_name,
                 self.group,
@@ -247,15 +248,14 @@ class PushPullGradServerImpl:
             self.group.pair(self.server_name, accessor)
 
     def manage_model(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> None:
-        """Apply the reduced gradients to this model.  Call it in the primary reducer before
-        `start`.
+        """Apply the reduced gradients to ``model``.  The primary reducer calls this before `start`.
 
-        Use the model for nothing else until `stop`.
+        Until `stop`, the program must not use the model otherwise.
 
         Args:
-            model: gets the gradients, and its state is pushed after each step.
-            optimizer: of the model's parameters.
-            lr_scheduler: of the optimizer; it makes a step after each of the optimizer's.
+            model: the model that gets the gradients.  Its state is pushed after each step.
+            optimizer: an optimizer of the model's parameters.
+            lr_scheduler: a scheduler of the optimizer.  It makes a step after each optimizer step.
 
         Raises:
             ModelNotManaged: this process is not the primary reducer.
@@ -267,11 +267,11 @@ class PushPullGradServerImpl:
             )
         model.pp_version = 0
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        # Last: services read it in threads of torch's RPC, to know whether a model is managed.
+        # Set last: threads of torch's RPC read it to know whether a model is managed.
         self.model = model
 
     def start(self) -> None:
-        """Begin to reduce in a thread, including gradients that were pushed before.
+        """Start the thread that reduces gradients, including those that were pushed before.
 
         Raises:
             ModelNotManaged: this is the primary reducer, and it manages no model.
@@ -289,19 +289,18 @@ class PushPullGradServerImpl:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its current step; `start` may follow."""
+        """End the thread after its current step.  `start` may be called again."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
-            # Without the lock, which the thread needs in order to see `_stopping`.
-            thread.join()
+            thread.join()  # not under the lock, which the thread needs
             with self._changed:
                 self._thread = None
 
     def watch(self) -> None:
-        """Raise the error that has ended the thread, if there is one."""
+        """Raise the error that has ended the thread, if an error has."""
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -324,7 +323,7 @@ class PushPullGradServerImpl:
                     f"stopped: {self._error!r}. watch() raises that error there; stop() and "
                     "start() begin again."
                 )
-            if queue:  # a batch is of one kind, also where no model is managed here
+            if queue:  # the gradients of a batch must be alike, even if no model is managed here
                 check_facts(self.server_name, facts_of(queue[-1]), given)
             queue.append(gradients)
             if len(queue) > self.max_queue_size:
@@ -333,7 +332,7 @@ class PushPullGradServerImpl:
             self._changed.notify_all()
 
     def _drop_misfits(self, queue: deque[Gradients]) -> None:
-        """Drop what was pushed before a model was managed, and does not fit the one that is now."""
+        """Drop gradients that do not fit the managed model: clients pushed them before it was."""
         if self.is_primary:
             managed = self._facts_service()
         else:
@@ -352,7 +351,7 @@ class PushPullGradServerImpl:
     @staticmethod
     def _facts(model: nn.Module) -> Facts:
         return {
-            # `grad_dtype`: newer versions of torch let a gradient have a dtype of its own.
+            # In newer versions of torch a gradient can have another dtype than its parameter.
             name: _describe(one.shape, getattr(one, "grad_dtype", None) or one.dtype)
             for name, one in model.named_parameters()
             if one.requires_grad
@@ -369,7 +368,7 @@ class PushPullGradServerImpl:
                     # The clients pushed before a model was managed, so `push` could not check.
                     self.refused += len(batch[1])
         except BaseException as exc:
-            # Kept for `watch` and for later pushes: nobody waits for this thread.
+            # `watch` and later pushes raise it, because no caller waits for this thread.
             with self._changed:
                 self._error = exc
 
@@ -378,14 +377,13 @@ class PushPullGradServerImpl:
         if level is ReduceType.REDUCE_PRIMARY:
             self._apply(reduced)
         elif self.is_primary:
-            # No remote call is needed for this process's own queue.
             self._push_service(reduced, ReduceType.REDUCE_PRIMARY)
         else:
             service = push_service(_reducer(self.server_name, self.primary_reducer))
             self.group.registered_sync(service, (reduced, ReduceType.REDUCE_PRIMARY))
 
     def _next_batch(self) -> tuple[ReduceType, list[Gradients]] | None:
-        """Wait for a full batch and return it, the primary's first; None: stop."""
+        """Wait for a full batch and return it, the primary's first.  Return None after `stop`."""
         size = self.reduce_batch_size
         with self._changed:
             while not self._stopping:
@@ -416,7 +414,7 @@ class PushPullGradServerImpl:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         version: Any = model.pp_version
-        # `on_cpu` copies, since the next step changes the model in place.
+        # `on_cpu` copies the state, because the next step changes the model in place.
         self.o_server.push(self.model_name, on_cpu(model.state_dict()), version + 1, version)
         model.pp_version = version + 1
 

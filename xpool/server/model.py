@@ -1,4 +1,4 @@
-"""`PushPullModelServer`: one model, in strictly ordered versions."""
+"""`PushPullModelServer`: serves one model in strictly ordered versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def on_cpu(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """Copy tensors to the CPU, which every process has."""
+    """Copy tensors to the CPU, because other processes may lack their devices."""
     return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}
 
 
@@ -22,7 +22,7 @@ def load(model: nn.Module, state: dict[str, Tensor], name: str) -> None:
     """Copy a pulled state into a model, on the model's own devices."""
     own = {key: tuple(one.shape) for key, one in model.state_dict().items()}
     pulled = {key: tuple(one.shape) for key, one in state.items()}
-    if own != pulled:  # checked first: torch would load the fitting part before it raises
+    if own != pulled:  # checked first: torch would load the parts that fit, and then raise
         differ = sorted(
             key for key in own.keys() | pulled.keys() if own.get(key) != pulled.get(key)
         )
@@ -37,22 +37,23 @@ class PushPullModelServer:
     """The client of a model server.
 
     Members of the group get it by ``group.get_paired(server_name).to_here()``.  A model's version
-    is its attribute ``pp_version``, which `push` and `pull` set; without one, it is 0.
+    is its attribute ``pp_version``, which `push` and `pull` set.  Without it, the version is 0.
+    Calls raise the errors of `OrderedServerSimple`, too.
     """
 
     def __init__(self, model_name: str, o_server: OrderedServerBase) -> None:
         self.model_name, self.o_server = model_name, o_server
 
     def push(self, model: nn.Module, pull_on_fail: bool = True) -> bool:
-        """Push the model's state as the version after its own; return whether the server took it.
+        """Push the model's state, as its version + 1.  Return whether the server stored it.
 
-        The server refuses it if another process has pushed since this model was pulled.  Then, with
-        ``pull_on_fail``, the newest state is loaded into ``model``, from which the caller can go
-        on. Gradients do not change.
+        The server does not store it if another process has pushed since this model was pulled.
+        Then, with ``pull_on_fail``, the newest state is loaded into ``model``.  Gradients do not
+        change.
 
         Raises:
             VersionError: the model's version is higher than any that the server has had.
-            GroupError: the pulled state is of another model: names or shapes differ.
+            GroupError: the server's model has other names or shapes.
         """
         version: int = getattr(model, "pp_version", 0)
         state = on_cpu(model.state_dict())
@@ -64,16 +65,16 @@ class PushPullModelServer:
         return pushed
 
     def pull(self, model: nn.Module) -> bool:
-        """Load the newest state into ``model`` if it is newer; return whether the server has one.
+        """Load the newest state into ``model`` if it is newer.  Return whether the server has one.
 
         Raises:
-            GroupError: the server's model is another one: names or shapes differ.
+            GroupError: the server's model has other names or shapes.
         """
         pulled = self.o_server.pull(self.model_name)
         if pulled is None:
             return False
         state, version = pulled
-        # A model without a version loads any version, including the first (0).
+        # A model without a version loads any version, including 0.
         if getattr(model, "pp_version", -1) < version:
             load(model, state, self.model_name)
             model.pp_version = version
@@ -84,11 +85,11 @@ class PushPullModelServerImpl:
     """A server of one model, in this process.
 
     Args:
-        server_name: a name that is unique in the group; the client is paired under it.
-        group: an `RpcGroup` that this process is a member of.
+        server_name: a name that is unique in the group.  The client is paired under it.
+        group: an `RpcGroup` that contains this process.
         model_name: the model's key in the ordered server.
-        o_server: the client of an ordered server of your own; None: an `OrderedServerSimpleImpl` is
-            made in this process.
+        o_server: the client of another ordered server.  None: an `OrderedServerSimpleImpl` is made
+            in this process.
 
     Raises:
         GroupKeyError: the name is taken.
@@ -111,7 +112,7 @@ class PushPullModelServerImpl:
                 o_server = OrderedServerSimple(inner, group)
             self.o_server = o_server
             group.pair(server_name, PushPullModelServer(model_name, o_server))
-            undo.pop_all()  # complete: keep everything
+            undo.pop_all()  # all succeeded, so undo nothing
 
     def __repr__(self) -> str:
         return f"<PushPullModelServerImpl {self.server_name!r} in {self.group!r}>"

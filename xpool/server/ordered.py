@@ -1,4 +1,4 @@
-"""Versioned values: each key has a newest version, and a new one must be made from that."""
+"""Versioned values.  The server accepts a new version only if it was made from the newest one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xpool.errors import OptionError, XPoolError
 
 
 class VersionError(XPoolError, ValueError):
-    """A version that cannot follow the newest one of its key."""
+    """The pushed version cannot follow the newest version of its key."""
 
 
 class OrderedServerBase(ABC):
@@ -23,29 +23,30 @@ class OrderedServerBase(ABC):
 
     @abstractmethod
     def push(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
-        """Make ``value`` the newest version of ``key`` if ``prev_version`` is the newest.
+        """Store ``value`` as the newest version of ``key`` if ``prev_version`` is the newest now.
 
         Returns whether it was stored.  The first push of a key may name any versions.  Versions are
-        hashable values, usually numbers; ``version == prev_version`` replaces the newest.
+        hashable values, usually numbers.  ``version == prev_version`` replaces the newest.
 
         Raises:
-            VersionError: ``version`` is an older one that the server has, or ``prev_version`` is
+            VersionError: the server has ``version`` as an older version, or ``prev_version`` is
                 greater than the newest, so it never existed.
         """
 
     @abstractmethod
     def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
-        """Return a copy of a value, and its version: the newest, or ``version``.
+        """Return a copy of a value and its version: ``version``, or the newest if None.
 
-        Returns None if the server has no such version, or has dropped it.
+        Returns None if the server has no such version, or no longer has it.
         """
 
 
 class OrderedServerSimple(OrderedServerBase):
-    """The client of an `OrderedServerSimpleImpl` in another process; it can be pickled.
+    """The client of an `OrderedServerSimpleImpl`, which may be in another process.
 
-    ``server_name`` and ``group`` are those of the server.  `push` and `pull` raise `GroupKeyError`
-    if there is no such server, and `PeerLost` if its process has died.
+    The client can be pickled.  ``server_name`` and ``group`` are those of the server.  `push` and
+    `pull` raise `GroupKeyError` if the group has no such server, and `PeerLost` if its process has
+    died.
     """
 
     def __init__(self, server_name: str, group: RpcGroup) -> None:
@@ -68,15 +69,15 @@ class OrderedServerSimple(OrderedServerBase):
 
 
 class OrderedServerSimpleImpl:
-    """An ordered server in this process's memory.
+    """An ordered server that keeps its values in the memory of this process.
 
     It pairs a client, an `OrderedServerSimple`, to the group under its name.  Members get the
     client by ``group.get_paired(server_name).to_here()``.
 
     Args:
         server_name: a name that is unique in the group.
-        group: an `RpcGroup` that this process is a member of.
-        version_depth: how many versions before the newest are kept for `pull`.
+        group: an `RpcGroup` that contains this process.
+        version_depth: how many versions before the newest one `pull` can return.
 
     Raises:
         OptionError: ``version_depth`` is not an int of at least 1.
@@ -92,14 +93,14 @@ class OrderedServerSimpleImpl:
         if version_depth < 1:
             raise OptionError(f"version_depth must be 1 or more, not {version_depth}")
         self.server_name, self.group, self.version_depth = server_name, group, version_depth
-        # Pushes and pulls arrive in threads of torch's RPC.
+        # Threads of torch's RPC run the pushes and pulls.
         self._lock = threading.Lock()
-        # Guarded by _lock: the versions of each key, the newest last.  Values are never changed.
+        # Guarded by _lock: the versions of each key, the newest last.  Values never change.
         self._storage: dict[Hashable, OrderedDict[Any, Any]] = {}
         with ExitStack() as undo:
             register(undo, group, push_service(server_name), self._push_service)
             register(undo, group, pull_service(server_name), self._pull_service)
-            # Last: a member that gets the client may call at once.
+            # Paired last, because a member that gets the client may call at once.
             group.pair(server_name, OrderedServerSimple(server_name, group))
             undo.callback(lambda: group.unpair(server_name))
             self.undo = undo.pop_all()  # withdraws the services and the client
@@ -109,7 +110,7 @@ class OrderedServerSimpleImpl:
             versions = self._storage.setdefault(key, OrderedDict())
             if versions:
                 newest = next(reversed(versions))
-                # Another push came first, or the caller names a version that never existed.
+                # Either another push came first, or the version has never existed.
                 if newest != prev_version:
                     _check_previous(key, prev_version, newest)
                     return False
@@ -120,7 +121,6 @@ class OrderedServerSimpleImpl:
                         f"{list(versions)}."
                     )
             versions[version] = value
-            # Keep the newest, and `version_depth` before it.
             while len(versions) > self.version_depth + 1:
                 versions.popitem(last=False)
         return True
@@ -135,15 +135,15 @@ class OrderedServerSimpleImpl:
             if version not in versions:
                 return None
             value = versions[version]
-        # Without the lock: a large value takes long to copy, and stored values never change.
-        return deepcopy(value), version  # so a caller in this process cannot change the stored one
+        # The copy protects the stored value from a caller in this process.  It needs no lock,
+        # because stored values never change.
+        return deepcopy(value), version
 
     def __repr__(self) -> str:
         return f"<OrderedServerSimpleImpl {self.server_name!r} in {self.group!r}>"
 
 
 def register(undo: ExitStack, group: RpcGroup, key: str, service: Callable[..., Any]) -> None:
-    """Register a service; ``undo`` withdraws it."""
     group.register(key, service)
     undo.callback(lambda: group.deregister(key))
 
@@ -161,7 +161,7 @@ def _check_previous(key: Hashable, prev_version: Any, newest: Any) -> None:
     try:
         ahead = bool(prev_version > newest)
     except TypeError:
-        return  # versions without an order: it may have been an old one
+        return  # these versions have no order: it may be an old version
     if ahead:
         raise VersionError(
             f"prev_version {prev_version!r} of {key!r} has never existed: the newest is "
