@@ -1,4 +1,4 @@
-"""Queues, processes that use them, and a tidy process before the leak check looks."""
+"""Fixtures: queues, processes that use them, and a clean-up before the leak check."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xpool.queue import SimpleQueue
 
 @pytest.fixture(scope="session", autouse=True)
 def lasting() -> None:
-    """Start what lives as long as this process."""
+    """Start what lasts until this process ends."""
     from multiprocessing import forkserver, resource_tracker
 
     resource_tracker.ensure_running()
@@ -36,14 +36,14 @@ def lasting() -> None:
 
 @pytest.fixture(autouse=True)
 def tidied(nothing_leaks: None) -> Iterator[None]:
-    """Let the queues' memory go back after each test."""
+    """Free the queues' memory after each test."""
     yield
     parts.settled()
 
 
 @pytest.fixture
 def make_queue(tidied: None) -> Iterator[Callable[..., SimpleQueue]]:
-    """Make queues that are closed after the test."""
+    """Make queues and close them after the test."""
     made = []
 
     def make(**options: Any) -> SimpleQueue:
@@ -57,7 +57,7 @@ def make_queue(tidied: None) -> Iterator[Callable[..., SimpleQueue]]:
 
 @pytest.fixture
 def start(make_queue: Callable[..., SimpleQueue]) -> Iterator[Callable[..., Any]]:
-    """Start processes (``start(method, function, *args)``), which are ended after the test."""
+    """Start processes by ``start(method, function, *args)``, and end them after the test."""
     started = []
 
     def begin(method: str, function: Callable[..., object], *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the processes of the tests do; importable by every start method."""
+"""Functions that the tests' processes run; every start method can import them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ made: Any = None
 
 
 def echo(inbox: Any, outbox: Any) -> None:
-    """Pass everything on until None comes."""
+    """Pass each item on, until None."""
     while (item := inbox.get()) is not None:
         outbox.put(item)
 
@@ -29,13 +29,13 @@ def put_all(queue: Any, items: Any) -> None:
 
 
 def put_numbers(queue: Any, who: int, count: int) -> None:
-    """Put (who, 0), (who, 1) ..."""
+    """Put (who, 0), (who, 1), and so on."""
     for i in range(count):
         queue.put((who, i))
 
 
 def collect(queue: Any, results: Any) -> None:
-    """Get until None comes, then put what was got into `results`."""
+    """Get items until None, then put the list of them into `results`."""
     got = []
     while (item := queue.get()) is not None:
         got.append(item)
@@ -43,12 +43,12 @@ def collect(queue: Any, results: Any) -> None:
 
 
 def get_one(queue: Any, results: Any) -> None:
-    """Get one, and put it and the pid."""
+    """Get one item, and put the pid and the item."""
     results.put((os.getpid(), queue.get()))
 
 
 def remember(queue: Any) -> None:
-    """An initializer."""
+    """Keep the queue; an initializer."""
     global inherited
     inherited = queue
 
@@ -65,7 +65,7 @@ def get_remembered() -> Any:
 
 
 class Unloadable:
-    """Can be pickled, and raises KeyError when it is unpickled."""
+    """Can be pickled; unpickling it raises KeyError."""
 
     def __reduce__(self) -> Any:
         return _raise, ("as asked",)
@@ -79,7 +79,7 @@ def _raise(text: str) -> None:
 
 
 def add_one(inbox: Any, outbox: Any, count: int) -> None:
-    """Add one to each tensor, in place, and pass it on."""
+    """Add one to each tensor, in place, and pass the tensor on."""
     for _ in range(count):
         tensor = inbox.get()
         tensor += 1
@@ -88,7 +88,7 @@ def add_one(inbox: Any, outbox: Any, count: int) -> None:
 
 
 def keep(inbox: Any, outbox: Any, go: Any) -> None:
-    """Keep one tensor, say so, and when told, put what it has become."""
+    """Get a tensor, report it, wait for `go`, and put the tensor's values."""
     tensor = inbox.get()
     outbox.put("kept")
     go.get()
@@ -110,7 +110,7 @@ def _made(nbytes: int) -> Any:
 
 
 def pass_on_results(outbox: Any, count: int, nbytes: int, inbox: Any) -> None:
-    """Put tensors that the worker of a pool has made, then die when told."""
+    """Put tensors that a pool's worker made; after one message, kill this process."""
     from xpool import Pool
 
     with Pool(1, is_copy_tensor=False) as pool:
@@ -121,7 +121,7 @@ def pass_on_results(outbox: Any, count: int, nbytes: int, inbox: Any) -> None:
 
 
 def sums(inbox: Any, outbox: Any) -> None:
-    """Put (first element, whether all are alike, bytes) for each tensor, until None comes."""
+    """Put (first element, whether all are equal, bytes) for each tensor, until None."""
     while (tensor := inbox.get()) is not None:
         first = int(tensor[0])
         outbox.put((first, bool((tensor == first).all()), tensor.numel()))
@@ -129,7 +129,7 @@ def sums(inbox: Any, outbox: Any) -> None:
 
 
 def statistics(outbox: Any) -> None:
-    """Tidy up, and put the arena's statistics."""
+    """Free all memory not in use, and put the arena's statistics."""
     from xpool._memory import foreign
     from xpool._memory.arena import Arena
 
@@ -143,7 +143,7 @@ def statistics(outbox: Any) -> None:
 
 
 def report(inbox: Any, results: Any) -> None:
-    """Get (number, array), check the array, and put the number, until None comes."""
+    """Get (number, array), check the array, and put the number, until None."""
     while (item := inbox.get()) is not None:
         number, data = item
         whole = data == bytes([number % 251]) * len(data)
@@ -152,7 +152,7 @@ def report(inbox: Any, results: Any) -> None:
 
 
 def put_for_ever(queue: Any, who: int, nbytes: int) -> None:
-    """Put (who, i, bytes) for ever."""
+    """Put (who, i, bytes) without end."""
     i = 0
     while True:
         queue.put((who, i, bytearray([i % 251]) * nbytes))
@@ -172,7 +172,7 @@ def _found(where: str) -> tuple[Any, str]:
 
 
 def die_at(where: str, function: Any, *args: Any) -> None:
-    """Kill this process when it comes to a function, the first time."""
+    """Kill this process at its first call of the function `where`."""
     import signal
 
     owner, name = _found(where)
@@ -181,7 +181,7 @@ def die_at(where: str, function: Any, *args: Any) -> None:
 
 
 def stop_at(where: str, function: Any, *args: Any) -> None:
-    """Stop this process (SIGSTOP) when it comes to a function."""
+    """Stop this process (SIGSTOP) when it calls the function `where`."""
     import signal
 
     owner, name = _found(where)
@@ -196,7 +196,7 @@ def stop_at(where: str, function: Any, *args: Any) -> None:
 
 
 def juggle(queue: Any, faults: Any, seed: int) -> None:
-    """Get tensors, look whether they are spoilt, keep some for a while, put them back, add some."""
+    """Get tensors, check them, keep some for a while, put them back, add new ones."""
     import random
 
     import torch
@@ -225,9 +225,9 @@ def juggle(queue: Any, faults: Any, seed: int) -> None:
 
 
 def settled() -> None:
-    """Wait until this process holds nothing, and nothing of it is on its way."""
+    """Wait until this process holds no foreign block and has no message in flight."""
     gc.collect()
-    eventually(lambda: not foreign.tidy(float("inf")), "everything let go of")
+    eventually(lambda: not foreign.tidy(float("inf")), "no foreign block is held")
     foreign._wake.set()
     thread = foreign._thread
     if thread is not None:

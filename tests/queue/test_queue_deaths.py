@@ -1,4 +1,4 @@
-"""Processes killed in the midst of it: the others go on, nothing but what they held is gone."""
+"""Processes die at any point: the others continue, and only the held messages are lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _arena() -> Arena:
 
 @pytest.mark.parametrize("nbytes", [10, LARGE])
 def test_readers_are_killed(make_queue: Any, start: Any, nbytes: int):
-    """Of readers killed in a storm each loses at most the message in its hand."""
+    """Each killed reader loses at most the one message that it holds."""
     q, results = make_queue(), make_queue()
     count, seed = 3000, random.randrange(2**32)
     rng = random.Random(seed)
@@ -47,7 +47,7 @@ def test_readers_are_killed(make_queue: Any, start: Any, nbytes: int):
         try:
             got.append(results.get(2.0))
         except Exception:
-            break  # as much as will come has come
+            break  # all items that will come have come
         if len(got) == at and kills < 12:
             victim = readers.pop(rng.randrange(len(readers)))
             victim.kill()
@@ -73,7 +73,7 @@ def test_readers_are_killed(make_queue: Any, start: Any, nbytes: int):
 
 @pytest.mark.parametrize("nbytes", [10, LARGE])
 def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
-    """What comes from a writer that was killed is whole, in order, and without gaps."""
+    """The items of a killed writer are complete, in order and without gaps."""
     q = make_queue()
     writers = {who: start("fork", parts.put_for_ever, q, who, nbytes) for who in range(3)}
     alive = set(writers)
@@ -118,7 +118,7 @@ def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
     ],
 )
 def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
-    """Wherever in `get` it is: its message is gone, the next goes to another, memory comes back."""
+    """A reader that dies inside `get` loses its message alone, and its memory is freed."""
     q, results = make_queue(), make_queue()
     q.put((1, bytearray([1]) * LARGE))
     victim = start("spawn", parts.die_at, where, parts.report, q, results)
@@ -143,7 +143,7 @@ def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
     ],
 )
 def test_a_writer_dies_with_a_message(make_queue: Any, start: Any, where: str, arrives: bool):
-    """Wherever in `put` it is: its message is there whole, or not at all; others can put."""
+    """A writer that dies inside `put` has sent all of its message or nothing; others can put."""
     q = make_queue()
     data = bytearray([7]) * LARGE
     victim = start("spawn", parts.die_at, where, parts.put_all, q, [data])
@@ -157,17 +157,17 @@ def test_a_writer_dies_with_a_message(make_queue: Any, start: Any, where: str, a
 
 
 def test_a_reader_is_stopped_with_a_message(make_queue: Any, start: Any):
-    """A process that stands still with a message in its hand keeps nobody else from anything."""
+    """A stopped reader that holds a message blocks no other process."""
     q, results = make_queue(), make_queue()
     q.put((1, bytearray([1]) * LARGE))
     stopped = start("spawn", parts.stop_at, "xpool.queue:_opened", parts.report, q, results)
-    eventually(lambda: _state(stopped.pid) == "T", "it stands still")
+    eventually(lambda: _state(stopped.pid) == "T", "the reader is stopped")
     start("spawn", parts.report, q, results)
     for i in range(2, 200):
         q.put((i, bytearray([i]) * LARGE))
         assert results.get(LIMIT) == i
     foreign.tidy(float("inf"))
-    assert 1 <= _arena().statistics()["out"] <= 3  # those that went with the same in-flight lease
+    assert 1 <= _arena().statistics()["out"] <= 3  # blocks of the same in-flight lease
     os.kill(stopped.pid, signal.SIGCONT)
     assert results.get(LIMIT) == 1
     q.put(None)
@@ -177,10 +177,10 @@ def test_a_reader_is_stopped_with_a_message(make_queue: Any, start: Any):
 @pytest.mark.parametrize("size", [10, LARGE])
 @pytest.mark.parametrize("where", ["xpool.queue:encode", "xpool.queue:SimpleQueue._try_put"])
 def test_a_writer_is_stopped_with_a_message(make_queue: Any, start: Any, where: str, size: int):
-    """A process that stands still in the middle of `put` keeps nobody from putting and getting."""
+    """A writer stopped inside `put` blocks no other `put` or `get`."""
     q = make_queue()
     stopped = start("spawn", parts.stop_at, where, parts.put_all, q, [bytearray(size)])
-    eventually(lambda: _state(stopped.pid) == "T", "it stands still")
+    eventually(lambda: _state(stopped.pid) == "T", "the writer is stopped")
     for i in range(1, 50):
         q.put(bytearray([i]) * size)
         assert q.get(LIMIT) == bytearray([i]) * size
@@ -194,8 +194,8 @@ def _state(pid: int) -> str:
 
 
 @pytest.mark.torch
-def test_a_reader_that_holds_dies(make_queue: Any, start: Any):
-    """What a killed process had got and held is free again."""
+def test_a_reader_dies_with_a_tensor(make_queue: Any, start: Any):
+    """Blocks that a killed process held are freed."""
     import torch
 
     there, back, go = make_queue(), make_queue(), make_queue()
@@ -209,8 +209,8 @@ def test_a_reader_that_holds_dies(make_queue: Any, start: Any):
     assert _arena().statistics()["out"] == 0
 
 
-def test_a_queue_goes_with_messages(make_queue: Any):
-    """Messages of a queue that nobody has any more hold nothing."""
+def test_closing_frees_messages(make_queue: Any):
+    """Closing the last end of a queue frees the blocks of its messages."""
     q = make_queue()
     for _ in range(5):
         q.put(bytearray(LARGE))
@@ -221,8 +221,8 @@ def test_a_queue_goes_with_messages(make_queue: Any):
     assert _arena().statistics()["out"] == 0
 
 
-def test_memory_of_the_killed(make_queue: Any, start: Any):
-    """Memory and descriptors do not grow with the number of processes that were killed."""
+def test_kills_do_not_leak(make_queue: Any, start: Any):
+    """Memory and descriptors do not grow with the number of killed processes."""
     q = make_queue()
     most = 0
     for i in range(12):
@@ -236,13 +236,13 @@ def test_memory_of_the_killed(make_queue: Any, start: Any):
         del data
         foreign.tidy()
         most = max(most, len(Arena._known))
-    assert most <= 3  # our own, that of the last, and one that is on its way out
+    assert most <= 3  # our own, the last victim's, and one that is being freed
 
 
 @pytest.mark.exhaustive
 @pytest.mark.torch
 def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
-    """Shared tensors that pass through many hands, some of them cut off, are never spoilt."""
+    """Shared tensors stay correct while processes pass them on and some are killed."""
     monkeypatch.setattr("xpool._memory.arena.IDLE_SECONDS", 0.005)
     monkeypatch.setattr("xpool._memory.foreign.IDLE_SECONDS", 0.005)
     q, faults = make_queue(), make_queue()
@@ -276,7 +276,7 @@ def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.Mo
 
 
 def test_too_many_readers(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
-    """Where no attachment to a file is free, a message in it is refused, and the next one comes."""
+    """If a file has no free attachment, `get` refuses its message; the next message arrives."""
     q = make_queue()
     start("spawn", parts.put_all, q, [bytearray(LARGE), "short", bytearray(LARGE)]).join(LIMIT)
     monkeypatch.setattr("xpool._memory.attachments.FIRST_FOREIGN", HOLDS)

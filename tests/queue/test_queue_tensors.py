@@ -1,4 +1,4 @@
-"""Tensors through queues: shared and copied, through any number of hands, and what stays behind."""
+"""Tensors through queues: shared and copied, over several processes, and what they leave."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_shared(make_queue: Any, start: Any, method: str, count: int):
 
 @pytest.mark.exhaustive
 def test_hops(make_queue: Any, start: Any, method: str):
-    """A to B to C to A: what comes back is the same memory, and everybody has written to it."""
+    """A tensor passed from A to B to C to A is the same memory, with the writes of all."""
     first, second, third = make_queue(), make_queue(), make_queue()
     start(method, parts.add_one, first, second, 3)
     start(method, parts.add_one, second, third, 3)
@@ -61,8 +61,8 @@ def test_hops(make_queue: Any, start: Any, method: str):
 
 
 @pytest.mark.exhaustive
-def test_hops_of_what_others_made(make_queue: Any, start: Any):
-    """Tensors of two processes, in one message, are passed on to a third, which writes to both."""
+def test_hops_of_foreign_tensors(make_queue: Any, start: Any):
+    """One message carries tensors of two processes to a third, which writes to both."""
     queues = [make_queue() for _ in range(4)]
     for queue in queues[:2]:
         start("spawn", parts.make_tensors, queue, 1, 10)
@@ -85,7 +85,7 @@ def _write_to_all(inbox: Any, outbox: Any) -> None:
 
 @pytest.mark.parametrize("count", [3, *also(1, 20_000)])
 def test_copied(make_queue: Any, start: Any, method: str, count: int):
-    """With ``copy_tensor=True`` the receiver's tensor is its own, and it may write to it."""
+    """With ``copy_tensor=True`` the receiver may write to its own tensor."""
     there, back = (make_queue(copy_tensor=True) for _ in range(2))
     start(method, parts.add_one, there, back, 2)
     tensor = torch.zeros(count)
@@ -99,7 +99,7 @@ def test_copied(make_queue: Any, start: Any, method: str, count: int):
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_aliases(make_queue: Any, copy: bool):
-    """Views of one storage, parameters and their gradients flags arrive as that."""
+    """Views of one storage stay views of one storage; parameters stay parameters."""
     q = make_queue(copy_tensor=copy)
     base = torch.arange(100_000, dtype=torch.float32)
     views = base[10:20], base[15:90_000:3], torch.nn.Parameter(base[:5])
@@ -115,7 +115,7 @@ def test_aliases(make_queue: Any, copy: bool):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("copy", [True, False])
 def test_large(make_queue: Any, start: Any, copy: bool):
-    """64 MiB tensors stream through, and the writer's memory is used again."""
+    """64 MiB tensors pass through, and the writer's memory is reused."""
     q, results = make_queue(copy_tensor=copy), make_queue()
     start("fork", parts.sums, q, results)
     for i in range(12):
@@ -128,7 +128,7 @@ def test_large(make_queue: Any, start: Any, copy: bool):
 
 
 def test_limit_of_memory(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
-    """A writer that is ahead of its readers waits when the limit is reached."""
+    """A writer waits when the arena's limit is reached."""
     monkeypatch.setattr(_arena(), "limit", 16 << 20)
     q, results = make_queue(copy_tensor=True), make_queue()
     start("fork", parts.sums, q, results)
@@ -140,7 +140,7 @@ def test_limit_of_memory(make_queue: Any, start: Any, monkeypatch: pytest.Monkey
 
 
 def test_more_than_the_limit(make_queue: Any, monkeypatch: pytest.MonkeyPatch):
-    """What can never lie in the arena goes in a file (copied), or is refused (shared)."""
+    """A tensor larger than the arena is copied through a file; sharing it is refused."""
     monkeypatch.setattr(_arena(), "limit", 1 << 20)
     tensor = torch.ones(1 << 20)
     q = make_queue(copy_tensor=True)
@@ -156,7 +156,7 @@ def test_more_than_the_limit(make_queue: Any, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("copy", [True, False])
 def test_nothing_is_left(make_queue: Any, start: Any, copy: bool):
-    """When tensors and queues are gone, so are descriptors, holds and memory, on both sides."""
+    """When tensors and queues are gone, descriptors, holds and memory are freed on both sides."""
     arena = _arena()
     parts.settled()
     before = arena.statistics(), set(descriptors().values())
@@ -177,14 +177,15 @@ def test_nothing_is_left(make_queue: Any, start: Any, copy: bool):
     after = arena.statistics(), set(descriptors().values())
     assert after[0]["out"] == before[0]["out"] and after[0]["held"] == before[0]["held"]
     assert after[0]["bytes"] <= before[0]["bytes"] + (1 << 20)
-    new = [to for to in after[1] - before[1] if not to.startswith("pipe:")]  # the sentinel
+    # A process's sentinel is a pipe.
+    new = [to for to in after[1] - before[1] if not to.startswith("pipe:")]
     assert not new
     assert not any(isinstance(one, ForeignArena) for one in Arena._known.values())
 
 
 @pytest.mark.exhaustive
-def test_reader_lets_go_of_a_living_writer(make_queue: Any, start: Any):
-    """A writer's blocks are free again when the reader's tensors are gone."""
+def test_reader_frees_a_living_writers_blocks(make_queue: Any, start: Any):
+    """A writer's blocks are free when the reader has dropped the tensors."""
     there, back, ask = make_queue(), make_queue(), make_queue()
     start("spawn", _make_and_tell, there, back, ask)
     tensors = [there.get(LIMIT) for _ in range(5)]
@@ -206,7 +207,7 @@ def _make_and_tell(outbox: Any, results: Any, ask: Any) -> None:
 
 @pytest.mark.exhaustive
 def test_writer_ends_first(make_queue: Any, start: Any, method: str):
-    """What a process put outlives it: in the queue, and in the hands of who got it."""
+    """What a process put outlives it, in the queue and at the receiver."""
     q = make_queue()
     process = start(method, parts.make_tensors, q, 4, 1 << 20)
     taken = [q.get(LIMIT) for _ in range(2)]
@@ -217,7 +218,7 @@ def test_writer_ends_first(make_queue: Any, start: Any, method: str):
 
 @pytest.mark.exhaustive
 def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
-    """Of a dead writer's memory stays what is held, and no more."""
+    """A dead writer's memory is freed, except the blocks that a reader holds."""
     q = make_queue()
     process = start("spawn", parts.make_tensors, q, 8, 4 << 20)
     taken = [q.get(LIMIT) for _ in range(8)]
@@ -234,7 +235,7 @@ def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
 
 
 def test_memory_of_a_dead_writers_worker(make_queue: Any, start: Any):
-    """The same, where a worker of the dead writer's has made the tensors."""
+    """Memory of a dead writer's worker is freed too."""
     q, go = make_queue(), make_queue()
     process = start("spawn", parts.pass_on_results, q, 4, 4 << 20, go)
     taken = [q.get(LIMIT) for _ in range(4)]
@@ -248,13 +249,13 @@ def test_memory_of_a_dead_writers_worker(make_queue: Any, start: Any):
         parts.foreign.tidy()  # the worker dies a moment after its parent
         return theirs.file.used() < 2 * (4 << 20)
 
-    eventually(tidied, "the memory of three tensors goes back")
+    eventually(tidied, "the memory of three tensors is freed")
     assert bool((kept == 7).all())
 
 
 @pytest.mark.exhaustive
 def test_few_descriptors(make_queue: Any, start: Any, tmp_path: Any):
-    """5,000 small shared tensors under a soft limit of 64 descriptors, all of them live."""
+    """5,000 small shared tensors are alive under a soft limit of 64 descriptors."""
     path = scripts.write(
         tmp_path / "few.py",
         """
@@ -283,8 +284,8 @@ def test_few_descriptors(make_queue: Any, start: Any, tmp_path: Any):
 
 
 @pytest.mark.exhaustive
-def test_descriptors_on_their_way(tmp_path: Any):
-    """Where the system lets a user have so many descriptors on their way, `put` waits for fewer."""
+def test_descriptors_in_flight(tmp_path: Any):
+    """`put` waits while the system allows the user no more descriptors in flight."""
     path = scripts.write(
         tmp_path / "user.py",
         """
@@ -292,7 +293,7 @@ def test_descriptors_on_their_way(tmp_path: Any):
         from xpool.queue import SimpleQueue
         from xpool import queue as simple
 
-        SimpleQueue().put(torch.zeros(1))  # what it imports may be in a folder that is root's alone
+        SimpleQueue().put(torch.zeros(1))  # import now: only root may read some folders
         if os.getuid() == 0:
             os.setuid(65534)  # root may have any number
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -324,14 +325,14 @@ def test_descriptors_on_their_way(tmp_path: Any):
     assert scripts.run_ok([path]).strip() == "True"
 
 
-def test_no_descriptor_left(make_queue: Any, start: Any):
-    """Without a descriptor `get` and `put` raise, the message stays, and both work again."""
+def test_out_of_descriptors(make_queue: Any, start: Any):
+    """Without a free descriptor `get` and `put` raise, and later both work with all messages."""
     q, results = make_queue(), make_queue()
-    results.put(torch.ones(3))  # what pickles tensors is imported now
+    results.put(torch.ones(3))  # imports the code that pickles tensors
     assert results.get(LIMIT).sum() == 3
     start("spawn", parts.make_tensors, q, 1, 100)
     assert not q.empty() or _readable(q)
-    parts.foreign.reclaim_arrived()  # the lease of the first put is closed: the next opens one
+    parts.foreign.reclaim_arrived()  # the first put's lease is closed, so the next put opens one
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, most[1]))
     taken = []
@@ -362,7 +363,7 @@ def _readable(q: SimpleQueue) -> bool:
 
 @pytest.mark.exhaustive
 def test_limit_on_addresses(tmp_path: Any):
-    """Under ``ulimit -v`` copies travel all the same, and sharing is refused with the remedy."""
+    """Under ``ulimit -v`` copies work; sharing is refused, and the error names the remedy."""
     path = scripts.write(
         tmp_path / "narrow.py",
         """
@@ -388,7 +389,7 @@ def test_limit_on_addresses(tmp_path: Any):
 
 @pytest.mark.exhaustive
 def test_fork_while_holding(make_queue: Any, start: Any):
-    """A forked child sees what its parent had got, also after the parent has let go of it."""
+    """A forked child sees its parent's received tensor, also after the parent dropped it."""
     q, go, results = make_queue(), make_queue(), make_queue()
     start("spawn", parts.make_tensors, q, 2, 1 << 20)
     tensor = q.get(LIMIT)
@@ -422,7 +423,7 @@ def _pass_on(tensor: Any) -> None:
 
 
 def test_workers_as_writers(make_queue: Any):
-    """Workers put what they make; it stays when they are replaced."""
+    """Tensors that workers put survive the replacement of those workers."""
     q = make_queue()
     with Pool(2, parts.remember, (q,), maxtasksperchild=1) as pool:
         pool.map(_fill, range(6), chunksize=1)
@@ -433,7 +434,7 @@ def test_workers_as_writers(make_queue: Any):
 
 
 def test_from_a_pool_into_a_queue(make_queue: Any):
-    """What a worker got from its pool, shared, it passes on shared; it outlives the worker."""
+    """A worker passes on a shared tensor of its pool as shared; it outlives the worker."""
     q = make_queue()
     tensor = torch.zeros(1000)
     with Pool(1, parts.remember, (q,), is_copy_tensor=False) as pool:
@@ -446,7 +447,7 @@ def test_from_a_pool_into_a_queue(make_queue: Any):
 
 @pytest.mark.exhaustive
 def test_from_a_queue_into_a_pool(make_queue: Any, start: Any):
-    """What came by a queue can be sent to workers, copied; shared, it says what to do."""
+    """A received tensor can be copied to workers; sharing it is refused with advice."""
     q, ask = make_queue(), make_queue()
     start("spawn", _make_and_keep, q, ask)
     tensor = q.get(LIMIT)
@@ -477,13 +478,13 @@ def _put_made() -> int:
 
 
 def test_a_worker_dies_after_it_put(make_queue: Any):
-    """A block of the pool's arena that only a worker held is kept for the message it put."""
+    """A block that only a dead worker held is kept for the message that the worker put."""
     q = make_queue()
     arena = _arena()
     with Pool(1, parts.remember, (q,), is_copy_tensor=False) as pool:
         pool.apply(_make_and_remember, (7.0,))
         os.kill(pool.apply(_put_made), signal.SIGKILL)
-        eventually(lambda: arena._pending_reclaim, "its attachment is kept")
+        eventually(lambda: arena._pending_reclaim, "the worker's attachment is kept")
         assert pool.apply(os.getpid)
         tensor = q.get(LIMIT)
         arena.trim(float("inf"))

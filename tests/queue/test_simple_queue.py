@@ -1,4 +1,4 @@
-"""What a queue promises about objects: order, many on both sides, waiting, ending."""
+"""What a queue promises about objects: order, many users, waiting, ending."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from xpool.errors import OptionError
 from xpool.queue import SimpleQueue
 
 
-def test_names_of_put_and_get(make_queue: Any):
-    """`quick_put` and `quick_get` are `put` and `get`: there is no lock to leave out."""
+def test_quick_names(make_queue: Any):
+    """`quick_put` and `quick_get` are the same as `put` and `get`."""
     one = make_queue()
     one.quick_put({"a": 1})
     assert one.quick_get(timeout=LIMIT) == {"a": 1}
@@ -33,7 +33,7 @@ def test_names_of_put_and_get(make_queue: Any):
 
 
 def test_order(make_queue: Any, start: Any, method: str):
-    """What one process puts comes in that order, whatever the start method."""
+    """Items of one process arrive in order, with every start method."""
     there, back = make_queue(), make_queue()
     start(method, parts.echo, there, back)
     items = [0, "one", [2], {"three": 3}, None.__class__, b"5" * 100_000, list(range(50_000))]
@@ -45,7 +45,7 @@ def test_order(make_queue: Any, start: Any, method: str):
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_many_readers_and_writers(make_queue: Any, start: Any, method: str):
-    """Each item comes out once, and each reader sees those of one writer in order."""
+    """Each item is received once, and each reader gets one writer's items in order."""
     q, results = make_queue(), make_queue()
     writers = [start(method, parts.put_numbers, q, who, 2000) for who in range(3)]
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_many_readers_and_writers(make_queue: Any, start: Any, method: str):
 
 
 def test_threads(make_queue: Any):
-    """Threads of one process may put and get at once."""
+    """Threads of one process may put and get concurrently."""
     q = make_queue()
     got: list[list[Any]] = [[] for _ in range(4)]
 
@@ -90,7 +90,7 @@ def test_threads(make_queue: Any):
 
 
 def test_closures(make_queue: Any, start: Any, method: str):
-    """Lambdas and local functions travel as they do through a pool."""
+    """Lambdas and local functions can be sent, as through a pool."""
     there, back = make_queue(), make_queue()
     start(method, parts.echo, there, back)
     base = 40
@@ -101,7 +101,7 @@ def test_closures(make_queue: Any, start: Any, method: str):
 
 @pytest.mark.parametrize("size", [0, 1, 60_000, 96 * 1024, 1 << 20, 40 << 20])
 def test_sizes(make_queue: Any, size: int):
-    """Short, long and very long objects arrive as they were."""
+    """Objects of all sizes arrive unchanged."""
     q = make_queue()
     data = os.urandom(min(size, 1 << 20)) * (size >> 20 or 1)
     q.put((data, bytearray(data)))
@@ -109,7 +109,7 @@ def test_sizes(make_queue: Any, size: int):
 
 
 def test_without_an_arena(make_queue: Any, monkeypatch: pytest.MonkeyPatch):
-    """Where no memory can be shared, long messages travel in files of their own."""
+    """Without shared memory, each long message has its own file."""
     from xpool._memory.arena import Arena
 
     monkeypatch.setattr(Arena, "_own", None)
@@ -126,7 +126,7 @@ def test_without_an_arena(make_queue: Any, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_timeout(make_queue: Any):
-    """`queue.Empty` is raised after the time, and not before."""
+    """`queue.Empty` is raised after the timeout, not before."""
     q = make_queue()
     begin = time.monotonic()
     with pytest.raises(queue.Empty):
@@ -141,7 +141,7 @@ def test_timeout(make_queue: Any):
 
 
 def test_empty_and_fileno(make_queue: Any):
-    """`empty` and `multiprocessing.connection.wait` tell whether there is something."""
+    """`empty` and `multiprocessing.connection.wait` tell whether an item is there."""
     q = make_queue()
     assert q.empty()
     assert multiprocessing.connection.wait([q], 0) == []
@@ -153,7 +153,7 @@ def test_empty_and_fileno(make_queue: Any):
 
 
 def test_put_waits_while_it_is_full(make_queue: Any, start: Any):
-    """A writer waits for readers, and nothing is lost."""
+    """A writer waits while the queue is full, and no item is lost."""
     q = make_queue()
     done = threading.Event()
 
@@ -164,8 +164,8 @@ def test_put_waits_while_it_is_full(make_queue: Any, start: Any):
     thread = threading.Thread(target=write)
     thread.start()
     assert q.get() == (0, 0)
-    full = eventually(lambda: _rest(q), "the queue is full")
-    assert not done.is_set(), f"{full} bytes are on their way"
+    eventually(lambda: _rest(q), "the queue is full")
+    assert not done.is_set(), "the writer did not wait"
     assert [q.get(LIMIT)[1] for _ in range(49_999)] == list(range(1, 50_000))
     thread.join()
 
@@ -178,7 +178,7 @@ def _rest(q: SimpleQueue) -> bool:
 
 
 def test_get_is_interrupted(make_queue: Any, tmp_path: Any):
-    """Ctrl-C ends a `get` that waits, and a `put` that waits."""
+    """Ctrl-C ends a waiting `get` and a waiting `put`."""
     path = scripts.write(
         tmp_path / "waits.py",
         """
@@ -236,7 +236,7 @@ def test_a_handler_that_uses_the_queue(make_queue: Any):
 
 
 def test_not_picklable(make_queue: Any):
-    """What cannot be pickled is refused by `put`, and the queue goes on."""
+    """`put` refuses an object that cannot be pickled, and the queue still works."""
     q = make_queue()
     with pytest.raises(TaskNotPicklable):
         q.put(threading.Lock())
@@ -244,8 +244,8 @@ def test_not_picklable(make_queue: Any):
     assert q.get() == 1
 
 
-def test_not_unpicklable(make_queue: Any):
-    """What cannot be unpickled raises in `get`, alone."""
+def test_unpickling_fails(make_queue: Any):
+    """`get` raises the error of an object that cannot be unpickled, and the next `get` works."""
     q = make_queue()
     q.put(parts.Unloadable())
     q.put((parts.Unloadable(), bytearray(100_000)))
@@ -257,7 +257,7 @@ def test_not_unpicklable(make_queue: Any):
 
 
 def test_only_by_inheritance(make_queue: Any):
-    """A queue goes to a process when that is started, and not otherwise."""
+    """A queue can be passed to a process only when the process is started."""
     q = make_queue()
     with pytest.raises(RuntimeError, match="inheritance"):
         pickle.dumps(q)
@@ -269,7 +269,7 @@ def test_only_by_inheritance(make_queue: Any):
 
 
 def test_closed(make_queue: Any, start: Any):
-    """A closed queue refuses; other processes' ends stay open, and so does what is in it."""
+    """A closed queue raises; its items stay, and other processes can still use their ends."""
     q, results = make_queue(), make_queue()
     q.put("left")
     start("spawn", parts.get_one, q, results)
@@ -284,7 +284,7 @@ def test_closed(make_queue: Any, start: Any):
 
 
 def test_closed_by_another_thread(make_queue: Any):
-    """A `get` that waits ends with an error when the queue is closed under it."""
+    """Closing the queue in another thread ends a waiting `get` with an error."""
     q = make_queue()
     raised = []
 
@@ -304,14 +304,14 @@ def test_closed_by_another_thread(make_queue: Any):
     ("ctx", "error"), [("thread", OptionError), (7, TypeError), (object(), TypeError)]
 )
 def test_ctx_is_checked(ctx: Any, error: type[Exception]):
-    """An unknown start method, or something that is no context, is refused."""
+    """An unknown start method or an object that is no context is refused."""
     with pytest.raises(error, match="ctx must be"):
         SimpleQueue(ctx=ctx)
 
 
 @pytest.mark.parametrize("ctx", [None, "spawn", multiprocessing.get_context("fork")])
 def test_ctx(make_queue: Any, ctx: Any):
-    """A context or its name is taken."""
+    """The constructor takes a context or its name."""
     q = make_queue(ctx=ctx)
     q.put(1)
     assert q.get() == 1
@@ -322,13 +322,13 @@ def test_ctx(make_queue: Any, ctx: Any):
 
 @pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
 def test_initargs_of_a_pool(make_queue: Any, context: Any):
-    """A pool's workers get it in ``initargs``, whatever the start method; replacements too."""
+    """Workers get a queue by ``initargs`` with every start method, replacements too."""
     q = make_queue()
     with Pool(2, parts.remember, (q,), context=context) as pool:
         pids = {pool.apply(parts.put_remembered, (i,)) for i in range(4)}
         assert sorted(q.get(LIMIT) for _ in range(4)) == [0, 1, 2, 3]
         os.kill(pids.pop(), signal.SIGKILL)
-        eventually(lambda: pool.statistics()["deaths"] == 1, "a death")
+        eventually(lambda: pool.statistics()["deaths"] == 1, "the death is counted")
         for i in range(4):
             q.put(i)
         assert sorted(pool.apply(parts.get_remembered) for _ in range(4)) == [0, 1, 2, 3]
@@ -336,7 +336,7 @@ def test_initargs_of_a_pool(make_queue: Any, context: Any):
 
 
 def test_plain_fork(make_queue: Any):
-    """A process that the program forks itself has the queue too."""
+    """A process forked by the program itself can use the queue."""
     q = make_queue()
     q.put(bytearray(100_000))
     pid = os.fork()
@@ -351,7 +351,8 @@ def test_plain_fork(make_queue: Any):
 
 @pytest.mark.exhaustive
 def test_forks_while_threads_use_it(make_queue: Any):
-    """Forks between puts and gets of other threads leave parent and children with whole queues."""
+    """After forks during puts and gets of other threads, parent and children have working
+    queues."""
     q = make_queue()
     end = threading.Event()
     sent, got = [0], [0]
@@ -389,7 +390,7 @@ def test_forks_while_threads_use_it(make_queue: Any):
 
 
 def test_interpreter_shutdown(tmp_path: Any):
-    """A program that ends with queues, messages and what came from them at hand ends quietly."""
+    """A program that exits with queues, messages and received items writes no error."""
     path = scripts.write(
         tmp_path / "ends.py",
         """
@@ -410,7 +411,7 @@ def test_interpreter_shutdown(tmp_path: Any):
 
 
 def test_import_is_light():
-    """The queue imports neither torch nor dill nor numpy."""
+    """Importing the queue imports neither torch nor dill nor numpy."""
     code = "import sys; from xpool.queue import SimpleQueue\n"
     code += "q = SimpleQueue(); q.put(bytearray(1 << 20)); q.get()\n"
     code += "print({'torch', 'dill', 'numpy'} & set(sys.modules))"
@@ -418,7 +419,7 @@ def test_import_is_light():
 
 
 def test_other_systems(monkeypatch: pytest.MonkeyPatch):
-    """Elsewhere than on Linux the constructor says so."""
+    """On a system other than Linux the constructor raises an error."""
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(OptionError, match="needs Linux"):
         SimpleQueue()

@@ -1,4 +1,4 @@
-"""How long is looked for a message before sleeping, and how often that is left out."""
+"""How long a reader polls before it sleeps, and how often it skips polling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOMETHING = [(3, 1)]
 
 
 class Clock:
-    """Stands for `time`: every look at it takes 10 us."""
+    """Replaces `time`: each reading takes 10 us."""
 
     now = 0.0
 
@@ -24,13 +24,13 @@ class Clock:
 
 
 class Poll:
-    """Finds something in the look of this number, counted from 1; None: never."""
+    """Finds a message in poll number `at`, counted from 1; with None, never."""
 
     def __init__(self, at: int | None) -> None:
         self.at, self.looks = at, 0
 
     def __call__(self, timeout: int) -> list[tuple[int, int]]:
-        assert timeout == 0, "it must not sleep"
+        assert timeout == 0, "the poll must not sleep"
         self.looks += 1
         return SOMETHING if self.looks == self.at else []
 
@@ -42,7 +42,7 @@ def two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_processors")
-def test_what_comes_soon_is_found():
+def test_a_message_that_comes_soon_is_found():
     one = Spin()
     for _ in range(5):
         poll = Poll(4)
@@ -51,21 +51,21 @@ def test_what_comes_soon_is_found():
 
 
 @pytest.mark.usefixtures("two_processors")
-def test_looks_in_vain_grow_rare():
+def test_vain_polls_become_rare():
     one = Spin()
     looked = []
     for number in range(100):
         poll = Poll(None)
         assert one.look(poll) == []
         if poll.looks:
-            assert 20 < poll.looks < 40, "for a moment"
+            assert 20 < poll.looks < 40, "polls for about 300 us"
             looked.append(number)
     between = [b - a - 1 for a, b in itertools.pairwise(looked)]
     assert between == [1, 2, 4, 8, 16, 16, 16, 16]
 
 
 @pytest.mark.usefixtures("two_processors")
-def test_a_find_makes_it_look_every_time_again():
+def test_a_find_restores_polling():
     one = Spin()
     for _ in range(20):
         one.look(Poll(None))
@@ -76,7 +76,7 @@ def test_a_find_makes_it_look_every_time_again():
 
 
 @pytest.mark.usefixtures("two_processors")
-def test_one_thread_looks_and_others_sleep():
+def test_only_one_thread_polls():
     one, found = Spin(), []
 
     def poll(timeout: int) -> list[tuple[int, int]]:
@@ -89,11 +89,11 @@ def test_one_thread_looks_and_others_sleep():
 
     assert one.look(poll) == SOMETHING
     assert found == [([], 0)]
-    assert one.look(Poll(1)) == SOMETHING, "they may again"
+    assert one.look(Poll(1)) == SOMETHING, "polling is possible again"
 
 
 @pytest.mark.usefixtures("two_processors")
-def test_an_interrupt_does_not_end_it():
+def test_an_interrupt_does_not_end_polling():
     one = Spin()
 
     def interrupted(timeout: int) -> list[tuple[int, int]]:
@@ -104,7 +104,7 @@ def test_an_interrupt_does_not_end_it():
     assert one.look(Poll(1)) == SOMETHING
 
 
-def test_with_one_processor_it_is_never_done(monkeypatch: pytest.MonkeyPatch):
+def test_one_processor_never_polls(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(spin, "default_processes", lambda: 1)
     poll = Poll(1)
     assert Spin().look(poll) == []
