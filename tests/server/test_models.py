@@ -67,7 +67,8 @@ def models(world: World) -> Any:
     if world.rank == 2:
         assert not access.push(mine, pull_on_fail=False)
         assert (weight(mine), getattr(mine, "pp_version", 0)) == (2, 0)
-        assert not access.push(with_gradient(mine, 5))  # too late: it gets the newest instead
+        # Not the next version: pulls the newest instead.
+        assert not access.push(with_gradient(mine, 5))
         assert (weight(mine), mine.pp_version, mine.weight.grad[0, 0]) == (11, 2, 5)
         mine.weight.data += 100
         assert access.push(mine)
@@ -82,7 +83,7 @@ def models(world: World) -> Any:
     newest = model()
     assert access.pull(newest)
     newest.weight.data.zero_()
-    assert access.pull(newest)  # it is of that version already, and is left alone
+    assert access.pull(newest)  # already the newest version: unchanged
     assert weight(newest) == 0
     mine = model()
     access.pull(mine)
@@ -90,12 +91,12 @@ def models(world: World) -> Any:
 
 
 def test_models(ranks: Ranks):
-    """Versions of a model follow each other; who is late gets the newest."""
+    """A version follows the newest one; a late push gets the newest model instead."""
     assert ranks.good_world(3, models) == [(111, 3)] * 3
 
 
 class Counted:
-    """A scheduler whose steps can be waited for; it may be another's."""
+    """A scheduler that signals each step, and may wrap another one."""
 
     def __init__(self, steps: threading.Semaphore, inner: Any = None) -> None:
         self.steps, self.inner = steps, inner
@@ -142,7 +143,7 @@ def reduced(world: World, method: str) -> Any:
 
 @pytest.mark.parametrize(("method", "expected"), [("sum", 100 - 6), *also(("mean", 100 - 1.5))])
 def test_gradients(ranks: Ranks, method: str, expected: float):
-    """Gradients of two clients, two each, are reduced in two steps and applied once."""
+    """Four gradients of two clients are reduced in two steps, and each is applied once."""
     assert ranks.good_world(3, reduced, method) == [expected] * 3
 
 
@@ -180,7 +181,7 @@ def tree(world: World) -> Any:
 
 
 def test_tree(ranks: Ranks):
-    """Secondary reducers in other processes than the primary; every gradient counts once."""
+    """Secondary reducers run in other processes than the primary, and each gradient counts once."""
     assert ranks.good_world(4, tree) == [12] * 4
 
 
@@ -195,14 +196,14 @@ def reducer_dies(world: World) -> Any:
         impl.start()
         group.rpc_sync("w0", abs, args=(-1,))
         world.create_rpc_group("stay", ["w1", "w0"])
-        # The primary dies as well: the reducer stops, and says why.
+        # When the primary dies, the reducer stops and keeps the reason.
         thread = impl._thread
         world.peers.wait_lost(["w0"], 20)
         push = functools.partial(impl._push_service, {"weight": torch.ones(1, 2)})
         try:
             push(ReduceType.REDUCE_SECONDARY)
         except GroupError:
-            pass  # it was busy with one when the primary died, and has noticed
+            pass  # the primary died during this call
         thread.join(WAIT)
         with pytest.raises(PeerLost, match="'w0' has died"):
             impl.watch()
@@ -213,12 +214,12 @@ def reducer_dies(world: World) -> Any:
     access = group.get_paired("server").to_here()
     for _ in range(8):
         access.push(with_gradient(model(), 1))
-    world.create_rpc_group("stay", ["w1", "w0"])  # w1 answers, which does not die
+    world.create_rpc_group("stay", ["w1", "w0"])  # w1 answers, w0 dies
     return os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_reducers_die(ranks: Ranks):
-    """Gradients go to the reducers that are left; one that can not go on says so."""
+    """Gradients go to the remaining reducers; a reducer that must stop reports why."""
     assert ranks.world(3, reducer_dies)[1] == "watched"
 
 
@@ -236,14 +237,14 @@ def bad_options(world: World) -> None:
             PushPullGradServerImpl("server", group, **options)
     impl = PushPullGradServerImpl("server", group, reduce_batch_size=2, max_queue_size=4)
     access = group.get_paired("server").to_here()
-    for value in range(7):  # nobody reduces: the oldest are dropped, and counted
+    for value in range(7):  # nobody reduces: the oldest are dropped and counted
         access.push(with_gradient(model(), value))
     assert impl.dropped == 3
     strange = [with_gradient(model().double(), 1), with_gradient(model(), 1)]
     strange[1].weight.grad = strange[1].weight.grad.to_sparse()
     for kind, one in zip(("float64", "sparse_coo"), strange):
         with pytest.raises(ModelNotManaged, match=rf"weight \(pushed: \[1, 2\].*{kind}"):
-            access.push(one)  # others have pushed what it is compared with
+            access.push(one)  # compared with the gradients pushed before
     managed = model(0)
     impl.manage_model(managed, torch.optim.SGD(managed.parameters(), lr=1))
     for one in strange:
@@ -271,7 +272,7 @@ def half_made(world: World) -> None:
 
 
 def test_a_server_that_cannot_be_made(ranks: Ranks):
-    """It leaves nothing in the group, whichever of its names is taken."""
+    """A failed constructor leaves no name in the group."""
     ranks.good_world(1, half_made)
 
 
@@ -281,7 +282,7 @@ def misfit_waits(world: World) -> int:
     group.barrier()
     access = group.get_paired("server").to_here()
     if world.rank == 0:
-        access.push(with_gradient(model().double(), 1))  # and waits for another one of its kind
+        access.push(with_gradient(model().double(), 1))  # waits for a second gradient of its kind
         managed = model(0)
         steps = threading.Semaphore(0)
         optimizer = torch.optim.SGD(managed.parameters(), lr=1)
@@ -300,8 +301,8 @@ def misfit_waits(world: World) -> int:
     return impl.refused
 
 
-def test_a_gradient_that_does_not_fit_waits_for_a_batch(ranks: Ranks):
-    """It was pushed before a model was managed: later pushes, which fit, are not refused for it."""
+def test_a_gradient_that_does_not_fit(ranks: Ranks):
+    """A gradient that does not fit, pushed before the model was managed, blocks no later one."""
     assert ranks.good_world(2, misfit_waits) == [0, 1]
 
 
@@ -316,7 +317,7 @@ def pushes_first(world: World) -> int:
     scheduler = Counted(steps, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     impl.manage_model(managed, optimizer, scheduler)
     impl.start()
-    eventually(lambda: impl.refused == 1, "what was pushed too early is refused")
+    eventually(lambda: impl.refused == 1, "the gradient pushed too early is refused")
     group.get_paired("server").to_here().push(with_gradient(model(), 1))
     assert steps.acquire(timeout=WAIT)
     impl.stop()
@@ -324,11 +325,11 @@ def pushes_first(world: World) -> int:
     return int(managed.pp_version)
 
 
-def test_gradients_before_there_is_a_model(ranks: Ranks):
-    """Those of another kind are left out and counted, and the reducer goes on."""
+def test_gradients_before_the_model(ranks: Ranks):
+    """Unfit gradients pushed before the model was managed are dropped and counted."""
     assert ranks.good_world(1, pushes_first) == [1]
 
 
 def test_bad_options(ranks: Ranks):
-    """What makes no sense is refused; what is too much is dropped, the oldest first."""
+    """Invalid options and gradients are refused, and an overfull queue drops the oldest."""
     ranks.good_world(1, bad_options)

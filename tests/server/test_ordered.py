@@ -1,4 +1,4 @@
-"""Ordered servers: a version follows the newest, or is not taken."""
+"""Ordered servers: a version is taken only if it follows the newest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
 
 class NoGroup:
-    """A group of one, for a server that is asked directly."""
+    """Replaces a group for a server that is called directly."""
 
     def pair(self, *_: Any) -> None:
         pass
@@ -35,7 +35,7 @@ def server(**options: Any) -> OrderedServerSimpleImpl:
 
 
 def test_versions_follow_each_other():
-    """Only who names the newest version as the previous one gets a version in."""
+    """A push is taken only if it names the newest version as the previous one."""
     one = server()
     assert one._push_service("a", "value", 1, None)
     assert not one._push_service("a", "other", 2, 0)
@@ -45,12 +45,12 @@ def test_versions_follow_each_other():
     assert one._pull_service("a", 2) == ("value2", 2)
     assert one._pull_service("a", 1) is None
     assert one._pull_service("b") is None
-    assert one._push_service("a", "again", -1, -1)  # the same version, anew
+    assert one._push_service("a", "again", -1, -1)  # replaces the same version
     assert one._pull_service("a") == ("again", -1)
 
 
-def test_versions_that_make_no_sense():
-    """What can not be the next version is an error that says which there are."""
+def test_impossible_versions():
+    """An impossible next version is an error that lists the existing versions."""
     one = server(version_depth=3)
     for version in (1, 2, 3):
         assert one._push_service("a", version, version, version - 1)
@@ -65,7 +65,7 @@ def test_versions_that_make_no_sense():
 
 @pytest.mark.parametrize("depth", [2, *also(1, 5)])
 def test_depth(depth: int):
-    """So many versions before the newest are kept."""
+    """The server keeps `version_depth` versions before the newest."""
     one = server(version_depth=depth)
     for version in range(10):
         one._push_service("a", version, version, version - 1)
@@ -75,13 +75,13 @@ def test_depth(depth: int):
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5, True, None])
 def test_bad_depth(depth: Any):
-    """A depth that makes no sense is refused."""
+    """An invalid depth is refused."""
     with pytest.raises(OptionError, match="version_depth must be"):
         server(version_depth=depth)
 
 
 def test_values_are_copies():
-    """What was pulled is the caller's own."""
+    """A pulled value is a copy."""
     one = server()
     one._push_service("a", tensor := torch.ones(2), 1, 0)
     one._pull_service("a")[0].zero_()
@@ -90,13 +90,13 @@ def test_values_are_copies():
 
 
 def test_base_is_abstract():
-    """A server of one's own has both methods."""
+    """A subclass must define both methods."""
     with pytest.raises(TypeError, match="abstract"):
         OrderedServerBase()  # type: ignore[abstract]
 
 
 def test_races(ranks: Ranks):
-    """Of those who push the same next version, one succeeds; and the last one's value is there."""
+    """If several ranks push the same next version, one succeeds, and its value is kept."""
     outcomes = ranks.good_world(3, push_in_turn)
     for version in range(20):
         assert sum(won[version] for _, won in outcomes) == 1
@@ -105,7 +105,7 @@ def test_races(ranks: Ranks):
 
 
 def push_in_turn(world: World) -> Any:
-    """Everyone pushes the same version at a time."""
+    """All ranks push the same version, then wait for each other."""
     group = world.create_rpc_group("group", ["w0", "w1", "w2"])
     if world.rank == 0:
         OrderedServerSimpleImpl("server", group)
@@ -119,7 +119,7 @@ def push_in_turn(world: World) -> Any:
 
 
 def test_one_pusher(ranks: Ranks):
-    """Services that do not exist, names that are taken, and versions ahead, from another rank."""
+    """Another rank gets errors for taken names, missing services and impossible versions."""
 
     def body(world: World) -> Any:
         group = world.create_rpc_group("group", ["w0", "w1"])
@@ -164,5 +164,5 @@ def server_dies(world: World) -> None:
 
 
 def test_server_dies(ranks: Ranks):
-    """When the server's process has died, its clients are told so at once."""
+    """When the server's process dies, its clients get an error at once."""
     assert ranks.world(2, server_dies, rpc_timeout=600)[1] is None
