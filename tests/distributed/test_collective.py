@@ -1,4 +1,4 @@
-"""Collective groups: each operation does what torch documents, complex tensors included."""
+"""Collective groups: each operation does what torch documents, also for complex tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def same(tensor: torch.Tensor, value: complex, dtype: str) -> None:
 
 
 def every_operation(world: World, dtype: str) -> int:
-    """Run each operation in a group of three and look at what it gives here."""
+    """Run each operation in a group of three, and check this rank's result."""
     rank, group = world.rank, world.create_collective_group([2, 0, 1])
 
     def mine() -> torch.Tensor:
@@ -61,7 +61,7 @@ def every_operation(world: World, dtype: str) -> int:
 
 @pytest.mark.parametrize("dtype", [DTYPES[0], *also(*DTYPES[1:])])
 def test_operations(ranks: Ranks, dtype: str):
-    """Every operation gives every rank what it should, whatever the order of the ranks."""
+    """Every operation gives each rank the right result, with any order of ranks."""
     assert ranks.good_world(3, every_operation, dtype) == [3, 3, 3]
 
 
@@ -83,7 +83,7 @@ def asynchronous(world: World, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", *also("complex64")])
 def test_async_op(ranks: Ranks, dtype: str):
-    """With ``async_op`` an operation returns what can be waited for."""
+    """With ``async_op`` an operation returns an object to wait for."""
     ranks.good_world(3, asynchronous, dtype)
 
 
@@ -112,7 +112,7 @@ def point_to_point(world: World, dtype: str) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["float32", *also("complex64")])
 def test_send_and_receive(ranks: Ranks, dtype: str):
-    """Messages go between two ranks; a receive from any rank tells whose it was."""
+    """Ranks send to each other; a receive from any rank returns the sender's rank."""
     assert ranks.good_world(3, point_to_point, dtype)[0] == [1, 2]
 
 
@@ -149,7 +149,8 @@ def multigpu(world: World) -> None:
 
 
 def test_multigpu_forms(ranks: Ranks):
-    """What torch took out is answered by one operation and local reductions or copies."""
+    """The multi-GPU functions that torch removed are one operation and local reductions or
+    copies."""
     ranks.good_world(2, multigpu)
 
 
@@ -163,7 +164,7 @@ def subsets(world: World) -> object:
         return None
     with pytest.raises(OptionError, match=r"dst=1 is not in the group; its ranks: \[0, 2\]"):
         group.reduce(torch.ones(1), 1)
-    again = world.create_collective_group([2, 0])  # the same ranks once more
+    again = world.create_collective_group([2, 0])  # the same ranks again
     one, two = torch.ones(1), torch.ones(1) * 10
     group.all_reduce(one)
     again.all_reduce(two)
@@ -176,7 +177,7 @@ def subsets(world: World) -> object:
 
 
 def test_groups_of_some(ranks: Ranks):
-    """Groups of some ranks, two of the same ranks, and destroying one."""
+    """Groups may have some of the ranks, and two groups the same ranks; one can be destroyed."""
     assert ranks.good_world(3, subsets) == [(2, 40, 0), None, (2, 40, 1)]
 
 
@@ -197,7 +198,7 @@ def without_others(world: World) -> None:
 
 
 def test_bad_ranks(ranks: Ranks):
-    """Ranks that are not there, or twice, are refused, and the rest says what there is."""
+    """Unknown and repeated ranks are refused, and the error lists the existing ones."""
     ranks.good_world(2, without_others)
 
 
@@ -219,7 +220,7 @@ def bad_tensors(world: World) -> float:
 
 
 def test_bad_tensors(ranks: Ranks):
-    """What is refused before anything was sent leaves the group as it was."""
+    """An operation that is refused before it sends leaves the group usable."""
     assert ranks.good_world(2, bad_tensors) == [2, 2]
 
 
@@ -248,7 +249,7 @@ def different_sizes(rank: int, address: str, operation: str) -> str:
 )
 @pytest.mark.parametrize("operation", ["broadcast", *also("all_reduce", "scatter", "gather")])
 def test_torch_names_different_sizes(ranks: Ranks, operation: str):
-    """torch's own check, which docs/distributed.md advises, works in groups of a world."""
+    """torch's own size check, which docs/distributed.md recommends, works in our groups."""
     for text in ranks.run(2, different_sizes, ranks.address(), operation):
         assert isinstance(text, str), text
         assert "Detected mismatch between collectives" in text
@@ -263,5 +264,5 @@ def sizes(world: World) -> int:
 
 @pytest.mark.exhaustive
 def test_eight_ranks(ranks: Ranks):
-    """It goes with eight as well."""
+    """All operations work with eight ranks."""
     assert ranks.good_world(8, sizes) == [8] * 8

@@ -1,4 +1,4 @@
-"""A rank that dies ends what others wait for, at once, with an error that names it."""
+"""When a rank dies, waiting operations of other ranks end at once with an error that names it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xpool.errors import OptionError
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
-SECONDS = 20.0  # far below the timeouts given below, far above what a loaded machine needs
+SECONDS = 20.0  # far below the timeouts below, far above the needs of a loaded machine
 TIMEOUT = 600
 
 
@@ -52,14 +52,14 @@ def receive_any(group: CollectiveGroup) -> None:
 
 
 def in_chain(group: CollectiveGroup) -> None:
-    """Each waits for the next, only the last but one for the dead."""
+    """Each rank waits for the next one; only the last but one waits for the dead rank."""
     group.recv(torch.ones(1), group.current_rank + 1)
 
 
 def last_dies(world: World, operation: Any) -> tuple[float, str]:
-    """Wait in an operation with the last rank, which dies; return how long, and the error."""
+    """Let the last rank die during an operation; return the time waited and the error."""
     group = world.create_collective_group(world.get_ranks(), timeout=TIMEOUT)
-    group.all_reduce(torch.ones(1))  # all connections are there
+    group.all_reduce(torch.ones(1))  # makes all connections
     if world.rank == world.world_size - 1:
         die()
     begin = time.monotonic()
@@ -76,7 +76,7 @@ def last_dies(world: World, operation: Any) -> tuple[float, str]:
     "operation", [in_chain, *also(barrier, receive_any, all_reduce, all_gather, receive)]
 )
 def test_collectives(ranks: Ranks, operation: Any):
-    """Whatever the survivors wait for in a group ends in `PeerLost`, which names the dead."""
+    """Any operation of the survivors ends in `PeerLost`, which names the dead rank."""
     *alive, dead = ranks.world(4, last_dies, operation)
     assert isinstance(dead, WorkerDied)
     for waited, text in alive:
@@ -86,12 +86,12 @@ def test_collectives(ranks: Ranks, operation: Any):
 
 @pytest.mark.parametrize("operation", [in_chain, *also(all_reduce, barrier, all_gather)])
 def test_collectives_without_rpc(ranks: Ranks, operation: Any):
-    """Without RPC the error goes from neighbour to neighbour."""
+    """Without RPC each rank passes the error to its neighbours."""
     *alive, _ = ranks.world(5, last_dies, operation, init_rpc=False)
     assert all(waited < SECONDS for waited, _ in alive), alive
 
 
-def told(world: World) -> str:
+def reports_a_loss(world: World) -> str:
     group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)
     group.barrier()
     if world.rank == 2:
@@ -103,9 +103,9 @@ def told(world: World) -> str:
     return str(error.value)
 
 
-def test_told_of_a_loss(ranks: Ranks):
-    """Where there is no RPC, whoever knows of a death can say so."""
-    for text in ranks.world(3, told, init_rpc=False)[:2]:
+def test_reported_loss(ranks: Ranks):
+    """Without RPC, a rank that knows of a death can report it."""
+    for text in ranks.world(3, reports_a_loss, init_rpc=False)[:2]:
         assert "'w2' was killed, says the pool" in text
         assert "still there: w0, w1" in text
 
@@ -119,14 +119,14 @@ def world_group_after(world: World) -> str:
     return str(error.value)
 
 
-def test_the_group_of_all_after_a_loss(ranks: Ranks):
-    """It is broken from the first use on, as groups that were there before the loss."""
+def test_world_group_after_a_loss(ranks: Ranks):
+    """After a loss the group of all ranks fails at its first use, like older groups."""
     for text in ranks.world(3, world_group_after, rpc_timeout=TIMEOUT)[:2]:
         assert "'w2' has died" in text
 
 
 def idle_survivor(world: World) -> str:
-    """Rank 1 waits for rank 0, which does not take part: only hearsay can end that."""
+    """Rank 1 waits for rank 0, which takes no part; only a relayed report can end the wait."""
     group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)
     group.barrier()
     if world.rank == 2:
@@ -143,13 +143,13 @@ def idle_survivor(world: World) -> str:
 
 
 def test_survivors_go_on(ranks: Ranks):
-    """A member that is busy elsewhere does not hold up the news; who is left makes a new group."""
+    """A busy member does not delay the report of a death; the survivors make a new group."""
     assert ranks.world(3, idle_survivor)[:2] == ["2", "2"]
 
 
 def first_ranks_die(world: World) -> list[str]:
     """Rank 0 dies, and then rank 1."""
-    # Each dies when the others are ready for it.  They meet at the first member, who stays.
+    # Each rank dies when the others are ready. They meet at the last rank, which survives.
     world.create_rpc_group("all", world.get_members()[::-1])
     for rank in (0, 1):
         if world.rank == rank:
@@ -161,7 +161,7 @@ def first_ranks_die(world: World) -> list[str]:
 
 @pytest.mark.exhaustive
 def test_the_first_ranks_die(ranks: Ranks):
-    """No rank is needed so that others are known to have died."""
+    """Reports of deaths do not depend on any one rank."""
     outcomes = ranks.world(4, first_ranks_die)
     assert outcomes[2:] == [["w0", "w1"]] * 2
 
@@ -201,7 +201,7 @@ def test_calls(ranks: Ranks):
 
 
 class Mortal:
-    """What a reference is to, in a process that dies when it is called."""
+    """An object whose process dies when its method is called."""
 
     def die(self) -> None:
         die()
@@ -218,13 +218,13 @@ def by_reference(world: World, how: str) -> str:
         else:
             result = getattr(group.remote("w1", Mortal), how)().die()
             result.wait() if how == "rpc_async" else result.to_here()
-    assert type(error.value.__cause__) is RuntimeError  # what torch has said
+    assert type(error.value.__cause__) is RuntimeError  # torch's own error
     return str(error.value)
 
 
 @pytest.mark.parametrize("how", ["to_here", *also("rpc_sync", "rpc_async", "remote")])
 def test_references(ranks: Ranks, how: str):
-    """A reference to what was in a process that has died says who that was, not what torch says."""
+    """Calling an object in a dead process names the process, instead of showing torch's error."""
     outcomes = ranks.world(2, by_reference, how, rpc_timeout=TIMEOUT)
     assert "no answer from 'w1': 'w1' has died" in outcomes[0], outcomes
 
@@ -244,7 +244,7 @@ def waits_while_one_dies(world: World, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["barrier", *also("create")])
 def test_meetings(ranks: Ranks, what: str):
-    """Who waits for all to come does not wait for the dead."""
+    """Ranks that wait for all members do not wait for a dead one."""
     outcomes = ranks.world(4, waits_while_one_dies, what, rpc_timeout=TIMEOUT)
     for text in (outcomes[0], *outcomes[2:]):
         assert "'w1' has died" in text, outcomes
@@ -257,18 +257,18 @@ def leaves_without_waiting(rank: int, address: str) -> str:
         return ""
     world.peers.wait_lost(["w1"], SECONDS)
     text = world.peers.describe("w1")
-    world.stop()  # there is nobody left to wait for
+    world.stop()  # the other rank has left
     return text
 
 
 def test_leaving(ranks: Ranks):
-    """A process that leaves without waiting is known to have left."""
+    """Others report a process that left without waiting as having left."""
     text = ranks.run(2, leaves_without_waiting, ranks.address())[0]
     assert text == "'w1' has left the world; still there: w0"
 
 
 def test_stop_does_not_wait_for_the_dead(ranks: Ranks):
-    """Leaving a world in order, with a rank dead, ends."""
+    """A graceful stop ends although a rank is dead."""
 
     def body(world: World) -> int:
         if world.rank == 1:
@@ -286,7 +286,7 @@ def never_joined(rank: int, address: str) -> None:
 
 @pytest.mark.exhaustive
 def test_a_rank_that_never_joins(ranks: Ranks):
-    """Ranks that do not come are named when the time is up."""
+    """The timeout error names the ranks that did not join."""
     outcomes = ranks.run(3, never_joined, ranks.address())
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome, GroupTimeout)
@@ -295,7 +295,7 @@ def test_a_rank_that_never_joins(ranks: Ranks):
 
 
 def replaced(rank: int, n: int, address: str, init_rpc: bool) -> float:
-    """What a pool has each worker do, again when one was replaced."""
+    """A pool runs this in each worker, and again after a replacement."""
     total = torch.ones(1)
     world = join(rank, n, address, init_rpc=init_rpc)
     world.create_collective_group(range(n), timeout=TIMEOUT).all_reduce(total)
@@ -316,7 +316,7 @@ def dies_in_a_group(rank: int, n: int) -> str:
 
 @pytest.mark.parametrize("init_rpc", [True, *also(False)])
 def test_a_world_is_made_anew(ranks: Ranks, init_rpc: bool):
-    """After a death the survivors and the replacement join again, at another address."""
+    """After a death the survivors and the replacement join again at another address."""
     n = 3
     results = ranks.start(n, replaced, n, ranks.address(), init_rpc)
     assert [result.get() for result in results] == [3] * n
@@ -353,14 +353,14 @@ def set_late() -> None:
 
 @pytest.mark.exhaustive
 def test_timeouts(ranks: Ranks):
-    """Who does not take part in time is named."""
+    """The timeout error names the rank that did not take part."""
     first, second = ranks.good_world(2, late, rpc_timeout=1)[0]
     assert "not all of w0, w1 took part within 1 s" in first
     assert "barrier of 'pair': w1 did not come within 1 s. All of w0, w1 have to call it" in second
 
 
-def test_sudden_end_of_everyone(ranks: Ranks):
-    """The ranks of a world that are ended together leave nothing behind."""
+def test_all_ranks_are_ended(ranks: Ranks):
+    """If all ranks of a world are ended together, nothing is left."""
     results = ranks.start(3, in_world, 3, ranks.address(), {}, sleeps, ())
     with pytest.raises(TimeoutError):
         results[0].get(1)
@@ -406,7 +406,7 @@ def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [STAGES[0], *also(*STAGES[1:])])
 def test_death_while_joining(ranks: Ranks, stage: str):
-    """A rank that dies in the middle of joining is an error for the others, who may join again."""
+    """If a rank dies while joining, the others get an error and may join again."""
     later = ranks.address()
     outcomes = ranks.run(3, dies_while_joining, ranks.address(), stage, later)
     assert isinstance(outcomes[1], WorkerDied)
@@ -416,7 +416,7 @@ def test_death_while_joining(ranks: Ranks, stage: str):
 
 
 def joins_a_newcomer(rank: int, address: str, later: str) -> float:
-    """Rank 0 fails to join one world, and makes the next with a process that has not tried."""
+    """Rank 0 fails to join one world, then joins the next with a new process."""
     if rank == 1:
         torch.distributed.init_process_group = lambda *_, **__: die()
     if rank < 2:
@@ -429,14 +429,14 @@ def joins_a_newcomer(rank: int, address: str, later: str) -> float:
 
 
 def test_joining_after_a_failure(ranks: Ranks):
-    """Who could not join a world can be in the next one with a process that has not tried."""
+    """After a failed join, a rank can join a world with a process that has never tried."""
     outcomes = ranks.run(3, joins_a_newcomer, ranks.address(), ranks.address())
     assert isinstance(outcomes[1], WorkerDied)
     assert (outcomes[0], outcomes[2]) == (2, 2)
 
 
 def all_at_once(world: World, seconds: float) -> str:
-    """Call and reduce without end; one rank kills itself some time later."""
+    """Call and reduce without end; rank 1 kills itself after `seconds`."""
     group = world.create_rpc_group("group", world.get_members())
     collective = world.create_collective_group(world.get_ranks(), timeout=TIMEOUT)
     if world.rank == 1:
@@ -471,7 +471,7 @@ def all_at_once(world: World, seconds: float) -> str:
 
 @pytest.mark.parametrize("seconds", [0.1, *also(0.01, 0.3, 0.5)])
 def test_death_in_the_middle(ranks: Ranks, seconds: float):
-    """Whatever is going on when a rank dies, ends for the others."""
+    """All operations under way end when a rank dies."""
     outcomes = ranks.world(4, all_at_once, seconds, rpc_timeout=TIMEOUT)
     assert isinstance(outcomes[1], WorkerDied)
     for text in (outcomes[0], *outcomes[2:]):
@@ -493,5 +493,5 @@ def leaves_some_pending(world: World) -> float:
 
 
 def test_destroying_with_work_pending(ranks: Ranks):
-    """A group that is destroyed lets go of what was pending in it."""
+    """Destroying a group drops its pending operations."""
     assert ranks.good_world(2, leaves_some_pending)[0] < SECONDS

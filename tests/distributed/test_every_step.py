@@ -1,4 +1,4 @@
-"""A rank is killed at any line that it runs of xpool.distributed or xpool.server."""
+"""A rank is killed at a random line of xpool.distributed or xpool.server."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ ROOMS = tuple(
 VICTIM = 1
 DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
 STEPS = 1450
-"""Lines that rank 1 runs, about: torch's threads answer what comes, so they vary a little."""
+"""About how many lines rank 1 runs; torch's threads answer messages, so the number varies."""
 JOINED = 350
-"""By this line it has joined, and the others see at once that it dies."""
+"""At this line rank 1 has joined, and the others notice its death at once."""
 
 
 class Steps:
-    """Counts the lines that this process runs of the two packages, in all its threads."""
+    """Counts the lines of the two packages that this process runs, in all threads."""
 
     def __init__(self, last: int) -> None:
         self.count, self.last = 0, last
@@ -58,7 +58,7 @@ class Steps:
 
 
 def work(world: World) -> None:
-    """Calls, barriers, collectives, a model that is pushed and pulled, gradients."""
+    """Run calls, barriers and collectives, push and pull a model, push gradients."""
     group = world.create_rpc_group("group", ["w0", "w1", "w2"])
     collective = world.create_collective_group([0, 1, 2], timeout=WAIT)
     for name in world.get_members():
@@ -91,10 +91,10 @@ def work(world: World) -> None:
 
 
 def in_steps(rank: int, address: str, again: str, last: int) -> tuple[str, float, int]:
-    """Work in a world, then in another of those that are left; return error, sum and steps."""
+    """Work in a world, then in a second one without the victim; return error, sum and steps."""
     steps = Steps(last if rank == VICTIM else -1)
     error = ""
-    limit = 30 if 0 < last < JOINED else WAIT  # which nobody sees sooner
+    limit = 30 if 0 < last < JOINED else WAIT  # the others notice only at this limit
     options = {"rpc_timeout": limit, "dist_timeout": limit, "dist_init_method": address}
     try:
         with World(f"w{rank}", rank, 3, **options) as world:
@@ -105,8 +105,8 @@ def in_steps(rank: int, address: str, again: str, last: int) -> tuple[str, float
     threading.settrace(None)  # type: ignore[arg-type]
     total = torch.ones(1)
     if rank != VICTIM:
-        # The other may have come to both limits of the first world, one after the other; gloo waits
-        # five times the first for a rank that has given up while they connected.
+        # The other rank may have waited for both limits of the first world in turn; gloo waits five
+        # times the first for a rank that gave up while connecting.
         options = {"dist_timeout": 7 * limit, "dist_init_method": again}
         with World(f"w{rank}", rank // 2, 2, init_rpc=False, **options) as world:
             world.create_collective_group([0, 1]).all_reduce(total)
@@ -119,7 +119,7 @@ def run(ranks: Ranks, last: int) -> list[Any]:
 
 @pytest.mark.exhaustive
 def test_nobody_dies(ranks: Ranks):
-    """What the others are to survive works, and has the steps that are drawn from."""
+    """Without a death the work succeeds, in about `STEPS` lines."""
     first, victim, last = run(ranks, -1)
     assert first[:2] == last[:2] == ("", 2)
     assert not victim[0] and 0.9 * STEPS < victim[2] < 1.2 * STEPS
@@ -127,10 +127,11 @@ def test_nobody_dies(ranks: Ranks):
 
 @pytest.mark.parametrize("seed", [*also(*range(6 * DEEP))])
 def test_death_at_a_step(ranks: Ranks, seed: int):
-    """The others lose it, unless they need it no more, and go on together."""
+    """The other ranks report the loss, unless they need the victim no more, and continue
+    together."""
     step = random.Random(seed).randint(1, STEPS)
     outcomes = run(ranks, step)
-    print(f"killed at step {step}: {outcomes}")  # shown where this fails
+    print(f"killed at step {step}: {outcomes}")  # pytest shows it on failure
     assert isinstance(outcomes[VICTIM], WorkerDied) or step > 0.9 * STEPS
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome, tuple), outcomes

@@ -1,4 +1,4 @@
-"""A rank that leaves right after something that all did together fails nobody else's part of it."""
+"""A rank that leaves right after a common operation does not fail it for others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
 SECONDS = 20.0
 TIMEOUT = 600
-came = threading.Semaphore(0)  # in rank 0: how many of the others are ready
+came = threading.Semaphore(0)  # in rank 0: how many others are ready
 
 
 def come() -> None:
@@ -33,7 +33,7 @@ def come() -> None:
 
 
 def part_of(rank: int, address: str, body: Any) -> Any:
-    """Be a rank of three that leaves without waiting for the others."""
+    """Run one of three ranks, which leaves without waiting for the others."""
     options = {"dist_init_method": address, "dist_timeout": TIMEOUT, "rpc_timeout": TIMEOUT}
     world = World(f"w{rank}", rank, 3, **options)
     try:
@@ -44,7 +44,7 @@ def part_of(rank: int, address: str, body: Any) -> Any:
 
 
 def gathers(world: World) -> list[float]:
-    """Rank 0 has done its part of the first gather before rank 1 begins with it."""
+    """Rank 0 finishes its part of the first gather before rank 1 begins."""
     group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)
     group.barrier()
     mine, outputs = torch.full((1,), float(world.rank)), [torch.zeros(1) for _ in range(3)]
@@ -63,23 +63,23 @@ def gathers(world: World) -> list[float]:
 
 
 def test_leaving_after_a_collective(ranks: Ranks):
-    """What a rank had done its part of goes on without it; what comes next raises `PeerLost`."""
+    """An operation continues without a rank that did its part; later ones raise `PeerLost`."""
     outcomes = ranks.run(3, part_of, ranks.address(), gathers)
     assert outcomes == [[], [0, 0, 0], [0, 1, 2]], outcomes
 
 
 def hears_first(world: World) -> str:
-    """The news that rank 0 leaves comes before what it sent for the barrier."""
+    """The report that rank 0 leaves arrives before its data of the barrier."""
     group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)
     group.barrier()
     if world.rank != 0:
         pending = group.barrier(async_op=True)
         after = group.irecv(torch.ones(1), 3 - world.rank)
         world.peers.lose("w0", LEFT, {group.key: 2})
-        rpc.rpc_sync("w0", come)  # by torch: a group calls nobody who is known to have left
+        rpc.rpc_sync("w0", come)  # by torch, because a group does not call a rank that has left
         pending.wait()
         with pytest.raises(PeerLost, match="'w0' has left the world"):
-            after.wait()  # the connections are closed when the barrier is over
+            after.wait()  # connections are closed after the barrier
         return "went on"
     assert all(came.acquire(timeout=SECONDS) for _ in (1, 2))
     group.barrier()
@@ -87,19 +87,19 @@ def hears_first(world: World) -> str:
 
 
 def test_news_before_the_barrier_ends(ranks: Ranks):
-    """A barrier under way is not cut short by the news of who has completed it and leaves."""
+    """A barrier under way completes, although a rank that did its part has left."""
     assert ranks.run(3, part_of, ranks.address(), hears_first) == ["left", "went on", "went on"]
 
 
 def barrier_without_answer(world: World) -> str:
-    """The host of the barrier leaves, and its answers are lost with its connections."""
+    """The barrier's host leaves, and its answers are lost with the connections."""
     group = world.create_rpc_group("group", world.get_members())
     if world.rank == 0:
         before = Meetings.arrive
 
         def arrive(self: Meetings, key: Any, name: str, *rest: Any) -> Future[Any]:
             future = before(self, key, name, *rest)
-            return future if name == "w0" else Future()  # is never answered
+            return future if name == "w0" else Future()  # never completes
 
         Meetings.arrive = arrive
         try:
@@ -115,7 +115,7 @@ def barrier_without_answer(world: World) -> str:
 
 
 def test_answers_lost_with_the_host(ranks: Ranks):
-    """A member whose answer was lost has it from the farewell of the process that leaves."""
+    """A member whose answer was lost gets it from the leaving process's farewell message."""
     outcomes = ranks.run(3, part_of, ranks.address(), barrier_without_answer)
     assert outcomes == ["left", "went on", "went on"], outcomes
 
@@ -129,7 +129,7 @@ def kept_answers(world: World) -> int:
 
 def test_answers_are_not_kept_for_ever(ranks: Ranks):
     """A host keeps an answer until its receiver comes to the next meeting."""
-    # Of the last barrier alone, and of those who have not come to the end of the world yet.
+    # Only answers of the last barrier, for ranks that have not yet left the world.
     host, *others = ranks.good_world(3, kept_answers)
     assert 1 <= host <= 3
     assert others == [0, 0]
@@ -137,7 +137,7 @@ def test_answers_are_not_kept_for_ever(ranks: Ranks):
 
 @pytest.mark.exhaustive
 def test_many_leave_after_a_barrier(ranks: Ranks):
-    """Whoever leaves first after a barrier of either kind, nobody's barrier fails."""
+    """No barrier of either kind fails, whichever rank leaves first."""
     for _ in range(5):
         assert ranks.run(3, part_of, ranks.address(), both_barriers) == [None] * 3
 
@@ -152,7 +152,7 @@ def both_barriers(world: World) -> None:
 def sends_and_leaves(
     rank: int, address: str, init_rpc: bool, how: str, leaving: str
 ) -> list[float]:
-    """Rank 0 keeps nothing of what it sends, and is on its way out before rank 1 looks at it."""
+    """Rank 0 drops the tensors that it sent, and leaves before rank 1 receives."""
     world = World(f"w{rank}", rank, 2, dist_init_method=address, init_rpc=init_rpc)
     group = world.create_collective_group([0, 1], timeout=TIMEOUT)
     group.barrier()
@@ -164,7 +164,7 @@ def sends_and_leaves(
             group.destroy()
         world.stop()
         return []
-    eventually(Path(leaving).exists, "rank 0 leaves")
+    eventually(Path(leaving).exists, "rank 0 is leaving")
     received = [torch.zeros(100_000) for _ in range(3)]
     for tensor in received:
         group.recv(tensor, 0)
@@ -175,7 +175,7 @@ def sends_and_leaves(
 @pytest.mark.parametrize("init_rpc", [False, *also(True)])
 @pytest.mark.parametrize("how", ["stop", *also("destroy")])
 def test_leaving_after_isend(ranks: Ranks, tmp_path: Path, init_rpc: bool, how: str):
-    """What a rank has sent, and not waited for, is received before the rank is gone."""
+    """Tensors that a rank sent without waiting are received before the rank is gone."""
     told = str(tmp_path / "leaving")
     outcomes = ranks.run(2, sends_and_leaves, ranks.address(), init_rpc, how, told)
     assert outcomes == [[], [0, 1, 2]], outcomes
@@ -194,6 +194,6 @@ def sends_in_vain(world: World) -> None:
     everyone.barrier()
 
 
-def test_what_nobody_receives(ranks: Ranks):
-    """A group that ends before others have received what was sent to them says so, in time."""
+def test_unreceived_messages(ranks: Ranks):
+    """A group that ends with unreceived messages reports it in time."""
     ranks.good_world(2, sends_in_vain)

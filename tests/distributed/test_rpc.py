@@ -1,4 +1,4 @@
-"""RPC groups: calls, values and services of other processes."""
+"""RPC groups: calls, and values and services of other processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
 
 class Stubborn(Exception):
-    """Its class wants two arguments, and torch would have made it a RuntimeError."""
+    """Needs two arguments; torch would replace it by RuntimeError."""
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(f"{number}: {text}")
@@ -80,7 +80,7 @@ def calls(world: World) -> None:
 
 
 def test_calls(ranks: Ranks):
-    """Functions, lambdas and methods run in the process that was named."""
+    """Functions, lambdas and methods run in the named process."""
     ranks.good_world(3, calls)
 
 
@@ -100,7 +100,7 @@ def errors(world: World) -> None:
             assert isinstance(error.value.__cause__, RemoteTraceback)
             assert "in stubborn" in str(error.value.__cause__)
         text = "".join(traceback.format_exception(error.value))
-        assert "On 'w0' (rank 0):" in text  # the service is here
+        assert "On 'w0' (rank 0):" in text  # the service runs here
         with pytest.raises(ValueError, match="invalid literal") as error:
             group.remote("w1", int, args=("x",)).to_here()
         assert "Traceback" in str(error.value)
@@ -118,8 +118,8 @@ def errors(world: World) -> None:
     group.barrier()
 
 
-def test_what_a_function_raises(ranks: Ranks):
-    """Its own exception, with its fields, and with the traceback of where it was raised."""
+def test_exceptions(ranks: Ranks):
+    """The caller gets the exception itself, with its fields and the remote traceback."""
     ranks.good_world(2, errors)
 
 
@@ -155,7 +155,7 @@ def set_stop() -> None:
 
 
 def test_timeouts(ranks: Ranks):
-    """A call takes as long as it was given; the message says what to do."""
+    """A call may take as long as its timeout; the error names the remedy."""
     text = ranks.good_world(2, timeouts)[0]
     assert "wait_for_stop did not answer from 'w1' within 0.2 s. It may still be running" in text
 
@@ -187,7 +187,7 @@ def values(world: World) -> None:
     group.barrier()
     assert not group.is_paired("value")
     group.barrier()
-    if world.rank == 1:  # whoever withdrew a key leaves it to others
+    if world.rank == 1:  # a withdrawn key is free for others
         group.pair("value", 2)
     group.barrier()
     assert group.get_paired("value").to_here() == 2
@@ -195,7 +195,7 @@ def values(world: World) -> None:
 
 
 def test_values(ranks: Ranks):
-    """Values are found by key from anywhere in the group, and are their holder's to withdraw."""
+    """Any process finds a value by key; only its holder may withdraw it."""
     ranks.good_world(2, values)
 
 
@@ -204,7 +204,7 @@ def fail() -> None:
 
 
 class Counter:
-    """What a service may be: a method that keeps something."""
+    """An object with state, whose methods are services."""
 
     def __init__(self) -> None:
         self.count = 20
@@ -246,7 +246,7 @@ def services(world: World) -> int:
 
 
 def test_services(ranks: Ranks):
-    """Services run where they were registered."""
+    """A service runs in the process that registered it."""
     assert ranks.good_world(3, services)[1] == 30
 
 
@@ -288,7 +288,7 @@ def membership(world: World) -> Any:
 
 
 def use_from_outside(group: RpcGroup) -> None:
-    """A process that is not a member may look things up and call, but offers nothing."""
+    """A non-member may look up and call, but not register."""
     assert not group.is_member()
     assert group.registered_sync("here") == "w0"
     for refused in (lambda: group.register("x", abs), lambda: group.pair("x", 1), group.barrier):
@@ -297,12 +297,12 @@ def use_from_outside(group: RpcGroup) -> None:
 
 
 def is_own_group(group: RpcGroup) -> bool:
-    """Where there is a group of that name, a group that was sent is that one."""
+    """A received group is this process's group of the same name."""
     return group is get_world().groups["pair"]
 
 
 def test_membership(ranks: Ranks):
-    """Who is in a group, who is not, and what happens to names that make no sense."""
+    """Membership of a group, and refusal of invalid names."""
     outcomes = ranks.good_world(3, membership)
     assert outcomes[0] == "<RpcGroup 'everyone' of w0, w1, w2>"
 
@@ -319,7 +319,7 @@ def disagree(world: World) -> str:
 
 
 def test_members_disagree(ranks: Ranks):
-    """Members that make a group of different members are both told so, not one at its timeout."""
+    """If ranks name different members for a group, all of them get an error before the timeout."""
     texts = ranks.good_world(3, disagree, rpc_timeout=3600)
     assert ["give the same members" in text for text in texts] == [True, True, False]
 
@@ -349,7 +349,7 @@ def many_threads(world: World) -> int:
 
 
 def test_threads(ranks: Ranks):
-    """Calls from many threads at once all arrive, once."""
+    """Each call from many concurrent threads is run once."""
     assert sum(ranks.good_world(3, many_threads)) == 3 * (20 + 120)
 
 
@@ -371,7 +371,7 @@ def leaves_while_called(world: World) -> str:
 
 
 def test_leaving_while_called(ranks: Ranks):
-    """A process can leave while a function that another has called hangs in it, and says so."""
+    """A process can leave while a function that another rank called hangs in it."""
     assert "'w1'" in ranks.good_world(2, leaves_while_called)[0]
 
 
@@ -400,15 +400,15 @@ def dies_with_a_key(world: World) -> None:
             call()
 
 
-def test_keys_of_the_dead_and_groups_that_are_gone(ranks: Ranks):
-    """What a dead process has offered another may offer; a group that was destroyed refuses."""
+def test_keys_of_the_dead(ranks: Ranks):
+    """Keys of a dead process are free again; a destroyed group refuses calls."""
     survivor, _ = ranks.world(2, dies_with_a_key)
     assert survivor is None
 
 
 @pytest.mark.parametrize("timeout", [-5, math.inf, math.nan, None])
-def test_timeouts_of_calls(ranks: Ranks, timeout: Any):
-    """One that is neither seconds, 0 nor -1 is refused."""
+def test_invalid_timeouts(ranks: Ranks, timeout: Any):
+    """A timeout must be a finite number of seconds, 0 or -1."""
     ranks.good_world(1, wrong_timeouts, timeout)
 
 
@@ -454,12 +454,12 @@ def divmod_of(a: Any, b: Any, c: Any) -> tuple[int, int, int]:
 
 
 def test_arguments_that_torch_cannot_pickle(ranks: Ranks):
-    """They go by value, references among them by torch; a lock is refused by name."""
+    """Arguments that torch cannot pickle go by value; a lock is refused by name."""
     ranks.good_world(2, unusual_arguments)
 
 
 class Locked:
-    """Has a lock, which nothing can pickle."""
+    """Has a lock, so it cannot be pickled."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -475,7 +475,7 @@ class Locked:
 
 
 class Hopeless(Exception):
-    """Its class has a ``__reduce__`` that raises."""
+    """Its ``__reduce__`` raises."""
 
     def __reduce__(self) -> Any:
         raise ValueError("is not pickled")
@@ -506,7 +506,7 @@ def unusual_results(world: World) -> None:
             with pytest.raises(ResultNotPicklable, match=f"<a Locked> of {what}") as error:
                 call()
             assert "lock" in error.value.exc
-        with pytest.raises(Hopeless) as raised:  # without the lock
+        with pytest.raises(Hopeless) as raised:  # arrives without the lock
             group.rpc_sync("w1", raise_hopeless)
         assert raised.value.args == ("<a Locked>",)
         made = group.rpc_sync("w1", lambda: {"square": lambda x: x * x, "tensor": torch.ones(2)})
@@ -519,5 +519,5 @@ def unusual_results(world: World) -> None:
 
 
 def test_results_that_torch_cannot_pickle(ranks: Ranks):
-    """They go by value; one that cannot is refused with the names of function and object."""
+    """Results go by value; an unpicklable one is refused with the names of function and object."""
     ranks.good_world(2, unusual_results)

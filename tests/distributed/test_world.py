@@ -1,4 +1,4 @@
-"""Joining a world, leaving it, and what is said when that does not go as it should."""
+"""Joining a world, leaving it, and the errors of both."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def at_tcp(rank: int, address: str) -> float:
 
 
 def test_tcp(ranks: Ranks):
-    """Ranks meet at a TCP address, which both kinds of group share."""
+    """Ranks meet at a TCP address that both kinds of group share."""
     assert ranks.run(3, at_tcp, f"tcp://127.0.0.1:{free_port()}") == [3, 3, 3]
 
 
 def connects_late(rank: int, address: str) -> float:
-    """Rank 1 connects to the others later than a call may take."""
+    """Rank 1 connects to the others after more time than a call may take."""
     import xpool.distributed.world as module
 
     watch = vars(module)["watch"]
     if rank == 1:
 
         def late(*args: Any) -> None:
-            time.sleep(1.5)  # as a rank that gets no processor
+            time.sleep(1.5)  # like a rank without processor time
             watch(*args)
 
         vars(module)["watch"] = late
@@ -85,12 +85,12 @@ def connects_late(rank: int, address: str) -> float:
 
 
 def test_joining_takes_longer_than_calls_may(ranks: Ranks):
-    """``dist_timeout`` is for joining; ``rpc_timeout`` is for calls only."""
+    """Joining is limited by ``dist_timeout``, and not by ``rpc_timeout``."""
     assert ranks.run(2, connects_late, ranks.address()) == [1.0, 1.0]
 
 
 def loses_the_store(rank: int, address: str) -> str:
-    """Rank 0, which keeps the store, dies when all have found it."""
+    """Rank 0 holds the store, and dies when all ranks have connected."""
     if rank == 0:
 
         def die(store: torch.distributed.Store, *_: object) -> None:
@@ -100,12 +100,12 @@ def loses_the_store(rank: int, address: str) -> str:
         rendezvous.exchange_names = die
     with pytest.raises(PeerLost) as error:
         World(f"w{rank}", rank, 3, dist_init_method=address, dist_timeout=600)
-    assert isinstance(error.value.__cause__, RuntimeError)  # what torch has said
+    assert isinstance(error.value.__cause__, RuntimeError)  # torch's own error
     return str(error.value)
 
 
 def test_the_store_dies(ranks: Ranks):
-    """Ranks that meet at rank 0's TCP address learn at once that it has died."""
+    """Ranks that meet at rank 0's TCP address notice at once that rank 0 died."""
     address = f"tcp://127.0.0.1:{free_port()}"
     dead, *others = ranks.run(3, loses_the_store, address)
     assert isinstance(dead, WorkerDied)
@@ -122,7 +122,7 @@ def at_environment(rank: int, port: int) -> float:
 
 
 def test_torchrun(ranks: Ranks):
-    """What torchrun puts into the environment is enough."""
+    """The environment variables of torchrun are enough."""
     assert ranks.run(3, at_environment, free_port()) == [3, 3, 3]
 
 
@@ -143,7 +143,7 @@ def one_kind(rank: int, address: str, kind: str) -> str:
 
 @pytest.mark.parametrize(("kind", "option"), [("dist", "init_rpc"), *also(("rpc", "init_dist"))])
 def test_one_kind_only(ranks: Ranks, kind: str, option: str):
-    """A world may have one kind of group only, and says so of the other."""
+    """A world may have one kind of group; asking for the other is an error."""
     for text in ranks.run(2, one_kind, ranks.address(), kind):
         assert f"make it with {option}=True" in text
 
@@ -167,7 +167,7 @@ def twice(rank: int, addresses: list[str]) -> list[float]:
 
 @pytest.mark.parametrize("place", ["one port", *also("two files")])
 def test_one_world_after_another(ranks: Ranks, place: str):
-    """A process is in one world at a time, and may join another when it has left."""
+    """A process may join another world after leaving one."""
     addresses = [f"tcp://127.0.0.1:{free_port()}"] * 2
     if place == "two files":
         addresses = [ranks.address(), ranks.address()]
@@ -184,12 +184,12 @@ def with_few_descriptors(rank: int, address: str) -> tuple[float, bool]:
 
 
 def test_few_descriptors(ranks: Ranks):
-    """Where descriptors are short, the world makes do with fewer."""
+    """With few free descriptors a world uses fewer."""
     assert ranks.run(5, with_few_descriptors, ranks.address()) == [(10, True)] * 5
 
 
 def test_no_world():
-    """Outside of a world the functions say what to do."""
+    """Outside of a world the functions raise an error that says what to do."""
     assert get_world() is None
     assert not is_world_initialized()
     for function in (get_cur_name, get_cur_rank):
@@ -234,7 +234,7 @@ def test_no_world():
     ],
 )
 def test_bad_options(arguments: dict[str, object], message: str):
-    """What makes no sense is refused at once, and leaves no world behind."""
+    """Invalid options are refused at once, and the process is in no world."""
     good = {"name": "w0", "rank": 0, "world_size": 3, "dist_init_method": "tcp://127.0.0.1:1"}
     with pytest.raises(OptionError, match=message):
         World(**(good | arguments))
@@ -258,13 +258,13 @@ def beside_a_group(rank: int, address: str, later: str) -> tuple[str, bool]:
 
 
 def test_a_group_of_the_program(ranks: Ranks):
-    """A world where torch has a default group is refused, and the group stays."""
+    """A world is refused if torch has a default group, which stays."""
     [(text, stays)] = ranks.run(1, beside_a_group, ranks.address(), ranks.address())
     assert stays and "has a default group of torch.distributed" in text
 
 
 def test_name_taken_twice(ranks: Ranks):
-    """A name that two ranks have is refused in all of them."""
+    """If two ranks have the same name, all ranks get an error."""
     results = ranks.start(2, same_name, ranks.address())
     for result in results:
         with pytest.raises(OptionError, match=r"Ranks 0 and 1 are both named 'me'.*me, me"):
@@ -281,7 +281,7 @@ def same_rank(rank: int, address: str) -> None:
 
 @pytest.mark.exhaustive
 def test_rank_taken_twice(ranks: Ranks):
-    """The second to claim a rank is told so; the first, that somebody is missing."""
+    """The second to claim a rank gets an error; the first times out."""
     errors = ranks.run(2, same_rank, ranks.address())
     assert {type(error) for error in errors} == {OptionError, GroupTimeout}
     text = "\n".join(map(str, errors))
@@ -292,7 +292,7 @@ def test_rank_taken_twice(ranks: Ranks):
 
 @pytest.mark.exhaustive
 def test_nobody_at_the_address():
-    """Where nobody listens, the message says whose part that was."""
+    """If nobody listens at the address, the error says that rank 0 should."""
     address = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(GroupTimeout, match="Rank 0 opens it"):
         World("w1", 1, 2, dist_init_method=address, dist_timeout=1)
@@ -303,9 +303,8 @@ def at_a_port(rank: int, address: str, *seconds: float) -> None:
     World(f"w{rank}", rank, 2, dist_init_method=address, dist_timeout=seconds[rank])
 
 
-def test_a_port_that_another_has(ranks: Ranks):
-    """Rank 0 cannot listen there, which is its own affair; the others find somebody who does not
-    answer, and wait no longer than they were told to."""
+def test_a_port_in_use(ranks: Ranks):
+    """Rank 0 gets an error if another process has its port; the others wait until their timeout."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         first, second = ranks.run(2, at_a_port, address, 600, 1)
@@ -316,10 +315,10 @@ def test_a_port_that_another_has(ranks: Ranks):
 
 @pytest.mark.parametrize("option", ["dist_init_method", "rpc_init_method"])
 def test_a_host_without_an_address(ranks: Ranks, option: str):
-    """The error says that it is the name, and torch is not asked, which may wait for longer."""
+    """The error names the unknown host, and torch is not called, because it may wait longer."""
     [text] = ranks.run(1, at_no_address, option, f"tcp://no-such-host.invalid:{free_port()}")
     assert "'no-such-host.invalid' has no address" in text, text
-    assert float(text.split("within ")[1].split(" s")[0]) <= 1  # what is left of dist_timeout
+    assert float(text.split("within ")[1].split(" s")[0]) <= 1  # the rest of dist_timeout
 
 
 def at_no_address(rank: int, option: str, address: str) -> str:
@@ -329,12 +328,12 @@ def at_no_address(rank: int, option: str, address: str) -> str:
         def ask(place: str, *args: Any, **options: Any) -> Any:
             asked.append(place)
             if "no-such-host" in place:
-                raise AssertionError("torch is asked")
+                raise AssertionError("torch is called")
             return original(place, *args, **options)
 
         return ask
 
-    # The process is this test's alone.
+    # The process is this test's own.
     for name in ("TCPStore", "rendezvous"):
         setattr(torch.distributed, name, listening(getattr(torch.distributed, name)))
     places = {"dist_init_method": f"tcp://127.0.0.1:{free_port()}", option: address}
@@ -348,13 +347,13 @@ def at_no_address(rank: int, option: str, address: str) -> str:
 
 
 def test_a_rank_that_does_not_come_to_a_port(ranks: Ranks):
-    """Rank 0 names it."""
+    """Rank 0 names the rank that did not join."""
     [error] = ranks.run(1, at_a_port, f"tcp://127.0.0.1:{free_port()}", 1)
     assert isinstance(error, GroupTimeout) and "Of 2 ranks, rank 1 did not join" in str(error)
 
 
 def test_world_in_a_fork(ranks: Ranks):
-    """A forked child is in no world, whatever its parent is."""
+    """A forked child is in no world."""
     assert ranks.good_world(1, forks) == [0]
 
 
@@ -385,11 +384,11 @@ elif sys.argv[3] == "raises":
 
 
 @pytest.mark.parametrize(("how", "code"), [("pending", 0), *also(("", 0), ("raises", 3))])
-def test_forgotten(ranks: Ranks, tmp_path: Path, how: str, code: int):
-    """A program that ends without leaving its world ends, with its own exit code."""
+def test_a_world_that_is_not_left(ranks: Ranks, tmp_path: Path, how: str, code: int):
+    """A program that does not leave its world still ends, with its own exit code."""
     script = write(tmp_path / "ends.py", ENDS)
     address = ranks.address()
-    # With the stacks, should a thread in torch's code abort the end, as one has done.
+    # Show the stacks if a thread of torch aborts the exit, as happened once.
     options = ["-X", "faulthandler", "-W", "error"]
     processes = [popen([*options, script, str(rank), address, how]) for rank in range(2)]
     for process in processes:
@@ -400,15 +399,15 @@ def test_forgotten(ranks: Ranks, tmp_path: Path, how: str, code: int):
 
 
 @pytest.mark.parametrize("kind", [GroupError, GroupTimeout, PeerLost, GroupKeyError])
-def test_errors_travel(kind: type[Exception]):
-    """The errors can be pickled, and say what they say."""
+def test_errors_can_be_pickled(kind: type[Exception]):
+    """Errors keep their type and text when they are pickled."""
     error = pickle.loads(pickle.dumps(kind("what 'it' says")))
     assert type(error) is kind
     assert str(error) == "what 'it' says"
 
 
 def test_a_store_that_is_garbage_after_its_first_key(tmp_path: Path):
-    """torch would read past its end for ever, with the interpreter's lock held."""
+    """The store file is refused; torch would read past its end for ever, holding the GIL."""
     path = tmp_path / "store"
     path.write_bytes((5).to_bytes(4, sys.byteorder) + b"/init" + b"\xff" * 20)
     with pytest.raises(OptionError, match="no store of torch's"):
