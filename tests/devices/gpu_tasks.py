@@ -1,4 +1,4 @@
-"""What the workers of the sharing tests run, on the stand-in for GPUs and on real ones."""
+"""Functions that workers of the sharing tests run, with a simulated GPU or a real one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from support import gpu
 
 kept: dict[str, Any] = {}
-"""What tasks have put aside in this worker."""
+"""Objects that tasks keep in this worker."""
 
 
 def put(tensor: Any) -> Any:
-    """Return a tensor with these elements, views of views too, on the GPU of this process."""
+    """Return a copy of the tensor, also of a view of a view, on this process's GPU."""
     if gpu.FOLDER in os.environ:
         return gpu.on_gpu(tensor)
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -23,12 +23,12 @@ def put(tensor: Any) -> Any:
 
 
 def view(x: Any, of: Callable[[Any], Any]) -> Any:
-    """Return a view; the stand-in cannot make all by itself."""
+    """Return a view; the simulated GPU does not support every view itself."""
     return gpu.OnGpu(of(x.inner)) if isinstance(x, gpu.OnGpu) else of(x)
 
 
 def make(name: str = "", size: int = 4) -> Any:
-    """Return ``[0, 1, ...]`` on the GPU, and keep it under a name."""
+    """Return ``[0, 1, ...]`` on the GPU, and keep it under `name`."""
     import torch
 
     made = put(torch.arange(size, dtype=torch.float32))
@@ -63,7 +63,7 @@ def change(x: Any, by: float = 1) -> None:
 
 
 def slow_fill(x: Any, value: float) -> None:
-    """Have the GPU write to a tensor after a while."""
+    """Let the GPU write to a tensor after a delay."""
     import torch
 
     torch.cuda._sleep(50_000_000)
@@ -75,7 +75,7 @@ def change_kept(name: str, by: float = 1) -> None:
 
 
 def values(*tensors: Any) -> Any:
-    """Return the elements, and whether they lie on a GPU."""
+    """Return the elements of each tensor, and whether it is on a GPU."""
     return [(x.cpu().tolist(), x.is_cuda) for x in tensors]
 
 
@@ -84,7 +84,7 @@ def kept_values(name: str) -> list[Any]:
 
 
 def first_and_second(first: Any, second: Any) -> list[Any]:
-    """Write to one tensor; return another's elements."""
+    """Fill `first`, and return the elements of `second`."""
     first.fill_(7)
     return second.cpu().tolist()  # type: ignore[no-any-return]
 
@@ -96,7 +96,7 @@ def model_facts(model: Any) -> tuple[str, bool, str, list[Any]]:
 
 
 def waited() -> int:
-    """How often this worker has waited for its GPU (the stand-in knows)."""
+    """How often this worker has waited for the simulated GPU."""
     return len(gpu.waited)
 
 

@@ -1,4 +1,4 @@
-"""What the workers of the handle tests run, on the stand-in for a device and on torch_xla's."""
+"""Functions that workers of the handle tests run, with a simulated device or torch_xla's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from xpool import current_worker
 from xpool._pickling.tensors.handles import Keeper
 
 made: list[Any] = []
-"""What this worker has made, to be compared with what it is given."""
+"""The last tensor that this worker made, to compare with received ones."""
 
 
 class Stand:
-    """The context of a worker whose device is the stand-in."""
+    """The context of a worker whose device is simulated."""
 
     def put(self, tensor: Any) -> Any:
         from support.away import Away
@@ -26,7 +26,7 @@ class Stand:
 
 
 def put(context: Any, tensor: Any) -> Any:
-    """Return a tensor on the worker's device; it is remembered."""
+    """Return the tensor on the worker's device, and keep it in `made`."""
     there = context.put(tensor) if hasattr(context, "put") else tensor.to(context.device)
     made[:] = [there]
     return there
@@ -59,19 +59,19 @@ def make_leaf(context: Any) -> Any:
 
 
 def make_computed(context: Any) -> Any:
-    """Return what has a graph behind it."""
+    """Return a tensor with a gradient graph."""
     return make_leaf(context) * 2
 
 
 def stop_collecting(context: Any) -> None:
-    """Let nothing go that only the collector would."""
+    """Stop the garbage collector."""
     import gc
 
     gc.disable()
 
 
 def make_with_lock(context: Any) -> Any:
-    """Return what cannot be sent, beside what could."""
+    """Return a tensor beside a lock, which cannot be sent."""
     import threading
 
     return [make(context), threading.Lock()]
@@ -88,7 +88,7 @@ def structure(context: Any) -> Any:
 
 
 def look_at_structure(context: Any, found: Any) -> dict[str, Any]:
-    """Say what arrived, on whose device."""
+    """Describe the received tensors and their devices."""
     x = found["x"]
     return {
         "pid": os.getpid(),
@@ -101,12 +101,12 @@ def look_at_structure(context: Any, found: Any) -> dict[str, Any]:
 
 
 def is_it(context: Any, tensor: Any, *others: Any) -> bool:
-    """Whether the very tensor that this worker made last came back to it."""
+    """Whether `tensor` is the same object that this worker made last."""
     return tensor is made[0]
 
 
 def use(context: Any, *tensors: Any, **named: Any) -> tuple[int, float, list[str]]:
-    """Return the process, the sum of everything, and what each lies on."""
+    """Return the pid, the sum of all tensors, and their devices."""
     every = [*tensors, *named.values()]
     return (
         os.getpid(),
@@ -120,7 +120,7 @@ def add_one(context: Any, tensor: Any) -> Any:
 
 
 def pending(context: Any, tensor: Any) -> bool:
-    """Whether torch_xla has only recorded how a tensor is to be computed."""
+    """Whether torch_xla has not computed the tensor yet."""
     import torch_xla
 
     return "add" in torch_xla._XLAC._get_xla_tensors_text([tensor])
@@ -138,7 +138,7 @@ def kept(context: Any, *_: Any) -> int:
 
 
 def kept_and_blocks(context: Any, *_: Any) -> tuple[int, int]:
-    """Return how many tensors this worker keeps, and bytes of shared memory of all."""
+    """Return how many tensors this worker keeps, and the arena's bytes in use."""
     keeper = Keeper.here.get()
     assert keeper is not None
     return len(keeper), arena_here().statistics()["bytes"]
@@ -153,7 +153,7 @@ def kill_oneself(context: Any, *_: Any) -> None:
 
 
 def hang(context: Any, *_: Any) -> None:
-    """Wait for ever, in a way that may be interrupted."""
+    """Wait for ever in interruptible code."""
     while True:
         signal.pause()
 
@@ -163,7 +163,7 @@ def fail_with(context: Any, tensor: Any) -> None:
 
 
 def plain_make(size: int = 4) -> Any:
-    """As `make`, for pools without contexts: on the stand-in."""
+    """Like `make`, for pools without contexts."""
     return make(Stand(), size)
 
 

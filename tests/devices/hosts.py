@@ -1,4 +1,4 @@
-"""Machines as the tests describe them."""
+"""Descriptions of machines for the tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE_IDS = {
 
 
 def tpu_host(generation: str, chips: int, packages: dict[str, str] = XLA, **facts: Any) -> Host:
-    """A TPU VM with so many chips."""
+    """A TPU VM with this many chips."""
     return Host(chips=(Chip(generation),) * chips, packages=packages, **facts)
 
 
@@ -40,7 +40,7 @@ def add_pci(
     node: int = -1,
     group: int = -1,
 ) -> None:
-    """Put a PCI device into a tree that looks like sysfs."""
+    """Add a PCI device to a directory that looks like sysfs."""
     pci = root / "sys/bus/pci/devices" / address
     pci.mkdir(parents=True)
     (pci / "vendor").write_text(f"{vendor}\n")
@@ -53,7 +53,7 @@ def add_pci(
 
 
 def add_vfio(root: Path, *groups: int) -> None:
-    """Put groups under /dev/vfio, where a process may use them."""
+    """Add IOMMU groups to /dev/vfio, which makes them usable."""
     folder = root / "dev/vfio"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vfio").touch()
@@ -62,7 +62,7 @@ def add_vfio(root: Path, *groups: int) -> None:
 
 
 def add_node(root: Path, node: int, cpulist: str) -> None:
-    """Put a NUMA node into the tree."""
+    """Add a NUMA node to the directory."""
     folder = root / f"sys/devices/system/node/node{node}"
     folder.mkdir(parents=True)
     (folder / "cpulist").write_text(f"{cpulist}\n")

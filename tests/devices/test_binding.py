@@ -1,4 +1,4 @@
-"""A worker sets its device's variables before anything is imported that could read them."""
+"""A worker sets its device's variables before it imports any module that may read them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ METHODS = ["forkserver", "spawn", "fork"]
 
 
 class Bound:
-    """A context that is unpickled, and so imported, after the binding."""
+    """A context whose module is imported after the binding."""
 
     def __init__(self, **env: str | None) -> None:
         self.env = env
         self.cpus: tuple[int, ...] = ()
 
     def __reduce__(self) -> Any:
-        # To be unpickled, the context needs a module that looks when it is imported.
+        # Unpickling the context imports a module that records the variables.
         return _restore, (self.env, self.cpus)
 
     def enter(self) -> None:
@@ -45,7 +45,7 @@ class Bound:
 
 
 def _restore(env: dict[str, str | None], cpus: tuple[int, ...]) -> Bound:
-    from . import witness  # noqa: F401 -- recorded at this moment
+    from . import witness  # noqa: F401 -- records now
 
     bound = Bound(**env)
     bound.cpus = cpus
@@ -67,10 +67,10 @@ def die(context: Bound) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_variables_are_there_before_any_import(
+def test_variables_are_set_before_any_import(
     make_pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, method: str
 ):
-    """A module that is imported to unpickle the context finds set and deleted what `env` says."""
+    """Unpickling the context imports a module that sees the variables as `env` says."""
     monkeypatch.setenv("XPOOL_TEST_STALE", "from the parent")
     monkeypatch.setenv("XPOOL_TEST_MANY_A", "1")
     monkeypatch.setenv("XPOOL_TEST_MANY_B", "2")
@@ -94,9 +94,9 @@ def test_variables_are_there_before_any_import(
     assert pool.apply(seen, ("XPOOL_TEST_KEPT",)) == "kept"
 
 
-def test_nothing_of_ours_is_imported_before(tmp_path: Path):
-    """In a fresh process, the binding is done when the first module outside the standard library
-    is imported: recorded by an import hook that is there from the start."""
+def test_binding_precedes_imports(tmp_path: Path):
+    """A fresh process is bound before it imports its first module outside the standard library; an
+    import hook records this."""
     hook = tmp_path / "sitecustomize.py"
     hook.write_text(
         textwrap.dedent(
@@ -121,7 +121,7 @@ def test_nothing_of_ours_is_imported_before(tmp_path: Path):
             """
         )
     )
-    # All else that this worker needs may have been imported by the fork server.
+    # The fork server may have imported everything else that this worker needs.
     (tmp_path / "imported_when_bound.py").touch()
     log = tmp_path / "seen"
     script = tmp_path / "script.py"
@@ -152,12 +152,12 @@ def test_nothing_of_ours_is_imported_before(tmp_path: Path):
     assert device == "7"
     lines = [line.split() for line in log.read_text().splitlines()]
     worker = [(name, bound) for number, name, bound in lines if int(number) == pid]
-    assert worker, "the worker imports something when it is bound"
+    assert worker, "the worker imports a module when it is bound"
     assert {bound for _, bound in worker} == {"7"}, worker
 
 
 def test_a_replacement_gets_the_same_binding(make_pool: Callable[..., Any]):
-    """The worker that takes a dead one's place has the same variables."""
+    """A replacement for a dead worker has the same variables."""
     pool = make_pool(CtxPool, worker_contexts=[Bound(XPOOL_TEST_DEVICE="5")])
     with pytest.raises(WorkerDied, match="exit code 3"):
         pool.apply(die)
@@ -177,7 +177,7 @@ def test_cores_are_bound_before_any_import(make_pool: Callable[..., Any], method
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity masks are Linux's")
 def test_workers_follow_their_parents_cores():
-    """A worker runs where its parent may now, not where the fork server might when it began."""
+    """A worker may use its parent's cores of now, not those of the fork server's start."""
     code = (
         "import os; from xpool import Pool\n"
         "with Pool(1) as pool: first = pool.apply(os.sched_getaffinity, (0,))\n"
@@ -189,7 +189,7 @@ def test_workers_follow_their_parents_cores():
 
 
 class Unopenable:
-    """A device that another process holds."""
+    """A device that another process uses."""
 
     env: dict[str, str] = {}
 
@@ -198,7 +198,7 @@ class Unopenable:
 
 
 def test_a_device_that_cannot_be_opened_ends_the_pool(make_pool: Callable[..., Any]):
-    """The error comes once, in the parent, with the reason and the remedy; nothing respawns."""
+    """The parent raises one error with the reason and the remedy, and starts no more workers."""
     pool = make_pool(CtxPool, worker_contexts=[Unopenable()])
     with pytest.raises(WorkerStartFailed, match="in use. End the other process") as caught:
         pool.apply(seen, ("x",))
@@ -216,7 +216,7 @@ class Member(Bound):
 
 
 def test_a_replica_group_ends_together(make_pool: Callable[..., Any]):
-    """When one worker of a group dies, the pool stops and says why; none is put in its place."""
+    """The death of one worker of a group stops the pool with the reason, without a replacement."""
     pool = make_pool(CtxPool, worker_contexts=[Member(), Member()])
     assert pool.apply(seen, ("XPOOL_TEST_NOTHING",)) is None
     with pytest.raises(WorkerDied, match="exit code 3"):
@@ -227,8 +227,8 @@ def test_a_replica_group_ends_together(make_pool: Callable[..., Any]):
     assert pool.statistics()["deaths"] == 1
 
 
-def test_a_group_has_no_replacements():
-    """Replacing workers of a group one by one is refused."""
+def test_a_group_refuses_replacements():
+    """A group refuses to replace single workers."""
     with pytest.raises(OptionError, match="replica group.*leave it out"):
         CtxPool(worker_contexts=[Member()], maxtasksperchild=5)
 
@@ -239,13 +239,13 @@ def who(context: Any) -> tuple[int, str, bool]:
 
 @pytest.mark.torch
 def test_the_device_in_the_worker(make_pool: Callable[..., Any]):
-    """`ctx.device` is a `torch.device`, and `current_worker()` has the same."""
+    """`ctx.device` and `current_worker()` return the same `torch.device`."""
     pool = make_pool(CtxPool, worker_contexts=devices("cpu", n=2))
     assert pool.apply(who) in [(0, "cpu", True), (1, "cpu", True)]
 
 
-def test_devices_of_a_worker_are_not_asked_for_outside():
-    """In the parent, asking for all devices would start a runtime, so it is refused."""
+def test_devices_in_the_parent():
+    """In the parent `context.devices` raises, because it would start a runtime."""
     with pytest.raises(RuntimeError, match="in the worker only"):
         _ = devices("cpu", n=1)[0].devices
 
@@ -267,7 +267,7 @@ print(sorted(loaded), "libcuda" in maps, "libtpu" in maps, "libtorch" in maps)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_devices_starts_no_runtime():
-    """Counting devices of any kind imports no framework and maps no runtime's library."""
+    """Counting devices of any kind imports no framework and loads no runtime library."""
     out = subprocess.run(
         [sys.executable, "-c", NO_RUNTIME], capture_output=True, text=True, check=True
     )

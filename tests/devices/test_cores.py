@@ -1,4 +1,4 @@
-"""Workers that are threads of one process: the cores of a chip, with a stand-in for the device."""
+"""Workers that are threads of one process, as for the cores of a chip; the device is simulated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xpool_only
 
 
 class Core:
-    """A context whose worker is a thread; one of several that name the same process."""
+    """A context for a worker thread; contexts with the same `process` share a process."""
 
     def __init__(self, number: int, process: str = "a", **env: str) -> None:
         self.number = number
@@ -48,14 +48,14 @@ class Core:
 
 
 def cores(*workers: int) -> list[Core]:
-    """Contexts for processes with so many workers each."""
+    """Contexts for processes with these numbers of workers."""
     names = [str(p) for p, count in enumerate(workers) for _ in range(count)]
     return [Core(i, name) for i, name in enumerate(names)]
 
 
 @pytest.fixture
 def start(make_pool: Callable[..., Any]) -> Callable[..., CtxPool]:
-    """Pools of processes with so many workers each."""
+    """Start pools whose processes have these numbers of workers."""
 
     def make(*workers: int, **options: Any) -> CtxPool:
         pool: CtxPool = make_pool(CtxPool, worker_contexts=cores(*workers), **options)
@@ -65,20 +65,21 @@ def start(make_pool: Callable[..., Any]) -> Callable[..., CtxPool]:
 
 
 def who(core: Core) -> tuple[int, int, int, int, list[int]]:
-    """The worker by its context and by `current_worker`, its process, its thread, who entered."""
+    """Return the context's number, the worker's index, pid, thread, and the threads that
+    entered."""
     assert current_worker().context is core
     return (core.number, current_worker().index, os.getpid(), threading.get_ident(), core.entered)
 
 
 def at_gate(core: Core, box: str, gate: str) -> tuple[int, int]:
-    """Say which worker this is, wait at the gate, return it and its process."""
+    """Post the worker's number, wait at the gate, return the number and the pid."""
     work.post(box, str(core.number))
     work.pass_gate(gate)
     return core.number, os.getpid()
 
 
 def post_and_run(core: Core, box: str, how: str) -> None:
-    """Say which worker this is, then run on without an end."""
+    """Post the worker's number, then run without end."""
     work.post(box, str(core.number))
     if how == "counts":
         n = 0
@@ -101,7 +102,7 @@ def leave(core: Core, code: int) -> None:
 
 
 def backend(pool: CtxPool, mailbox: Mailbox, gate: Gate) -> list[tuple[int, int]]:
-    """Have every worker run a task at the same time; return which worker is in which process."""
+    """Run a task in all workers at the same time; return each worker and its process."""
     asked = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(pool.size())]
     mailbox.lines(pool.size())
     gate.open(pool.size())
@@ -113,7 +114,7 @@ def backend(pool: CtxPool, mailbox: Mailbox, gate: Gate) -> list[tuple[int, int]
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
 def test_each_worker_is_a_thread(start: Any, mailbox: Mailbox, gate: Gate, method: str):
-    """Own index, context and thread, one task at a time, however the process was started."""
+    """Each worker has its own index, context and thread, with every start method."""
     pool = start(2, 3, 1, context=method)
     found = pool.run_all(who)
     assert [f[0] for f in found] == [f[1] for f in found] == list(range(6))
@@ -141,8 +142,8 @@ def in_thread(core: Core) -> str:
     return str(found[0])
 
 
-def test_threads_of_a_task_belong_to_no_worker(start: Any):
-    """Whose they are cannot be known, and a wrong answer would be worse."""
+def test_threads_of_a_task_are_no_workers(start: Any):
+    """A thread that a task starts is not a worker, because its worker is unknown."""
     assert "in the thread in which it runs them" in start(2).apply(in_thread)
 
 
@@ -152,7 +153,7 @@ def log_start(path: str) -> None:
 
 
 def test_initializers_take_turns(start: Any, log: Path):
-    """One after the other, in order, each in its worker: so they need no lock."""
+    """Initializers of one process run one after the other, so they need no lock."""
     pool = start(3, initializer=log_start, initargs=(str(log),))
     pool.run_all(who)
     lines = log.read_text().splitlines()
@@ -177,7 +178,7 @@ if __name__ == "__main__":
 
 
 def test_the_script_is_run_once_for_all(tmp_path: Path, log: Path):
-    """Workers that need names of ``__main__`` at once share one, whole one: a barrier in it."""
+    """Workers that need ``__main__`` at the same time run it once; a barrier in it proves this."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "XPOOL_TEST_LOG": str(log), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -201,14 +202,14 @@ def test_the_script_is_run_once_for_all(tmp_path: Path, log: Path):
         ({"worker_contexts": [Core(i) for i in range(65)]}, "64 are the most"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], message: str):
-    """Said when the pool is made, with what to do."""
+def test_refused_options(options: dict[str, Any], message: str):
+    """Wrong options are refused when the pool is made, with the remedy."""
     with pytest.raises(OptionError, match=message):
         CtxPool(**{"worker_contexts": cores(2), **options})
 
 
-def test_cores_of_the_machine_are_the_process_s():
-    """A process runs on one set of them."""
+def test_different_cpus_in_one_process():
+    """Workers of one process cannot have different CPUs."""
     contexts: list[Any] = cores(2)
     contexts[0].cpus, contexts[1].cpus = (0,), (1,)
     with pytest.raises(OptionError, match="cpus differ"):
@@ -216,20 +217,20 @@ def test_cores_of_the_machine_are_the_process_s():
 
 
 def test_alone_in_its_process(make_pool: Callable[..., Any]):
-    """Of a process that only one context names, the worker is like any other."""
+    """A worker alone in its process behaves like any other worker."""
     pool = make_pool(CtxPool, worker_contexts=[Core(0, "0/2"), Core(1, "1/2")], maxtasksperchild=1)
     assert len({pool.apply(who)[2] for _ in range(4)}) == 4
 
 
 @pytest.mark.torch
 def test_no_group_of_torch_distributed(start: Any):
-    """A process has one rank."""
+    """Threads of one process cannot be ranks, because a process has one rank."""
     with pytest.raises(OptionError, match="threads of one process.*per_process=1"):
         start(2).create_group()
 
 
-def test_nothing_is_left_of_a_start_that_failed(monkeypatch: pytest.MonkeyPatch):
-    """When descriptors run out at the second of three channels, the first is let go of."""
+def test_a_failed_start_closes_channels(monkeypatch: pytest.MonkeyPatch):
+    """If descriptors run out at the second of three channels, the first is closed."""
     from xpool._engine import channel
 
     made = iter([channel.make_file()])  # type: ignore[attr-defined]
@@ -249,7 +250,7 @@ def test_nothing_is_left_of_a_start_that_failed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_killed_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
-    """No task is lost, and all of the process come back, in the same places."""
+    """No task is lost, and all workers of the process return at their places."""
     pool = start(2, 2)
     before = backend(pool, mailbox, gate)
     os.kill(before[0][1], signal.SIGKILL)
@@ -262,7 +263,8 @@ def test_killed_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
 
 
 def test_killed_while_all_run(start: Any, mailbox: Mailbox, gate: Gate):
-    """Each of its tasks is WorkerDied, names the signal and what else ran; others go on."""
+    """Each task of the killed process gets WorkerDied, which names the signal and the other
+    tasks."""
     pool = start(2, 2)
     asked = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(4)]
     mailbox.lines(4)
@@ -285,7 +287,7 @@ def test_killed_while_all_run(start: Any, mailbox: Mailbox, gate: Gate):
 
 
 def test_killed_by_a_task(start: Any, mailbox: Mailbox, gate: Gate):
-    """A thread that is idle loses nothing, and what waits is done."""
+    """An idle thread of the killed process loses no task, and waiting tasks run."""
     pool = start(2)
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         pool.apply(kill)
@@ -294,8 +296,8 @@ def test_killed_by_a_task(start: Any, mailbox: Mailbox, gate: Gate):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_task_that_leaves(start: Any, mailbox: Mailbox, gate: Gate, code: int):
-    """`sys.exit` ends the process: at once, since nobody can say what else it ended."""
+def test_a_task_that_exits(start: Any, mailbox: Mailbox, gate: Gate, code: int):
+    """`sys.exit` ends the process at once, because other threads may be affected."""
     pool = start(2)
     other = pool.apply_async(at_gate, (mailbox.path, gate.path))
     mailbox.line()
@@ -309,7 +311,7 @@ def test_a_task_that_leaves(start: Any, mailbox: Mailbox, gate: Gate, code: int)
 
 
 def end_at(core: int, box: str, once: str) -> None:
-    """Initializer: say that this worker is here, and the first time one of them waits for ever."""
+    """Post this worker's start; once, at worker `core`, wait for ever."""
     work.post(box, str(current_worker().index))
     if current_worker().index == core and not os.path.exists(once):
         Path(once).touch()
@@ -321,7 +323,8 @@ def end_at(core: int, box: str, once: str) -> None:
 def test_killed_while_it_starts(
     start: Any, mailbox: Mailbox, gate: Gate, tmp_path: Path, which: int
 ):
-    """In the initializer of its first worker, one between, its last: the others have not begun."""
+    """A process dies in an initializer of its first, middle or last worker; later ones have not
+    begun."""
     pool = start(3, initializer=end_at, initargs=(which, mailbox.path, str(tmp_path / "once")))
     asked = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(3)]
     *begun, last = [mailbox.line() for _ in range(which + 2)]
@@ -339,7 +342,7 @@ def large(core: Core, box: str) -> Any:
 
 @pytest.mark.parametrize("memory_limit", [None, 0])
 def test_killed_while_it_answers(start: Any, mailbox: Mailbox, gate: Gate, memory_limit: int):
-    """In the midst of a large result: that task is lost, or its result has come."""
+    """After a kill during a large answer, the task's result has arrived or the task is lost."""
     pool = start(2, memory_limit=memory_limit)
     pid = pool.run_all(who)[0][2]
     result = pool.apply_async(large, (mailbox.path,))
@@ -353,7 +356,7 @@ def test_killed_while_it_answers(start: Any, mailbox: Mailbox, gate: Gate, memor
 
 
 def test_killed_while_it_retires(start: Any, mailbox: Mailbox, gate: Gate):
-    """After `close`, one thread has ended and one still runs: its task is answered, `join` ends."""
+    """After `close`, one thread has ended and one runs: its task is answered and `join` returns."""
     pool = start(2)
     pid = pool.run_all(who)[0][2]
     result = pool.apply_async(at_gate, (mailbox.path, gate.path))
@@ -366,17 +369,17 @@ def test_killed_while_it_retires(start: Any, mailbox: Mailbox, gate: Gate):
 
 
 def states(pid: int) -> set[str]:
-    """What the threads of a process do, in the kernel's letters."""
+    """Return the kernel's states of a process's threads."""
     stats = Path(f"/proc/{pid}/task").glob("*/stat")
     return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
 
 
 def test_stopped_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
-    """A process that was stopped by SIGSTOP is replaced when tasks with a limit wait for it."""
+    """A process stopped by SIGSTOP is replaced when tasks with a time limit wait for it."""
     pool = start(2)
     before = backend(pool, mailbox, gate)
     os.kill(before[0][1], signal.SIGSTOP)
-    eventually(lambda: states(before[0][1]) == {"T"}, "all of its threads are stopped")
+    eventually(lambda: states(before[0][1]) == {"T"}, "all threads of the process are stopped")
     found = [pool.apply_async(who, timeout=0.2) for _ in range(2)]
     assert {one.get()[2] for one in found} != {before[0][1]}
     assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
@@ -384,7 +387,7 @@ def test_stopped_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
 
 @pytest.mark.exhaustive
 def test_again_and_again_under_load(start: Any, log: Path):
-    """Processes die while many short tasks run, some called by several threads: all is answered."""
+    """While processes die, every task of several calling threads is answered."""
     pool = start(2, 2)
     wrong: list[Any] = []
 
@@ -415,7 +418,7 @@ def identity(core: Core, x: Any) -> Any:
 
 
 def test_a_killed_task_is_tried_again(start: Any, log: Path, mailbox: Mailbox, gate: Gate):
-    """With ``retries=`` the task and those beside it run once more."""
+    """With ``retries=`` the task and its neighbours run again."""
     pool = start(2)
     beside = pool.apply_async(at_gate, (mailbox.path, gate.path), retries=3)
     mailbox.line()
@@ -436,7 +439,7 @@ def kill_once(core: Core, log: str) -> str:
 
 
 def test_close_waits_for_all(start: Any, mailbox: Mailbox, gate: Gate):
-    """A worker that has nothing more to do does not take the process with it."""
+    """A worker without further tasks does not end its process."""
     pool = start(3)
     result = pool.apply_async(at_gate, (mailbox.path, gate.path))
     mailbox.line()
@@ -450,7 +453,7 @@ def test_close_waits_for_all(start: Any, mailbox: Mailbox, gate: Gate):
 
 @pytest.mark.parametrize("how", ["counts", "waits"])
 def test_terminate(start: Any, mailbox: Mailbox, how: str):
-    """Whatever its threads do."""
+    """Running and waiting threads end with `terminate`."""
     pool = start(2)
     results = [pool.apply_async(post_and_run, (mailbox.path, how)) for _ in range(2)]
     mailbox.lines(2)
@@ -476,7 +479,7 @@ if __name__ == "__main__":
 
 @pytest.mark.exhaustive
 def test_the_parent_is_killed(tmp_path: Path):
-    """Busy or idle, the processes go with it."""
+    """Busy and idle processes die with their parent."""
     script = scripts.write(tmp_path / "parent.py", PARENT)
     assert scripts.kill_parent([script], 2) == []
 
@@ -488,7 +491,7 @@ def fail_at(core: int) -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_worker_that_cannot_start(start: Any, which: int):
-    """The pool stops, and names the worker and its reason, whichever of the process it is."""
+    """The pool stops, and the error names the failed worker of the process and the reason."""
     pool = start(2, initializer=fail_at, initargs=(which,))
     with pytest.raises(WorkerStartFailed, match=f"core {which} is in use") as caught:
         pool.apply(who)
@@ -503,14 +506,14 @@ def fail_once(core: int, log: str) -> None:
 
 
 def test_a_worker_that_cannot_start_at_first(start: Any, log: Path):
-    """The next process may do."""
+    """After one failed start the next process may succeed."""
     pool = start(2, initializer=fail_once, initargs=(1, str(log)))
     assert [found[0] for found in pool.run_all(who)] == [0, 1]
 
 
 @pytest.mark.exhaustive
 def test_an_initializer_that_hangs(start: Any):
-    """The limit is for each worker's own, and the error has its stack."""
+    """The limit is for each worker's initializer, and the error has its stack."""
     pool = start(2, initializer=work.spin_in, initargs=(1,), initializer_timeout=2)
     with pytest.raises(WorkerStartFailed, match="Worker 1.*longer than its limit") as caught:
         pool.apply(who)
@@ -520,7 +523,7 @@ def test_an_initializer_that_hangs(start: Any):
 
 @pytest.mark.exhaustive
 def test_the_restart_budget_counts_processes(start: Any):
-    """And no process that the pool itself has ended."""
+    """The budget counts deaths of processes, but not processes that the pool ended."""
     pool = start(2, restart_budget=2)
     for _ in range(3):
         with pytest.raises(TaskTimeout):
@@ -530,7 +533,7 @@ def test_the_restart_budget_counts_processes(start: Any):
             pool.apply(kill)
     with pytest.raises((WorkerDied, PoolBroken)):
         pool.apply(kill)
-    # The error of the last task is there before the pool decides that it has stopped.
+    # The last task's error may arrive before the pool has stopped.
     with pytest.raises((PoolBroken, PoolClosed), match="3 workers died.*worker 0 and worker 1"):
         pool.apply(who)
 
@@ -539,8 +542,8 @@ def test_the_restart_budget_counts_processes(start: Any):
 
 
 @pytest.mark.parametrize("end", ["timeout", "cancel"])
-def test_python_code_is_broken_off(start: Any, mailbox: Mailbox, gate: Gate, end: str):
-    """In its thread alone: the process, and what the other threads run, go on."""
+def test_python_code_is_interrupted(start: Any, mailbox: Mailbox, gate: Gate, end: str):
+    """Only the task's thread is interrupted; the process and its other threads continue."""
     pool = start(3)
     before = backend(pool, mailbox, gate)
     beside = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(2)]
@@ -567,10 +570,10 @@ def test_python_code_is_broken_off(start: Any, mailbox: Mailbox, gate: Gate, end
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["stubborn", "waits"])
-def test_what_does_not_listen_takes_the_process_along(
+def test_an_uninterruptible_task_ends_its_process(
     start: Any, mailbox: Mailbox, gate: Gate, how: str
 ):
-    """Those beside it are told that it was not they, and whose task it was."""
+    """Tasks beside an uninterruptible one learn that it ended the process."""
     pool = start(2)
     beside = pool.apply_async(at_gate, (mailbox.path, gate.path))
     mailbox.line()
@@ -589,12 +592,12 @@ def test_what_does_not_listen_takes_the_process_along(
 
 
 @pytest.mark.exhaustive
-def test_the_innocent_are_tried_again(start: Any, mailbox: Mailbox, gate: Gate):
-    """Any number of times that ``retries=`` allows: it does not count as having killed a worker."""
+def test_neighbours_are_retried(start: Any, mailbox: Mailbox, gate: Gate):
+    """A task whose process another task ended is retried as often as ``retries=`` allows."""
     pool = start(2)
     beside = pool.apply_async(at_gate, (mailbox.path, gate.path), retries=10)
     mailbox.line()
-    for _ in range(6):  # more than a culprit gets
+    for _ in range(6):  # more than the limit for a task that kills workers
         result = pool.apply_async(post_and_run, (os.devnull, "waits"), timeout=0.05)
         with pytest.raises(TaskTimeout):
             result.get()
@@ -609,8 +612,8 @@ def fail(core: Core, index: int, box: str, how: str) -> None:
     post_and_run(core, box, how)
 
 
-def test_run_all_fails_in_one(start: Any, mailbox: Mailbox, gate: Gate):
-    """The others are stopped; in Python code that costs no process."""
+def test_run_all_fails_in_one_worker(start: Any, mailbox: Mailbox, gate: Gate):
+    """The other tasks are stopped; if they run Python code, no process ends."""
     pool = start(2, 2)
     before = backend(pool, mailbox, gate)
     with pytest.raises(ValueError, match="3"):
@@ -619,7 +622,7 @@ def test_run_all_fails_in_one(start: Any, mailbox: Mailbox, gate: Gate):
 
 
 def busy(core: Core, n: int) -> int:
-    """Something that goes in and out of the interpreter, and of the arena's books."""
+    """Enter and leave the interpreter and the arena's code many times."""
     array = pytest.importorskip("numpy").zeros(1 << 14)
     for _ in range(n):
         array = array + 1
@@ -627,7 +630,7 @@ def busy(core: Core, n: int) -> int:
 
 
 def test_cancelled_anywhere(start: Any):
-    """Whenever it comes, a task is broken off, or is over: nothing is hit but that task."""
+    """A cancel at any moment affects only its task, running or finished."""
     pool = start(2)
     for n in range(150):
         task = pool.apply_async(busy, (n * 3,))
@@ -635,12 +638,12 @@ def test_cancelled_anywhere(start: Any):
         task.cancel()
         assert numbers.get() == list(range(10))
         assert pool.apply(busy, (3,)) == 3
-    eventually(lambda: not pool.statistics()["running"], "all cancelled tasks have been left")
+    eventually(lambda: not pool.statistics()["running"], "no cancelled task runs any more")
 
 
 @pytest.mark.usefixtures("plugin")
-def test_an_import_is_not_cut_short(start: Any, mailbox: Mailbox, gate: Gate):
-    """Its process is killed: no later task meets half a module."""
+def test_an_import_is_not_interrupted(start: Any, mailbox: Mailbox, gate: Gate):
+    """A timeout during an import kills the process, so that no later task finds half a module."""
     pool = start(2)
     task = pool.apply_async(work.import_plugin, timeout=1)
     mailbox.line()
@@ -659,7 +662,7 @@ def array_of(core: Core, value: int, size: int) -> Any:
 
 @pytest.mark.exhaustive
 def test_large_results_of_a_process_that_dies(start: Any):
-    """They have one seat in shared memory: what any of them has sent is taken in before it goes."""
+    """Large results that were sent before their process died still arrive."""
     pytest.importorskip("numpy")
     pool = start(2)
     for _ in range(4):
@@ -678,7 +681,7 @@ def array_of_pair(core: Core, value: int) -> Any:
 
 
 class Standing(Core):
-    """A core whose device is the stand-in of the handle tests."""
+    """A core whose device is simulated."""
 
     def put(self, tensor: Any) -> Any:
         from support.away import Away
@@ -688,8 +691,8 @@ class Standing(Core):
 
 @pytest.mark.exhaustive
 @pytest.mark.torch
-def test_handles_go_to_their_thread(make_pool: Callable[..., Any]):
-    """The worker that has the tensor finds it, the one beside it gets a copy; both go at once."""
+def test_handles_go_to_their_worker(make_pool: Callable[..., Any]):
+    """The owning worker gets its tensor, its neighbour a copy; both die with the process."""
     from . import handle_tasks as tasks
 
     contexts = [Standing(i) for i in range(2)]
@@ -719,7 +722,7 @@ def identity_of(core: Core, obj: Any) -> int:
 
 @pytest.mark.torch
 def test_broadcast(start: Any):
-    """Each worker has an object of its own, and the same in every task."""
+    """Each worker has its own object, the same one in all tasks."""
     import torch
 
     pool = start(2)

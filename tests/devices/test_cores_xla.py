@@ -1,4 +1,4 @@
-"""A worker for each device of a process, on torch_xla's CPU client: run with ``make test-xla``."""
+"""A worker for each device of a process, with torch_xla's CPU client: run by ``make test-xla``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xla
 
 @pytest.fixture(autouse=True)
 def cpu_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All of it runs on torch_xla's CPU client, and none of it in this process."""
+    """Use torch_xla's CPU client, and do not start it in this process."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     yield
     torch_xla = sys.modules.get("torch_xla")
@@ -42,7 +42,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(cache: Path) -> Iterator[CtxPool]:
-    """Two processes of two devices each."""
+    """Two processes with two devices each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PJRT_DEVICE", "CPU")
         pool = start(4, 2, cache=cache)
@@ -53,7 +53,7 @@ def four(cache: Path) -> Iterator[CtxPool]:
 
 
 def facts(context: DeviceContext) -> dict[str, Any]:
-    """What torch_xla says in this worker."""
+    """Return what torch_xla reports in this worker."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -77,7 +77,7 @@ def facts(context: DeviceContext) -> dict[str, Any]:
 
 
 def test_each_worker_has_a_device_of_its_process(four: CtxPool):
-    """Its own is what ``"xla"`` means in its thread; and it is alone in its topology."""
+    """In each worker's thread ``"xla"`` is its own device, in a topology of one."""
     found = four.run_all(facts)
     assert [f["worker"] for f in found] == [(0, 0, 0), (1, 1, 1), (2, 2, 0), (3, 3, 1)]
     assert [f["devices"] for f in found] == [{"xla:0"}, {"xla:1"}] * 2
@@ -88,7 +88,8 @@ def test_each_worker_has_a_device_of_its_process(four: CtxPool):
 
 
 def train(context: DeviceContext, seed: int, steps: int) -> tuple[str, list[float], list[float]]:
-    """Train a small model on the worker's device and on the CPU; return where, and both losses."""
+    """Train a small model on the worker's device and on the CPU; return the device and both
+    losses."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -114,8 +115,8 @@ def train(context: DeviceContext, seed: int, steps: int) -> tuple[str, list[floa
     return str(context.device), losses[0], losses[1]
 
 
-def test_they_train_at_once_and_right(four: CtxPool):
-    """Graphs of several threads are compiled and run beside each other, each on its device."""
+def test_concurrent_training(four: CtxPool):
+    """Graphs of several threads are compiled and run concurrently, each on its device."""
     results = [four.apply_async(train, (seed, 5)) for seed in range(12)]
     where = set()
     for result in results:
@@ -126,7 +127,7 @@ def test_they_train_at_once_and_right(four: CtxPool):
 
 
 def test_a_cache_for_each_process(four: CtxPool, cache: Path):
-    """Both of its workers use it; it is named by the first."""
+    """The workers of a process share a cache, named after the first of them."""
     four.run_all(train, 50, 1)
     used = {path.parent.name for path in cache.glob("worker-*/*")}
     assert used == {"worker-0", "worker-2"}
@@ -137,7 +138,7 @@ def look(context: DeviceContext, tensor: Any) -> tuple[str, list[float]]:
 
 
 def test_tensors_arrive_on_the_worker_s_own_device(four: CtxPool):
-    """What is a tensor of a device travels as one: on CPU here, on the receiver's there."""
+    """A pickled device tensor arrives on the receiver's device, or on the CPU in this process."""
     import torch
 
     made = four.run_all(ordinal_on_device)
@@ -168,7 +169,7 @@ def loaded(context: DeviceContext, data: bytes) -> str:
 
 
 def test_handles(make_pool: Callable[..., Any]):
-    """A tensor stays on its core; the worker of the other core gets a copy on its own."""
+    """The owner uses its tensor, and the other core's worker gets a copy on its own device."""
     from . import handle_tasks as tasks
 
     pool = make_pool(start, 2, 2, is_copy_tensor=False)
@@ -178,7 +179,7 @@ def test_handles(make_pool: Callable[..., Any]):
     for handle in (first, second):
         assert pool.apply(placed, (handle,)) == handle.device
         assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
-        # Computed where it lies, by the thread whose default device that is.
+        # computed on its device, by the thread whose default device it is
         new = pool.apply(tasks.add_one, (handle,))
         assert (new.worker, new.device) == (handle.worker, handle.device)
         assert new.cpu().tolist() == [1.0, 2.0, 3.0, 4.0]
@@ -211,8 +212,8 @@ def kill_oneself(context: DeviceContext) -> None:
 def test_a_task_over_its_time(
     make_pool: Callable[..., Any], mailbox: Mailbox, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ):
-    """A loop of training steps is broken off; the other core's task does not notice."""
-    # On a busy machine, one step may wait longer for a processor than a worker may go on unasked.
+    """A timeout interrupts a loop of training steps without disturbing the other core's task."""
+    # On a busy machine one step may wait too long for a processor.
     monkeypatch.setattr(start_limit, "STARVED_SECONDS", 60.0)
     pool = make_pool(start, 2, 2)
     pool.run_all(train, 0, 1)
@@ -230,7 +231,7 @@ def test_a_task_over_its_time(
 def test_a_killed_process_comes_back_on_its_cores(
     make_pool: Callable[..., Any], mailbox: Mailbox, gate: Gate
 ):
-    """Both workers, on the devices that they had; the other process goes on."""
+    """Both workers of a killed process return on their devices; the other process continues."""
     pool = make_pool(start, 4, 2)
     before = pool.run_all(facts)
     asked = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(3)]
@@ -252,7 +253,7 @@ def test_a_killed_process_comes_back_on_its_cores(
 
 
 def test_more_than_two(make_pool: Callable[..., Any]):
-    """Any number of devices; a last process that is not full has as many workers as are left."""
+    """Any number of devices works; the last process may have fewer workers."""
     pool = make_pool(start, 5, 4)
     found = pool.run_all(facts)
     assert [f["worker"][2] for f in found] == [0, 1, 2, 3, 0]
@@ -261,7 +262,7 @@ def test_more_than_two(make_pool: Callable[..., Any]):
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
-    """The error names the core and what torch_xla has."""
+    """The error names the missing core and the devices of torch_xla."""
     from xpool import WorkerStartFailed
 
     contexts = devices("xla", 2, per_process=2)

@@ -1,4 +1,4 @@
-"""What a worker that owns a GPU is told to set, and what is said when it cannot have one."""
+"""Which variables a worker with a GPU sets, and the errors when it cannot have one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def masks(contexts: list[DeviceContext]) -> list[str | None]:
 
 
 def test_a_gpu_for_each_worker():
-    """Without a mask, GPUs by their number on the PCI bus."""
+    """Without a mask, workers get GPUs by their numbers on the PCI bus."""
     contexts = devices("cuda", host=gpu_host(4))
     assert masks(contexts) == ["0", "1", "2", "3"]
     assert {c.env[ORDER] for c in contexts} == {"PCI_BUS_ID"}
@@ -37,7 +37,7 @@ def test_a_gpu_for_each_worker():
     ],
 )
 def test_the_parents_mask(mask: str, order: str | None, expected: list[str], sets_order: bool):
-    """Worker i gets the i-th device that its parent may see, by the name that means it there."""
+    """Worker i gets the i-th device of its parent's mask, by a name with the same meaning."""
     environ = {MASK: mask} | ({ORDER: order} if order else {})
     contexts = devices("cuda", host=gpu_host(4, environ=environ))
     assert masks(contexts) == expected
@@ -45,7 +45,7 @@ def test_the_parents_mask(mask: str, order: str | None, expected: list[str], set
 
 
 def test_mig_instances():
-    """A GPU in MIG mode is its instances; those that are not are called by their identity then."""
+    """Of a GPU in MIG mode workers get the instances; other GPUs are then named by UUID."""
     host = gpu_host(2, mig={0: ("MIG-a", "MIG-b")})
     assert masks(devices("cuda", host=host)) == ["MIG-a", "MIG-b", "GPU-11111111"]
     chosen = replace(host, environ={MASK: "MIG-b"})
@@ -55,14 +55,14 @@ def test_mig_instances():
 
 
 def test_several_gpus_for_a_worker():
-    """A worker of two GPUs is masked to both."""
+    """A worker with two GPUs has both in its mask."""
     contexts = devices("cuda", per_worker=2, host=gpu_host(4))
     assert masks(contexts) == ["0,1", "2,3"]
     assert contexts[1].name == "2,3"
 
 
-def test_nodes_where_the_numbers_are_known():
-    """A worker is bound near its GPU when it is certain which that is, and only then."""
+def test_numa_nodes():
+    """A worker is bound near its GPU only if the GPU is known for certain."""
     gpus = (Gpu("GPU-a", node=0), Gpu("GPU-b", node=1))
     host = replace(gpu_host(2), gpus=gpus, cpus=(0, 1, 2, 3), nodes={0: (0, 1), 1: (2, 3)})
     assert [c.cpus for c in devices("cuda", host=host)] == [(0, 1), (2, 3)]
@@ -92,13 +92,13 @@ def test_nodes_where_the_numbers_are_known():
     ],
 )
 def test_a_mask_that_names_no_device(mask: str, message: str):
-    """A mask with a device that is not there is refused with those that are."""
+    """A mask with an unknown device is refused, and the error lists the known ones."""
     with pytest.raises(DeviceError, match=message):
         devices("cuda", host=gpu_host(4, environ={MASK: mask}))
 
 
-def test_a_device_by_two_names():
-    """It is one device for a number and for a UUID, for an instance and for its GPU."""
+def test_a_device_named_twice():
+    """One device named twice is refused: as number and UUID, or as instance and GPU."""
     by_bus = {ORDER: "PCI_BUS_ID"}
     host = gpu_host(2, environ=by_bus | {MASK: "0,GPU-0"})
     with pytest.raises(DeviceError, match="names a device twice"):
@@ -113,7 +113,7 @@ def test_a_device_by_two_names():
 
 
 def test_devices_that_cannot_be_used():
-    """A GPU that takes one process at a time and has it, or takes none, is told of at once."""
+    """An exclusive GPU in use and a prohibited GPU are refused at once."""
     host = gpu_host(1)
     used = replace(host, gpus=(Gpu("GPU-a", mode="exclusive", users=(41,)),))
     with pytest.raises(DeviceError, match="in use by pid 41.*nvidia-smi -c DEFAULT"):
@@ -125,8 +125,8 @@ def test_devices_that_cannot_be_used():
         devices("cuda", host=closed)
 
 
-def test_no_driver_no_gpu_no_build():
-    """Each thing that can be missing has an error of its own."""
+def test_missing_driver_gpu_or_build():
+    """A missing driver, GPU, CUDA build or torch each has its own error."""
     with pytest.raises(DeviceError, match="no NVIDIA driver answers here"):
         devices("cuda", host=replace(gpu_host(0), gpus=None))
     with pytest.raises(DeviceError, match="no GPU that can be used"):
@@ -137,8 +137,8 @@ def test_no_driver_no_gpu_no_build():
         devices("cuda", host=Host())
 
 
-def test_a_mask_where_nobody_can_be_asked():
-    """Without NVML a mask is believed, but for names that may be of one device."""
+def test_a_mask_without_nvml():
+    """Without NVML a mask is accepted, unless two names may mean one device."""
     host = replace(gpu_host(0, environ={MASK: "GPU-x,GPU-y"}), gpus=None)
     assert masks(devices("cuda", host=host)) == ["GPU-x", "GPU-y"]
     for mask in "0,GPU-x", "GPU-xy,GPU-x":
@@ -147,7 +147,7 @@ def test_a_mask_where_nobody_can_be_asked():
 
 
 def test_no_group_of_gpus():
-    """Groups of GPU workers are torch.distributed's."""
+    """GPU workers use groups of torch.distributed instead."""
     with pytest.raises(OptionError, match=r"torch\.distributed"):
         devices("cuda", independent=False, host=gpu_host(2))
 

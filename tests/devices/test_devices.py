@@ -1,4 +1,4 @@
-"""What a worker bound to a device is told to set."""
+"""What a worker bound to a device sets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("n", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
 def test_cores_are_shared_out(eight_cores: None, n: int, threads: int):
-    """Each of n workers on 8 cores gets 8 // n threads, and never none."""
+    """Each of n workers on 8 cores gets 8
+
+    n threads, but at least one.
+    """
     contexts = devices("cpu", n=n)
     assert [context.ordinal for context in contexts] == list(range(n))
     assert {context.threads for context in contexts} == {threads}
@@ -40,14 +43,14 @@ def test_cores_are_shared_out(eight_cores: None, n: int, threads: int):
 
 
 def test_one_worker_for_each_core_by_default(eight_cores: None):
-    """Without ``n`` there is a context for each usable core."""
+    """Without ``n`` each usable core has a context."""
     assert len(devices()) == 8
 
 
 @pytest.mark.starts
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity masks are Linux's")
 def test_usable_cores_are_those_of_the_mask():
-    """A process that may run on one core only has one core to share out."""
+    """A process that may use one core shares out one core."""
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
         "from xpool.devices import devices; print(devices())"
@@ -58,7 +61,7 @@ def test_usable_cores_are_those_of_the_mask():
 
 @pytest.mark.parametrize(("value", "threads"), [("3", 3), (" 6 ", 6), ("5,2", 5)])
 def test_the_users_number_wins(monkeypatch: pytest.MonkeyPatch, value: str, threads: int):
-    """``OMP_NUM_THREADS`` as the user set it is kept, and nothing is set over it."""
+    """The user's ``OMP_NUM_THREADS`` is kept."""
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     context = devices("cpu", n=2)[1]
     assert context.threads == threads
@@ -66,8 +69,8 @@ def test_the_users_number_wins(monkeypatch: pytest.MonkeyPatch, value: str, thre
 
 
 @pytest.mark.parametrize("value", ["", "0", "many"])
-def test_a_senseless_number_is_ignored(monkeypatch: pytest.MonkeyPatch, value: str):
-    """An ``OMP_NUM_THREADS`` that OpenMP would not understand counts as unset."""
+def test_an_invalid_number_is_ignored(monkeypatch: pytest.MonkeyPatch, value: str):
+    """An invalid ``OMP_NUM_THREADS`` counts as unset."""
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert devices("cpu", n=10_000)[0].threads == 1
 
@@ -76,8 +79,8 @@ EIGHT = Host(cpus=tuple(range(8)))
 MAC = Host(cpus=tuple(range(8)), metal=True, packages={"torch": "2.13.0"})
 
 
-def test_auto_takes_the_best_that_there_is():
-    """TPUs before GPUs before the CPU, each only with a framework that can use it."""
+def test_auto_takes_the_best_device():
+    """ "auto" prefers TPUs to GPUs to the CPU, if an installed framework can use them."""
     cuda, tpu = gpu_host(2), tpu_host("v5e", 4)
     assert {c.kind for c in devices(host=EIGHT)} == {"cpu"}
     assert {c.kind for c in devices(host=cuda)} == {"cuda"}
@@ -91,7 +94,7 @@ def test_auto_takes_the_best_that_there_is():
 
 
 def test_workers_of_a_mac_share_its_gpu():
-    """A Mac has one GPU: by default one worker has it, with n= several share it."""
+    """By default one worker has a Mac's GPU; with n= several share it."""
     (one,) = devices("mps", host=MAC)
     assert (one.kind, one.threads, repr(one)) == ("mps", 8, "DeviceContext(mps:0, threads=8)")
     two = devices("mps", n=2, host=MAC)
@@ -100,14 +103,15 @@ def test_workers_of_a_mac_share_its_gpu():
 
 
 @pytest.mark.parametrize("options", [{"per_worker": 2}, {"independent": False}])
-def test_arguments_that_mps_has_no_use_for(options: dict[str, Any]):
-    """They are refused, not ignored."""
+def test_unused_arguments_of_mps(options: dict[str, Any]):
+    """mps refuses arguments that it cannot use."""
     with pytest.raises(OptionError, match="a Mac has one GPU"):
         devices("mps", host=MAC, **options)
 
 
 def test_mps_is_for_macs():
-    """Elsewhere, and without torch, mps is refused; where torch cannot use it, its worker fails."""
+    """mps is refused on other machines and without torch; if torch cannot use it, the worker
+    fails."""
     with pytest.raises(DeviceError, match="not a Mac with an Apple GPU"):
         devices("mps", host=EIGHT)
     with pytest.raises(DeviceError, match="torch is not installed"):
@@ -123,7 +127,7 @@ def test_mps_is_for_macs():
      ({"CPU_NUM_DEVICES": "4"}, None, 2, 2)],
 )  # fmt: skip
 def test_torch_xla_on_the_cpu(environ: dict[str, str], n: int | None, each: int, expected: int):
-    """Each worker has a CPU client of its own; how many follows torch_xla's own variable."""
+    """Each worker has its own CPU client with the number of devices in torch_xla's variable."""
     host = replace(EIGHT, packages=XLA, environ=environ)
     contexts = devices("xla", n, per_worker=each, host=host)
     assert len(contexts) == expected
@@ -133,7 +137,7 @@ def test_torch_xla_on_the_cpu(environ: dict[str, str], n: int | None, each: int,
 
 
 def test_torch_xla_takes_the_client_that_is_set():
-    """`PJRT_DEVICE` decides; without it a TPU is taken where there is one."""
+    """`PJRT_DEVICE` decides; without it a present TPU is used."""
     host = tpu_host("v5e", 4)
     assert {c.kind for c in devices("xla", host=host)} == {"tpu"}
     on_cpu = replace(host, environ={"PJRT_DEVICE": "CPU"})
@@ -147,7 +151,7 @@ def test_torch_xla_takes_the_client_that_is_set():
 
 
 def test_a_compilation_cache_for_each_worker(tmp_path: Path):
-    """One argument gives each worker, and whoever replaces it, a cache of its own."""
+    """`cache=` gives each worker and its replacements their own cache."""
     contexts = devices("xla", 2, cache=tmp_path, host=replace(EIGHT, packages=XLA))
     paths = [c.env["XLA_PERSISTENT_CACHE_PATH"] for c in contexts]
     assert paths == [f"{tmp_path}/worker-0", f"{tmp_path}/worker-1"]
@@ -156,20 +160,20 @@ def test_a_compilation_cache_for_each_worker(tmp_path: Path):
 
 
 @pytest.mark.parametrize("options", [{"per_worker": 2}, {"independent": False}])
-def test_arguments_that_the_cpu_has_no_use_for(options: dict[str, Any]):
-    """They are refused, not ignored."""
+def test_unused_arguments_of_cpu(options: dict[str, Any]):
+    """cpu refuses arguments that it cannot use."""
     with pytest.raises(OptionError, match="takes no per_worker="):
         devices("cpu", **options)
 
 
 def test_unknown_framework():
-    """A framework that nobody knows is refused with those that are known."""
+    """An unknown framework is refused, and the error lists the known ones."""
     with pytest.raises(OptionError, match="must be 'torch_xla' or 'torch_tpu', not 'jax'"):
         devices("tpu", framework="jax")
 
 
 def test_unknown_kind():
-    """A kind that nobody knows is refused with those that are known."""
+    """An unknown kind is refused, and the error lists the known ones."""
     known = r"'auto' or \['cpu', 'cuda', 'mps', 'tpu', 'xla'\]\.$"
     with pytest.raises(OptionError, match=f"'vulkan'.*{known}"):
         devices("vulkan")
@@ -180,7 +184,7 @@ def test_unknown_kind():
 
 @pytest.mark.parametrize("n", [0, -1])
 def test_no_workers(n: int):
-    """Contexts for no workers make no sense."""
+    """``n`` must be at least 1."""
     with pytest.raises(OptionError, match="at least 1"):
         devices(n=n)
 
@@ -192,8 +196,8 @@ def test_number_of_workers_is_an_int(n: object):
         devices(n=n)  # type: ignore[arg-type]
 
 
-def test_contexts_travel(eight_cores: None):
-    """A context is equal to its copy, hashable, and one telling line."""
+def test_contexts_can_be_pickled(eight_cores: None):
+    """A context equals its pickled copy, is hashable, and has a short repr."""
     context = devices("auto", n=2)[1]
     copy = pickle.loads(pickle.dumps(context))
     assert copy == context
@@ -203,7 +207,7 @@ def test_contexts_travel(eight_cores: None):
 
 @pytest.mark.starts
 def test_enter_imports_nothing():
-    """Binding a worker that does not use torch does not make it import torch."""
+    """Entering a context does not import torch."""
     code = (
         "import sys; from xpool.devices import devices; devices(n=2)[0].enter();"
         "print('torch' in sys.modules)"
@@ -216,7 +220,7 @@ def test_enter_imports_nothing():
 @pytest.mark.starts
 @pytest.mark.torch
 def test_enter_sets_torchs_threads():
-    """A worker whose torch is imported already gets the number all the same."""
+    """Entering a context sets the threads of an already imported torch."""
     pytest.importorskip("torch")
     code = (
         "import torch; from xpool.devices import DeviceContext\n"
@@ -231,7 +235,7 @@ def test_enter_sets_torchs_threads():
 
 
 def test_contexts_do_not_share_their_environment():
-    """What someone adds to one worker's environment is not seen by the next."""
+    """Changing one worker's environment does not change another's."""
     first, second = devices(n=2)
     assert isinstance(first, DeviceContext)
     assert first.env is not second.env

@@ -1,4 +1,4 @@
-"""Copies of tensors on GPUs, through the memory of the machine."""
+"""Copies of GPU tensors through host memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def views() -> list[Any]:
 
 
 def test_copy_mode(make_pool: Callable[..., Any], tmp_path: Any):
-    """A pool in copy mode copies both ways, and nothing is exported."""
+    """A pool in copy mode copies in both directions and exports no handle."""
     gpu.install(str(tmp_path))
     try:
         pool = make_pool(Pool, 1, functools.partial(gpu.install, str(tmp_path)))
@@ -60,8 +60,9 @@ DTYPES = [
 
 @pytest.fixture(scope="module")
 def on_gpu(warm: None) -> Iterator[Any]:
-    """A pool in copy mode with a worker that is bound to the first GPU."""
-    torch.ones(1, device="cuda").cpu()  # what CUDA opens stays open: no test is charged with it
+    """A pool in copy mode with one worker, bound to the first GPU."""
+    # CUDA keeps descriptors open; open them before the leak check.
+    torch.ones(1, device="cuda").cpu()
     with CtxPool(worker_contexts=devices("cuda")[:1]) as pool:
         pool.apply(tasks.with_context, (tasks.pid,))
         yield pool
@@ -72,7 +73,7 @@ def on_gpu(warm: None) -> Iterator[Any]:
 @pytest.mark.parametrize("size", [1000, LARGE, 4_000_007])
 @pytest.mark.parametrize("name", DTYPES)
 def test_dtypes_on_a_gpu(on_gpu: Any, name: str, size: int):
-    """There and back, every byte of every dtype."""
+    """Every byte of every dtype survives the way to a worker and back."""
     dtype = getattr(torch, name)
     count = size // dtype.itemsize
     content = torch.randint(0, 2 if name == "bool" else 255, (count * dtype.itemsize,)).byte()
@@ -90,7 +91,7 @@ def on_bound_gpu(context: Any, x: Any) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(6))
 def test_views_on_a_gpu(on_gpu: Any, number: int):
-    """Views arrive with their values, and their axes in the same order."""
+    """Views keep their values and the order of their axes."""
     x = tasks.put(views()[number])
     is_there, back = on_gpu.apply(on_bound_gpu, (x,))
     assert is_there
@@ -100,8 +101,8 @@ def test_views_on_a_gpu(on_gpu: Any, number: int):
 
 
 @pytest.mark.gpu
-def test_a_stream_of_ones_own(on_gpu: Any):
-    """A copy comes after what the current stream was asked for."""
+def test_a_copy_waits_for_its_stream(on_gpu: Any):
+    """A copy waits for the work queued on the current stream."""
     stream = torch.cuda.Stream()
     x = torch.zeros(4_000_000, device="cuda")
     with torch.cuda.stream(stream):

@@ -1,7 +1,7 @@
-"""Share mode for memory of GPUs: what is shared, what is copied, what is refused.
+"""Share mode for GPU memory: what is shared, what is copied, what is refused.
 
-torch shares the memory; most tests run with a stand-in for that, whose memory is files, and where
-there is a GPU on that.
+torch shares the memory. Most tests use a simulated GPU, whose memory is files, and a real one if
+present.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ ON_GPU = pytest.mark.parametrize("device", KINDS[1:], indirect=True)
 
 @pytest.fixture(scope="module", params=KINDS)
 def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The GPU that parent and workers see: what installs it in a worker."""
+    """The GPU of parent and workers; its value installs it in a worker."""
     if request.param == "gpu":
-        torch.ones(1, device="cuda").cpu()  # what CUDA opens stays open: no test is charged with it
+        # CUDA keeps descriptors open; open them before the leak check.
+        torch.ones(1, device="cuda").cpu()
         yield os.getpid
         return
     folder = str(tmp_path_factory.mktemp("gpu"))
@@ -68,7 +69,7 @@ def share(device: Any, make_pool: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def each_opened(device: Any) -> Iterator[None]:
-    """The receivers open each handle that is written, once: torch would keep its memory else."""
+    """Check that receivers open each handle exactly once; otherwise torch keeps its memory."""
     before = set(gpu.unopened()) if gpu.FOLDER in os.environ else set()
     yield
     assert gpu.FOLDER not in os.environ or set(gpu.unopened()) <= before
@@ -82,7 +83,7 @@ def values(*tensors: Any) -> list[Any]:
 
 
 def test_from_the_parent(share: Any, each_opened: None):
-    """A tensor of the parent's is seen by its workers, and each sees the others' writes."""
+    """Workers and parent see each other's writes to the parent's tensor."""
     pool = share()
     x = tasks.put(torch.zeros(4))
     pool.apply(tasks.keep, ("x", x), worker=0)
@@ -96,7 +97,7 @@ def test_from_the_parent(share: Any, each_opened: None):
 
 
 def test_from_a_worker(share: Any, each_opened: None):
-    """The parent opens a handle when it is asked to, and then sees the worker's writes."""
+    """The parent opens a handle only on request, and then sees the worker's writes."""
     pool = share()
     handle = pool.apply(tasks.make, ("mine",), worker=1)
     assert type(handle) is TensorHandle
@@ -110,7 +111,7 @@ def test_from_a_worker(share: Any, each_opened: None):
 
 
 def test_views_and_aliases(share: Any, each_opened: None):
-    """Views of one storage are views of one memory there, in place and geometry."""
+    """Views of one storage stay views of one storage."""
     pool = share()
     x = tasks.put(torch.arange(12.0).reshape(3, 4))
     row, turned = (tasks.view(x, of) for of in (lambda x: x[1], lambda x: x.t()))
@@ -122,8 +123,8 @@ def test_views_and_aliases(share: Any, each_opened: None):
     assert values(x)[0][1] == [7.0] * 4
 
 
-def test_what_a_tensor_is_besides(share: Any, each_opened: None):
-    """Parameters stay Parameters, with their attributes, on their way to a worker."""
+def test_parameters(share: Any, each_opened: None):
+    """Parameters and their attributes stay what they are on the way to a worker."""
     pool = share()
     model = tasks.make_model()
     expected = (type(model.weight).__name__, True, "weights", [[5.0] * 3] * 2)
@@ -134,7 +135,7 @@ def test_what_a_tensor_is_besides(share: Any, each_opened: None):
 
 
 def test_every_verb(share: Any, each_opened: None):
-    """Shared memory goes with the items of all verbs; each handle is opened once."""
+    """All verbs share memory in items, and open each handle once."""
     pool = share()
     x = tasks.put(torch.zeros(4))
     pool.map(tasks.change, [x] * 5, 2)
@@ -143,7 +144,7 @@ def test_every_verb(share: Any, each_opened: None):
 
 
 def test_share_method_cuda(share: Any, each_opened: None):
-    """Then memory of GPUs is shared and that of the host copied."""
+    """``share_method="cuda"`` shares GPU memory and copies host memory."""
     pool = share(share_method="cuda")
     x, host = tasks.put(torch.zeros(4)), torch.zeros(4)
     assert pool.apply(tasks.first_and_second, (x, host), worker=0) == [0.0] * 4
@@ -152,8 +153,8 @@ def test_share_method_cuda(share: Any, each_opened: None):
 
 
 @STAND_IN
-def test_beside_what_only_dill_can_pickle(share: Any, each_opened: None):
-    """A message that is pickled by two picklers, the first in vain, has one handle."""
+def test_messages_pickled_by_dill(share: Any, each_opened: None):
+    """If the first pickler fails and dill pickles the message, it still has one handle."""
     pool = share()
     x = tasks.put(torch.zeros(4))
     pool.apply(tasks.keep, ("x", [x, types.MappingProxyType({})]), worker=0)
@@ -163,7 +164,7 @@ def test_beside_what_only_dill_can_pickle(share: Any, each_opened: None):
 
 @STAND_IN
 def test_an_answer_comes_after_the_writes(share: Any):
-    """A worker that shares memory waits for the GPU before it answers; others do not."""
+    """A worker waits for the GPU before it answers, but only if it shares memory."""
     pool = share()
     pool.apply(tasks.make, ("own",), worker=0)
     assert pool.apply(tasks.waited, worker=0) == 0
@@ -175,7 +176,7 @@ def test_an_answer_comes_after_the_writes(share: Any):
 
 @STAND_IN
 def test_the_parent_opens_nothing_unasked(share: Any, monkeypatch: pytest.MonkeyPatch):
-    """Whatever comes from the workers, CUDA is not started here."""
+    """Receiving GPU tensors does not start CUDA in the parent."""
     pool = share()
     mine = pool.apply(tasks.make, ("mine",), worker=0)
     monkeypatch.setattr(cuda, "_identities", pytest.fail)
@@ -186,8 +187,8 @@ def test_the_parent_opens_nothing_unasked(share: Any, monkeypatch: pytest.Monkey
 # -- what is copied ----------------------------------------------------------------------------
 
 
-def test_what_may_be_opened_several_times(share: Any, each_opened: None):
-    """With `retries=`, in `run_all` and in what every worker gets, tensors are copies."""
+def test_copies_of_tensors_with_several_receivers(share: Any, each_opened: None):
+    """With `retries=`, `run_all` and `broadcast`, tensors are copied."""
     pool = share()
     x = tasks.put(torch.zeros(4))
     pool.apply(tasks.change, (x,), retries=2)
@@ -198,7 +199,7 @@ def test_what_may_be_opened_several_times(share: Any, each_opened: None):
 
 
 def test_handles_of_two_workers(share: Any):
-    """The tensor of the other worker is a copy."""
+    """Of two workers' tensors, the other worker's is copied."""
     pool = share()
     one, two = (pool.apply(tasks.make, (str(i),), worker=i) for i in range(2))
     assert pool.apply(tasks.first_and_second, (one, two), worker=0) == [0.0, 1.0, 2.0, 3.0]
@@ -208,7 +209,7 @@ def test_handles_of_two_workers(share: Any):
 
 @pytest.mark.exhaustive
 def test_in_a_pool_of_a_worker(share: Any, device: Any):
-    """A worker passes on a copy of what it has from its parent: CUDA cannot export it again."""
+    """A worker passes on its parent's tensor as a copy, because CUDA cannot export it again."""
     pool = share(P2PPool, 1, is_daemon=False)
     x = tasks.put(torch.zeros(4))
     assert pool.apply(inner_pool, (device, x))[0][0] == [0.0] * 4
@@ -224,8 +225,8 @@ def inner_pool(device: Any, x: Any) -> Any:
 # -- what is refused ---------------------------------------------------------------------------
 
 
-def test_open_what_a_worker_received(share: Any):
-    """The parent's own tensor comes back as a handle, which cannot be opened."""
+def test_opening_the_parents_own_tensor(share: Any):
+    """The parent's tensor comes back as a handle that cannot be opened."""
     pool = share()
     x = tasks.put(torch.zeros(4))
     back = pool.apply(tasks.same, (x,), worker=0)
@@ -238,7 +239,7 @@ def test_open_what_a_worker_received(share: Any):
 
 @STAND_IN
 def test_a_worker_that_does_not_see_the_gpu(share: Any, monkeypatch: pytest.MonkeyPatch):
-    """The worker says which GPUs it sees, and how copies are sent."""
+    """The error lists the visible GPUs and recommends copies."""
     pool = share()
     pool.apply(tasks.set_variable, ("CUDA_VISIBLE_DEVICES", "two"), worker=1)
     x = tasks.put(torch.zeros(4))
@@ -252,7 +253,7 @@ def test_a_worker_that_does_not_see_the_gpu(share: Any, monkeypatch: pytest.Monk
 
 @STAND_IN
 def test_gpus_in_another_order(share: Any):
-    """A GPU is found by its UUID, whatever its number is in the receiver."""
+    """A GPU is found by its UUID, not by its number in the receiver."""
     pool = share()
     pool.apply(tasks.set_variable, ("CUDA_VISIBLE_DEVICES", "two,one"), worker=0)
     x = tasks.put(torch.zeros(4))
@@ -261,8 +262,9 @@ def test_gpus_in_another_order(share: Any):
 
 
 @STAND_IN
-def test_no_ipc_here(share: Any, monkeypatch: pytest.MonkeyPatch):
-    """CUDA's reason comes with what to do, for the sender and for the receiver."""
+def test_ipc_fails(share: Any, monkeypatch: pytest.MonkeyPatch):
+    """If CUDA IPC fails, the error has CUDA's reason and a remedy, at the sender and the
+    receiver."""
     pool = share()
     x, handle = tasks.put(torch.zeros(4)), pool.apply(tasks.make, worker=0)
     pool.apply(tasks.set_variable, (gpu.FAILS, "peer access is not supported"), worker=0)
@@ -277,7 +279,7 @@ def test_no_ipc_here(share: Any, monkeypatch: pytest.MonkeyPatch):
 
 @STAND_IN
 def test_torch_without_identities(share: Any, monkeypatch: pytest.MonkeyPatch):
-    """Before 2.4, torch does not tell which GPU is which."""
+    """torch before 2.4 cannot identify GPUs, so sharing is refused."""
     pool = share()
     x = tasks.put(torch.zeros(4))
     monkeypatch.setattr(cuda, "identity", lambda ordinal: None)
@@ -286,14 +288,14 @@ def test_torch_without_identities(share: Any, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_fork_of_a_process_with_cuda(monkeypatch: pytest.MonkeyPatch):
-    """CUDA does not survive it, so such workers are refused with that reason."""
+    """Forking after CUDA has started is refused, because CUDA does not survive a fork."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(OptionError, match="has started the CUDA runtime, which does not survive"):
         Pool(1, context="fork", is_copy_tensor=False)
 
 
 def test_the_owner_dies(share: Any):
-    """A handle says so."""
+    """Any use of a dead worker's handle raises TensorLost."""
     pool = share()
     mine = pool.apply(tasks.make, worker=0)
     with pytest.raises(WorkerDied):
@@ -310,8 +312,8 @@ SIZE = 64 << 20
 
 @pytest.mark.gpu
 @ON_GPU
-def test_memory_of_a_gpu_comes_back(share: Any):
-    """After the receiver has let go, the sender can use the memory again."""
+def test_gpu_memory_is_freed(share: Any):
+    """When the receiver has dropped a tensor, the sender can reuse the memory."""
     pool = share()
     before = torch.cuda.memory_allocated()
     x = torch.zeros(SIZE // 4, device="cuda")
@@ -326,13 +328,13 @@ def test_memory_of_a_gpu_comes_back(share: Any):
         torch.cuda.ipc_collect()
         return torch.cuda.memory_allocated() <= before
 
-    eventually(came_back, "the memory")
+    eventually(came_back, "the memory is free")
 
 
 @pytest.mark.gpu
 @ON_GPU
-def test_kernels_still_under_way(share: Any):
-    """A receiver, and the caller of a task, see what the GPU was asked before."""
+def test_queued_kernels_finish_first(share: Any):
+    """Receiver and caller see the results of GPU work queued before."""
     pool = share()
     x = torch.zeros(1000, device="cuda")
     torch.cuda._sleep(50_000_000)
@@ -345,11 +347,12 @@ def test_kernels_still_under_way(share: Any):
 @pytest.mark.gpu
 @ON_GPU
 def test_masked_workers(share: Any):
-    """Each worker sees its own GPU as ``cuda:0``; the others' tensors come by the host."""
+    """Each worker sees its own GPU as ``cuda:0``; other workers' tensors are copied through the
+    host."""
     from xpool.devices import devices
 
     if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU; it takes two")
+        pytest.skip("needs two GPUs")
     pool = share(CtxPool, 2, worker_contexts=devices("cuda")[:2])
     one, two = pool.run_all(tasks.with_context, tasks.make)
     assert one.gpu != two.gpu

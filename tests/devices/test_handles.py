@@ -1,6 +1,6 @@
-"""Share mode for tensors on devices: they stay with their worker, and handles travel.
+"""Share mode for device tensors: the tensor stays in its worker, and a handle is sent.
 
-Each test runs with a stand-in for a device, and (``make test-xla``) on real torch_xla.
+Each test runs with a simulated device, and by ``make test-xla`` with torch_xla.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def no_runtime_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing starts torch_xla's runtime in this process."""
+    """No test may start torch_xla's runtime in this process."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     yield
     torch_xla = sys.modules.get("torch_xla")
@@ -65,13 +65,13 @@ def start(kind: str, count: int, **options: Any) -> CtxPool:
 
 @pytest.fixture(scope="module", params=KINDS)
 def device(request: pytest.FixtureRequest) -> str:
-    """What the workers have: a stand-in, or torch_xla's CPU client."""
+    """The workers' device: simulated, or torch_xla's CPU client."""
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
 def two(device: str) -> Iterator[CtxPool]:
-    """Two workers with a device each, in share mode; shared by the tests."""
+    """A pool in share mode of two workers with a device each, shared by the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PJRT_DEVICE", "CPU")
         pool = start(device, 2)
@@ -83,7 +83,7 @@ def two(device: str) -> Iterator[CtxPool]:
 
 @pytest.fixture
 def make_two(device: str, make_pool: Callable[..., Any]) -> Callable[..., Any]:
-    """Pools of their own, for tests that do them harm."""
+    """Make separate pools, for tests that damage them."""
     return lambda count=2, **options: make_pool(start, device, count, **options)
 
 
@@ -93,7 +93,7 @@ class Pair(NamedTuple):
 
 
 def pair(pool: Any, mailbox: Mailbox, gate: Gate, sizes: tuple[int, int] = (4, 4)) -> Pair:
-    """A handle of each of two workers."""
+    """Return a handle of each worker."""
     asked = [
         pool.apply_async(tasks.make_at_gate, (mailbox.path, gate.path, size)) for size in sizes
     ]
@@ -108,7 +108,7 @@ def pair(pool: Any, mailbox: Mailbox, gate: Gate, sizes: tuple[int, int] = (4, 4
 
 
 def test_a_handle_says_what_it_is(two: CtxPool):
-    """Shape, dtype, device, size, worker; and it reads so."""
+    """A handle has shape, dtype, device, size and worker, and shows them in its repr."""
     import torch
 
     handle = two.apply(tasks.make, (6,))
@@ -127,7 +127,7 @@ def test_a_handle_says_what_it_is(two: CtxPool):
 
 
 def test_inside_any_structure(two: CtxPool):
-    """Tensors on the device are handles wherever they are, one for each; others arrive."""
+    """In any structure each device tensor becomes one handle; other tensors are sent."""
     found = two.apply(tasks.structure)
     x = found["x"]
     assert found["again"] is x
@@ -146,7 +146,7 @@ def test_inside_any_structure(two: CtxPool):
 
 
 def test_the_owner_gets_the_tensor_itself(two: CtxPool):
-    """It is the same object in the worker, and what a task writes to it stays."""
+    """The owner gets the same tensor object, and keeps a task's writes to it."""
     handle = two.apply(tasks.make)
     assert two.apply(tasks.is_it, (handle,))
     two.apply(tasks.change, (handle,))
@@ -154,7 +154,7 @@ def test_the_owner_gets_the_tensor_itself(two: CtxPool):
 
 
 def test_a_copy_on_the_cpu(two: CtxPool):
-    """`cpu` copies, each time anew."""
+    """Each call of `cpu` makes a new copy."""
     handle = two.apply(tasks.make)
     first = handle.cpu()
     assert (first.device.type, first.tolist()) == ("cpu", [0.0, 1.0, 2.0, 3.0])
@@ -162,8 +162,8 @@ def test_a_copy_on_the_cpu(two: CtxPool):
     assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_what_a_tensor_is_besides_its_values(two: CtxPool):
-    """Gradients are required and Parameters are Parameters, at the owner and on the CPU."""
+def test_parameters(two: CtxPool):
+    """requires_grad and the Parameter type are kept, in the owner and on the CPU."""
     import torch
 
     parameter = two.apply(tasks.make_parameter)
@@ -180,22 +180,23 @@ def test_what_a_tensor_is_besides_its_values(two: CtxPool):
     assert not two.apply(tasks.make).cpu().requires_grad
 
 
-@pytest.mark.parametrize("device", KINDS[1:], indirect=True)  # the stand-in has no autograd
+@pytest.mark.parametrize("device", KINDS[1:], indirect=True)  # the simulated device has no autograd
 def test_a_graph_cannot_be_kept(two: CtxPool):
-    """What was computed and tracks gradients is refused, as in copy mode."""
+    """A tensor with a gradient graph is refused, as in copy mode."""
     with pytest.raises(ResultNotPicklable, match=r"x\.detach\(\)"):
         two.apply(tasks.make_computed)
 
 
-@pytest.mark.parametrize("device", KINDS[1:], indirect=True)  # the stand-in computes at once
-def test_what_is_kept_is_computed(two: CtxPool):
-    """The task that made a tensor computes it: the next begins with values, not with a graph."""
+# The simulated device computes at once.
+@pytest.mark.parametrize("device", KINDS[1:], indirect=True)
+def test_kept_tensors_are_computed(two: CtxPool):
+    """A task computes the tensors that it returns before the next task begins."""
     handle = two.apply(tasks.make)
     for _ in range(3):
         handle = two.apply(tasks.add_one, (handle,))
         assert not two.apply(tasks.pending, (handle,))
     two.apply(tasks.change, (handle,))
-    assert two.apply(tasks.pending, (handle,))  # so this would be seen
+    assert two.apply(tasks.pending, (handle,))  # proves that `pending` can be true
     assert handle.cpu().tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
@@ -203,7 +204,7 @@ def test_what_is_kept_is_computed(two: CtxPool):
 
 
 def test_every_verb_brings_the_task_to_the_owner(two: CtxPool, mailbox: Mailbox, gate: Gate):
-    """As an argument by position or by name, and as an item of whatever maps."""
+    """A task with a handle in arguments, keywords or items runs at the handle's owner."""
     both = pair(two, mailbox, gate)
     for handle in both:
         expected = (handle.pid, 6.0, ["xla"])
@@ -224,7 +225,7 @@ def test_every_verb_brings_the_task_to_the_owner(two: CtxPool, mailbox: Mailbox,
 
 
 def test_handles_among_other_items(two: CtxPool, mailbox: Mailbox, gate: Gate):
-    """Items without handles go to anyone, in one job with those that have some; all in order."""
+    """One job may have items with and without handles; results stay in order."""
     import torch
 
     both = pair(two, mailbox, gate)
@@ -242,7 +243,7 @@ def test_handles_among_other_items(two: CtxPool, mailbox: Mailbox, gate: Gate):
 
 
 def test_two_handles_of_one_owner(two: CtxPool):
-    """Both are found where they are."""
+    """A task with two handles of one worker runs there with both tensors."""
     one = two.apply(tasks.make)
     other = two.apply(tasks.add_one, (one,))
     assert other.pid == one.pid
@@ -250,9 +251,10 @@ def test_two_handles_of_one_owner(two: CtxPool):
 
 
 def test_handles_of_two_owners(two: CtxPool, device: str, mailbox: Mailbox, gate: Gate):
-    """The task goes to where most of the bytes are; the other tensor is copied there."""
+    """The task runs where most bytes are, and the other tensor is copied there."""
     both = pair(two, mailbox, gate, (4, 8))
-    where = "xla" if device == "xla" else "cpu"  # on the device to which a worker is bound
+    # The copy is on the device, if the worker has a real one.
+    where = "xla" if device == "xla" else "cpu"
     assert two.apply(tasks.use, both) == (both.b.pid, 34.0, [where, "xla"])
     assert two.apply(tasks.use, both[::-1]) == (both.b.pid, 34.0, ["xla", where])
     assert two.map(tasks.use, both, 2)[0][0] == both.b.pid
@@ -260,8 +262,8 @@ def test_handles_of_two_owners(two: CtxPool, device: str, mailbox: Mailbox, gate
 
 
 @pytest.mark.torch
-def test_another_worker_may_be_asked_for(make_pool: Callable[..., Any]):
-    """With ``worker=`` the task goes there, and gets a copy."""
+def test_another_worker_can_be_requested(make_pool: Callable[..., Any]):
+    """With ``worker=`` the task runs at that worker, with a copy."""
     pool = make_pool(P2PPool, 2, is_copy_tensor=False)
     handle = pool.apply(tasks.plain_make, worker=1)
     assert handle.worker == 1
@@ -275,7 +277,7 @@ def test_another_worker_may_be_asked_for(make_pool: Callable[..., Any]):
 
 
 def test_functions_that_hold_handles(two: CtxPool, mailbox: Mailbox, gate: Gate):
-    """A partial or a closure binds the tasks of its job as an argument does."""
+    """Handles in a partial or a closure bind the job's tasks like arguments."""
     both = pair(two, mailbox, gate, (4, 8))
     for handle, total in zip(both, (6.0, 28.0)):
 
@@ -283,7 +285,7 @@ def test_functions_that_hold_handles(two: CtxPool, mailbox: Mailbox, gate: Gate)
             return tasks.use(context, held)
 
         def cell(context: Any, other: Any) -> Any:
-            return tasks.use(context, handle)  # noqa: B023  # it runs before the next turn
+            return tasks.use(context, handle)  # noqa: B023  # runs before the next iteration
 
         expected = (handle.pid, total, ["xla"])
         assert two.apply(closure, (0,)) == expected
@@ -292,7 +294,7 @@ def test_functions_that_hold_handles(two: CtxPool, mailbox: Mailbox, gate: Gate)
         assert list(two.imap(cell, range(5))) == [expected] * 5
         assert sorted(two.imap_unordered(closure, range(5), 2)) == [expected] * 5
     summed = functools.partial(tasks.use, x=both.a)
-    # The function lies with one, the items with the other: these are copied.
+    # The function's handle decides; the items of the other worker are copied.
     pids = {pid for pid, total, _ in two.map(summed, [both.b] * 3, 1) if total == 34.0}
     assert pids == {both.a.pid}
     assert two.map(functools.partial(tasks.use, x=both.a, y=both.b), [both.a], 1)[0][:2] == (
@@ -303,8 +305,8 @@ def test_functions_that_hold_handles(two: CtxPool, mailbox: Mailbox, gate: Gate)
 
 @pytest.mark.exhaustive
 @pytest.mark.torch
-def test_functions_in_a_pool_of_channels(make_pool: Callable[..., Any]):
-    """As in other pools: a function's handles bind its tasks."""
+def test_functions_in_a_p2p_pool(make_pool: Callable[..., Any]):
+    """In a P2PPool the handles of a function bind its tasks too."""
     pool = make_pool(P2PPool, 2, is_copy_tensor=False)
     handle = pool.apply(tasks.plain_make, worker=1)
     held = functools.partial(tasks.plain_use, handle)
@@ -318,7 +320,7 @@ def test_functions_in_a_pool_of_channels(make_pool: Callable[..., Any]):
 
 
 class Counted:
-    """Bytes of the messages of a pool, both ways, and shared memory that they took."""
+    """Sizes of a pool's messages in both directions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[int] = []
@@ -339,14 +341,14 @@ class Counted:
 
 
 def used() -> int:
-    """Bytes of shared memory in use by this program."""
+    """Shared memory in use by this program, in bytes."""
     arena = Arena.own()
     assert arena is not None
     return arena.statistics()["bytes"]
 
 
 def test_no_bytes_of_the_tensor_move(make_two: Any, monkeypatch: pytest.MonkeyPatch):
-    """Handing a tensor of 8 MiB from task to task of its worker moves its name alone."""
+    """Passing an 8 MiB tensor between tasks of its worker sends only its handle."""
     pool = make_two(1)
     handle = pool.apply(tasks.make, (2,))
     counted = Counted(monkeypatch)
@@ -373,8 +375,8 @@ def test_no_bytes_of_the_tensor_move(make_two: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.exhaustive
-def test_the_worker_lets_go_with_the_last_handle(make_two: Any):
-    """Dropped handles, results that nobody opens, iterators that nobody finishes."""
+def test_a_tensor_is_freed_with_its_last_handle(make_two: Any):
+    """A worker frees tensors with dropped handles, unread results and unfinished iterators."""
     pool = make_two(1)
     handles = [pool.apply(tasks.make, (i,)) for i in range(5)]
     assert pool.apply(tasks.kept) == 5
@@ -398,8 +400,8 @@ def test_the_worker_lets_go_with_the_last_handle(make_two: Any):
     assert pool.apply(tasks.kept) == 0
 
 
-def test_what_cannot_be_sent_is_not_kept(make_two: Any):
-    """A handle in a result that failed as a whole leaves nothing behind, collected or not."""
+def test_unsendable_results_are_not_kept(make_two: Any):
+    """If a result cannot be sent, its tensors are not kept, even without the collector."""
     pool = make_two(1)
     pool.apply(tasks.stop_collecting)
     with pytest.raises(ResultNotPicklable, match="lock"):
@@ -407,9 +409,10 @@ def test_what_cannot_be_sent_is_not_kept(make_two: Any):
     assert pool.apply(tasks.kept) == 0
 
 
-@pytest.mark.parametrize("device", KINDS[1:], indirect=True)  # the stand-in has no copy mode
+# The simulated device has no copy mode.
+@pytest.mark.parametrize("device", KINDS[1:], indirect=True)
 def test_an_exception_holds_a_copy(two: CtxPool):
-    """A tensor in an exception comes as a copy, and nothing is kept for it."""
+    """A tensor in an exception is sent as a copy and not kept."""
     handle = two.apply(tasks.make)
     with pytest.raises(ValueError, match="with") as caught:
         two.apply(tasks.fail_with, (handle,))
@@ -418,7 +421,7 @@ def test_an_exception_holds_a_copy(two: CtxPool):
 
 @pytest.mark.exhaustive
 def test_a_thousand_handles(make_two: Any):
-    """Handles cost neither descriptors nor much time, and all are let go of."""
+    """Many handles need no descriptors and little time, and all are freed."""
     pool = make_two(1)
     pool.apply(tasks.make)
     files = len(os.listdir("/proc/self/fd"))
@@ -431,11 +434,11 @@ def test_a_thousand_handles(make_two: Any):
     looks = 1
     while pool.apply(tasks.kept):
         looks += 1
-    assert looks <= 20  # at some of them before each task
+    assert looks <= 20  # some are freed before each task
 
 
 def test_many_threads(two: CtxPool, mailbox: Mailbox, gate: Gate):
-    """Threads use and drop handles of both workers at once."""
+    """Threads use and drop handles of both workers concurrently."""
     both = pair(two, mailbox, gate)
     wrong: list[Any] = []
 
@@ -466,7 +469,7 @@ if __name__ == "__main__":
 
 @pytest.mark.exhaustive
 def test_the_parent_is_killed(device: str, tmp_path: Path):
-    """The workers, and with them what they keep on the device, go with it."""
+    """Workers die with their parent, so their device memory is freed."""
     script = scripts.write(tmp_path / "parent.py", PARENT)
     assert scripts.kill_parent([script, device], 2) == []
 
@@ -475,7 +478,7 @@ def test_the_parent_is_killed(device: str, tmp_path: Path):
 
 
 def test_the_owner_dies(make_two: Any, mailbox: Mailbox, gate: Gate):
-    """Its handles say so, in every use; the other worker's are as they were."""
+    """Each use of a dead worker's handles raises TensorLost; other handles work."""
     pool = make_two(2)
     lost, good = pair(pool, mailbox, gate)
     with pytest.raises(WorkerDied, match="SIGKILL"):
@@ -495,7 +498,7 @@ def test_the_owner_dies(make_two: Any, mailbox: Mailbox, gate: Gate):
 
 
 def test_waiting_tasks_of_a_dead_owner(make_two: Any, mailbox: Mailbox, gate: Gate):
-    """Those behind the task that killed it are answered, too; a retry does not bring it back."""
+    """Tasks that wait for a dead owner fail; retries do not restore its tensor."""
     pool = make_two(1)
     handle = pool.apply(tasks.make)
     first = pool.apply_async(tasks.make_at_gate, (mailbox.path, gate.path))
@@ -510,7 +513,7 @@ def test_waiting_tasks_of_a_dead_owner(make_two: Any, mailbox: Mailbox, gate: Ga
 
 
 def test_retries_keep_the_tensor(two: CtxPool):
-    """A task that may be sent again gets the tensor itself all the same."""
+    """A task that may be retried gets the tensor itself too."""
     handle = two.apply(tasks.make)
     assert two.apply(tasks.is_it, (handle,), retries=2)
     with pytest.raises(ValueError, match="with"):
@@ -520,7 +523,7 @@ def test_retries_keep_the_tensor(two: CtxPool):
 
 @pytest.mark.exhaustive
 def test_a_task_that_runs_too_long(make_two: Any):
-    """Stopped in time, it leaves its worker and the tensor as they were."""
+    """A task stopped by its time limit leaves worker and tensor intact."""
     pool = make_two(1)
     handle = pool.apply(tasks.make)
     with pytest.raises(TaskTimeout):
@@ -530,7 +533,7 @@ def test_a_task_that_runs_too_long(make_two: Any):
 
 @pytest.mark.exhaustive
 def test_the_owner_retires(make_two: Any):
-    """A worker that is replaced by ``maxtasksperchild`` takes its tensors with it."""
+    """A worker that ``maxtasksperchild`` replaces loses its tensors."""
     pool = make_two(1, maxtasksperchild=2)
     handle = pool.apply(tasks.make)
     assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -540,7 +543,7 @@ def test_the_owner_retires(make_two: Any):
 
 @pytest.mark.parametrize("end", ["close", "terminate"])
 def test_the_pool_has_ended(make_two: Any, end: str):
-    """Then a handle is good for nothing, and says so."""
+    """After the pool has ended, each use of a handle raises PoolClosed."""
     pool = make_two(1)
     handle = pool.apply(tasks.make)
     unopened = pool.apply_async(tasks.make)
@@ -554,7 +557,7 @@ def test_the_pool_has_ended(make_two: Any, end: str):
 
 @pytest.mark.torch
 def test_the_pool_is_gone():
-    """A handle does not keep its pool."""
+    """A handle does not keep its pool alive."""
     pool = start("stand-in", 1)
     handle = pool.apply(tasks.make)
     unopened = pool.apply_async(tasks.make)
@@ -569,8 +572,8 @@ def test_the_pool_is_gone():
     del unopened
 
 
-def test_the_wrong_receiver(two: CtxPool, make_pool: Callable[..., Any]):
-    """Other pools, other processes, and options of a pool refuse a handle, and say what to do."""
+def test_handles_outside_their_pool(two: CtxPool, make_pool: Callable[..., Any]):
+    """A handle is refused outside its pool, and the error names the remedy."""
     handle = two.apply(tasks.make)
     other = make_pool(Pool, 1, is_copy_tensor=False)
     copies = make_pool(Pool, 1)
@@ -599,8 +602,8 @@ def test_the_wrong_receiver(two: CtxPool, make_pool: Callable[..., Any]):
 
 
 @pytest.mark.torch
-def test_a_child_of_this_process(make_pool: Callable[..., Any]):
-    """A process that the program forks has no workers to ask."""
+def test_a_forked_child(make_pool: Callable[..., Any]):
+    """A forked child cannot reach the workers."""
     pool = make_pool(start, "stand-in", 1)
     handle = pool.apply(tasks.make)
     pid = os.fork()
@@ -613,14 +616,14 @@ def test_a_child_of_this_process(make_pool: Callable[..., Any]):
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
-    used()  # it looks whether the child has ended, for which what it might see was held
+    used()  # checks that the child has ended, which frees what was held for it
 
 
 @pytest.mark.exhaustive
 @pytest.mark.torch
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_start_methods(make_pool: Callable[..., Any], method: str):
-    """However the workers were started: theirs is the tensor, this process's the handle."""
+    """With every start method the worker has the tensor and the parent a handle."""
     pool = make_pool(Pool, 2, context=method, is_copy_tensor=False)
     handle = pool.apply(tasks.plain_make)
     assert type(handle) is TensorHandle
@@ -643,11 +646,11 @@ def test_share_methods(
     device_shared: bool | None,
     host_shared: bool,
 ):
-    """``share_method`` names the kind that is shared; tensors of the others are copied."""
+    """``share_method`` names the shared kind; tensors of other kinds are copied."""
     import torch
 
     pool = make_pool(Pool, 1, is_copy_tensor=False, share_method=method)
-    if device_shared:  # where it is not, the stand-in has no way to be copied: see below
+    if device_shared:  # the simulated device cannot be copied
         found = pool.apply(tasks.plain_make)
         assert found.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
         assert pool.apply(tasks.plain_types, (found,)) == ["Away"]
@@ -658,7 +661,7 @@ def test_share_methods(
 
 @pytest.mark.torch
 def test_options_are_shared(make_pool: Callable[..., Any]):
-    """Tensors in ``initargs`` and contexts are shared too, with a worker's replacement as well."""
+    """Tensors in ``initargs`` are shared, also with a replacement."""
     import torch
 
     small, large = torch.zeros(2), torch.zeros(1 << 16)
@@ -677,7 +680,7 @@ def test_options_are_shared(make_pool: Callable[..., Any]):
 @pytest.mark.xla
 @pytest.mark.parametrize("method", ["cpu", "cuda", "xla"])
 def test_share_methods_on_xla(make_pool: Callable[..., Any], method: str):
-    """A tensor on an XLA device is kept by "xla", and copied by the others."""
+    """ "xla" shares tensors on an XLA device; the other methods copy them."""
     pool = make_pool(start, "xla", 1, share_method=method)
     found = pool.apply(tasks.make)
     if method == "xla":

@@ -1,4 +1,4 @@
-"""What is found of a machine: on trees that look like sysfs, and on this one."""
+"""Finding devices: in directories that look like sysfs, and on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.pure
 
 @pytest.mark.parametrize("generation", DEVICE_IDS)
 def test_every_generation_is_known(tmp_path: Path, generation: str):
-    """Chips are told by Google's vendor id and the device id of their generation."""
+    """Chips are found by Google's vendor id and their generation's device id."""
     add_pci(tmp_path, "0000:00:04.0", DEVICE_IDS[generation], group=7)
     add_pci(tmp_path, "0000:00:05.0", DEVICE_IDS[generation], group=8)
     add_vfio(tmp_path, 7, 8)
@@ -31,7 +31,7 @@ def test_every_generation_is_known(tmp_path: Path, generation: str):
 
 
 def test_other_devices_do_not_count(tmp_path: Path):
-    """Neither Google's network cards nor other vendors' devices with a TPU's id are chips."""
+    """Google's network cards and other vendors' devices with a TPU's id are no chips."""
     add_pci(tmp_path, "0000:00:04.0", "0x0042", group=1)
     add_pci(tmp_path, "0000:00:05.0", "0x0063", vendor="0x10de", group=2)
     add_vfio(tmp_path, 1, 2)
@@ -39,7 +39,7 @@ def test_other_devices_do_not_count(tmp_path: Path):
 
 
 def test_container_sees_its_own_chips_only(tmp_path: Path):
-    """Of a host's eight chips a container may use those whose groups are under /dev/vfio."""
+    """A container may use those of the host's chips whose groups are in /dev/vfio."""
     for i in range(8):
         add_pci(tmp_path, f"0000:00:{i + 4:02x}.0", "0x0063", group=i, node=i // 4)
     add_vfio(tmp_path, 2, 5)
@@ -48,14 +48,14 @@ def test_container_sees_its_own_chips_only(tmp_path: Path):
 
 
 def test_container_without_devices_has_no_chips(tmp_path: Path):
-    """A container that sees the PCI bus but was given no group has no chip."""
+    """A container without a group in /dev/vfio has no chip."""
     add_pci(tmp_path, "0000:00:04.0", "0x0063", group=3)
     add_vfio(tmp_path)
     assert find_chips(tmp_path) == ()
 
 
 def test_chips_of_older_drivers(tmp_path: Path):
-    """Where chips are /dev/accel*, their groups need not be under /dev/vfio."""
+    """If chips are /dev/accel*, their groups need not be in /dev/vfio."""
     for i in range(4):
         add_pci(tmp_path, f"0000:00:{i + 4:02x}.0", "0x005e", group=i)
         (tmp_path / "dev").mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def test_chips_of_older_drivers(tmp_path: Path):
 
 @pytest.mark.starts
 def test_chip_held_by_a_process(tmp_path: Path):
-    """Who has a chip's device file open is found, and `devices` says who, and what to do."""
+    """If a process has a chip's file open, `devices` names the process and the remedy."""
     for i in range(2):
         add_pci(tmp_path, f"0000:00:{i + 4:02x}.0", "0x0063", group=i)
     add_vfio(tmp_path, 0, 1)
@@ -93,12 +93,12 @@ def test_chip_held_by_a_process(tmp_path: Path):
     [("0-3", (0, 1, 2, 3)), ("0-1,4,6-7", (0, 1, 4, 6, 7)), ("", ()), ("5", (5,)), ("?", ())],
 )
 def test_cpu_lists(text: str, cpus: tuple[int, ...]):
-    """A kernel's list of CPUs is read as the kernel writes it."""
+    """The kernel's CPU lists are parsed."""
     assert parse_cpulist(text) == cpus
 
 
 def test_workers_are_bound_near_their_chips(tmp_path: Path):
-    """On a host of two NUMA nodes each worker gets its chip's cores, and its share of threads."""
+    """On a host with two NUMA nodes a worker gets its chip's cores and its share of the threads."""
     add_node(tmp_path, 0, "0-3")
     add_node(tmp_path, 1, "4-7")
     for i in range(4):
@@ -114,12 +114,12 @@ def test_workers_are_bound_near_their_chips(tmp_path: Path):
     assert [c.cpus for c in contexts] == [(0, 1, 2, 3)] * 2 + [(4, 5, 7)] * 2
     assert [c.threads for c in contexts] == [2, 2, 1, 1]
     both = devices("tpu", per_worker=4, host=host)[0]
-    assert both.cpus == (), "a worker whose chips are on two nodes is bound to neither"
+    assert both.cpus == (), "a worker with chips on two nodes is not bound"
 
 
 @pytest.mark.starts
 def test_this_machine():
-    """Describing this machine imports no framework and names what is installed."""
+    """Describing this machine imports no framework."""
     code = (
         "import sys; from xpool.devices import Host; host = Host.here()\n"
         "print(len(host.cpus) >= 1, sorted({'torch', 'torch_xla', 'torch_tpu'} & set(sys.modules)))"
@@ -128,8 +128,8 @@ def test_this_machine():
     assert out.stdout == "True []\n"
 
 
-def test_no_variable_is_shown():
-    """A host's repr does not show the environment, which may hold secrets."""
+def test_repr_hides_variables():
+    """A host's repr hides the environment, which may hold secrets."""
     assert "hunter2" not in repr(Host(environ={"PASSWORD": "hunter2"}))
 
 
@@ -197,8 +197,8 @@ def build_nvml(folder: Path) -> str:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build a library with")
 @pytest.mark.starts
-def test_nvml_is_read_as_its_header_says(tmp_path: Path):
-    """Through a library with NVML's interface: identities, MIG instances, modes and nodes."""
+def test_nvml(tmp_path: Path):
+    """Identities, MIG instances, modes and nodes are read through NVML's interface."""
     library = build_nvml(tmp_path)
     add_pci(tmp_path, "0000:66:00.0", "0x2330", vendor="0x10de", node=1)
     gpus = find_gpus(tmp_path, library)
@@ -211,8 +211,8 @@ def test_nvml_is_read_as_its_header_says(tmp_path: Path):
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build a library with")
 @pytest.mark.starts
-def test_what_gpus_have_left(tmp_path: Path):
-    """Memory and idle time, of numbers and identities; all or none."""
+def test_spare_memory_and_time(tmp_path: Path):
+    """Memory and idle time of numbered and named devices are read, or None if one is unknown."""
     library = build_nvml(tmp_path)
     assert find_spare(["2", "GPU-1", "MIG-101"], library) == [
         Spare((10 << 30) + 2, 0.75),
@@ -221,10 +221,10 @@ def test_what_gpus_have_left(tmp_path: Path):
     ]
     assert find_spare(["0", "3"], library) is None
     assert find_spare(["0", "what"], library) is None
-    assert find_gpus(tmp_path, library) is not None  # NVML was shut down each time
+    assert find_gpus(tmp_path, library) is not None  # NVML is shut down after each use
 
 
 def test_without_nvml(tmp_path: Path):
-    """Without the driver's library there is nothing to ask."""
+    """Without the driver's library no GPU is found."""
     assert find_gpus(tmp_path, str(tmp_path / "libnvidia-ml.so.1")) is None
     assert find_spare(["0"], str(tmp_path / "libnvidia-ml.so.1")) is None

@@ -1,4 +1,4 @@
-"""Real torch_tpu on a machine without a TPU: run with ``make test-tpu``."""
+"""Real torch_tpu on a machine without a TPU: run by ``make test-tpu``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ host = dataclasses.replace(Host.here(gpus=False), chips=(Chip("v6e"),) * 4)
 
 
 def run(code: str, **env: str) -> list[str]:
-    """Run a program as a user would, with nothing set about backends."""
+    """Run a program without variables about backends."""
     environ = {**os.environ, **env}
     if "TORCH_DEVICE_BACKEND_AUTOLOAD" not in env:
         environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
@@ -50,8 +50,8 @@ def run(code: str, **env: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_parent_does_not_load_it():
-    """Torch would load the backend when it is imported; after `devices("tpu")` it does not."""
+def test_the_parent_does_not_load_the_backend():
+    """Importing torch loads the backend, but not after `devices("tpu")`."""
     without = run("import torch; print(loaded())")
     assert without == ["['libtpu', 'torch', 'torch_tpu']"]
     kept_out = run(
@@ -60,19 +60,20 @@ def test_the_parent_does_not_load_it():
     assert kept_out == ["torch_tpu ['torch']"]
 
 
-def test_the_fork_server_does_not_load_it():
-    """Workers of other pools have torch as the parent has it; the server loads no backend."""
+def test_the_fork_server_does_not_load_the_backend():
+    """Workers of other pools load what their parent's torch loads; the fork server loads no
+    backend."""
     out = run(
         "import torch\nwith Pool(1) as pool: print(pool.apply(with_torch))",
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
     assert out == ["['torch']"]
     out = run("import torch\nwith Pool(1) as pool: print(pool.apply(with_torch))")
-    assert out == ["['libtpu', 'torch', 'torch_tpu']"], "a worker loads what its parent's torch has"
+    assert out == ["['libtpu', 'torch', 'torch_tpu']"], "a worker loads the backend of its parent"
 
 
-def test_a_worker_loads_it_with_its_own_variables():
-    """In a bound worker the backend is imported, after the worker's variables are set."""
+def test_a_worker_loads_the_backend_with_its_variables():
+    """A bound worker imports the backend after it has set its variables."""
     out = run(
         "class Bound:\n"
         "    def __init__(self, context): self.env, self.context = context.env, context\n"
@@ -88,7 +89,7 @@ def test_a_worker_loads_it_with_its_own_variables():
 
 
 def test_a_chip_that_cannot_be_opened():
-    """Without the chip that the description has: one error in the parent, with the remedy."""
+    """If the chip is missing, the parent gets one error with the remedy."""
     out = run(
         "try:\n"
         "    with CtxPool(worker_contexts=devices('tpu', 1, host=host)) as pool:\n"

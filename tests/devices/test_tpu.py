@@ -1,4 +1,4 @@
-"""What a worker that owns TPU chips is told to set, for every kind of TPU host."""
+"""Which variables a worker with TPU chips sets, for every kind of TPU host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xpool.errors import DeviceError, OptionError
 from .hosts import TPU, XLA, tpu_host
 
 HOSTS = {
-    # generation, chips of a host: what Google's metadata calls it
+    # generation and chips of a host: the name in Google's metadata
     ("v4", 4): "v4-8",
     ("v5e", 1): "v5litepod-1",
     ("v5e", 4): "v5litepod-4",
@@ -46,7 +46,7 @@ GKE = {
 
 @pytest.mark.parametrize(("generation", "chips"), HOSTS)
 def test_one_chip_for_each_independent_worker(generation: str, chips: int):
-    """On every host, worker i owns chip i alone, and torch_xla need not ask who it is."""
+    """Worker i owns chip i alone, and torch_xla needs no metadata to know its host."""
     contexts = devices("tpu", host=tpu_host(generation, chips))
     assert [c.name for c in contexts] == [str(i) for i in range(chips)]
     for i, context in enumerate(contexts):
@@ -74,7 +74,7 @@ def test_one_chip_for_each_independent_worker(generation: str, chips: int):
 
 @pytest.mark.parametrize("n", [None, 3])
 def test_one_core_for_each_worker_of_v3(n: int | None):
-    """The workers of a chip are threads of one process: it owns the chip, and each a core of it."""
+    """Workers of a v3 chip are threads of one process, and each owns a core."""
     contexts = devices("tpu", n, host=tpu_host("v3", 4))
     assert [(c.name, c.core) for c in contexts] == [
         (str(chip), core) for chip in range(4) for core in range(2)
@@ -103,10 +103,10 @@ def test_one_core_for_each_worker_of_v3(n: int | None):
         ("v4", XLA, {"per_process": 1}, [1] * 4),
     ],
 )
-def test_where_a_worker_has_a_core(
+def test_cores_or_chips_for_a_worker(
     generation: str, packages: dict[str, str], options: dict[str, Any], counts: list[int]
 ):
-    """Elsewhere a worker has its chips, with all their devices, unless it is asked for."""
+    """On other chips a worker owns whole chips, unless the caller asks for cores."""
     contexts = devices("tpu", host=tpu_host(generation, 4, packages), **options)
     assert [c.count for c in contexts] == counts
     assert {c.core is None for c in contexts} == {len(counts) != 8}
@@ -124,10 +124,10 @@ def test_where_a_worker_has_a_core(
         ("v3", XLA, {"n": 9}, "9 workers are too many: there are 8 cores of TPU chips"),
     ],
 )
-def test_cores_that_cannot_be_had(
+def test_impossible_cores(
     generation: str, packages: dict[str, str], options: dict[str, Any], message: str
 ):
-    """What makes no sense is refused with what does."""
+    """Impossible options are refused, and the error names the possible ones."""
     with pytest.raises(OptionError, match=message):
         devices("tpu", host=tpu_host(generation, 4, packages), **options)
 
@@ -142,7 +142,7 @@ def test_cores_that_cannot_be_had(
     ],
 )
 def test_several_chips_for_a_worker(generation: str, each: int, bounds: str, visible: list[str]):
-    """A worker of k chips gets neighbours, and the shape in which they lie."""
+    """A worker of k chips gets neighbouring chips and their shape."""
     contexts = devices("tpu", per_worker=each, host=tpu_host(generation, 8))
     assert [c.env["TPU_VISIBLE_CHIPS"] for c in contexts] == visible
     assert {c.env["TPU_CHIPS_PER_PROCESS_BOUNDS"] for c in contexts} == {bounds}
@@ -150,7 +150,7 @@ def test_several_chips_for_a_worker(generation: str, each: int, bounds: str, vis
 
 
 def test_chips_that_form_no_mesh():
-    """Three chips are refused with the numbers that work."""
+    """Three chips are refused with the possible numbers."""
     with pytest.raises(OptionError, match="3 TPU chips form no mesh.*1, 2, 4 or 8"):
         devices("tpu", per_worker=3, host=tpu_host("v5e", 8))
 
@@ -160,12 +160,12 @@ def test_chips_that_form_no_mesh():
 def test_stale_variables_are_gone(
     monkeypatch: pytest.MonkeyPatch, stale: dict[str, str], packages: dict[str, str]
 ):
-    """What a notebook service or an orchestrator set does not reach the worker's libtpu."""
+    """Variables of a notebook service or an orchestrator do not reach a worker's libtpu."""
     for name, value in stale.items():
         monkeypatch.setenv(name, value)
     context = devices("tpu", host=tpu_host("v5e", 8, packages, environ=dict(os.environ)))[5]
     for name in {**stale, **context.env}:
-        # Noted, so that the test leaves the environment as it was.
+        # Let monkeypatch restore the environment after the test.
         if not name.endswith("*"):
             monkeypatch.setenv(name, os.environ.get(name, ""))
     set_environment(context.env)
@@ -181,7 +181,7 @@ def test_stale_variables_are_gone(
 
 
 def test_torch_tpu_alone():
-    """An independent worker of torch_tpu has a chip, its backend, and no launcher's variables."""
+    """An independent worker of torch_tpu has a chip and a backend, but no launcher's variables."""
     context = devices("tpu", host=tpu_host("v6e", 4, TPU))[2]
     assert context.framework == "torch_tpu"
     assert context.env["TPU_VISIBLE_CHIPS"] == "2"
@@ -204,7 +204,7 @@ def test_torch_tpu_alone():
     ],
 )
 def test_one_group_of_torch_xla(generation: str, chips: int, bounds: str):
-    """A replica group of all chips: its shape, who each member is, and how they find each other."""
+    """Each member of a replica group gets the group's shape, its rank and all addresses."""
     contexts = devices("tpu", independent=False, host=tpu_host(generation, chips))
     envs = [c.env for c in contexts]
     assert {c.group for c in contexts} == {chips}
@@ -221,8 +221,8 @@ def test_one_group_of_torch_xla(generation: str, chips: int, bounds: str):
     }
 
 
-def test_two_groups_have_ports_of_their_own():
-    """Groups that run at once on a host do not meet."""
+def test_two_groups_use_different_ports():
+    """Two groups on one host use different ports."""
     host = tpu_host("v5e", 8)
     first, second = (devices("tpu", 4, independent=False, host=host) for _ in range(2))
     assert not {c.env["TPU_PROCESS_PORT"] for c in first} & {
@@ -231,7 +231,7 @@ def test_two_groups_have_ports_of_their_own():
 
 
 def test_a_group_across_hosts():
-    """On the second of four v5e hosts (4 x 4 chips): task ids, addresses and bounds of all."""
+    """The second of four v5e hosts (4 x 4 chips) gets task ids, addresses and bounds of all."""
     host = tpu_host(
         "v5e",
         4,
@@ -257,7 +257,7 @@ def test_a_group_across_hosts():
     "wrong", [{"TPU_WORKER_ID": "2"}, {"TPU_WORKER_ID": ""}, {"TPU_HOST_BOUNDS": "2x1"}]
 )
 def test_hosts_that_do_not_fit(wrong: dict[str, str]):
-    """A slice whose variables contradict each other is refused with what they must be."""
+    """Contradicting variables of a slice are refused, and the error says what they must be."""
     environ = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0", "TPU_HOST_BOUNDS": "1,2,1"}
     with pytest.raises(DeviceError, match="TPU_WORKER_ID must then be 0 to 1"):
         devices("tpu", host=tpu_host("v5e", 8, environ={**environ, **wrong}))
@@ -276,7 +276,7 @@ def test_hosts_that_do_not_fit(wrong: dict[str, str]):
     ],
 )
 def test_one_group_of_torch_tpu(generation: str, chips: int, topology: str):
-    """torch_tpu's group is described by a launcher's variables and its own two."""
+    """torch_tpu's group is described by a launcher's variables and two of its own."""
     contexts = devices("tpu", independent=False, host=tpu_host(generation, chips, TPU))
     for i, context in enumerate(contexts):
         env = context.env
@@ -289,35 +289,35 @@ def test_one_group_of_torch_tpu(generation: str, chips: int, topology: str):
 
 
 def test_the_group_env_is_a_pure_function():
-    """The same description gives the same variables."""
+    """`group_env` returns equal variables for equal descriptions."""
     at = Slice("v5e", 8)
     made = [group_env(at, 3, range(8), range(9000, 9008), "torch_xla") for _ in range(2)]
     assert made[0] == made[1]
     assert made[0]["TPU_PROCESS_PORT"] == "9003"
 
 
-def test_the_name_that_the_host_has_wins():
-    """An accelerator type that is set already is kept."""
+def test_a_given_accelerator_type_is_kept():
+    """An already set accelerator type is kept."""
     assert accelerator_type(Slice("v3", 4, accelerator="v2-8")) == "v2-8"
 
 
 @pytest.mark.parametrize("name", ["TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"])
 def test_the_parents_mask(name: str):
-    """Worker i gets the i-th chip that its parent may see."""
+    """Worker i gets the i-th chip of its parent's mask."""
     host = tpu_host("v5e", 8, environ={name: "6,1"})
     assert [c.env["TPU_VISIBLE_CHIPS"] for c in devices("tpu", host=host)] == ["6", "1"]
 
 
 @pytest.mark.parametrize("mask", ["8", "0,0", "zero", "-1"])
 def test_a_mask_that_names_no_chip(mask: str):
-    """A mask with a chip that is not there is refused with those that are."""
+    """A mask with an unknown chip is refused, and the error lists the known ones."""
     host = tpu_host("v5e", 8, environ={"TPU_VISIBLE_CHIPS": mask})
     with pytest.raises(DeviceError, match=r"TPU_VISIBLE_CHIPS=.*this host, 0 to 7"):
         devices("tpu", host=host)
 
 
 def test_no_chip():
-    """Without a chip, the error says where was looked and what can be used instead."""
+    """Without a chip the error says where xpool looked and what to use instead."""
     with pytest.raises(DeviceError, match=r"no TPU chip.*/dev/vfio.*devices\('xla'\)"):
         devices("tpu", host=Host(packages=XLA))
 
@@ -333,13 +333,13 @@ def test_no_chip():
     ],
 )
 def test_frameworks_that_do_not_fit(packages: dict[str, str], message: str):
-    """A framework that is missing, too old or for another torch: told in the parent, once."""
+    """A framework that is missing, too old or for another torch is one error in the parent."""
     with pytest.raises(DeviceError, match=message):
         devices("tpu", host=Host(chips=(Chip("v5e"),), packages=packages))
 
 
 def test_the_framework_that_fits_is_taken():
-    """Of two that are installed, the one for the torch that is there; unless one is asked for."""
+    """Of two installed frameworks the one that fits torch is used, unless the caller names one."""
     both = {"torch": "2.9.1+cpu", "torch_xla": "2.9.0", "torch_tpu": "0.2.0"}
     host = tpu_host("v5e", 1, both)
     assert devices("tpu", host=host)[0].framework == "torch_xla"
@@ -348,7 +348,7 @@ def test_the_framework_that_fits_is_taken():
 
 
 def test_torch_tpu_is_kept_out_of_the_parent():
-    """Torch, imported after the contexts are made, does not load the backend here."""
+    """Importing torch after `devices("tpu")` does not load the backend in the parent."""
     code = (
         "import os\n"
         "from xpool.devices import Chip, Host, devices\n"
@@ -360,7 +360,7 @@ def test_torch_tpu_is_kept_out_of_the_parent():
 
 
 def test_too_many_workers():
-    """More workers than chips are refused with how many there are."""
+    """More workers than chips are refused; the error has the number of chips."""
     with pytest.raises(OptionError, match="5 workers are too many: there are 4 TPU chips"):
         devices("tpu", 5, host=tpu_host("v4", 4))
     with pytest.raises(OptionError, match="2 workers of 4 each are too many"):

@@ -1,4 +1,4 @@
-"""Real torch_xla, on its CPU client: run with ``make test-xla``."""
+"""Real torch_xla with its CPU client: run by ``make test-xla``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def cpu_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All of it runs on torch_xla's CPU client, and none of it in this process."""
+    """Use torch_xla's CPU client, and do not start it in this process."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     yield
     torch_xla = sys.modules.get("torch_xla")
@@ -52,7 +52,7 @@ def two(cache: Path) -> Iterator[CtxPool]:
 
 
 def facts(context: DeviceContext, *_: Any) -> dict[str, Any]:
-    """What torch_xla says in this worker."""
+    """Return what torch_xla reports in this worker."""
     import torch
     import torch_xla
     import torch_xla.runtime as runtime
@@ -77,7 +77,7 @@ def facts_at_gate(context: DeviceContext, box: str, gate: str) -> dict[str, Any]
 
 
 def both(pool: CtxPool, mailbox: Mailbox, gate: Gate) -> list[dict[str, Any]]:
-    """Ask both workers, each once."""
+    """Return the facts of both workers."""
     asked = [pool.apply_async(facts_at_gate, (mailbox.path, gate.path)) for _ in range(2)]
     mailbox.lines(2)
     gate.open(2)
@@ -85,7 +85,7 @@ def both(pool: CtxPool, mailbox: Mailbox, gate: Gate) -> list[dict[str, Any]]:
 
 
 def product(context: DeviceContext, seed: int) -> Any:
-    """A compiled graph's result, and that of the same operations on the CPU."""
+    """Return the result of a compiled graph, and of the same operations on the CPU."""
     import torch
 
     a = torch.rand(64, 64, generator=torch.Generator().manual_seed(seed))
@@ -99,7 +99,7 @@ def kill_oneself(context: DeviceContext) -> None:
 
 
 def test_workers_are_independent(two: CtxPool, mailbox: Mailbox, gate: Gate):
-    """Each worker has a runtime and a device of its own, and is alone in its topology."""
+    """Each worker has its own runtime and device, in a topology of one."""
     found = both(two, mailbox, gate)
     assert [f["ordinal"] for f in found] == [0, 1]
     for f in found:
@@ -110,8 +110,8 @@ def test_workers_are_independent(two: CtxPool, mailbox: Mailbox, gate: Gate):
     assert found[0]["pid"] != found[1]["pid"]
 
 
-def test_graphs_are_compiled_and_right(two: CtxPool):
-    """What the device computes is what the CPU does."""
+def test_compiled_graphs_are_correct(two: CtxPool):
+    """The device computes the same as the CPU."""
     results = [two.apply_async(product, (seed,)) for seed in range(8)]
     for result in results:
         on_device, on_cpu = result.get()
@@ -121,7 +121,7 @@ def test_graphs_are_compiled_and_right(two: CtxPool):
 def test_a_killed_worker_comes_back_on_its_ordinal(
     make_pool: Callable[..., Any], mailbox: Mailbox, gate: Gate
 ):
-    """The replacement has the same ordinal, and answers when its runtime has started."""
+    """The replacement has the same ordinal, and answers after its runtime has started."""
     pool = make_pool(CtxPool, worker_contexts=devices("xla", 2))
     begin = time.monotonic()
     before = both(pool, mailbox, gate)
@@ -147,13 +147,13 @@ def structure(context: DeviceContext) -> Any:
 
 
 def total(context: DeviceContext, tensors: Any, model: Any) -> tuple[list[str], float]:
-    """Compute with what arrived, on the worker's own device."""
+    """Compute with the received tensors on the worker's device."""
     x = tensors["x"].to(context.device)
     return [str(tensors["x"].device), str(x.device)], model.to(context.device)(x).sum().item()
 
 
 def test_xla_tensors_as_results_and_arguments(two: CtxPool):
-    """In any structure they arrive as CPU tensors here; sent on, a worker takes them to its own."""
+    """In any structure they arrive as CPU tensors; a worker can move them to its device."""
     import torch
 
     found = two.apply(structure)
@@ -189,7 +189,8 @@ def to_bytes(context: DeviceContext) -> bytes:
 
 
 def test_from_worker_to_worker(two: CtxPool):
-    """What a worker made on its device, another finds on its own; this process, on the CPU."""
+    """A pickled device tensor arrives on the other worker's device, and on the CPU in this
+    process."""
     from xpool import pickle
 
     data = two.apply(to_bytes)
@@ -204,15 +205,15 @@ def fail_with_tensor(context: DeviceContext) -> None:
 
 
 def test_an_exception_with_an_xla_tensor(two: CtxPool):
-    """What an exception holds comes as a result would."""
+    """A tensor in an exception is sent like a result."""
     with pytest.raises(ValueError, match="with a tensor") as caught:
         two.apply(fail_with_tensor)
     assert caught.value.args[1].tolist() == [1.0, 1.0]
     assert caught.value.args[1].device.type == "cpu"
 
 
-def test_compiled_graphs_are_kept_for_each_worker(two: CtxPool, cache: Path):
-    """One argument gave each worker a compilation cache of its own."""
+def test_compilation_caches(two: CtxPool, cache: Path):
+    """`cache=` gives each worker its own compilation cache."""
     two.map(product, range(100, 104), 1)
     used = {path.parent.name for path in cache.glob("worker-*/*")}
     assert used
@@ -248,7 +249,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_spawn_has_torch_xlas_ordinals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int):
-    """Replicas, ordinals and devices are those of torch_xla's own launcher; results come back."""
+    """Replicas have the ordinals and devices of torch_xla's own launcher, and return results."""
     monkeypatch.setenv("CPU_NUM_DEVICES", str(count))
     ours = xla.spawn(ordinals, (10,))
     script = tmp_path / "theirs.py"
@@ -266,7 +267,7 @@ def fail_one(index: int, gate: str) -> None:
 
 
 def test_the_first_failure_stops_the_replicas(monkeypatch: pytest.MonkeyPatch, gate: Gate):
-    """One of four replicas raises while the others wait for ever: its own error comes out."""
+    """If one of four replicas raises while the others wait, its error is raised here."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
     with pytest.raises(LookupError, match="replica 2") as caught:
         xla.spawn(fail_one, (gate.path,))
@@ -274,7 +275,7 @@ def test_the_first_failure_stops_the_replicas(monkeypatch: pytest.MonkeyPatch, g
 
 
 def test_numbers_of_processes(monkeypatch: pytest.MonkeyPatch):
-    """The number of devices may be said; another one is refused with what to do."""
+    """The caller may pass the number of devices; another number is refused with the remedy."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
     context = xla.spawn(ordinals, (0,), nprocs=4, join=False)
     with pytest.raises(OptionError, match=r"each of the 4 devices.*devices\('xla', n\)"):
@@ -293,7 +294,7 @@ def with_wrapper(index: int, wrapper: MpModelWrapper, turns: MpSerialExecutor, x
 
 
 def test_a_model_on_every_device(monkeypatch: pytest.MonkeyPatch):
-    """From one host copy each replica has the model on its own device, and the same outputs."""
+    """Each replica gets the host's model on its own device, and all compute the same."""
     import torch
 
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
@@ -306,7 +307,7 @@ def test_a_model_on_every_device(monkeypatch: pytest.MonkeyPatch):
 
 
 def run(code: str, **env: str) -> str:
-    """Run a program of its own: some things start a runtime where they are called."""
+    """Run code as a separate program, because it may start a runtime."""
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -320,7 +321,7 @@ def run(code: str, **env: str) -> str:
 
 
 def test_one_process_runs_here():
-    """``nprocs=1`` and ``debug_single_process`` run the function in the program itself."""
+    """``nprocs=1`` and ``debug_single_process`` run the function in this process."""
     code = (
         "import os, torch_xla, torch, xpool.xla as xla\n"
         "def f(i, x):\n"
@@ -332,14 +333,14 @@ def test_one_process_runs_here():
 
 
 def test_under_torchrun_this_process_is_the_replica(monkeypatch: pytest.MonkeyPatch):
-    """Where torchrun has made the processes, `launch` makes none."""
+    """Under torchrun `launch` starts no process."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert xla.launch(lambda index, x: (index, x, os.getpid()), (5,)) == [(3, 5, os.getpid())]
 
 
 def test_a_started_runtime_is_not_forked():
-    """Fork is refused when this process has started XLA, with that reason; others work."""
+    """After this process has started XLA, fork is refused with that reason; other methods work."""
     code = (
         "import torch, torch_xla, xpool\n"
         "torch.ones(1, device=torch_xla.device()).cpu()\n"

@@ -1,4 +1,4 @@
-"""A module that looks at its process when it is imported, as frameworks do."""
+"""Records the environment when it is imported, as frameworks do."""
 
 from __future__ import annotations
 
