@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
+import warnings
 
 import pytest
 from support import scripts
@@ -13,6 +15,7 @@ from xpool._pickling.by_value.top_values import held_alone
 from xpool._python import import_hooks
 from xpool._python.async_error import raise_in_thread
 from xpool._python.hidden import is_free_threaded
+from xpool._python.starting import PromptThread
 
 pytestmark = pytest.mark.xpool_only
 
@@ -60,6 +63,40 @@ def test_reference_counts_are_trusted_with_the_interpreter_lock_only(monkeypatch
     assert held_alone("name", values) is not is_free_threaded()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     assert is_free_threaded() and not held_alone("name", values)
+
+
+@pytest.mark.skipif(is_free_threaded(), reason="the thread runs while this one starts it")
+def test_a_prompt_thread_has_not_run_when_it_is_started():
+    """`PromptThread.start` does not wait for the thread; a fork at that moment does no harm."""
+    gate, seen = threading.Lock(), []
+    gate.acquire()
+
+    def run():
+        seen.append(threading.current_thread())
+        gate.release()
+
+    thread = PromptThread(target=run, daemon=True)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # it runs when this thread waits
+    try:
+        thread.start()
+        early = [*seen], thread.ident, thread.is_alive(), thread in threading.enumerate()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside a thread
+            pid = os.fork()
+        if pid == 0:
+            there = True
+            try:
+                there = thread in threading.enumerate() or thread.is_alive()
+            finally:
+                os._exit(there)
+    finally:
+        sys.setswitchinterval(interval)
+    assert early == ([], None, False, True)
+    gate.acquire()
+    thread.join()
+    assert seen == [thread] and thread.ident is not None
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 MODULE = """""

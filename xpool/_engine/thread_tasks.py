@@ -172,7 +172,6 @@ class HeldTasks:
         self._wake = wake
         self._held: dict[int, tuple[PoolThread, Entry]] = {}
         self._numbers = itertools.count()
-        self._random = random.Random()
         self._lock = threading.RLock()  # guards all below
         self.alarm: float | None = None
         self._later: list[tuple[float, int, Entry]] = []  # a heap, by time
@@ -198,7 +197,7 @@ class HeldTasks:
         if ok or tries > options.retries or not isinstance(exc, (WorkerDied, *options.retry_on)):
             return False
         again = Entry(entry.task, options, entry.chunked, tries)
-        when = time.monotonic() + back_off(tries, self._random.random())
+        when = time.monotonic() + back_off(tries, random.Random().random())
         with self._lock:
             heapq.heappush(self._later, (when, next(self._numbers), again))
         self.wake_by(when)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from xpool._calls.results import Job
 from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.stacks import Whereabouts
 from xpool._engine.thread_tasks import Entry, HeldTasks, Places, PoolThread, Source, SourceQueue
+from xpool._python.starting import PromptThread
 from xpool._worker.callables import item_of, with_context
 from xpool._worker.context import WorkerInfo, enter, exited, leave
 from xpool._worker.stopping import stack_of
@@ -95,7 +95,7 @@ class ThreadWorkers:
 
     def _start(self, index: int) -> None:
         pool_thread = self._places.threads[index] = PoolThread(index)
-        pool_thread.thread = threading.Thread(
+        pool_thread.thread = PromptThread(
             target=self._run,
             args=(pool_thread,),
             name=f"{self._options.name}-worker-{index}",

@@ -35,6 +35,7 @@ from xpool._pools.submitters import HookSubmitter
 from xpool._pools.turns import take_turns
 from xpool._python import at_fork
 from xpool._python.interrupt import interruptible, shielded
+from xpool._python.starting import PromptThread
 from xpool.errors import OptionError, TimeoutError
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class BasePool(PublicVerbs, Hooks):
             is_set_up = True
             _call(self.repopulate_pool)
             ref = weakref.ref(self)
-            thread = threading.Thread(
+            thread = PromptThread(
                 target=_take_turns,
                 args=(ref, self._backend, self._jobs, self._life),
                 name=f"{self.name}-engine",
