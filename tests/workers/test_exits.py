@@ -1,4 +1,4 @@
-"""What a task registers for the end of its process is run when the worker ends by itself."""
+"""Callbacks that a task registers for the end of its process run when the worker ends normally."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WAYS = ("finalize", "atexit", "weakref", "thread", "folder", "raises")
 
 
 class Kept:
-    """Something that lives as long as the process."""
+    """An object that lives as long as the process."""
 
 
 kept: list[object] = []
 
 
 def register(log, ways=WAYS):
-    """Have a line written at the end of this process, in each way there is for that."""
+    """Register callbacks of each kind that write a line at the end of this process."""
     if "raises" in ways:
         util.Finalize(None, int, ("no number",), exitpriority=1)
         atexit.register(sys.exit, "a callback that exits")
@@ -46,19 +46,19 @@ def register(log, ways=WAYS):
 
 
 def wait_and_log(main, log):
-    """As a thread: write a line when the main thread has come to its end."""
+    """In a thread, write a line when the main thread has ended."""
     main.join()
     work.log_line(log, "thread")
 
 
 def register_and_exit(log):
-    """Register, and end the worker."""
+    """Register callbacks and end the worker."""
     register(log)
     sys.exit(0)
 
 
 def ran(log):
-    """Return what was run at the end of a process, and the folders that were left."""
+    """Return the lines written at the end of processes, and the folders that were left."""
     left = [name for name in os.listdir(log.parent) if name.startswith("made-")]
     return sorted(log.read_text().split()), left
 
@@ -68,7 +68,7 @@ DONE = sorted(("atexit", "finalize", "thread", "weakref"))
 
 @pytest.mark.parametrize("method", [None, "spawn", "fork", "forkserver"])
 def test_close_and_join(make_pool, log, method):
-    """After `close` and `join` all has run, once in each worker, in spite of some that fail."""
+    """After `join`, each callback has run once in each worker, although others failed."""
     from xpool import Pool
 
     pool = make_pool(Pool, 2, register, (str(log),), context=method)
@@ -79,7 +79,7 @@ def test_close_and_join(make_pool, log, method):
 
 
 def test_other_pools(process_kind, make_pool, log):
-    """So it is in every pool of processes."""
+    """The callbacks run in every kind of process pool."""
     pool = make_pool(process_kind, 1)
     pool.apply(register, (str(log),))
     pool.close()
@@ -88,7 +88,7 @@ def test_other_pools(process_kind, make_pool, log):
 
 
 def test_maxtasksperchild(make_pool, log):
-    """A worker that is replaced runs what it has registered before its place is filled."""
+    """A worker with `maxtasksperchild` runs its callbacks before another replaces it."""
     from xpool import Pool
 
     pool = make_pool(Pool, 1, maxtasksperchild=1)
@@ -99,7 +99,7 @@ def test_maxtasksperchild(make_pool, log):
 
 
 def test_exit_in_a_task(make_pool, log):
-    """So does one that a task ends with `sys.exit`."""
+    """A worker that a task ends by `sys.exit` runs its callbacks."""
     from xpool import Pool, WorkerDied
 
     pool = make_pool(Pool, 1)
@@ -109,7 +109,7 @@ def test_exit_in_a_task(make_pool, log):
 
 
 def test_terminate(make_pool, log):
-    """A worker that is terminated runs nothing, as in the standard library."""
+    """A terminated worker runs no callbacks, as in the standard library."""
     from xpool import Pool
 
     pool = make_pool(Pool, 1)
@@ -146,13 +146,13 @@ INHERITED = """
 
 @pytest.mark.parametrize("method", ["None", "fork"])
 def test_callbacks_of_the_program(tmp_path, log, method):
-    """What the program itself has registered is run at its end, and not at that of a worker."""
+    """Callbacks of the program run at the end of the program, not of a worker."""
     scripts.run_ok([scripts.write(tmp_path / "inherited.py", INHERITED), str(log), method])
     assert sorted(log.read_text().split()) == ["atexit", "finalize", "weakref"]
 
 
 def hang(what, limit):
-    """Have the end of this process hang."""
+    """Make the end of this process hang."""
     from xpool._python import exits
 
     exits.EXIT_LIMIT = limit
@@ -161,13 +161,13 @@ def hang(what, limit):
     elif what == "thread":
         threading.Thread(target=threading.Event().wait).start()
     else:
-        atexit.register(ctypes.PyDLL(None).pause)  # with the interpreter's lock held
+        atexit.register(ctypes.PyDLL(None).pause)  # holds the interpreter's lock
 
 
 @pytest.mark.parametrize("method", [None, "fork"])
 @pytest.mark.parametrize("what", ["finalizer", "thread", "callback in C"])
 def test_an_end_that_hangs(make_pool, capfd, what, method):
-    """It is ended after some time, and stderr says where it was: `join` returns."""
+    """A worker whose end hangs is killed and prints its stack, and `join` returns."""
     from xpool import Pool
 
     pool = make_pool(Pool, 1, hang, (what, 0.3), context=method)

@@ -1,4 +1,4 @@
-"""A worker's first task may be its worst: what a failure needs is imported only then."""
+"""A worker's first task may fail without descriptors or an import path."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ FAILING = """
 """
 
 
-def test_a_first_task_fails_where_nothing_can_be_imported(tmp_path):
-    """It is answered with its own exception, also without descriptors or a path for imports."""
+def test_a_first_task_fails_without_imports(tmp_path):
+    """The task fails with its own exception, without descriptors or an import path."""
     path = scripts.write(tmp_path / "failing.py", FAILING)
     assert scripts.run_ok([path]).splitlines() == [
         "ValueError True",
@@ -75,7 +75,7 @@ FORKED = """
 
 @pytest.mark.parametrize("line", ["", "import numpy"])
 def test_a_fork_imports_nothing(tmp_path, line: str):
-    """What a worker needs, its program has imported before the fork: once, and nothing else."""
+    """The program imports what a worker needs before the fork, and nothing else."""
     if line:
         pytest.importorskip("numpy")
     path = scripts.write(tmp_path / "forked.py", FORKED.replace("IMPORT", line))
@@ -105,7 +105,7 @@ AUTOGRAD = """
 
 
 def test_autograd_is_renewed_before_there_are_threads(tmp_path):
-    """Two threads that train first would each have torch make its engine of autograd anew."""
+    """If two threads train first, torch would create its autograd engine in each."""
     pytest.importorskip("torch")
     path = scripts.write(tmp_path / "autograd.py", AUTOGRAD)
     assert scripts.run_ok([path]) == "[1.0, 1.0] []\n"
@@ -133,8 +133,8 @@ ARRAY = """
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
-def test_a_first_answer_is_an_array_where_nothing_can_be_imported(tmp_path, name: str):
-    """What pickles it has been imported with the module, when there were descriptors left."""
+def test_a_first_answer_is_an_array_without_imports(tmp_path, name: str):
+    """The modules that pickle an array are imported together with its library."""
     pytest.importorskip(name)
     path = scripts.write(tmp_path / "arrays.py", ARRAY.replace("NAME", name))
     assert scripts.run_ok([path]) == ""
@@ -162,8 +162,8 @@ ARGUMENT = """
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
-def test_a_first_argument_is_an_array_where_nothing_can_be_imported(tmp_path, name: str):
-    """What pickles it has been imported when the pool was made."""
+def test_a_first_argument_is_an_array_without_imports(tmp_path, name: str):
+    """The modules that pickle an array are imported when the pool is made."""
     pytest.importorskip(name)
     path = scripts.write(tmp_path / "arrays.py", ARGUMENT.replace("NAME", name))
     assert scripts.run_ok([path]) == ""
@@ -198,6 +198,7 @@ IMPORTING = """
 
 
 def test_a_fork_waits_for_an_import(tmp_path):
-    """Of what pickles arrays: the child would wait for ever for the thread that began it."""
+    """A fork waits for a thread that imports the pickling of arrays. Otherwise the child would
+    hang."""
     pytest.importorskip("numpy")
     assert scripts.run_ok([scripts.write(tmp_path / "importing.py", IMPORTING)]) == "3\n"

@@ -1,4 +1,4 @@
-"""Large arguments of an initializer: pickled once, and copied once by each worker."""
+"""Large initargs are pickled once, and copied once by each worker."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ kept: tuple[object, ...] = ()
 
 
 def keep(*args):
-    """Keep what the initializer was given."""
+    """Keep the arguments of the initializer."""
     global kept
     kept = args
 
 
 def describe(_=None):
-    """Return the process id, the arguments in short, and how many bytes the process has read."""
+    """Return the process id, each argument's length and end, and the bytes that the process has
+    read."""
     with open("/proc/self/io") as file:
         read = dict(line.split(": ") for line in file.read().splitlines())["rchar"]
     return os.getpid(), [(len(arg), bytes(arg[-2:])) for arg in kept], int(read)
@@ -30,7 +31,7 @@ def describe(_=None):
 
 @pytest.mark.parametrize("limit", [None, 0])
 def test_large_initargs(make_pool, limit):
-    """Every worker and every replacement has them, and reads them from shared memory, if it may."""
+    """All workers get the initargs. With shared memory they do not read them from a pipe."""
     from xpool import Pool
 
     size = 8 << 20
@@ -43,14 +44,14 @@ def test_large_initargs(make_pool, limit):
 
 
 def write_name(index):
-    """Write to the array that the initializer was given; return what was there."""
+    """Write to the array of the initializer. Return its earlier value."""
     before = int(kept[0][0])
     kept[0][0] = index
     return before
 
 
 def test_each_worker_has_initargs_of_its_own(make_pool):
-    """What a worker writes to a large argument no other one sees, and no replacement."""
+    """A worker's changes of a large argument are invisible to other workers and replacements."""
     from xpool import Pool
 
     numpy = pytest.importorskip("numpy")
@@ -59,7 +60,7 @@ def test_each_worker_has_initargs_of_its_own(make_pool):
 
 
 def test_a_configuration_is_read_in_place():
-    """A worker needs memory for its configuration once, however many parts the pipe makes of it."""
+    """Reading a configuration from a pipe needs memory for one copy only."""
     size = 4 << 20
     read, write = os.pipe()
 

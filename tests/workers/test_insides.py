@@ -1,4 +1,4 @@
-"""What `xpool._python` takes from the insides of CPython is there, in the Python that runs this."""
+"""The private parts of CPython that `xpool._python` uses exist in this Python."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.xpool_only
 
 
 class Broken(Exception):
-    """What is raised in another thread."""
+    """The exception raised in another thread."""
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize("withdrawn", [False, True])
 def test_an_error_is_raised_in_another_thread(withdrawn):
-    """`raise_in_thread` interrupts a thread that next runs Python code; None withdraws that."""
+    """`raise_in_thread` raises when the thread next runs Python code. None withdraws the error."""
     gate, begun, seen = threading.Lock(), threading.Event(), []
     gate.acquire()
 
@@ -42,7 +42,7 @@ def test_an_error_is_raised_in_another_thread(withdrawn):
 
     thread = threading.Thread(target=run, daemon=True)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # that thread does not run between the two calls
+    sys.setswitchinterval(1000)  # the other thread does not run between the two calls
     try:
         thread.start()
         begun.wait()
@@ -57,8 +57,8 @@ def test_an_error_is_raised_in_another_thread(withdrawn):
 
 
 @pytest.mark.pure
-def test_reference_counts_are_trusted_with_the_interpreter_lock_only(monkeypatch):
-    """Without it, no global is taken for held by nothing else, and its value is not moved."""
+def test_reference_counts_need_the_interpreter_lock(monkeypatch):
+    """Without the interpreter lock, no global counts as held alone, so none is moved."""
     values = {"name": [object()]}
     assert held_alone("name", values) is not is_free_threaded()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
@@ -112,8 +112,8 @@ while frame:
 
 
 @pytest.mark.pure
-def test_a_module_is_seen_while_it_is_imported(tmp_path, monkeypatch):
-    """`is_initializing` is true while a module's code runs, and IMPORTER is a file on the stack."""
+def test_is_initializing(tmp_path, monkeypatch):
+    """`is_initializing` is true during an import, and `IMPORTER` is a file on its stack."""
     (tmp_path / "half_made.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("half_made")
@@ -138,7 +138,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_child_knows_that_it_prepares(tmp_path):
-    """`child_prepares` is true in a child that imports the main module, and not in its function."""
+def test_child_prepares(tmp_path):
+    """`child_prepares` is true while a child imports the main module, but not in its function."""
     output = scripts.run_ok([scripts.write(tmp_path / "prepares.py", PREPARES)])
     assert output.split() == ["False", "True", "False"]

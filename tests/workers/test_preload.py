@@ -1,4 +1,4 @@
-"""`xpool.preload`: the fork server starts early, and imports while the program does."""
+"""`xpool.preload` starts the fork server early. The server and the program import in parallel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EARLY = """
 
 
 def test_preloaded_in_the_server(tmp_path):
-    """Workers have what was asked for from the server, once and for all pools; the program not."""
+    """All workers share the server's module. The program does not import it."""
     scripts.write(tmp_path / "slow.py", SLOW)
     assert scripts.run_ok([scripts.write(tmp_path / "early.py", EARLY)]) == ""
 
@@ -62,7 +62,7 @@ TESTED = """
 
 
 def test_pytest_is_in_the_server(tmp_path):
-    """Each worker of each test would import it, with the module that its function is in."""
+    """The server imports pytest. Otherwise each worker would import it with the test's module."""
     assert scripts.run_ok([scripts.write(tmp_path / "tested.py", TESTED)]) == ""
 
 
@@ -88,7 +88,7 @@ IMPORTED = """
 @pytest.mark.exhaustive
 @pytest.mark.torch
 def test_preloaded_torch_is_the_one(tmp_path):
-    """The server that was started early serves the program that has imported torch meanwhile."""
+    """The server started early serves a program that has since imported torch."""
     path = scripts.write(tmp_path / "imported.py", IMPORTED)
     assert scripts.run_ok([path]) == ""
 
@@ -107,8 +107,8 @@ READY = """
 """
 
 
-def test_the_program_has_imported_what_a_pool_needs(tmp_path):
-    """Making a pool imports nothing of xpool's engine, which takes long once torch is there."""
+def test_making_a_pool_imports_nothing(tmp_path):
+    """Making a pool imports no module of xpool, because that would be slow after torch's import."""
     done = scripts.run([scripts.write(tmp_path / "ready.py", READY)])
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stdout + done.stderr
 
@@ -125,7 +125,7 @@ UNKNOWN = """
 
 
 def test_a_module_that_is_not_there(tmp_path):
-    """The server says so, and pools work."""
+    """The server reports an unknown module, and pools work."""
     done = scripts.run([scripts.write(tmp_path / "unknown.py", UNKNOWN)])
     assert (done.returncode, done.stdout) == (0, "3\n")
     assert "cannot preload no_such_module" in done.stderr
@@ -144,7 +144,7 @@ ENDS = """
 
 
 def test_the_program_ends_while_the_server_imports(tmp_path):
-    """Nobody waits for an import that goes on, and nothing is left of it."""
+    """The program does not wait for an endless import, and nothing stays behind."""
     endless = """
         import os, threading
         from support.waiting import post
@@ -189,14 +189,14 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("what", UNUSUAL)
 def test_a_module_with_effects_on_the_server(tmp_path, what):
-    """Workers start, their deaths are seen, and others come after them."""
+    """Workers start, the pool detects their deaths, and replaces them."""
     scripts.write(tmp_path / "unusual.py", UNUSUAL[what])
     assert scripts.run_ok([scripts.write(tmp_path / "used.py", USED)]) == "used\n"
 
 
 @pytest.mark.parametrize("how", ["SystemExit('needs a GPU')", "KeyboardInterrupt()"])
 def test_a_module_that_wants_to_end_the_process(tmp_path, how):
-    """The server says so, as of one that cannot be imported, and goes on."""
+    """The server reports an exception that would end the process, and continues."""
     scripts.write(tmp_path / "unusual.py", f"raise {how}")
     done = scripts.run([scripts.write(tmp_path / "used.py", USED)])
     assert (done.returncode, done.stdout) == (0, "used\n"), done.stderr
@@ -204,7 +204,7 @@ def test_a_module_that_wants_to_end_the_process(tmp_path, how):
 
 
 def test_a_module_that_ends_the_process(tmp_path):
-    """The pool's error says how the server has ended, and what it has imported."""
+    """The pool's error has the server's exit code and the modules that it imports."""
     scripts.write(tmp_path / "unusual.py", "import os; os._exit(7)")
     done = scripts.run([scripts.write(tmp_path / "used.py", USED)])
     assert done.returncode == 1
@@ -213,7 +213,7 @@ def test_a_module_that_ends_the_process(tmp_path):
 
 @pytest.mark.parametrize("name", [1, "", "a module", ".relative"])
 def test_only_names_are_preloaded(name):
-    """What cannot be the name of a module is refused."""
+    """An object that is not a module's name is refused."""
     with pytest.raises(TypeError, match="preload takes names of modules"):
         xpool.preload(name)
 
@@ -233,6 +233,6 @@ MISSING = """
 
 
 def test_a_missing_module_is_a_warning(tmp_path):
-    """The program is warned of a module that does not exist, and works without it."""
+    """For a missing module, the program gets a warning and works."""
     out = scripts.run([scripts.write(tmp_path / "missing.py", MISSING)])
     assert out.stdout == "RuntimeWarning: preload: there is no module 'nosuchmodule.part'\n"

@@ -1,4 +1,4 @@
-"""The fork server ends, and workers that it has forked go on."""
+"""The fork server: its end, its forks, and the state that workers inherit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KILLED = """
 
 
 def test_the_server_is_killed_while_its_workers_run(tmp_path):
-    """Their tasks are answered, they take more, and what comes after them has a new server."""
+    """Workers of a killed server finish and run tasks. Replacements come from a new server."""
     path = scripts.write(tmp_path / "killed.py", KILLED)
     assert scripts.run_ok([path, str(tmp_path)]) == ""
 
@@ -73,8 +73,8 @@ UNBORN = """
 """
 
 
-def test_workers_that_are_not_there_yet_are_ended(tmp_path):
-    """They run nothing of the program's, and nothing waits for what they would do when asked."""
+def test_workers_that_are_not_forked_yet_are_ended(tmp_path):
+    """Workers that the server has not forked yet are ended before they run the initializer."""
     path = scripts.write(tmp_path / "unborn.py", UNBORN)
     assert scripts.run_ok([path, str(tmp_path)]) == ""
 
@@ -96,8 +96,8 @@ BUSY = """
 """
 
 
-def test_a_server_without_rest_imports_what_its_workers_lack(tmp_path):
-    """Else each worker of a program that never lets it rest imports that for itself."""
+def test_a_busy_server_imports_modules_for_its_workers(tmp_path):
+    """A busy server imports modules that its workers lack, so that later workers share them."""
     scripts.run_ok([scripts.write(tmp_path / "busy.py", BUSY)])
 
 
@@ -122,8 +122,8 @@ FORKS = """
 """
 
 
-def test_a_fork_of_what_is_unused_calls_nothing(tmp_path):
-    """The server's own forks; all others do what modules have registered."""
+def test_fork_unused_calls_nothing(tmp_path):
+    """The server's own forks do not run registered functions. All other forks do."""
     scripts.run_ok([scripts.write(tmp_path / "forks.py", FORKS)])
 
 
@@ -151,8 +151,8 @@ KEPT = """
 """
 
 
-def test_variables_are_those_of_now(tmp_path):
-    """Also where a worker sees that the server has others than the program."""
+def test_workers_have_the_present_variables(tmp_path):
+    """A worker has the program's present variables, even if the server has older ones."""
     scripts.run_ok([scripts.write(tmp_path / "kept.py", KEPT)])
 
 
@@ -175,7 +175,7 @@ INTERRUPTED = """
 
 
 def test_ctrl_c_while_the_server_starts(tmp_path):
-    """It is for the program alone: the server goes on, and prints nothing."""
+    """Ctrl-C does not stop a starting server, which prints nothing."""
     assert scripts.run_ok([scripts.write(tmp_path / "interrupted.py", INTERRUPTED)]) == ""
 
 
@@ -217,7 +217,7 @@ REFUSES = """
     [(2, "worked\n"), pytest.param(99, "refused\n", marks=pytest.mark.exhaustive)],
 )
 def test_the_system_has_no_process(tmp_path, times, outcome):
-    """The server asks again a few times, for that may pass; then the pool says so."""
+    """If a fork is refused, the server tries again a few times. Then the pool raises an error."""
     scripts.write(tmp_path / "refuses.py", REFUSES.format(times=times))
     assert scripts.run_ok([scripts.write(tmp_path / "refused.py", REFUSED)]) == outcome
 
@@ -242,8 +242,8 @@ FLAGS = """
 
 
 @pytest.mark.parametrize("option", ["-O", "-I", *also("-OO", "-s", "-S", "-E", "-B", "-bb")])
-def test_the_options_of_python_are_the_programs(tmp_path, option):
-    """In the server, and so in its workers; their command line tells nothing of the search path."""
+def test_workers_have_the_programs_options(tmp_path, option):
+    """Workers have Python's options. Their command line does not contain the search path."""
     path = scripts.write(tmp_path / "flags.py", FLAGS.format(path=[str(scripts.ROOT), *sys.path]))
     assert scripts.run_ok([option, path]) == "True\nTrue False\n"
 
@@ -279,9 +279,8 @@ CHANGED = """
 """
 
 
-def test_a_program_that_has_become_another(tmp_path):
-    """A worker that starts after a change of umask, niceness or group has these as they are now,
-    also in the place of one from before."""
+def test_a_program_changes_its_umask_and_group(tmp_path):
+    """A new worker has the program's present umask, niceness and group. So has a replacement."""
     assert scripts.run_ok([scripts.write(tmp_path / "changed.py", CHANGED)]) == ""
 
 
@@ -306,14 +305,14 @@ DROPPED = """
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_workers_of_who_the_program_was(tmp_path):
-    """It may not send them signals, and ends them all the same."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
+def test_a_program_changes_its_user(tmp_path):
+    """A program that may no longer signal its workers still ends them."""
     assert scripts.run_ok([scripts.write(tmp_path / "dropped.py", DROPPED)]) == ""
 
 
 def fork_and_stay() -> tuple[int, int]:
-    """Fork a child that keeps this worker's pipes open; return both process ids."""
+    """Fork a child that keeps this worker's pipes open. Return both process ids."""
     child = os.fork()
     if not child:
         signal.pause()
@@ -322,10 +321,8 @@ def fork_and_stay() -> tuple[int, int]:
 
 
 def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
-    """Callers go on while the engine's thread starts a replacement, however long that takes.
-
-    So does the caller of the task whose worker has died.
-    """
+    """While the engine's thread starts a replacement, callers can use the pool. So can the caller
+    of the task whose worker has died."""
     pool = make_pool(Pool, 2)
     eventually(lambda: pool.statistics()["ready"] == 2, "both workers are ready")
     launch, entered, go = WorkerProcess.launch, threading.Event(), threading.Event()
@@ -340,7 +337,7 @@ def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
     with pytest.raises(WorkerDied):
         pool.apply(os._exit, (3,))
     assert entered.wait(WAIT)
-    # Not its answer: where the caller does not receive it, that thread does.
+    # Do not wait for this answer here: the engine's thread may have to receive it.
     result = pool.apply_async(abs, (-1,))
     assert pool.statistics()["ready"] == 1
     go.set()
@@ -351,7 +348,7 @@ def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_the_lock_is_free_while_last_words_are_awaited(make_pool, monkeypatch):
-    """A worker whose server was killed, and whose pipe a child of a task has, holds nobody up."""
+    """While the engine waits for a dead worker's last messages, callers can use the pool."""
     monkeypatch.setattr(replacement, "LAST_WORDS_SECONDS", 1e4)
     pool = make_pool(Pool, 1)
     worker, child = pool.apply(fork_and_stay)
@@ -359,8 +356,8 @@ def test_the_lock_is_free_while_last_words_are_awaited(make_pool, monkeypatch):
     (server,) = [one for one in ForkServer._servers.values() if one._live]
     server._process.kill()
     silences = pool._engine._replacement._silences
-    eventually(lambda: silences.pending(slot), "its end is noticed")
-    eventually(lambda: not os.path.exists(f"/proc/{worker}"), "it has ended")
+    eventually(lambda: silences.pending(slot), "the engine notices the end")
+    eventually(lambda: not os.path.exists(f"/proc/{worker}"), "the worker has ended")
     assert pool.statistics()["pids"] == [worker]
     os.kill(child, signal.SIGKILL)
     assert pool.apply(abs, (-1,)) == 1

@@ -1,4 +1,4 @@
-"""Workers that stand in for those of a server that still imports torch."""
+"""Temporary workers, used while the fork server still imports torch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ TOP = """
 
 
 def run(folder: Path, program: str, top: str = TOP) -> str:
-    """Run a program in which torch is a module that its fork server cannot import yet."""
+    """Run a program whose fork server cannot finish the import of torch yet."""
     modules = folder / "lib"
     modules.mkdir()
     os.mkfifo(modules / "gate")
@@ -142,11 +142,9 @@ SETTINGS = """
 """
 
 
-def test_settings_of_torch_wait_for_it(tmp_path):
-    """A function that does not use torch is answered though the script's top sets things in it.
-
-    One that uses torch gets a worker that shares it, and in which they are set.
-    """
+def test_settings_of_torch_do_not_delay_other_tasks(tmp_path):
+    """A function that does not use torch is answered early, although the script's top configures
+    torch. A function that uses torch gets a worker with the configured torch."""
     assert run(tmp_path, SETTINGS, "") == ""
 
 
@@ -175,7 +173,7 @@ INSIDE = """
 
 
 def test_settings_of_torch_are_made_when_a_task_imports_it(tmp_path):
-    """In a stand-in that has run tasks, torch is seeded and set up as soon as it comes."""
+    """In a temporary worker, torch is seeded and configured as soon as a task imports it."""
     assert run(tmp_path, INSIDE, "") == ""
 
 
@@ -211,8 +209,8 @@ NUMPY = """
 """
 
 
-def test_numpy_is_not_waited_for(tmp_path):
-    """A function that does not use numpy is answered without it; else workers share it."""
+def test_a_task_without_numpy_does_not_wait_for_it(tmp_path):
+    """A function without numpy is answered before its import. Other workers share numpy."""
     pytest.importorskip("numpy", reason="numpy is not installed")
     path = scripts.write(tmp_path / "program.py", textwrap.dedent(NUMPY))
     assert scripts.run_ok([path]) == ""
@@ -259,7 +257,7 @@ WITHOUT = """
     ],
 )
 def test_a_numpy_that_the_server_cannot_import(tmp_path, what, said):
-    """Functions that do not use it are answered; the others have an error that says why."""
+    """Functions that do not use numpy are answered. Others fail with the reason."""
     package = tmp_path / "lib" / "numpy"
     package.mkdir(parents=True)
     scripts.write(package / "__init__.py", BROKEN.format(what=what))
@@ -279,7 +277,7 @@ LIGHT = """
 
 
 def test_a_task_without_torch_does_not_wait_for_it(tmp_path):
-    """Tasks are answered, and workers replaced, while the server with torch cannot be ready."""
+    """Tasks are answered and workers replaced, although the server has not imported torch yet."""
     assert run(tmp_path, LIGHT) == ""
 
 
@@ -293,8 +291,8 @@ TESTED = """
 """
 
 
-def test_a_module_of_tests_does_not_wait_for_it(tmp_path):
-    """pytest, which the server with torch has too, is imported in the stand-in that needs it."""
+def test_a_task_with_pytest_does_not_wait_for_torch(tmp_path):
+    """A temporary worker imports pytest itself, although the server imports it too."""
     assert run(tmp_path, TESTED) == ""
 
 
@@ -313,7 +311,7 @@ NEEDED = """
 
 
 def test_a_first_task_with_torch_gets_a_worker_that_shares_it(tmp_path):
-    """Stand-ins step aside unseen: each task runs once, in a worker of the server with torch."""
+    """A first task that uses torch runs once, in a worker of the server with torch."""
     assert run(tmp_path, NEEDED) == ""
 
 
@@ -330,7 +328,7 @@ CALLED = """
 
 
 def test_a_caller_that_waits_at_the_pipe_of_a_stand_in(tmp_path):
-    """`apply`, which receives its answer itself, gets that of the worker that comes after it."""
+    """`apply` waits at a temporary worker's pipe, but gets the answer of its replacement."""
     assert run(tmp_path, CALLED) == ""
 
 
@@ -347,8 +345,8 @@ LATER = """
 """
 
 
-def test_what_tasks_have_left_in_a_stand_in_stays(tmp_path):
-    """A worker that has run a task goes on as it is, and imports torch itself."""
+def test_a_stand_in_that_has_run_a_task_is_kept(tmp_path):
+    """A temporary worker that has run a task is kept. It imports torch itself."""
     assert run(tmp_path, LATER) == ""
 
 
@@ -367,7 +365,7 @@ RUNNING = """
 
 
 def test_a_task_that_imports_torch_itself_is_not_run_twice(tmp_path):
-    """What has begun goes on, in the worker where it began."""
+    """A task that has begun continues in the same worker, which imports torch."""
     assert run(tmp_path, RUNNING) == ""
 
 
@@ -385,8 +383,9 @@ SEEN = """
 """
 
 
-def test_nothing_stands_in_where_it_would_be_seen(tmp_path):
-    """Each worker's initializer runs once; and who comes when the server is ready is from there."""
+def test_no_stand_ins_with_an_initializer(tmp_path):
+    """With an initializer or `run_all`, there are no temporary workers, so each initializer runs
+    once."""
     assert run(tmp_path, SEEN) == ""
 
 
@@ -407,5 +406,5 @@ KILLED = """
 
 
 def test_servers_that_are_killed(tmp_path):
-    """Their workers go on, and new ones come from servers that are started anew."""
+    """Workers of killed servers continue. New workers come from new servers."""
     assert run(tmp_path, KILLED) == ""

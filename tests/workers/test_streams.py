@@ -1,4 +1,4 @@
-"""What a worker prints goes where what its parent prints goes when the worker starts."""
+"""A worker's output goes to the program's standard streams at the time of the worker's start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.xpool_only
 
 
 def shout(text):
-    """Write to both streams, through Python and past it; return the process id."""
+    """Write to both streams, through Python and directly. Return the process id."""
     import sys
 
     print(text)
@@ -22,8 +22,8 @@ def shout(text):
 
 
 @pytest.mark.parametrize("method", [None, "spawn", "fork"])
-def test_output_is_where_it_is_now(make_pool, capfd, method):
-    """A pool made while output is captured prints to the capture, whenever the first was made."""
+def test_output_during_a_capture(make_pool, capfd, method):
+    """The output of a pool made during a capture is captured."""
     from xpool import Pool
 
     with capfd.disabled():
@@ -64,9 +64,9 @@ ROTATED = """
 
 
 def test_output_of_replacements(tmp_path):
-    """When the program's log is rotated, workers that are started from then on write to the new."""
+    """After the program rotates its log, new workers write to the new file."""
     scripts.run_ok([scripts.write(tmp_path / "rotated.py", ROTATED), str(tmp_path)])
-    # What is printed on stdout comes when the task is over, and may come last.
+    # Output to stdout is flushed after the task, so it may come last.
     lines = (tmp_path / "log.1").read_text().splitlines()
     assert sorted(lines[:3]) == ["first", "first", "first raw"]
     lines = (tmp_path / "log.2").read_text().splitlines()
@@ -94,25 +94,25 @@ CLOSED = """
 
 @pytest.mark.parametrize("closed", ["0", "1", "2", "12", "012"])
 def test_closed_streams(tmp_path, closed):
-    """Where the program has closed its streams nothing that anyone prints gets into a channel."""
+    """If the program has closed its streams, no output gets into a channel."""
     done = scripts.run([scripts.write(tmp_path / "closed.py", CLOSED), closed])
     assert done.stdout.endswith(" True"), done
-    # Two workers write at the same time, so their letters may be mixed.
+    # Two workers write at once, so their letters may be mixed.
     printed, warned = done.stdout.rpartition("\n")[0], done.stderr
     assert sorted(printed) == ([] if "1" in closed else sorted("x\n" * 20 + "parent"))
     assert sorted(warned) == ([] if "2" in closed else sorted("x\nx raw\n" * 20))
 
 
 def where_stdin_leads():
-    """Return what descriptor 0 is, and what can be read from `sys.stdin`."""
+    """Return the file of descriptor 0, and the text of `sys.stdin`."""
     import sys
 
     return os.readlink("/proc/self/fd/0"), sys.stdin.read()
 
 
 @pytest.mark.parametrize("method", [None, "spawn", "fork"])
-def test_stdin_is_the_parents_alone(make_pool, method):
-    """Tasks cannot take input from the program: they find none, as in the standard library."""
+def test_stdin_is_empty(make_pool, method):
+    """Tasks read an empty standard input, as in the standard library."""
     from xpool import Pool
 
     assert make_pool(Pool, 1, context=method).apply(where_stdin_leads) == ("/dev/null", "")

@@ -1,7 +1,7 @@
-"""Threads that switch as often as the interpreter allows lose, repeat and misplace nothing.
+"""Threads that switch as often as possible lose, repeat and misplace no task.
 
 With a switch interval of a microsecond, a thread may lose the interpreter lock at nearly every
-call.  Two steps that need a lock and have none are then often interrupted.  The tests compare exact
+call. Two steps that need a lock, but have none, are then often interrupted. The tests compare exact
 values: every task ran once, and every value is in its place.
 """
 
@@ -36,7 +36,7 @@ def often() -> Iterator[None]:
 
 
 def together(call: Callable[[int], object], count: int = CALLERS) -> None:
-    """Run ``call(i)`` in ``count`` threads that start together; raise the first error."""
+    """Run ``call(i)`` in ``count`` threads that start together. Raise the first error."""
     begin, errors = threading.Barrier(count), []
 
     def run(i: int) -> None:
@@ -56,7 +56,7 @@ def together(call: Callable[[int], object], count: int = CALLERS) -> None:
 
 
 def test_results_of_many_callers() -> None:
-    """Each caller's results are its own, in order, and each task runs once."""
+    """Each caller gets its own results, in order, and each task runs once."""
     ran: list[tuple[int, int]] = []
 
     def task(caller: int, n: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def test_results_of_many_callers() -> None:
 
 
 def test_one_result_of_many_readers() -> None:
-    """All threads that wait for one result get the same object, or its exception."""
+    """All threads that wait for a result get the same object or its exception."""
     with ThreadPool(2) as pool:
         for n in range(100):
             result = pool.apply_async(lambda n=n: [n])
@@ -98,7 +98,7 @@ def test_one_result_of_many_readers() -> None:
 
 
 def test_streams_of_many_callers() -> None:
-    """Streams keep their order, lose nothing, and draw their inputs once."""
+    """Streams keep their order, lose no result, and draw each input once."""
 
     def call(i: int) -> None:
         items = range(i * 10_000, i * 10_000 + 1500)
@@ -114,7 +114,7 @@ def test_streams_of_many_callers() -> None:
 
 
 def test_one_stream_of_many_readers() -> None:
-    """Threads that share an iterator of results get each result once, each thread in order."""
+    """Threads that share an iterator get each result once. Each thread gets them in order."""
     with ThreadPool(3) as pool:
         for _ in range(20):
             results = pool.imap(int.__neg__, range(1000))
@@ -131,7 +131,7 @@ def test_one_stream_of_many_readers() -> None:
 
 
 def test_callbacks_come_once() -> None:
-    """Each callback is called once, with its own value, before `get` returns."""
+    """Each callback runs once, with its own value, before `get` returns."""
     called: list[tuple[int, int]] = []
 
     def call(i: int) -> None:
@@ -147,7 +147,7 @@ def test_callbacks_come_once() -> None:
 
 
 def test_limits_and_retries() -> None:
-    """Tasks with a limit and retries are answered once, with what the last attempt returned."""
+    """A task with a limit and retries gets one answer, that of its last attempt."""
     tries: Counter[int] = Counter()
 
     def task(n: int) -> int:
@@ -172,7 +172,7 @@ def test_limits_and_retries() -> None:
 
 
 def test_life_of_threads() -> None:
-    """Each task runs once while threads end after ten tasks and the pool is resized."""
+    """Each task runs once, although threads end after ten tasks and the pool is resized."""
     ran: list[int] = []
 
     def task(n: int) -> int:
@@ -196,7 +196,7 @@ def test_life_of_threads() -> None:
 
 
 def test_flags_and_the_queue_of_tasks() -> None:
-    """No wake is lost when a flag is set, or an item is put, while a thread begins to wait."""
+    """A thread that begins to wait misses no `set` of a flag and no `put` of an item."""
     for _ in range(100):
         flag, other = Flag(), Flag()
 
@@ -230,7 +230,7 @@ def test_flags_and_the_queue_of_tasks() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="xpool.queue.SimpleQueue needs Linux")
 def test_simple_queue() -> None:
-    """Messages of many writers reach many readers once, those of one writer in order."""
+    """Each message arrives once. The messages of one writer arrive in order."""
     messages = SimpleQueue()
     got: list[list[tuple[int, int, bytes]]] = [[], []]
 

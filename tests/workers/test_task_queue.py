@@ -1,4 +1,4 @@
-"""The queue from which the threads of a pool take their tasks."""
+"""The queue from which the threads of a pool get their tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xpool._python.waiters import TaskQueue
 
 
 def test_each_item_is_taken_once() -> None:
-    """Many threads put and take at the same time: nothing is lost, nothing comes twice."""
+    """Many threads put and get items at the same time, and each item arrives once."""
     queue, taken = TaskQueue(), []
 
     def take() -> None:
@@ -38,8 +38,8 @@ def test_each_item_is_taken_once() -> None:
         queue.get_nowait()
 
 
-def test_who_has_waited_least_is_next() -> None:
-    """Items that come one after the other go to one thread, the last that began to wait."""
+def test_the_last_thread_to_wait_is_next() -> None:
+    """An item goes to the thread that began to wait last."""
     queue, taken = TaskQueue(), []
 
     def take() -> None:
@@ -50,11 +50,11 @@ def test_who_has_waited_least_is_next() -> None:
     for n in range(3):
         threads.append(threading.Thread(target=take, daemon=True))
         threads[-1].start()
-        eventually(lambda n=n: len(queue._idle) == n + 1, "it waits")
+        eventually(lambda n=n: len(queue._idle) == n + 1, "the thread waits")
     for item in range(20):
         queue.put(item)
         done = item + 1
-        eventually(lambda done=done: len(taken) == done and len(queue._idle) == 3, "it waits again")
+        eventually(lambda done=done: len(taken) == done and len(queue._idle) == 3, "all wait again")
     for _ in threads:
         queue.put(None)
     for thread in threads:

@@ -17,7 +17,7 @@ deliver = Stream.deliver
 
 
 class Pause:
-    """The first delivery to a stream waits for `go_on`; raises ``error``, if there is one."""
+    """The first delivery to a stream waits for `go_on`. Then it raises ``error``, if set."""
 
     def __init__(self) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -42,7 +42,7 @@ def pause(monkeypatch: pytest.MonkeyPatch) -> Pause:
 
 
 def test_a_thread_runs_tasks_while_another_delivers(pause: Pause) -> None:
-    """All other tasks run while one result is being delivered; then all results arrive."""
+    """While a thread delivers a result, the other thread runs all other tasks."""
     begun: SimpleQueue[int] = SimpleQueue()
 
     def task(n: int) -> int:
@@ -60,7 +60,7 @@ def test_a_thread_runs_tasks_while_another_delivers(pause: Pause) -> None:
 
 
 def test_a_dropped_result_that_waits_for_another(pause: Pause) -> None:
-    """The finalizer of a result that another thread delivers can wait for a result of the pool."""
+    """The finalizer of a dropped result may wait for another result of the pool."""
     begun: SimpleQueue[int] = SimpleQueue()
     got: SimpleQueue[int] = SimpleQueue()
 
@@ -75,7 +75,7 @@ def test_a_dropped_result_that_waits_for_another(pause: Pause) -> None:
     with ThreadPool(2) as pool:
         try:
             results = pool.imap(task, range(2))
-            # The thread that does not deliver begins this after it has left its result.
+            # The thread that does not deliver has left its result before it begins this task.
             last = pool.apply_async(begun.put, (2,))
             assert sorted(begun.get(timeout=WAIT) for _ in range(3)) == [0, 1, 2]
             del results
@@ -86,7 +86,7 @@ def test_a_dropped_result_that_waits_for_another(pause: Pause) -> None:
 
 
 def test_a_delivery_that_raises_leaves_the_other_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that ends in a delivery does not keep the others from delivering."""
+    """If a thread's delivery raises, the other thread still delivers the other results."""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     failed = threading.Event()
 
@@ -107,7 +107,7 @@ def test_a_delivery_that_raises_leaves_the_other_results(monkeypatch: pytest.Mon
 def test_a_delivery_that_raises_delivers_what_others_left(
     pause: Pause, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A result that a thread leaves to a delivery arrives, also if that delivery then raises."""
+    """If a delivery raises, it still delivers the results that other threads left to it."""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     begun: SimpleQueue[int] = SimpleQueue()
     arrived = threading.Event()
@@ -118,7 +118,7 @@ def test_a_delivery_that_raises_delivers_what_others_left(
         return -n
 
     def last() -> bool:
-        begun.put(2)  # the thread that does not deliver has left its result before this
+        begun.put(2)  # the thread that does not deliver has left its result
         return arrived.wait(WAIT)
 
     with ThreadPool(2) as pool:
@@ -130,7 +130,7 @@ def test_a_delivery_that_raises_delivers_what_others_left(
             pause.go_on.set()
             assert results.next(timeout=WAIT) in (0, -1)
         finally:
-            pause.go_on.set()  # else the end of the pool would wait for the paused thread
+            pause.go_on.set()  # otherwise the pool's end waits for the paused thread
             arrived.set()
         assert end.get(timeout=WAIT)
         results.cancel()

@@ -1,4 +1,4 @@
-"""Named shared memory: whoever made it says how long it lives, not a worker that attached to it."""
+"""The process that makes a block of shared memory unlinks it, not a worker that attaches to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ METHODS = [None, "spawn", "forkserver"]
 
 
 def attach(name):
-    """Attach to a block by name, as people do; return its first byte."""
+    """Attach to a block by its name. Return its first byte."""
     block = shared_memory.SharedMemory(name)
     first = block.buf[0]
     block.close()
@@ -20,7 +20,7 @@ def attach(name):
 
 
 def make(_=None):
-    """Make a block and leave it to the caller; return its name."""
+    """Make a block for the caller. Return its name."""
     block = shared_memory.SharedMemory(create=True, size=100)
     block.buf[0] = 7
     block.close()
@@ -28,7 +28,7 @@ def make(_=None):
 
 
 def attach_in_child(name):
-    """Attach in a process that this one forks; return its exit status."""
+    """Attach in a forked process. Return its exit status."""
     pid = os.fork()
     if pid == 0:
         os._exit(attach(name) != 7)
@@ -75,10 +75,8 @@ TASKS = """
 @pytest.mark.parametrize("how", ["before", "after", "worker", "child"])
 @pytest.mark.xpool_only
 def test_a_block_outlives_the_workers(tmp_path, how, method):
-    """A block that was made before or after the pool, or by a worker, stays until it is unlinked.
-
-    Nobody warns of anything, and the program has one resource tracker, from when it is needed.
-    """
+    """A block made before the pool, after it or by a worker stays until it is unlinked. There is no
+    warning, and the program has one resource tracker once it needs one."""
     if (how, method) == ("child", "spawn") and hasattr(resource_tracker, "_fork_intent"):
         pytest.skip("from Python 3.14 on, os.fork in a child of multiprocessing has no tracker")
     path = scripts.write(tmp_path / "blocks.py", TASKS)
@@ -104,14 +102,14 @@ FORKS = """
 
 @pytest.mark.xpool_only
 def test_a_task_forks_before_anything_is_tracked(tmp_path):
-    """The worker then imports the tracker's module and its own class for it, in that order."""
+    """A task may fork before its worker has imported the resource tracker."""
     path = scripts.write(tmp_path / "forks.py", FORKS)
     assert scripts.run_ok([path]) == "[(False, 0), (True, 0)]\n"
 
 
 @pytest.mark.xpool_only
 def test_a_worker_is_killed_while_it_asks(make_pool):
-    """Workers that die with the tracker asked for, and not taken, leave all others in order."""
+    """If a worker dies after it has asked for the tracker, other workers still use it."""
     from xpool import Pool, WorkerDied
 
     pool = make_pool(Pool, 2)
@@ -128,7 +126,7 @@ def test_a_worker_is_killed_while_it_asks(make_pool):
 
 
 def ask_and_die():
-    """Send what asks for the tracker, and end before the answer is taken."""
+    """Ask for the tracker, and end before the answer."""
     import signal
 
     os.write(resource_tracker._resource_tracker._parent, b"T")  # type: ignore[attr-defined]
