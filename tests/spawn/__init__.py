@@ -1,1 +1,1 @@
-"""`xpool.spawn` and what start-up is shared with."""
+"""`xpool.spawn` and the objects that its processes share."""

@@ -1,4 +1,4 @@
-"""`spawn` and `start_processes`: torch.multiprocessing's meaning, with results."""
+"""`spawn` and `start_processes`: like those of torch.multiprocessing, but with results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def put(index: int, queue: Any) -> None:
 
 
 def turn(index: int, box: str, gates: list[str]) -> int:
-    """Post, and return when the gate of this index is open."""
+    """Post a line, and return when this index's gate opens."""
     work.post(box, f"{index} {os.getpid()}")
     work.pass_gate(gates[index])
     return 10 * index
@@ -59,20 +59,20 @@ def have_a_child(index: int) -> int | None:
 
 @pytest.mark.parametrize("method", [METHODS[0], *also(*METHODS[1:])])
 def test_results_by_index(warm: None, method: str | None):
-    """Each process gets its index and the arguments, and its result has its index's place."""
+    """Each process gets its index and the arguments. Results are ordered by index."""
     results = xpool.start_processes(tell, ("a", 2), nprocs=3, start_method=method)
     assert [r[:2] for r in results] == [(i, ("a", 2)) for i in range(3)]
     assert len({r[2] for r in results} | {os.getpid()}) == 4
 
 
 def test_closures():
-    """What a pool's task may be, `fn` may be."""
+    """`fn` may be a lambda."""
     offset = 5
     assert xpool.spawn(lambda i: i + offset, nprocs=2) == [5, 6]
 
 
 def test_one_process_by_default():
-    """As in torch, ``nprocs`` is 1 when left out; the function runs elsewhere all the same."""
+    """As in torch, ``nprocs`` is 1 by default, and the function runs in another process."""
     [(index, args, pid)] = xpool.spawn(tell)
     assert (index, args) == (0, ())
     assert pid != os.getpid()
@@ -80,7 +80,7 @@ def test_one_process_by_default():
 
 @pytest.mark.parametrize("method", [None, "spawn"])
 def test_queues_in_the_arguments(warm: None, method: str | None):
-    """Locks and queues of multiprocessing can be arguments, as with torch's spawn."""
+    """Arguments may be queues of multiprocessing, as with torch's spawn."""
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     try:
         assert xpool.spawn(put, (queue,), nprocs=2, start_method=method) == [None, None]
@@ -98,7 +98,7 @@ def gates(tmp_path: Any, nothing_leaks: None) -> Any:
 
 
 def test_ends_out_of_order(mailbox: Mailbox, gates: list[Gate]):
-    """Processes may end in any order; `join` tells when all have, and results are by index."""
+    """`join` is true when all processes have ended, in any order. Results are ordered by index."""
     args = (mailbox.path, [gate.path for gate in gates])
     context = xpool.spawn(turn, args, nprocs=3, join=False)
     told = dict(line.split() for line in mailbox.lines(3))
@@ -119,7 +119,7 @@ def test_ends_out_of_order(mailbox: Mailbox, gates: list[Gate]):
 @pytest.mark.torch
 @pytest.mark.parametrize("bad", [0, 2])
 def test_the_first_failure_stops_the_others(mailbox: Mailbox, gates: list[Gate], bad: int):
-    """One raises while the others wait for ever: they are stopped, and its error comes out."""
+    """If a process raises, the others are stopped, and `join` raises its error."""
     from torch.multiprocessing import ProcessRaisedException
 
     args = (mailbox.path, [gate.path for gate in gates], bad, "raise")
@@ -148,7 +148,7 @@ def test_the_first_failure_stops_the_others(mailbox: Mailbox, gates: list[Gate],
 def test_a_process_that_ends(
     mailbox: Mailbox, gates: list[Gate], how: str, code: int, name: str | None
 ):
-    """A process that leaves by `sys.exit` or a signal: its index, pid, code and signal's name."""
+    """If a process exits or is killed, the error has its index, pid, exit code and signal."""
     from torch.multiprocessing import ProcessExitedException
 
     def leave(index: int, box: str, gates: list[str]) -> None:
@@ -170,13 +170,13 @@ def test_a_process_that_ends(
 
 
 @pytest.mark.parametrize("leave", [lambda i: sys.exit(0), lambda i: sys.exit()])
-def test_a_clean_exit_is_a_good_end(leave: Any):
-    """`sys.exit` without an error is no failure; there is no result then."""
+def test_a_clean_exit_is_no_failure(leave: Any):
+    """`sys.exit` without an error is no failure. The result is None."""
     assert xpool.spawn(leave, nprocs=2) == [None, None]
 
 
-def test_an_interrupt_in_a_process_is_a_good_end():
-    """As in torch, a process that ends by KeyboardInterrupt is not reported."""
+def test_an_interrupt_in_a_process_is_no_failure():
+    """As in torch, KeyboardInterrupt in a process is no failure."""
 
     def interrupted(index: int) -> None:
         raise KeyboardInterrupt
@@ -186,7 +186,7 @@ def test_an_interrupt_in_a_process_is_a_good_end():
 
 @pytest.mark.torch
 def test_others_may_end_in_the_grace_period(mailbox: Mailbox, gates: list[Gate]):
-    """With a grace period, those that end by themselves after a failure are not stopped."""
+    """Processes that end in the grace period after a failure are not stopped."""
     from torch.multiprocessing import ProcessRaisedException
 
     def last_words(index: int, box: str, gates: list[str]) -> None:
@@ -208,7 +208,7 @@ def test_others_may_end_in_the_grace_period(mailbox: Mailbox, gates: list[Gate])
 
 @pytest.mark.parametrize("daemon", [False, True])
 def test_children_of_daemons(daemon: bool):
-    """Processes may have pools of their own, and children of multiprocessing if they are none."""
+    """All processes may make pools. Only those that are not daemons may start processes."""
     assert xpool.spawn(square_all, nprocs=2, daemon=daemon) == [[0, 1, 4]] * 2
     if not daemon:
         assert xpool.spawn(have_a_child, nprocs=1) == [0]
@@ -219,13 +219,13 @@ def test_children_of_daemons(daemon: bool):
 
 
 def test_a_process_that_cannot_start():
-    """Arguments that cannot be unpickled there: the reason, after a bounded number of tries."""
+    """If arguments cannot be unpickled, the error has the reason."""
     with pytest.raises(WorkerStartFailed, match="RuntimeError: sabotage"):
         xpool.spawn(tell, (work.make_ends_when_unpickled("raise"),), nprocs=2)
 
 
 def test_a_dropped_context(mailbox: Mailbox, gates: list[Gate]):
-    """As in torch, processes whose context nobody holds run to their end; then nothing is left."""
+    """As in torch, processes of a dropped context run to their end. Then none is left."""
     args = (mailbox.path, [gate.path for gate in gates])
     context = xpool.spawn(turn, args, nprocs=2, join=False)
     pids = [int(line.split()[1]) for line in mailbox.lines(2)]
@@ -252,7 +252,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_stops_the_processes(tmp_path: Any):
-    """An interrupt while `spawn` waits is raised there, and the processes are stopped."""
+    """An interrupt during `spawn` is raised in the program, and the processes are stopped."""
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
     path = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
@@ -270,14 +270,14 @@ def test_ctrl_c_stops_the_processes(tmp_path: Any):
     assert wait_gone(pids) == []
 
 
-def test_senseless_numbers():
-    """A number of processes below 0 is refused."""
+def test_a_negative_number_of_processes():
+    """A negative number of processes is refused."""
     with pytest.raises(OptionError, match="nprocs must be at least 0"):
         xpool.spawn(tell, nprocs=-1)
 
 
 def test_no_processes():
-    """As in torch, none is a number of processes."""
+    """As in torch, the number of processes may be 0."""
     assert xpool.spawn(tell, nprocs=0) == []
     context = xpool.spawn(tell, nprocs=0, join=False)
     assert context.processes == context.pids() == [] and context.sentinels == {}
@@ -286,7 +286,7 @@ def test_no_processes():
 
 @pytest.mark.torch
 def test_processes(mailbox: Mailbox, gates: list[Gate]):
-    """A context has its processes, and descriptors to wait on, as torch's has."""
+    """A context has its processes and their sentinels, like torch's."""
     from torch.multiprocessing import ProcessExitedException
 
     args = mailbox.path, [gate.path for gate in gates]
@@ -312,10 +312,10 @@ def test_processes(mailbox: Mailbox, gates: list[Gate]):
     assert isinstance(caught.value.__cause__, WorkerDied)
     assert "retries" not in str(caught.value.__cause__)
     assert not any(process.is_alive() for process in processes)
-    processes[0].terminate()  # it has ended: nothing happens
+    processes[0].terminate()  # does nothing after the end
 
 
-def test_senseless_function():
-    """What cannot be called is refused here, not in the processes."""
+def test_a_function_that_is_not_callable():
+    """A function that is not callable raises TypeError in the program."""
     with pytest.raises(TypeError, match="fn must be a callable"):
         xpool.spawn("tell")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`MpSerialExecutor` and `MpModelWrapper`, used by pool workers."""
+"""`MpSerialExecutor` and `MpModelWrapper` in workers of a pool."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def hold(executor: MpSerialExecutor, box: str, gate: str) -> None:
 
 @pytest.mark.parametrize("method", [METHODS[0], *also(*METHODS[1:])])
 def test_one_at_a_time(make_pool: Callable[..., Any], log: Path, method: str | None):
-    """What workers run through the executor does not overlap; each gets its own result."""
+    """Functions run by the executor do not overlap. Each worker gets its own result."""
     executor = MpSerialExecutor()
     pool = make_pool(Pool, 3, context=method)
     tasks = [(executor, str(log), i) for i in range(60)]
@@ -56,7 +56,7 @@ def test_one_at_a_time(make_pool: Callable[..., Any], log: Path, method: str | N
 
 
 def test_threads_take_turns_too():
-    """Threads of one process do not run at once either."""
+    """Threads of one process do not run at the same time either."""
     executor, inside, most = MpSerialExecutor(), [0], [0]
 
     def run() -> None:
@@ -74,8 +74,10 @@ def test_threads_take_turns_too():
     assert most == [1]
 
 
-def test_who_dies_lets_go(make_pool: Callable[..., Any], mailbox: Mailbox, gate: Gate, log: Path):
-    """A worker that is killed in its turn does not keep the others from theirs."""
+def test_a_killed_worker_ends_its_turn(
+    make_pool: Callable[..., Any], mailbox: Mailbox, gate: Gate, log: Path
+):
+    """If a worker is killed during its turn, the next worker gets its turn."""
     executor = MpSerialExecutor()
     pool = make_pool(Pool, 2)
     held = pool.apply_async(hold, (executor, mailbox.path, gate.path))
@@ -87,24 +89,25 @@ def test_who_dies_lets_go(make_pool: Callable[..., Any], mailbox: Mailbox, gate:
         held.get(WAIT)
 
 
-def test_what_the_function_raises_comes_out():
-    """An error ends the turn and is raised; the next one can run."""
+def test_an_error_of_the_function():
+    """`run` raises the function's error. The next function can run."""
     executor = MpSerialExecutor()
     with pytest.raises(ZeroDivisionError):
         executor.run(lambda: 1 // 0)
     assert executor.run(lambda: 5) == 5
 
 
-def test_its_maker_has_let_go():
-    """A copy of an executor that nobody holds any more says so."""
+def test_the_original_is_dropped():
+    """If the original executor is dropped, its copy raises an error."""
     data = pickle.dumps(MpSerialExecutor())
     gc.collect()
     with pytest.raises(XPoolError, match="has let go of it; keep it there"):
         pickle.loads(data).run(lambda: 1)
 
 
-def test_its_number_is_another_files():
-    """A descriptor's number that was given to another file is not taken for the executor."""
+def test_the_descriptor_number_is_reused():
+    """If the dropped executor's descriptor number belongs to another file, its copy raises an
+    error."""
     executor = MpSerialExecutor()
     data = pickle.dumps(executor)
     number = int(executor._lock._at[0].rpartition("/")[2])
@@ -122,7 +125,7 @@ def test_its_number_is_another_files():
 
 
 def test_no_descriptor_left():
-    """At the limit of descriptors the error is the system's, and the executor still works after."""
+    """Without free descriptors, `run` raises OSError. Later it works."""
     import resource
 
     executor = MpSerialExecutor()
@@ -152,7 +155,7 @@ def model() -> Any:
 
 
 def evaluate(wrapper: MpModelWrapper, x: Any) -> tuple[Any, str, bool]:
-    """Return the model's output, where its weights lie in this process, and its mode."""
+    """Return the model's output, the file of its weights in this process, and its mode."""
     model = wrapper.to("cpu")
     address = model[0].weight.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -163,7 +166,7 @@ def evaluate(wrapper: MpModelWrapper, x: Any) -> tuple[Any, str, bool]:
 
 
 def step(wrapper: MpModelWrapper, x: Any) -> float:
-    """Train the worker's own model by a step; return the largest change of a weight."""
+    """Train the worker's model by one step. Return the largest change of a weight."""
     import torch
 
     model = wrapper.to("cpu")
@@ -176,7 +179,7 @@ def step(wrapper: MpModelWrapper, x: Any) -> float:
 @pytest.mark.torch
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_one_host_copy(make_pool: Callable[..., Any], model: Any):
-    """Workers compute with the weights in the one shared file, and what they write is their own."""
+    """Workers read the weights from one shared file. A worker's changes stay private."""
     import torch
 
     x = torch.rand(4, 512)
@@ -192,8 +195,8 @@ def test_one_host_copy(make_pool: Callable[..., Any], model: Any):
 
 
 @pytest.mark.torch
-def test_later_weights_and_modes_are_sent_anew(make_pool: Callable[..., Any], model: Any):
-    """A wrapper that is sent again after training carries what the model is then."""
+def test_later_weights_and_modes_are_sent(make_pool: Callable[..., Any], model: Any):
+    """If a wrapper is sent again after training, it has the new weights and mode."""
     import torch
 
     x = torch.rand(4, 512)
@@ -209,8 +212,8 @@ def test_later_weights_and_modes_are_sent_anew(make_pool: Callable[..., Any], mo
 
 
 @pytest.mark.torch
-def test_the_model_itself_is_moved_where_it_was_made(model: Any):
-    """In the process that made it, as torch_xla's does; a second device gets a copy."""
+def test_the_model_is_moved_in_its_own_process(model: Any):
+    """As with torch_xla, the process that made the model moves it. A second device gets a copy."""
     wrapper = MpModelWrapper(model)
     assert wrapper.to("cpu") is model
     assert wrapper.to("cpu") is model
@@ -222,7 +225,7 @@ def test_the_model_itself_is_moved_where_it_was_made(model: Any):
 
 @pytest.mark.torch
 def test_a_model_that_was_moved_is_not_sent(model: Any):
-    """A wrapper whose model is on a device is no longer a host copy to share."""
+    """If the model has been moved to a device, its wrapper cannot be sent."""
     wrapper = MpModelWrapper(model)
     wrapper.to("meta")
     with pytest.raises(Exception, match="is on meta already"):
@@ -236,7 +239,7 @@ def output_on_each(index: int, wrapper: MpModelWrapper, x: Any) -> Any:
 @pytest.mark.torch
 @pytest.mark.parametrize("method", [METHODS[0], *also(*METHODS[1:])])
 def test_with_spawn(warm: None, model: Any, method: str | None):
-    """As torch_xla's examples use it: an argument of `spawn`, with any start method."""
+    """As in torch_xla's examples, `spawn` accepts a wrapper with any start method."""
     import torch
 
     x = torch.rand(4, 512)
@@ -247,7 +250,7 @@ def test_with_spawn(warm: None, model: Any, method: str | None):
 
 
 def test_xla_does_not_import_torch():
-    """`xpool.xla` is there without torch or torch_xla being imported."""
+    """`xpool.xla` imports neither torch nor torch_xla."""
     code = "import sys, xpool.xla; print({'torch', 'torch_xla'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""`xpool.xla.spawn` around a torch_xla of ours: what does not take the true one."""
+"""`xpool.xla.spawn` with a fake torch_xla."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch_xla stands on torch")
+pytest.importorskip("torch", reason="torch_xla needs torch")
 
 import torch
 from support import scripts
@@ -90,8 +90,9 @@ PROGRAM = """
 
 
 def test_replicas(tmp_path: Path):
-    """One replica here leaves the variables as they were, so the next spawn has all devices; those
-    in processes have process ids, and the end of one advises nothing that they do not have."""
+    """A replica in this process restores the variables, so the next spawn uses all devices.
+    Replicas in processes have process ids. The error of a dead replica does not suggest `retries`.
+    """
     (tmp_path / "torch_xla").mkdir()
     scripts.write(tmp_path / "torch_xla/__init__.py", PACKAGE)
     version = torch.__version__.partition("+")[0]
