@@ -1,4 +1,4 @@
-"""Frames and the outbox, against every way in which bytes can be cut and pages can wrap."""
+"""Frames and the outbox: pipes may cut the bytes anywhere, and pages may wrap anywhere."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def frame(number, body):
     st.lists(st.integers(1, 90_000), min_size=1),
 )
 def test_frames_survive_any_cut(sizes, cuts):
-    """However the bytes of a pipe are cut, the same frames come out, in order."""
+    """The reader yields the same frames in order, however a pipe cuts the bytes."""
     bodies = [os.urandom(1) * n for n in sizes]
-    cuts = [*cuts, 50_000]  # so that it takes no thousands of turns
+    cuts = [*cuts, 50_000]  # limits the number of turns
     stream = b"".join(frame(k, body) for k, body in enumerate(bodies, 1))
     r, w = os.pipe()
     os.set_blocking(r, False)
@@ -71,7 +71,7 @@ def test_frames_survive_any_cut(sizes, cuts):
                 try:
                     at += os.write(w, stream[at : at + cut])
                 except BlockingIOError:
-                    cut = 0  # full: read first
+                    cut = 0  # the pipe is full: read first
             got += [bytes(body) for _, body in reader.frames()]
         assert got == bodies and not reader.partial
     finally:
@@ -80,7 +80,7 @@ def test_frames_survive_any_cut(sizes, cuts):
 
 
 def test_a_frame_that_was_cut_short(pipe):
-    """The end of the pipe in the middle of a frame is seen as such."""
+    """The reader detects a pipe that ends in the middle of a frame."""
     r, w = pipe
     os.write(w, frame(1, b"whole") + frame(2, b"y" * 100)[:50])
     os.close(w)
@@ -104,8 +104,8 @@ def test_a_frame_too_large_to_be_true(pipe):
 @example(TO_PARENT.pack(0, 11, 0, 2**20, 1, 0, 0), 0, 1)
 @example(bytes(1), 0, 0)
 def test_bytes_of_another_writer(stray, size, before):
-    """What a task writes between two messages is no part of the next one: that would never end."""
-    assume(not stray.startswith(struct.pack("<I", before + 1)))  # else it is forged
+    """Bytes that a task writes between two messages raise an error."""
+    assume(not stray.startswith(struct.pack("<I", before + 1)))  # that would be a valid number
     r, w = os.pipe()
     os.set_blocking(r, False)
     try:
@@ -121,8 +121,8 @@ def test_bytes_of_another_writer(stray, size, before):
         os.close(w)
 
 
-def test_what_the_pipe_does_not_take_is_kept(pipe):
-    """A writer never blocks; the rest goes when there is room, in order."""
+def test_a_full_pipe_keeps_the_rest(pipe):
+    """A writer never blocks. It sends the rest in order when the pipe has room."""
     r, w = pipe
     writer = FrameWriter(w)
     writer.send([b"a" * 10, b"b" * 1_000_000])
@@ -135,8 +135,8 @@ def test_what_the_pipe_does_not_take_is_kept(pipe):
     assert got == b"a" * 10 + b"b" * 1_000_000 + b"c" * 5
 
 
-def test_sending_to_the_dead(pipe):
-    """What is sent to a worker that is gone goes nowhere, and raises nothing."""
+def test_sending_to_a_dead_worker(pipe):
+    """Sending to a dead worker has no effect and raises no error."""
     r, w = pipe
     os.close(r)
     writer = FrameWriter(w)
@@ -146,7 +146,7 @@ def test_sending_to_the_dead(pipe):
 
 
 def test_a_source_ends_with_its_parent(pipe):
-    """A worker that waits for its parent's next word sees that there is none."""
+    """A worker that waits for its parent gets EOFError when the pipe ends."""
     r, w = pipe
     os.set_blocking(r, True)
     os.write(w, b"12345")
@@ -160,7 +160,7 @@ def test_a_source_ends_with_its_parent(pipe):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40_000), st.booleans(), st.integers(0, 3))))
 def test_an_outbox_is_a_queue(steps):
-    """What is appended is taken out, whole and in order, however often the page wraps."""
+    """Appended entries are taken out whole and in order, however often the page wraps."""
     fd = make_file()
     box = Outbox(fd)
     os.close(fd)
@@ -182,8 +182,8 @@ def test_an_outbox_is_a_queue(steps):
         box.close()
 
 
-def test_a_mark_that_cannot_be(box):
-    """A mark outside of what was written is refused."""
+def test_an_invalid_mark(box):
+    """A mark outside the written part is refused."""
     box.append(b"x" * 10, False)
     for mark in (box.tail + CAPACITY + 1,):
         with pytest.raises(ValueError, match="does not fit"):
@@ -193,16 +193,16 @@ def test_a_mark_that_cannot_be(box):
 
 
 def test_the_limit_is_obeyed(box):
-    """An item from the limit on is not entered, and the parent sees how far the worker came."""
+    """A worker does not begin an item beyond the limit. The parent sees how many items it began."""
     assert box.enter(0) and box.began == 1
     box.forbid(1)
     assert not box.enter(1)
-    # Should it die now, nobody takes the item that it was refused for one that it ran.
+    # If the worker dies now, the parent must not count the refused item as begun.
     assert box.began == 1
 
 
-def test_asking_to_break_off(box):
-    """Only the item that was entered last can be meant; the stack is what was written since."""
+def test_a_request_to_stop(box):
+    """A request to stop is for the last begun item only, and so is the stack."""
     box.enter(0)
     assert not box.told_to_stop() and box.stack() == ""
     box.ask(1)
@@ -218,7 +218,7 @@ def test_asking_to_break_off(box):
 
 
 def test_the_clock_of_the_box(box):
-    """The parent sees since when something runs, by the clock that both have."""
+    """The parent sees when the task began, by the clock that both processes share."""
     assert box.since is None
     before = time.monotonic()
     box.tick()
@@ -228,7 +228,7 @@ def test_the_clock_of_the_box(box):
 
 
 def test_no_fork_while_a_channel_is_made(monkeypatch):
-    """A child that the program forks has no end of a channel: forks wait until it is made."""
+    """Forks wait until a channel is complete, so a forked child has no end of it."""
     could_fork = []
 
     def look(original, *args):

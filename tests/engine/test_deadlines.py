@@ -1,4 +1,4 @@
-"""When a worker that is silent is to be interrupted: the policy alone, without a clock."""
+"""When to interrupt a silent worker: the policy alone, without a clock."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from xpool._engine.jobs.ranges import Limit, Terms
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 
 
-def test_the_limit_of_the_next_task_is_not_that_of_this_one():
-    """A worker that was stopped before it could say when it began has the limit of what it runs,
-    also where what waits behind that has a shorter one."""
+def test_the_limit_of_the_running_task_counts():
+    """If a worker does not report its begin, the limit of its running task counts, not the shorter
+    one of the next task."""
     runs: Any = SimpleNamespace(terms=Terms(0, Limit(1.0, False)), withdrawn=False, seq=0)
     waits: Any = SimpleNamespace(terms=Terms(0, Limit(0.01, False)), withdrawn=False, seq=1)
     held: Any = SimpleNamespace(held=[runs, waits], answered=0, paused=False)

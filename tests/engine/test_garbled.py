@@ -1,4 +1,4 @@
-"""Messages that are cut short, garbled or made up: an error at once, and no memory lost."""
+"""Short, garbled and forged messages raise an error at once and leak no memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ streams = st.lists(st.one_of(heads, st.binary(max_size=100)), max_size=6).map(b"
 @FUZZ
 @given(streams, st.lists(st.integers(1, 80), max_size=8))
 def test_any_stream_of_bytes(data, cuts):
-    """Whatever comes in whatever pieces: whole frames as announced, or an error that says it."""
+    """The reader yields the announced frames from any bytes in any pieces, or raises an error."""
     pieces, at = [], 0
     for n in cuts:
         pieces.append(data[at : at + n])
@@ -88,8 +88,8 @@ def test_any_stream_of_bytes(data, cuts):
         assert not isinstance(exc, ValueError) or "a frame " in str(exc)
 
 
-def test_a_body_costs_what_has_come():
-    """A frame that announces much memory gets address space, not memory, until it comes."""
+def test_a_body_takes_memory_when_it_arrives():
+    """The body of a large frame takes memory only when it arrives."""
     head = TO_PARENT.pack(1, ANSWER, 0, MOST_MESSAGE_BYTES // 4, 0, 0, 0)
     reading, writing = os.pipe()
     try:
@@ -113,7 +113,7 @@ def resident() -> int:
 
 
 def test_more_than_the_machine_has_is_refused():
-    """A frame larger than all memory is garbled, and said to be."""
+    """A frame larger than the machine's memory is refused before memory is allocated."""
     reading, writing = os.pipe()
     try:
         os.write(writing, TO_PARENT.pack(1, ANSWER, 0, MOST_MESSAGE_BYTES + 1, 0, 0, 0))
@@ -127,7 +127,7 @@ def test_more_than_the_machine_has_is_refused():
 @FUZZ
 @given(st.binary(max_size=200))
 def test_any_table_of_buffers(data):
-    """A message with buffers is what it says, or a `ValueError`: never memory beyond it."""
+    """Any message with buffers is valid or raises ValueError. It never reads beyond its end."""
     try:
         pickled, buffers = frame.unpack(memoryview(b"\x01" + data))
     except ValueError:
@@ -138,7 +138,7 @@ def test_any_table_of_buffers(data):
 @FUZZ
 @given(st.data())
 def test_messages_cut_short(data):
-    """A good message that lost its end, or some of its bytes, is an error, not something else."""
+    """A message without its end raises an error."""
     value = {"a": [1, 2.5, "three"], "b": bytearray(100_000)}
     message = bytes(encode(value))
     assert decode(message) == value
@@ -150,7 +150,7 @@ def test_messages_cut_short(data):
 @FUZZ
 @given(st.binary(max_size=300))
 def test_any_outbox(data):
-    """What lies in an outbox is entries, or a `ValueError`."""
+    """Any bytes in an outbox are entries, or raise ValueError."""
     try:
         found = entries(data)
     except (ValueError, struct.error):
@@ -160,8 +160,8 @@ def test_any_outbox(data):
 
 @FUZZ
 @given(st.integers(0, 2**64 - 1))
-def test_any_mark(mark):
-    """A mark that the outbox cannot have is refused."""
+def test_any_mark_of_an_outbox(mark):
+    """A mark larger than the outbox is refused."""
     box = Outbox.__new__(Outbox)
     memory = memoryview(bytearray(HEADER + CAPACITY))
     box.words, box._data = memory[:HEADER].cast("Q"), memory[HEADER:]
@@ -174,7 +174,7 @@ def test_any_mark(mark):
 @FUZZ
 @given(st.binary(max_size=60), st.integers(1, 5))
 def test_answers_that_are_not_as_many_as_said(data, count):
-    """Answers that came garbled fail their tasks: as many as there are tasks, no more, no less."""
+    """Garbled answers fail their tasks. The number of results stays the number of tasks."""
     good = encode(1)
     run = b"".join(ENTRY.pack(len(good)) + good for _ in range(count))
     assert Encoded(run, count, True).open() == [1] * count
@@ -197,7 +197,7 @@ plain = st.recursive(
 @FUZZ
 @given(st.dictionaries(st.text(max_size=5), plain, max_size=4))
 def test_fields_of_log_records(fields):
-    """Plain data arrives as it is, text of any length in a packet of bounded size."""
+    """Plain data arrives unchanged, in a packet of limited size."""
     data = records.pack(records.LOG, 3, fields)
     assert len(data) <= records.LARGEST
     assert records.unpack(data) == (records.LOG, 3, fields)
@@ -223,7 +223,7 @@ def test_fields_of_log_records(fields):
     )
 )
 def test_any_log_packet(data):
-    """What comes as a log record is one, or a `ValueError`."""
+    """Any bytes are a log record or raise ValueError."""
     try:
         notice = records.unpack(data)
         record = records.record_from(notice.fields)
@@ -233,7 +233,7 @@ def test_any_log_packet(data):
 
 
 def test_log_packets_that_take_long_are_refused():
-    """Neither a deep value nor a set whose members have one hash holds the parent up."""
+    """Deep values and sets of members with equal hashes are refused, because they take long."""
     same_hash = {"set": [i * (2**61 - 1) for i in range(1, 5000)]}
     for text in (json.dumps(["log", 0, {"x": same_hash}]), '["log", 0, {"x": ' + "[" * 50_000):
         with pytest.raises(ValueError, match="is no log record or warning"):
@@ -252,17 +252,19 @@ def test_log_packets_that_take_long_are_refused():
         ),
     ],
 )
-def test_a_worker_that_writes_nonsense(make_pool, garbage):
-    """Nonsense from a worker costs the task that it ran, which tells the story, and no other."""
+def test_a_worker_that_sends_an_invalid_message(make_pool, garbage):
+    """If a worker sends an invalid message, only its running task fails."""
     pool = make_pool(Pool, 2)
-    assert pool.map(abs, range(500), chunksize=1) == list(range(500))  # so calls travel together
+    # The pool then sends calls together
+    assert pool.map(abs, range(500), chunksize=1) == list(range(500))
     before = [pool.apply_async(abs, (-i,)) for i in range(20)]
     task = pool.apply_async(write_to_the_parent, (garbage,))
     after = [pool.apply_async(abs, (-i,)) for i in range(20)]
     with pytest.raises(InternalError, match="was killed since it sent an invalid message"):
         task.get(WAIT)
     assert [r.get(WAIT) for r in before + after] == [*range(20), *range(20)]
-    with pytest.raises(InternalError, match="write_to_the_parent"):  # its caller receives himself
+    # Here the caller receives the answer
+    with pytest.raises(InternalError, match="write_to_the_parent"):
         pool.apply(write_to_the_parent, (garbage,))
     assert pool.map(abs, range(100), chunksize=1) == list(range(100))
     eventually(lambda: pool.statistics()["deaths"] == 2, "both workers are replaced")
@@ -275,14 +277,14 @@ WORDS = {"began": 0, "tail": 8, "limit": 16, "head": 24, "since": 32, "stop": 40
 @pytest.mark.parametrize(
     "word", ["began", "tail", *also("limit", "head", "since", "stop", "adopted")]
 )
-def test_nonsense_in_the_shared_page(make_pool, word, value):
-    """A word of the page that cannot be true costs the task that wrote it, and no other."""
+def test_an_invalid_word_in_the_shared_page(make_pool, word, value):
+    """An invalid word in the shared page fails only the task that wrote it."""
     pool = make_pool(Pool, 1)
     task = pool.apply_async(scribble, (WORDS[word], value))
     rest = [pool.apply_async(abs, (-i,)) for i in range(20)]
     with pytest.raises((InternalError, xpool.WorkerDied)) as caught:
         task.get(WAIT)
-    if word in ("began", "tail"):  # those of the worker
+    if word in ("began", "tail"):  # the worker writes these two
         assert "invalid message" in str(caught.value) or "had written over memory" in str(
             caught.value
         )
@@ -300,16 +302,17 @@ def scribble(word: int, value: int) -> None:
 
 @pytest.mark.exhaustive
 def test_a_task_that_moves_its_own_clock(make_pool):
-    """A task that says to have begun in the future is not free of its time limit."""
+    """A task that claims to begin in the future still has its time limit."""
     pool = make_pool(Pool, 1)
-    pool.apply(imports_this)  # without a limit: it imports this module, and hypothesis
+    # Without a limit, because it imports this module and hypothesis.
+    pool.apply(imports_this)
     with pytest.raises(InternalError, match=r"a task that began \d+ s from now"):
         pool.apply(scribble_and_wait, (WORDS["since"], 2**63), timeout=2.0)
     assert pool.apply(abs, (-1,)) == 1
 
 
 def imports_this() -> None:
-    """Have a worker import this module."""
+    """Make a worker import this module."""
 
 
 def scribble_and_wait(word: int, value: int) -> None:
@@ -322,8 +325,8 @@ def scribble_and_wait(word: int, value: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["xpool-outbox", "xpool-arena"])
-def test_a_worker_cannot_cut_shared_memory_short(make_pool, name):
-    """To truncate a file that its parent has mapped, which would be a SIGBUS there, is refused."""
+def test_a_worker_cannot_truncate_shared_memory(make_pool, name):
+    """A worker cannot truncate a file that its parent has mapped. This would be a SIGBUS there."""
     pool = make_pool(Pool, 1)
     assert len(pool.apply(bytes, (10**6,))) == 10**6
     refused = pool.apply(truncate, (name,))
@@ -332,7 +335,7 @@ def test_a_worker_cannot_cut_shared_memory_short(make_pool, name):
 
 
 def truncate(name: str) -> list[int | None]:
-    """Cut all open files of this name short; return what the system says to that."""
+    """Truncate all open files whose path contains this name. Return the errors."""
     said: list[int | None] = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -340,14 +343,14 @@ def truncate(name: str) -> list[int | None]:
                 os.truncate(f"/proc/self/fd/{fd}", 0)
                 said.append(None)
         except FileNotFoundError:
-            continue  # the descriptor of that very list
+            continue  # the descriptor of this listing
         except OSError as exc:
             said.append(exc.errno)
     return said
 
 
-def test_models_and_locks_of_a_spawn_cannot_be_cut_short():
-    """Nor can a file that processes open by the path of its maker."""
+def test_files_of_a_spawn_cannot_be_truncated():
+    """A file that processes open by its maker's path cannot be truncated either."""
     file = File(b"content", "test")
     fd = file.open()
     try:
@@ -362,11 +365,9 @@ def test_models_and_locks_of_a_spawn_cannot_be_cut_short():
 @pytest.mark.parametrize(
     "junk", [b"\x04\x80abcdef", *also(b"", b"x", bytes(100), (0).to_bytes(8, "little"))]
 )
-def test_junk_where_the_fork_server_reports(make_pool, junk):
-    """What only the fork server may report nobody else can: the worker is killed, and why is said.
-
-    No exit code that it made up is believed.
-    """
+def test_bytes_in_the_fork_servers_socket(make_pool, junk):
+    """A worker that writes to the fork server's socket is killed, and its task's error has the
+    reason. A forged exit code is not believed."""
     pool = make_pool(Pool, 2)
     task = pool.apply_async(write_to_the_status, (junk,))
     rest = [pool.apply_async(abs, (-i,)) for i in range(20)]
@@ -375,11 +376,11 @@ def test_junk_where_the_fork_server_reports(make_pool, junk):
     ):
         task.get(WAIT)
     assert [r.get(WAIT) for r in rest] == list(range(20))
-    eventually(lambda: pool.statistics()["deaths"] == 1, "it is replaced")
+    eventually(lambda: pool.statistics()["deaths"] == 1, "the worker is replaced")
 
 
 def write_to_the_status(junk: bytes) -> None:
-    """Write to the socket on which the fork server reports, of which each worker has a copy."""
+    """Write to the socket on which the fork server reports. Each worker has a copy of it."""
     import socket
     from multiprocessing.resource_tracker import _resource_tracker
 
@@ -391,17 +392,18 @@ def write_to_the_status(junk: bytes) -> None:
 @pytest.mark.parametrize("verb", ["apply", "map"])
 @pytest.mark.parametrize("receiver", ["caller", "engine"])
 def test_part_of_a_message_after_the_answer(make_pool, tmp_path, receiver, verb):
-    """What a task's thread writes when all is answered costs no later task its answer."""
+    """If a task's thread writes to the pipe after the answer, the next task is still answered."""
     pool = make_pool(Pool, 1)
-    pool.apply(abs, (-1,))  # a worker that is ready is idle: the caller of `apply` receives from it
+    # The worker is now idle, so the caller of `apply` receives its answer.
+    pool.apply(abs, (-1,))
     written = tmp_path / "written"
     if receiver == "caller":
         pool.apply(write_later, (str(written),))
         eventually(written.exists, "the task's thread has written")
-    else:  # the engine's thread hears it
+    else:  # the engine's thread receives it
         pool.apply_async(write_later, (str(written),)).get(WAIT)
         eventually(lambda: pool.statistics()["deaths"] == 1, "the worker is ended")
-    # In a thread of its own: if the answer were lost, `apply` would wait for ever.
+    # In a separate thread, because `apply` would wait for ever if the answer were lost.
     later: list[object] = []
     call = {"apply": lambda: pool.apply(abs, (-3,)), "map": lambda: pool.map(abs, [-3], 1)}[verb]
     caller = threading.Thread(target=lambda: later.append(call()), daemon=True)
@@ -415,9 +417,9 @@ def test_part_of_a_message_after_the_answer(make_pool, tmp_path, receiver, verb)
 @pytest.mark.parametrize(
     "stray", [b"x", TO_PARENT.pack(0, ANSWER, 0, 2**20, 1, 0, 0)], ids=["byte", "head"]
 )
-def test_bytes_after_the_look_for_bytes(make_pool, tmp_path, stray, verb):
-    """What a task's thread writes between the parent's look into the pipe and the next task is not
-    read as the beginning of that task's answer, which would be waited for for ever."""
+def test_bytes_after_the_check_of_the_pipe(make_pool, tmp_path, stray, verb):
+    """If a task's thread writes between the parent's check of the pipe and the next task, its bytes
+    are not read as that task's answer."""
     pool = make_pool(Pool, 1)
     pool.apply(abs, (-1,))
     written = tmp_path / "written"
@@ -427,7 +429,7 @@ def test_bytes_after_the_look_for_bytes(make_pool, tmp_path, stray, verb):
     poller = worker.poller
 
     class Early:
-        """Its looks are from before."""
+        """A poller that finds no bytes."""
 
         @staticmethod
         def poll(milliseconds: float) -> list[tuple[int, int]]:
@@ -442,16 +444,16 @@ def test_bytes_after_the_look_for_bytes(make_pool, tmp_path, stray, verb):
         except InternalError as exc:
             told.append(str(exc))
 
-    # In a thread of its own: if the answer were lost, `apply` would wait for ever.
+    # In a separate thread, because `apply` would wait for ever if the answer were lost.
     threading.Thread(target=call, daemon=True).start()
     eventually(lambda: bool(told), "the call has ended")
-    # Answered if the worker had not begun the task yet: then another one runs it.
+    # If the worker had not begun the task, another worker answers it.
     assert told == [3] or "a frame has number" in str(told)
     assert pool.apply(abs, (-4,)) == 4
 
 
 def write_later(written: str, stray: bytes | None = None) -> None:
-    """Write part of a message when the parent has the answer, then make a file."""
+    """Write part of a message after the answer. Then make a file."""
     replies = replies_of_this_worker()
 
     def write() -> None:
@@ -464,7 +466,7 @@ def write_later(written: str, stray: bytes | None = None) -> None:
 
 
 def replies_of_this_worker() -> Replies:
-    """Find what has the pipe of the answers, as a task that is bent on mischief could."""
+    """Return the object that owns the pipe of answers, as a hostile task could."""
     import gc
 
     (replies,) = (obj for obj in gc.get_objects() if isinstance(obj, Replies))
@@ -477,19 +479,19 @@ def pipe_of(replies: Replies) -> int:
 
 
 def message(replies: Replies, fields: tuple[int, ...]) -> bytes:
-    """Return a head that comes as the worker's next."""
+    """Return the worker's next head."""
     return TO_PARENT.pack(replies._sent + 1, *fields)
 
 
-def test_a_task_that_may_be_tried_again_after_nonsense(make_pool, tmp_path):
-    """It counts as the death of its worker."""
+def test_retries_after_an_invalid_message(make_pool, tmp_path):
+    """An invalid message counts as the worker's death, so `retries` runs the task again."""
     pool = make_pool(Pool, 1)
     flag = str(tmp_path / "flag")
-    assert pool.apply(nonsense_once, (flag,), retries=1) == "second"
+    assert pool.apply(invalid_once, (flag,), retries=1) == "second"
 
 
-def nonsense_once(flag: str) -> str:
-    """Write nonsense the first time."""
+def invalid_once(flag: str) -> str:
+    """Send an invalid message the first time."""
     if os.path.exists(flag):
         return "second"
     os.close(os.open(flag, os.O_CREAT))
@@ -498,7 +500,7 @@ def nonsense_once(flag: str) -> str:
 
 
 def write_to_the_parent(garbage: bytes | tuple[int, ...]) -> None:
-    """Write to the pipe of the answers."""
+    """Write to the pipe of the answers, and wait for ever."""
     replies = replies_of_this_worker()
     data = garbage if isinstance(garbage, bytes) else message(replies, garbage)
     os.write(pipe_of(replies), data)
@@ -530,7 +532,7 @@ if __name__ == "__main__":
 
 
 def test_nothing_listens_and_nothing_has_a_name(tmp_path):
-    """Neither the program nor its workers listen, nor hold open a name in /dev/shm or /tmp."""
+    """The program and its workers have no listening socket and no file in /dev/shm or /tmp."""
     script = tmp_path / "script.py"
     script.write_text(NO_LISTENER)
     done = subprocess.run(

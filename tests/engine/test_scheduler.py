@@ -1,4 +1,4 @@
-"""The scheduler alone: pure, so any history can be played to it."""
+"""The scheduler alone. It is pure, so a test can replay any history."""
 
 from __future__ import annotations
 
@@ -44,16 +44,15 @@ def ready(workers, lifetime=None):
 
 
 def test_unknown_tasks_are_given_one_by_one():
-    """Before anything is known of how long tasks take, nobody has one queued behind another."""
+    """While the duration of tasks is unknown, each worker gets one task at a time."""
     sched = ready(2)
     sched.put(task_range(n=10))
     assert sorted((w, len(g.items)) for w, g in sched.next_batches()) == [(0, 1), (1, 1)]
     assert sched.refill(0) == []
 
 
-def test_a_stream_stands_behind_what_waits():
-    """A stream that never runs dry gives way to what waits behind it after each batch; a map does
-    not."""
+def test_a_stream_lets_waiting_jobs_go_first():
+    """After each batch, a stream lets the waiting jobs go first. A map does not."""
     sched = ready(1)
     sched.sizes.cost = 0.01
     stream, call, one = task_range(1, 100), task_range(2), task_range(3, 3)
@@ -68,8 +67,8 @@ def test_a_stream_stands_behind_what_waits():
     assert order[:7] == [1, 2, 3, 3, 3, 1, 1]
 
 
-def test_short_tasks_come_by_the_handful():
-    """Once tasks are known to be short, a worker gets two batches, of a share at most."""
+def test_short_tasks_come_in_batches():
+    """If tasks are short, a worker gets two batches of at most its share."""
     sched = ready(2)
     sched.put(task_range(n=10_000))
     sched.next_batches()
@@ -82,8 +81,8 @@ def test_short_tasks_come_by_the_handful():
     assert len(sched.next_batches()[0][1].items) == 10
 
 
-def test_idle_workers_divide_a_handful():
-    """What is one handful goes to all idle workers at once, and leaves nothing for a refill."""
+def test_idle_workers_divide_a_batch():
+    """A single batch of tasks is divided among all idle workers."""
     sched = ready(3)
     sched.sizes.cost = 1e-6
     sched.put(task_range(n=8))
@@ -91,16 +90,16 @@ def test_idle_workers_divide_a_handful():
     assert [len(batch.items) for _, batch in batches] == [3, 3, 2] and not sched.waiting()
     for w, batch in batches[:2]:
         sched.answered(w, len(batch.items))
-    # The third is busy: it may be done first, so a part is left for it.
+    # The third worker is busy. A part is left for it, because it may finish first.
     sched.put(task_range(n=8))
     assert [len(batch.items) for _, batch in sched.next_batches()] == [3, 2]
-    sched = ready(3)  # whose tasks are not known to be short
+    sched = ready(3)  # their duration is unknown
     sched.put(task_range(n=8))
     assert [len(batch.items) for _, batch in sched.next_batches()] == [1, 1, 1]
 
 
 def test_long_tasks_are_not_held():
-    """A task that takes long stands alone in its worker's hand."""
+    """A worker that runs a long task holds no other task."""
     sched = ready(1)
     sched.put(task_range(n=5))
     sched.next_batches()
@@ -108,8 +107,9 @@ def test_long_tasks_are_not_held():
     assert [len(g.items) for g in sched.refill(0)] == [1]
 
 
-def test_long_tasks_are_held_where_many_wait():
-    """As many as bridge the time in which the parent computes; with others' shares left to them."""
+def test_longer_tasks_are_held_if_many_wait():
+    """A worker holds as many tasks as it needs while the parent computes. The others keep their
+    share."""
     for cost, held in (1e-3, 11), (0.005, 5), (0.02, 2), (0.2, 2), (0.3, 1):
         sched = ready(2)
         sched.put(task_range(n=100))
@@ -124,8 +124,8 @@ def test_long_tasks_are_held_where_many_wait():
         assert len(sched.in_flight[1].held) == (2 if cost == 1e-3 else 1)
 
 
-def test_a_grant_is_no_larger_than_a_pipe():
-    """Large items travel alone, whatever their number."""
+def test_a_batch_is_no_larger_than_a_pipe():
+    """A batch has one large item only."""
     sched = ready(1)
     sched.sizes.cost = 1e-6
     sched.put(TaskRange(1, 0, 0, [b"x" * MOST_BYTES, b"y", b"z"]))
@@ -134,7 +134,7 @@ def test_a_grant_is_no_larger_than_a_pipe():
 
 
 def test_a_death_costs_the_task_that_was_begun():
-    """What was answered stays, what was begun is lost, the rest waits again in front."""
+    """After a death, the begun task is lost. The tasks behind it wait again, in front."""
     sched = ready(1)
     sched.sizes.cost = 1e-6
     sched.put(task_range(n=8))
@@ -146,7 +146,7 @@ def test_a_death_costs_the_task_that_was_begun():
 
 
 def test_a_death_before_a_task_was_begun_costs_nothing():
-    """A worker that had begun nothing new takes nothing with it."""
+    """A worker that has begun no task loses none by its death."""
     sched = ready(1)
     sched.put(task_range(n=2))
     sched.next_batches()
@@ -155,7 +155,7 @@ def test_a_death_before_a_task_was_begun_costs_nothing():
 
 
 def test_a_bound_task_waits_for_its_worker():
-    """What is bound to a worker is given to no other, also after its death."""
+    """A task bound to a worker waits for that worker's replacement."""
     sched = ready(2)
     sched.put(task_range(n=1, bound=1))
     assert [w for w, _ in sched.next_batches()] == [1]
@@ -166,7 +166,7 @@ def test_a_bound_task_waits_for_its_worker():
 
 
 def test_least_loaded_counts_what_waits():
-    """Tasks are bound to the worker with the least to do, held and waiting."""
+    """A task is bound to the worker with the fewest held and waiting tasks."""
     sched = ready(3)
     for _ in range(7):
         sched.put(task_range(bound=sched.least_loaded()))
@@ -175,7 +175,7 @@ def test_least_loaded_counts_what_waits():
 
 
 def test_a_stream_of_single_tasks_goes_round():
-    """Tasks that come one by one, each done before the next, go to the longest idle worker."""
+    """Tasks that come one after the other go to the worker that has been idle longest."""
     for bind in (False, True):
         sched = ready(3)
         takers = []
@@ -187,8 +187,8 @@ def test_a_stream_of_single_tasks_goes_round():
         assert takers == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_a_caller_that_waits_has_the_same_worker_again():
-    """Tasks of a caller that waits for each go to the worker that was the last to be busy."""
+def test_a_caller_that_waits_gets_the_same_worker():
+    """A caller that waits for each task gets the worker that was busy last."""
     for bind in (False, True):
         sched = ready(3)
         takers = []
@@ -201,7 +201,7 @@ def test_a_caller_that_waits_has_the_same_worker_again():
 
 
 def test_a_lifetime_is_not_exceeded():
-    """A worker that may run three tasks is given three."""
+    """A worker with a lifetime of three tasks gets three."""
     sched = ready(1, lifetime=3)
     sched.sizes.cost = 1e-6
     sched.put(task_range(n=10))
@@ -210,7 +210,8 @@ def test_a_lifetime_is_not_exceeded():
 
 
 def test_taking_back():
-    """What a paused worker has not begun waits again; its skipped answers change nothing more."""
+    """Tasks that a paused worker has not begun wait again. Its skipped answers have no other
+    effect."""
     sched = ready(2)
     sched.sizes.cost = 1e-6
     sched.retire(1)
@@ -221,14 +222,14 @@ def test_taking_back():
     sched.pause(0)
     assert sched.take_back(0, 3) == 1 and sched.waiting() == 5
     sched.answered(0, 1)
-    sched.skipped(0, 2)  # the third, at its door when told, waits again as well
+    sched.skipped(0, 2)  # the third task, which the worker was about to begin, waits again too
     assert sched.waiting() == 6 and sched.in_flight[0].size == 0
     sched.resume(0)
     assert 0 in sched.idle
 
 
 def test_withdrawing():
-    """What waits of a failed job is given to nobody; other jobs and what is held stay."""
+    """Waiting tasks of a withdrawn job are removed. Held tasks and other jobs stay."""
     sched = ready(1)
     sched.put(task_range(job=1, n=3))
     sched.put(task_range(job=2, n=2))
@@ -241,8 +242,8 @@ def test_withdrawing():
     assert sched.least_loaded() == 0
 
 
-def test_what_is_held_of_a_withdrawn_job_is_not_queued_again():
-    """Not after the death of its worker, not when it is taken back, skipped or tried again."""
+def test_held_tasks_of_a_withdrawn_job_are_not_queued_again():
+    """Held tasks of a withdrawn job never wait again, whatever their worker does."""
     for event in ("death", "back", "skipped", "again"):
         sched = ready(1)
         sched.sizes.cost = 1e-6
@@ -270,8 +271,8 @@ def test_what_is_held_of_a_withdrawn_job_is_not_queued_again():
         assert 1 not in {s.job for s in sched.shared}
 
 
-def test_withdrawing_what_waits_for_its_time():
-    """A task between two tries is forgotten, too; those of other jobs stay."""
+def test_withdrawing_a_task_that_waits_for_its_retry():
+    """A withdrawn job's task that waits for its retry is removed. Those of other jobs stay."""
     sched = ready(1)
     for job in (1, 2):
         sched.put(task_range(job=job, retries=1))
@@ -286,7 +287,7 @@ def test_withdrawing_what_waits_for_its_time():
 
 
 def test_a_second_try_waits_its_time():
-    """Not before its time, then in front; with one try less, its limit, and what it did."""
+    """A retry waits for its time, then goes first. It has one retry less and keeps its limit."""
     sched = ready(1)
     sched.put(TaskRange(1, 0, 0, [ITEM], 0, Terms(3, Limit(2.5, True))))
     ((w, batch),) = sched.next_batches()
@@ -306,7 +307,7 @@ def test_a_second_try_waits_its_time():
 
 
 def test_second_tries_come_in_the_order_of_their_times():
-    """Whoever's pause ends first is queued first; the next time is told."""
+    """Retries are queued in the order of their times. `due` returns the next time."""
     sched = ready(1)
     sched.sizes.cost = 1e-6
     sched.put(task_range(n=3, retries=1))
@@ -323,8 +324,8 @@ def test_second_tries_come_in_the_order_of_their_times():
     assert sched.waiting() == 0
 
 
-def test_which_item_runs():
-    """The item that was begun last, until its answer is there."""
+def test_the_running_item():
+    """The running item is the last begun one, until it is answered."""
     sched = ready(1)
     sched.sizes.cost = 1e-6
     sched.put(task_range(job=1, n=2))
@@ -343,7 +344,7 @@ def test_which_item_runs():
 
 
 def test_deaths_in_a_row():
-    """The pool gives up after too many; a task that is finished, and time, forgive them."""
+    """After too many deaths the pool gives up. A finished task or a pause resets the count."""
     policy = RestartPolicy(3)
     assert [policy.lost(0, EndKind.DIED, t) for t in (0.0, 1.0, 2.0)] == [0.0] * 3
     policy.finished = True
@@ -357,7 +358,7 @@ def test_deaths_in_a_row():
 
 
 def test_workers_that_were_told_to_end_are_no_deaths():
-    """Nor are those that the pool has stopped for their task."""
+    """Workers that finished, or that the pool stopped, do not count as deaths."""
     policy = RestartPolicy(0)
     for kind in (EndKind.FINISHED, EndKind.STOPPED):
         assert policy.lost(0, kind, 0.0) == 0.0
@@ -365,7 +366,7 @@ def test_workers_that_were_told_to_end_are_no_deaths():
 
 
 def test_starts_that_fail():
-    """Each place has its own count, which ends when a worker is ready there."""
+    """Each place counts its failed starts. A successful start resets the count."""
     policy = RestartPolicy(100)
     assert [policy.lost(0, EndKind.FAILED, 0.0) for _ in range(2)] == [0.0, 0.0]
     assert policy.lost(1, EndKind.FAILED, 0.0) == 0.0
@@ -380,7 +381,7 @@ def test_starts_that_fail():
 
 @given(st.integers(1, 10**6), st.floats(0, 1))
 def test_back_off(tries, chance):
-    """Pauses double up to the longest, and differ by chance by half of them at most."""
+    """Pauses double up to a maximum. Chance shortens them by at most half."""
     pause = back_off(tries, chance)
     assert FIRST_PAUSE / 2 <= pause <= LONGEST_PAUSE
     full = back_off(tries, 1.0)
@@ -388,8 +389,8 @@ def test_back_off(tries, chance):
     assert back_off(tries + 1, 1.0) == min(LONGEST_PAUSE, 2 * full)
 
 
-def test_answers_that_nobody_owes():
-    """An answer of a worker that holds nothing is a bug of ours, and said to be."""
+def test_an_answer_without_a_task():
+    """An answer that no task waits for raises InternalError."""
     with pytest.raises(InternalError, match="did not hold"):
         ready(1).answered(0, 1)
 
@@ -397,7 +398,7 @@ def test_answers_that_nobody_owes():
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_item_is_answered_once(seed):
-    """Whatever workers do - answer, die, skip, come back - each item ends exactly once."""
+    """If workers answer, die, skip and return in any order, each item still ends exactly once."""
     draw = random.Random(seed)
     workers = draw.randint(1, 4)
     total = draw.randint(1, 60)
@@ -427,7 +428,7 @@ def test_every_item_is_answered_once(seed):
         elif event < 0.3 and w not in limits and sched.surplus(w, in_flight.answered + 1):
             limits[w] = in_flight.answered + 1
             sched.pause(w)
-            # The worker may have been at the door of the next one, which then stays with it.
+            # The worker may have been about to begin the next item, and then keeps it.
             sched.take_back(w, limits[w] + draw.randint(0, 1))
         elif in_flight.size:
             if in_flight.answered >= limits.get(w, in_flight.sent):
@@ -446,7 +447,7 @@ def test_every_item_is_answered_once(seed):
 
 
 def test_a_range_whose_results_have_no_room_waits():
-    """Others pass it, whoever they are for; nothing runs where all wait for room."""
+    """A range without room for its results waits, and other ranges overtake it."""
     room = dict.fromkeys((1, 2), False)
     sched = Scheduler(1)
     for job in room:

@@ -1,4 +1,4 @@
-"""How work is shared out among real workers, where a guess was wrong."""
+"""How real workers share tasks after a wrong guess of their duration."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def die_if(task):
 
 @pytest.mark.parametrize("verb", ["imap_unordered", "map_async"])
 def test_tasks_behind_a_long_one_are_taken_back(tmp_path, verb):
-    """Tasks that were queued behind one that takes for ever are run by the other worker."""
+    """Tasks queued behind an endless task are taken back, and the other worker runs them."""
     fifo = str(tmp_path / "gate")
     os.mkfifo(fifo)
     with Pool(2) as pool:
-        pool.map(same, range(4_000), chunksize=1)  # now tasks are believed to be short
+        pool.map(same, range(4_000), chunksize=1)  # the pool learns that tasks are short
         tasks = [(i, fifo) for i in range(300)]
         if verb == "imap_unordered":
             results = pool.imap_unordered(wait_if_first, tasks)
@@ -64,7 +64,7 @@ def test_tasks_behind_a_long_one_are_taken_back(tmp_path, verb):
 
 @pytest.mark.parametrize("victim", [250, *also(0, 1, 7, 499)])
 def test_a_death_in_a_batch_costs_one_task(victim):
-    """Of many short tasks in one hand, only the one that kills the worker is lost."""
+    """If a task in a batch kills the worker, only this task fails."""
     with Pool(2) as pool:
         pool.map(same, range(4_000), chunksize=1)
         results = pool.imap(die_if, [(i, victim) for i in range(500)])
@@ -77,19 +77,19 @@ def test_a_death_in_a_batch_costs_one_task(victim):
                 assert next(results) == i
 
 
-def test_answers_behind_a_silence_are_found(tmp_path):
-    """Short tasks between two long ones are answered when they are done, not when the second is."""
+def test_answers_between_two_long_tasks(tmp_path):
+    """A short task between two long ones is answered before the second long task ends."""
     fifos = [str(tmp_path / name) for name in ("first", "second")]
     for fifo in fifos:
         os.mkfifo(fifo)
     with Pool(1) as pool:
-        pool.map(same, range(4_000), chunksize=1)  # now tasks are believed to be short
+        pool.map(same, range(4_000), chunksize=1)  # the pool learns that tasks are short
         tasks = [(0, fifos[0]), (1, None), (2, None), (3, fifos[1])]
         result = pool.map_async(wait_at, tasks, chunksize=1)
         with open(fifos[0], "wb"):
             engine: Any = pool._engine
             slot, looks = engine.workers[0], engine._monitor._looks
-            eventually(lambda: not looks.pending(slot), "the engine looks at it no more")
+            eventually(lambda: not looks.pending(slot), "the engine no longer checks it")
         eventually(lambda: pool.statistics()["succeeded"] == 4_003, "three answers")
         open(fifos[1], "wb").close()
         assert result.get() == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""The tables of states, and the page that is made from them."""
+"""The tables of states, and the page made from them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_the_page_is_made_from_the_tables():
 
 
 def test_every_state_is_in_its_table():
-    """No state is forgotten."""
+    """Every state is in its table."""
     assert set(POOL) == set(PoolStates) and set(WORKER) == set(WorkerStates)
 
 
 def test_a_pool_never_goes_back():
-    """Whatever happens, a pool does not take work again once it has stopped to."""
+    """A pool that has stopped accepting tasks never accepts tasks again."""
     order = [PoolStates.RUN, PoolStates.CLOSE, PoolStates.TERMINATE]
     for state, events in POOL.items():
         assert all(order.index(after) >= order.index(state) for after in events.values())

@@ -1,4 +1,4 @@
-"""Channels between workers, of which one has ended and the parent has not seen it yet."""
+"""Channels between workers, if one has ended and the parent has not noticed it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xpool._wire.wire import LINK, WANTED
 
 
 class Clock:
-    """As `Reactor`: handlers and timers are called by the test."""
+    """A fake `Reactor` whose handlers and timers the test calls."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -45,7 +45,7 @@ class Clock:
 
 
 class Worker:
-    """A slot, and the worker's end of its control."""
+    """A slot, and the worker's end of its control socket."""
 
     def __init__(self, index: int) -> None:
         self.slot: Any = SimpleNamespace(index=index, generation=0)
@@ -59,7 +59,7 @@ class Worker:
         self.slot.generation += 1
 
     def answer(self) -> tuple[int, int] | None:
-        """Return the peer and the error of what the parent says; None: nothing yet."""
+        """Return the peer and the error of the parent's answer, or None if there is none."""
         try:
             data, fds, _, _ = socket.recv_fds(self.end, LINK.size, 1)
         except BlockingIOError:
@@ -81,7 +81,7 @@ def workers() -> Any:
 
 @pytest.fixture
 def clock(workers) -> Any:
-    """Worker 1 has ended, which only its control says, and worker 0 wants a channel to it."""
+    """Worker 1 has closed its control socket. Worker 0 asks for a channel to it."""
     clock: Any = Clock()
     clock.distrusted = []
     clock.board = board = Switchboard(
@@ -98,7 +98,7 @@ def clock(workers) -> Any:
 
 
 def test_the_replacement_gets_the_channel(clock, workers):
-    """Who asked is told nothing until there is one."""
+    """The worker that asked gets no answer until the replacement has started."""
     assert workers[0].answer() is None
     old = workers[1].slot.control
     clock.board.ended(workers[1].slot)
@@ -112,8 +112,8 @@ def test_the_replacement_gets_the_channel(clock, workers):
 
 
 @pytest.mark.parametrize("junk", [b"x", WANTED.pack(7, 0, 0), WANTED.pack(0, 0, 0)])
-def test_junk_is_the_end_of_its_sender(clock, workers, junk):
-    """A worker whose control says nonsense is named, with what it said, and not heard any more."""
+def test_an_invalid_request(clock, workers, junk):
+    """A worker that sends an invalid request is reported with the reason, and no longer read."""
     workers[0].end.send(junk)
     clock.handlers[workers[0].slot.control](workers[0].slot.control)
     ((worker, why),) = clock.distrusted
@@ -121,7 +121,7 @@ def test_junk_is_the_end_of_its_sender(clock, workers, junk):
     assert workers[0].slot.control not in clock.handlers
 
 
-def test_nobody_waits_for_ever(clock, workers):
-    """A worker that lives and has closed its control gets no channel: who asked is told so."""
+def test_a_closed_control_socket(clock, workers):
+    """If a living worker has closed its control socket, the worker that asked gets an error."""
     clock.go_on(2 * PEER_WAIT_SECONDS)
     assert workers[0].answer() == (1, errno.EPIPE)
