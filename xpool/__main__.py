@@ -130,7 +130,7 @@ def _devices(root: Path) -> dict[str, Any]:
     from xpool.devices.host import Host
 
     host = Host.here(root)
-    gpus = "no NVML to ask" if host.gpus is None else [str(gpu) for gpu in host.gpus]
+    gpus = "NVML does not answer" if host.gpus is None else [str(gpu) for gpu in host.gpus]
     return {"gpus": gpus, "tpu chips": [chip.generation for chip in host.chips]}
 
 
@@ -151,18 +151,18 @@ def advice(found: dict[str, Any]) -> list[str]:
         said.append("Addresses are limited (ulimit -v), so large values travel through pipes.")
     files = limits.get("open files")
     if files is not None and files < LEAST_FILES:
-        said.append(f"{files} open files are few: ulimit -n 4096.")
+        said.append(f"Only {files} files may be open: raise that by ulimit -n 4096.")
     if limits.get("file size") is not None:
         said.append("The size of files is limited (ulimit -f), and so is shared memory.")
     allowed = processors.get("cgroup allows")
     if allowed is not None and allowed < processors["usable"]:
         said.append(
-            f"The cgroup allows {allowed} processors: give pools that many workers, since by "
-            f"default they take {processors['usable']}."
+            f"The cgroup allows {allowed} processors: pass processes={allowed}, since by default a "
+            f"pool starts {processors['usable']} workers."
         )
     room = memory.get("cgroup allows")
     if room is not None and room < memory.get("total", room):
-        said.append("The cgroup limits memory: give memory_limit= to pools that move large values.")
+        said.append("The cgroup limits memory: pass memory_limit= to pools that move large values.")
     wants = "torch" in found["versions"] and not os.environ.get("THP_MEM_ALLOC_ENABLE")
     if wants and memory.get("huge pages") in ("madvise", "always"):
         said.append(
@@ -248,7 +248,7 @@ def _value(value: Any) -> str:
 def show_stacks(pid: int) -> int:
     """Print the stacks of the workers of another process; return the exit status."""
     if sys.platform != "linux":
-        print("stacks is for Linux, whose /proc leads to the workers", file=sys.stderr)
+        print("stacks needs Linux: it finds the workers through /proc", file=sys.stderr)
         return 1
     try:
         found = outside(pid)
@@ -256,7 +256,7 @@ def show_stacks(pid: int) -> int:
         print(f"There is no process {pid}.", file=sys.stderr)
         return 1
     except PermissionError:
-        print(f"Process {pid} is another user's: run this as that user.", file=sys.stderr)
+        print(f"Process {pid} belongs to another user: run this as that user.", file=sys.stderr)
         return 1
     print(as_stacks(found) if found else f"Process {pid} has no workers of xpool.")
     return 0

@@ -295,10 +295,10 @@ class SimpleQueue:
                 return None
             try:
                 if not data:
-                    raise EOFError("the queue was shut down: nobody can put any more")
+                    raise EOFError("the queue was shut down, so no more objects will come")
                 if lost:
                     raise OSError(
-                        errno.EMFILE, "no descriptor was left for those of a message, which is lost"
+                        errno.EMFILE, "a message is lost: no descriptor is free (ulimit -n)"
                     )
                 return _opened(data, list(fds)) if fds else data
             finally:

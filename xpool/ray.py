@@ -55,8 +55,8 @@ class Hosts(NamedTuple):
         ray = ray_module()
         if ray.util.client.ray.is_connected():
             raise OptionError(
-                "this program is a Ray Client driver, which carries 0.2 GB/s: run it on a host of "
-                "the cluster (ray job submit), or connect without ray://"
+                "this program uses Ray Client (ray://), which is too slow for a pool, at 0.2 GB/s: "
+                "run it on a host of the cluster (ray job submit), or connect without ray://"
             )
         if not ray.is_initialized():
             try:
@@ -84,7 +84,7 @@ class Hosts(NamedTuple):
         every = [self._node(one) for one in named(ray_module().nodes()) if one["Alive"]]
         fit = sorted((one for one in every if one is not None), key=lambda one: -one.workers)
         if not every:
-            raise OptionError("the Ray cluster has no living host")
+            raise OptionError("the Ray cluster has no living host: start one (ray start)")
         if not fit:
             raise OptionError(
                 f"none of the {len(every)} hosts of the Ray cluster has {self.per_host or 1} "
@@ -102,7 +102,8 @@ class Hosts(NamedTuple):
                 missing -= workers
         if missing:
             raise OptionError(
-                f"processes={self.total}: the Ray cluster has CPUs for {self.total - missing}"
+                f"processes={self.total}: the Ray cluster has CPUs for {self.total - missing}; ask "
+                "for as many, or leave processes out"
             )
         return found
 

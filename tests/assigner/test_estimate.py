@@ -71,7 +71,7 @@ def test_bad_sizes():
         ModelSizeEstimator(nn.ReLU(), -1)
     with pytest.raises(ValueError, match="size_multiplier must be finite"):
         ModelSizeEstimator(nn.ReLU(), float("nan"))
-    with pytest.raises(ValueError, match="run the model once before"):
+    with pytest.raises(ValueError, match="run the model once first"):
         ModelSizeEstimator(nn.LazyLinear(3)).estimate_size()
 
 
@@ -192,7 +192,7 @@ def test_inputs_that_do_not_fit():
         operations(nn.Linear(8, 16), (torch.zeros(4, 8), 1))
     with pytest.raises(TypeError, match="must be a torch"):
         ModelComplexityEstimator(None)
-    with pytest.raises(ValueError, match="run the model once before"):
+    with pytest.raises(ValueError, match="run the model once first"):
         operations(nn.LazyLinear(3), torch.zeros(4, 8))
 
 

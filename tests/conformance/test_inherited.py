@@ -110,5 +110,5 @@ def test_a_connection_is_not_retried(make_pool):
 
     pool = make_pool(Pool, 1)
     mine, theirs = multiprocessing.Pipe()
-    with mine, theirs, pytest.raises(TaskNotPicklable, match="can be sent once"):
+    with mine, theirs, pytest.raises(TaskNotPicklable, match="can be sent only once"):
         pool.apply(parent, (theirs,), retries=1)

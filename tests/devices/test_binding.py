@@ -222,7 +222,7 @@ def test_a_replica_group_ends_together(make_pool: Callable[..., Any]):
     with pytest.raises(WorkerDied, match="exit code 3"):
         pool.apply(die)
     pool.join()
-    with pytest.raises(PoolClosed, match="member of a replica group"):
+    with pytest.raises(PoolClosed, match="a worker of a replica group died"):
         pool.apply(seen, ("x",))
     assert pool.statistics()["deaths"] == 1
 

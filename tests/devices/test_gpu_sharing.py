@@ -283,7 +283,7 @@ def test_torch_without_identities(share: Any, monkeypatch: pytest.MonkeyPatch):
     pool = share()
     x = tasks.put(torch.zeros(4))
     monkeypatch.setattr(cuda, "identity", lambda ordinal: None)
-    with pytest.raises(TaskNotPicklable, match=r"does not tell GPUs apart; 2\.4 does"):
+    with pytest.raises(TaskNotPicklable, match=r"gives GPUs no UUIDs; torch 2\.4 does"):
         pool.apply(tasks.values, (x,))
 
 

@@ -411,7 +411,7 @@ def test_two_iterators_at_once():
     older = iter(loader)
     next(older)
     newer = iter(loader)
-    with pytest.raises(RuntimeError, match="another iteration"):
+    with pytest.raises(RuntimeError, match="a newer iteration"):
         next(older)
     assert sum(len(batch) for batch in newer) == 23
 

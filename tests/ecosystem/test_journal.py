@@ -138,7 +138,7 @@ def test_keys(pool, path, logged):
     assert logged.calls() == [1, 2]
     with pytest.raises(TypeError, match="key must return"):
         pool.map(logged, [1], journal=path, key=lambda x: 1.5)
-    with pytest.raises(OptionError, match="give journal="):
+    with pytest.raises(OptionError, match="pass journal="):
         pool.map(logged, [1], key=str)
 
 
@@ -206,7 +206,7 @@ def test_a_version_is_what_the_function_is_known_by(pool, path):
         pool.map(work.same, [1], journal=path, version=1)
     with pytest.raises(TypeError, match="version must be"):
         pool.map(work.same, [1], journal=path, version=1.5)
-    with pytest.raises(OptionError, match="give journal="):
+    with pytest.raises(OptionError, match="pass journal="):
         pool.map(work.same, [1], version=1)
 
 

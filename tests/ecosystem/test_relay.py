@@ -296,7 +296,7 @@ def test_a_handler_that_hangs_does_not_keep_the_pool(kept, monkeypatch, capsys):
     monkeypatch.setattr(handler, "emit", lambda record: (opened.wait(), kept.append(record)))
     monkeypatch.setattr(relay, "STUCK", 0.1)
     _run(_log_some, 3)
-    assert "a handler of loggers or warnings has not returned for 0.1 s" in capsys.readouterr().err
+    assert "a handler of log records or warnings has not returned for" in capsys.readouterr().err
     opened.set()
     eventually(lambda: len(kept) == 3, "the others are handled all the same")
 

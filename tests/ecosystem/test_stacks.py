@@ -78,7 +78,7 @@ def test_a_worker_that_is_stopped():
         (one,) = eventually(
             lambda: [one for one in pool.stacks() if "stopped" in one.waits], "it is stopped"
         )
-        assert one.stack == "" and "has not told where it is" in str(one)
+        assert one.stack == "" and "has not reported where it is" in str(one)
         pool.terminate()
 
 

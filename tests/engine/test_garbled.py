@@ -260,7 +260,7 @@ def test_a_worker_that_sends_an_invalid_message(make_pool, garbage):
     before = [pool.apply_async(abs, (-i,)) for i in range(20)]
     task = pool.apply_async(write_to_the_parent, (garbage,))
     after = [pool.apply_async(abs, (-i,)) for i in range(20)]
-    with pytest.raises(InternalError, match="was killed since it sent an invalid message"):
+    with pytest.raises(InternalError, match="because it sent an invalid message"):
         task.get(WAIT)
     assert [r.get(WAIT) for r in before + after] == [*range(20), *range(20)]
     # Here the caller receives the answer
@@ -306,7 +306,7 @@ def test_a_task_that_moves_its_own_clock(make_pool):
     pool = make_pool(Pool, 1)
     # Without a limit, because it imports this module and hypothesis.
     pool.apply(imports_this)
-    with pytest.raises(InternalError, match=r"a task that began \d+ s from now"):
+    with pytest.raises(InternalError, match=r"its task began \d+ s in the future"):
         pool.apply(scribble_and_wait, (WORDS["since"], 2**63), timeout=2.0)
     assert pool.apply(abs, (-1,)) == 1
 
@@ -371,9 +371,7 @@ def test_bytes_in_the_fork_servers_socket(make_pool, junk):
     pool = make_pool(Pool, 2)
     task = pool.apply_async(write_to_the_status, (junk,))
     rest = [pool.apply_async(abs, (-i,)) for i in range(20)]
-    with pytest.raises(
-        InternalError, match=r"bytes from process \d+ where the fork server reports"
-    ):
+    with pytest.raises(InternalError, match=r"process \d+ wrote \d+ bytes to the socket"):
         task.get(WAIT)
     assert [r.get(WAIT) for r in rest] == list(range(20))
     eventually(lambda: pool.statistics()["deaths"] == 1, "the worker is replaced")

@@ -52,7 +52,7 @@ def test_a_client_of_ray(monkeypatch):
     import ray.util.client
 
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
-    with pytest.raises(OptionError, match="Ray Client driver.*ray job submit"):
+    with pytest.raises(OptionError, match="Ray Client.*ray job submit"):
         over()
 
 

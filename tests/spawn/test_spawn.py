@@ -104,7 +104,7 @@ def test_ends_out_of_order(mailbox: Mailbox, gates: list[Gate]):
     told = dict(line.split() for line in mailbox.lines(3))
     assert context.pids() == [int(told[str(i)]) for i in range(3)]
     assert context.join(timeout=0) is False
-    with pytest.raises(XPoolError, match="3 of 3 have not ended"):
+    with pytest.raises(XPoolError, match="3 of 3 processes have not ended"):
         context.results()
     for i in (2, 0, 1):
         assert context.join(timeout=0.01) is False

@@ -101,7 +101,7 @@ def test_the_original_is_dropped():
     """If the original executor is dropped, its copy raises an error."""
     data = pickle.dumps(MpSerialExecutor())
     gc.collect()
-    with pytest.raises(XPoolError, match="has let go of it; keep it there"):
+    with pytest.raises(XPoolError, match="has dropped it; keep it there"):
         pickle.loads(data).run(lambda: 1)
 
 
@@ -116,7 +116,7 @@ def test_the_descriptor_number_is_reused():
     other = os.open(os.devnull, os.O_RDWR)
     os.dup2(other, number)
     try:
-        with pytest.raises(XPoolError, match="has let go of it"):
+        with pytest.raises(XPoolError, match="has dropped it"):
             pickle.loads(data).run(lambda: 1)
     finally:
         os.close(number)

@@ -100,7 +100,7 @@ def write_nonsense(data: bytes) -> None:
 def test_nonsense_on_the_control_socket(make_pool, data):
     """A worker that asks for a channel in a garbled message ends, and the pool goes on."""
     pool = make_pool(P2PPool, 2)
-    with pytest.raises(InternalError, match="sent an invalid message to its parent"):
+    with pytest.raises(InternalError, match="sent an invalid message"):
         pool.apply(write_nonsense, (data,))
     assert pool.map(abs, range(20)) == list(range(20))
 
@@ -196,11 +196,11 @@ def test_refused(make_pool):
 def test_timeouts(make_pool):
     """A wait ends when its time is over; the message that comes then is the next."""
     pool = make_pool(P2PPool, 2)
-    with pytest.raises(TimeoutError, match="worker 0 sent nothing"):
+    with pytest.raises(TimeoutError, match="worker 0 sent no message to worker"):
         pool.apply(receive_from, (0, 0.05), worker=1)
     pool.apply(send_to, (1, "late"), worker=0)
     assert pool.apply(receive_from, (0,), worker=1) == "late"
-    with pytest.raises(TimeoutError, match="worker 0 sent nothing"):
+    with pytest.raises(TimeoutError, match="worker 0 sent no message to worker"):
         pool.apply(receive_from, (0, 0), worker=1)
 
 
@@ -267,7 +267,7 @@ def test_a_dead_peer_ends_a_receive(make_pool, mailbox):
     waiting = pool.apply_async(wait_for, (1, mailbox.path), worker=0)
     mailbox.line()
     os.kill(pool.apply(work.pid, worker=1), signal.SIGKILL)
-    with pytest.raises(PeerLost, match="worker 1 has ended while worker 0"):
+    with pytest.raises(PeerLost, match="worker 1 ended while worker 0"):
         waiting.get()
     pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
     for result in pair:

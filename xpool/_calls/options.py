@@ -114,10 +114,10 @@ def check_seconds(name: str, value: Any) -> float | None:
     try:
         seconds = float(value)
     except OverflowError:
-        raise OptionError(f"{name} is too large a number of seconds; None: no limit") from None
+        raise OptionError(f"{name} is too large; pass None for no limit") from None
     # Written so that NaN is refused as well.
     if not seconds > 0:
-        raise OptionError(f"{name} must be more than 0 seconds, not {value!r}; None: no limit")
+        raise OptionError(f"{name} must be above 0 seconds, not {value!r}; None means no limit")
     return None if seconds == math.inf else seconds
 
 
@@ -210,8 +210,8 @@ def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> 
 def check_chunksize(chunksize: Any) -> int:
     if isinstance(chunksize, Iterable):
         raise TypeError(
-            f"chunksize must be a whole number, not {reprlib.repr(chunksize)}. The verbs take one "
-            "iterable: for func(x, y) with x of one and y of another, starmap(func, zip(xs, ys))"
+            f"chunksize must be a whole number, not {reprlib.repr(chunksize)}. A pool's map takes "
+            "one iterable: to call func(x, y) for two, use starmap(func, zip(xs, ys))"
         )
     return check_count("chunksize", chunksize)
 

@@ -263,7 +263,9 @@ class AsyncResult(Job, Generic[T]):
             try:
                 success, value = self._success, self._unpack(self._value)
                 if not success and not isinstance(value, BaseException):
-                    raise TypeError(f"a task failed with {value!r}, not an exception")
+                    raise TypeError(
+                        f"the value of a failed task must be an exception, not {value!r}"
+                    )
             except Exception as exc:
                 if by_handler(exc):
                     raise

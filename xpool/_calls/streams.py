@@ -328,8 +328,8 @@ class IMapIterator(Iterator[T]):
         if not isinstance(exc, StopIteration):
             return exc
         error = RuntimeError(
-            f"a task of {self.label}, or the input, raised StopIteration; give next() a default "
-            "there, or catch it: it would have ended the loop over the results"
+            f"a task of {self.label}, or its input, raised StopIteration, which would end the loop "
+            "over the results early; give next() a default there, or catch the exception"
         )
         error.__cause__ = exc
         return error

@@ -110,7 +110,7 @@ class Answers:
         early = worker.early.count
         boxed = count - early
         if boxed < 0:
-            raise ValueError(f"{count} answers where {early} were taken before")
+            raise ValueError(f"it reports {count} answers, but {early} were taken before")
         if early:
             worker.early.announced()
         self._policy.finished = True
@@ -134,7 +134,7 @@ class Answers:
                 self._split(worker, data, boxed, plain and boxed <= together, seconds)
         # All answers up to the head were taken early.  Any other mark means that one is missing.
         elif count and mark != worker.box.head:
-            raise ValueError(f"outbox mark {mark} where all up to {worker.box.head} is taken")
+            raise ValueError(f"outbox mark {mark}, but all is taken up to {worker.box.head}")
         if body:
             self._answer(
                 worker, bool(errors & BODY_ERROR), body, seconds, bool(errors & BODY_AGAIN)
@@ -146,7 +146,7 @@ class Answers:
         """Take answers one by one; ``calls``: they are values of calls of one batch."""
         found = entries(data)
         if len(found) != boxed:
-            raise ValueError(f"{len(found)} answers come as {boxed}")
+            raise ValueError(f"it reports {boxed} answers, but wrote {len(found)}")
         if not calls:
             for error, payload in found:
                 self._answer(worker, error, payload, seconds)
@@ -174,7 +174,7 @@ class Answers:
             ValueError: the worker was not recalled; the items would be sent to it for ever.
         """
         if worker.box.limit == NO_LIMIT:
-            raise ValueError(f"{count} tasks are skipped which it was to begin")
+            raise ValueError(f"it skipped {count} tasks that it had to begin")
         self._sched.skipped(worker.index, count)
         item = worker.interrupted
         if item is not None and worker.in_flight.answered > item:
@@ -267,11 +267,11 @@ class Answers:
                 self._again(batch, index - batch.first, killed=True)
             elif wanted:
                 error = InternalError(
-                    f"worker {worker.index} (pid {worker.pid}) was killed since it sent an invalid "
-                    f"message to its parent ({type(exc).__name__}: {exc}), while it ran "
-                    f"{self.describe(*batch.name(index))} or after. If no code of that task, or of "
-                    "a library that it uses, writes to memory or descriptors that are not its "
-                    "own, this is a bug in xpool"
+                    f"the pool killed worker {worker.index} (pid {worker.pid}), because it sent an "
+                    f"invalid message ({type(exc).__name__}: {exc}) while it ran "
+                    f"{self.describe(*batch.name(index))}, or after. Either the task, or a library "
+                    "that it uses, wrote to memory or descriptors that are not its own, or this is "
+                    "a bug in xpool"
                 )
                 error.__cause__ = exc
                 self._result(batch, index, False, error)

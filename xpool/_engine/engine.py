@@ -239,8 +239,8 @@ class Engine:
                 return
             if self.sched.bound_from(size):
                 raise OptionError(
-                    f"a function of run_all runs in a worker that is not among the first {size}, "
-                    "or is to run there; call resize() when that has returned"
+                    f"the pool cannot have {size} workers now: run_all runs, or will run, a "
+                    "function in one that would end; call resize() after run_all has returned"
                 )
             before = self.sched.size
             self._have(size)

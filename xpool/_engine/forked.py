@@ -38,7 +38,7 @@ class Forked:
         self._pid: int | None = None
         self._ended = False
         self._server: int | None = None  # the process that has sent the pid
-        self._nonsense: ValueError | None = None
+        self._protocol_error: ValueError | None = None
         # Non-blocking: `ended` is called with the engine's lock held.
         os.set_blocking(status, False)
 
@@ -66,8 +66,8 @@ class Forked:
             elif data == entry.TRACKER:
                 self._lend_tracker()
             elif len(data) != 8 or sender != (self._server or sender):
-                self._nonsense = ValueError(
-                    f"{len(data)} bytes from process {sender} where the fork server reports"
+                self._protocol_error = ValueError(
+                    f"process {sender} wrote {len(data)} bytes to the socket of the fork server"
                 )
             elif self._pid is None:
                 self._pid = int.from_bytes(data, "little", signed=True)
@@ -113,9 +113,9 @@ class Forked:
 
     def ended(self) -> bool:
         self._read()
-        if self._nonsense is not None:
-            nonsense, self._nonsense = self._nonsense, None
-            raise nonsense
+        if self._protocol_error is not None:
+            error, self._protocol_error = self._protocol_error, None
+            raise error
         return self._ended
 
     def signal(self, signum: int) -> None:

@@ -155,7 +155,7 @@ class Ledger:
     def begin_trace(self) -> None:
         """Begin to keep events."""
         if self.events is not None:
-            raise OptionError("a trace of this pool is being written already")
+            raise OptionError("trace() of this pool runs already; leave its with block first")
         self.events, self.dropped, self._traced = [], 0, self._now()
 
     def end_trace(self) -> tuple[list[Event], float, int]:

@@ -30,7 +30,7 @@ class ArenaMaintenance:
         attachment = None if self._arena is None else self._arena.take_attachment()
         return (self._arena if attachment is not None else None), attachment
 
-    def nonsense(self, attachment: int | None) -> str:
+    def damage(self, attachment: int | None) -> str:
         """Return how an ended process has damaged its table in the arena; empty: not at all."""
         try:
             if self._arena is not None and attachment is not None:

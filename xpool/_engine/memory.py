@@ -90,7 +90,7 @@ class MemoryGuard:
         if bytes_ > most:
             self._end(
                 worker,
-                f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, and "
+                f"The pool ended it, because it had {bytes_ / 1e6:.0f} MB of memory to itself, and "
                 f"worker_memory={most} allows {most / 1e6:.0f} MB.",
             )
 
@@ -102,7 +102,7 @@ class MemoryGuard:
         if worker is not None and bytes_ > scope.total * LARGE_PART:
             self._end(
                 worker,
-                f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, more "
-                f"than others, and {self._full:.0%} of the {scope.total / 1e9:.1f} GB that the "
-                "machine, or its cgroup, has were in use.",
+                f"The pool ended it, because {self._full:.0%} of the {scope.total / 1e9:.1f} GB of "
+                f"the machine, or of its cgroup, were in use, and this worker had the most memory "
+                f"to itself, {bytes_ / 1e6:.0f} MB.",
             )

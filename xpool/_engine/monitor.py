@@ -153,9 +153,7 @@ class WorkerMonitor:
             in_flight = worker.in_flight
             # Otherwise its next answer would be read as the rest of this message.
             if in_flight.sent == in_flight.answered and worker.state is WorkerStates.READY:
-                self.distrust(
-                    worker, ValueError("part of a message where nothing is to be answered")
-                )
+                self.distrust(worker, ValueError("it began a message, but has nothing to answer"))
         # A pipe at its end stays readable.  The sentinel reports the end of the process.
         if reader.ended:
             self._reactor.remove(reader.fd)
@@ -178,14 +176,14 @@ class WorkerMonitor:
         box = worker.box
         # At least one of the two differs if the page was filled with zeros or with 0xFF.
         if box.words[LIMIT] != box.limit or box.words[HEAD] != box.head:
-            raise ValueError("the parent's words in the shared page are overwritten")
+            raise ValueError("it wrote over its parent's words in the shared page")
         if kind == ANSWER:
             self.answers.announced(worker, errors, count, body, mark, nanos)
         elif kind == READY:
             # A greeting of another size is that of another version.
             wire, mapped = GREETING.unpack(body) if len(body) == GREETING.size else (0, True)
             if wire != WIRE:
-                story = "the worker imports another version of xpool; look at PYTHONPATH"
+                story = "the worker imports another version of xpool; check PYTHONPATH"
                 worker.failed(RuntimeError(story))
                 self.condemn(worker)
             elif worker.reason is None:
@@ -408,7 +406,7 @@ class WorkerMonitor:
         if seen.since is not None and seen.since > now + 1.0:
             # With such a time in the page, the task would never exceed its limit.
             self.distrust(
-                worker, ValueError(f"a task that began {seen.since - now:.0f} s from now")
+                worker, ValueError(f"its task began {seen.since - now:.0f} s in the future")
             )
             return
         running = self._sched.running(worker.index, seen.began)

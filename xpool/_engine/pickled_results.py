@@ -60,8 +60,8 @@ class Encoded(PickledResult):
             values.append(_opened(data[at + 4 : stop]))
             at = stop
         if len(values) != self.count or at != end:
-            garbled = ValueError(f"{self.count} answers of a worker came garbled, as {len(values)}")
-            return [Unopened(garbled)] * self.count
+            story = f"a worker wrote {len(values)} answers in place of {self.count}"
+            return [Unopened(ValueError(story))] * self.count
         return values
 
 

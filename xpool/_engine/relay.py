@@ -205,9 +205,9 @@ class Relay:
         if thread.is_alive():
             with contextlib.suppress(Exception):  # stderr may be closed
                 print(
-                    f"xpool: pool {self._name} has ended, and a handler of loggers or warnings has "
-                    f"not returned for {STUCK:g} s: log records of its workers wait for it, and "
-                    "are lost if the program ends before they are handled",
+                    f"xpool: pool {self._name} has ended, but a handler of log records or warnings "
+                    f"has not returned for {STUCK:g} s. Records of its workers wait for the "
+                    "handler; they are lost if the program ends first",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -298,8 +298,8 @@ class Relay:
         if not channel.invalid:
             channel.invalid = True
             _own_logger().warning(
-                "worker %d has written to the socket for log records, and %s; this packet is left "
-                "out, and all like it",
+                "worker %d sent an invalid packet to the socket for log records (%s); it is left "
+                "out, and later ones are left out without a warning",
                 channel.worker,
                 exc,
             )
@@ -309,8 +309,8 @@ class Relay:
         if count > 0:
             channel.told = dropped
             _own_logger().warning(
-                "worker %d has dropped %d log records or warnings: they came faster than they are "
-                "handled",
+                "worker %d dropped %d log records or warnings, because it made them faster than "
+                "this process handles them",
                 channel.worker,
                 count,
             )
@@ -343,7 +343,7 @@ class _Shown:
         texts = [fields.get(name) for name in ("text", "module", "name", "base", "filename")]
         self.lineno: Any = fields.get("lineno")
         if any(type(one) is not str for one in texts) or type(self.lineno) is not int:
-            raise ValueError(f"its fields are no warning's: {sorted(fields)}")
+            raise ValueError(f"its fields are not those of a warning: {sorted(fields)}")
         self.text, self._module, self._name, self._base, self.filename = map(str, texts)
         self.place = self._module, self._name, self.filename, self.lineno
 

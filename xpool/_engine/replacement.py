@@ -89,7 +89,7 @@ class End(NamedTuple):
         story = f"{names} (pid {worker.pid}), {exit_reason(exitcode)}"
         for one in ended:
             if one.protocol_error is not None:
-                story += f", for it sent an invalid message ({one.protocol_error})"
+                story += f", after it sent an invalid message ({one.protocol_error})"
         return cls(kind, exitcode, failed, served, story)
 
 
@@ -341,8 +341,8 @@ class Replacement:
             if self._together and end.served:
                 self.ending = True
                 self.failure = DeviceError(
-                    f"{end.story}, was a member of a replica group, whose members start and end "
-                    "together: the pool has stopped; make a new one"
+                    f"a worker of a replica group died: {end.story}. Such workers start and end "
+                    "together, so the pool has stopped; make a new one"
                 )
             else:
                 self._lost(end)
@@ -357,8 +357,8 @@ class Replacement:
                 self._answers.disown(worker, worker.protocol_error)
             return
         began, most = worker.box.began, worker.in_flight.answered + 1
-        wrong = f"{began} tasks begun where {most} can be" if began > most else ""
-        wrong = wrong or self._maintenance.nonsense(worker.attachment)
+        wrong = f"it reports {began} tasks begun, but at most {most} can be" if began > most else ""
+        wrong = wrong or self._maintenance.damage(worker.attachment)
         if wrong:
             worker.found_wrong(wrong)
 
@@ -474,8 +474,8 @@ def _beside(
             task = ran.get(ended_by_us, "what it was given")
             why = f"ran {task}, which did not stop when its time was over or it was cancelled"
         other = f"worker {ended_by_us.index}, another thread of it,"
-        return f"The pool ended the process, since {other} {why}."
+        return f"The pool ended the process, because {other} {why}."
     others = [f"worker {one.index} ran {task}" for one, task in ran.items() if one is not worker]
     if not others:
         return ""
-    return f"In other threads of the process, {' and '.join(others)}: that may be what ended it."
+    return f"Other threads of the process may have ended it: {' and '.join(others)}."

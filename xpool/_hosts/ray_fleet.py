@@ -210,9 +210,9 @@ class RayFleet:
                 continue
             if self._waiting.pop(number, None) is not None and number not in self._over:
                 logging.getLogger("xpool").warning(
-                    "host %s has not begun after %g s: its agent needs %d CPUs, and %s of them are "
-                    "free there. If other pools or actors hold them, it waits until these end; "
-                    "per_host= asks for fewer",
+                    "the agent on host %s has not started after %g s: it needs %d CPUs, and %s are "
+                    "free there. It waits until other pools or actors release theirs; pass "
+                    "per_host= to ask for fewer",
                     node.name, BEGIN_SECONDS, node.cpus,
                     "an unknown number" if has is None else f"{has:g}",
                 )  # fmt: skip

@@ -103,7 +103,7 @@ class HostService:
         # Not in `_dead`: the next event may be that another host is coming.
         if self._last_to_go and self.ended and not self.ending and not self.retiring:
             last = self._last_to_go
-            self._fail(XPoolError(f"No host of the pool is left; the last to go was {last}"))
+            self._fail(XPoolError(f"The pool has lost its last host: {last}"))
 
     # -- to the hosts ------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class HostService:
         for index in range(one.first, one.first + len(one.items)):
             job, item = name_of(one.job, index)
             task = self._describe(job, item)
-            error = HostLost(host, "its workers are gone", task, one.bound)
+            error = HostLost(host, "its workers have ended", task, one.bound)
             self.results.append((job, item, (False, error)))
 
     def give(self) -> None:

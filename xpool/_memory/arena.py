@@ -347,7 +347,7 @@ class _Inherited(Arena):
 
     def adopt(self, name: int) -> Block:
         raise LookupError(
-            "a message of xpool was not opened before this process was forked: open it in the "
+            "a message of xpool came to the process from which this one was forked: open it in the "
             "process that the message came to"
         )
 

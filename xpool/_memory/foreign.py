@@ -111,8 +111,9 @@ class ForeignArena(Arena):
                     foreign = _foreign[token] = cls(file, token, attachment)
                     return foreign
             raise LookupError(
-                f"a message of xpool lies in the memory of another process, which "
-                f"{HOLDS - attachments.FIRST_FOREIGN} processes use already; more are not possible"
+                f"a message of xpool lies in the memory of another process, and "
+                f"{HOLDS - attachments.FIRST_FOREIGN} processes, the most that can, mapped it; "
+                "let fewer processes receive its messages"
             )
         except BaseException:
             os.close(own)

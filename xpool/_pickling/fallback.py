@@ -63,7 +63,8 @@ def pickler_class() -> Any:
             module = getattr(obj, "__module__", None)
             if module in _MAIN_NAMES and not reducers.script.importable():
                 raise PicklingError(
-                    f"{obj!r} is pickled by its name in __main__, which the receiver does not have"
+                    f"{obj!r} is pickled by its name in __main__, which the receiver does not "
+                    "have; move it to a module"
                 )
             super().save_global(obj, name)
 

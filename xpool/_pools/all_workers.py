@@ -132,7 +132,9 @@ class AllWorkers:
     def resize(self, size: int) -> None:
         with self._order:  # a call on all workers must be submitted to all of them
             if self._group is not None:
-                raise OptionError("a pool with a create_group cannot be resized")
+                raise OptionError(
+                    "a pool with a group (create_group) cannot be resized; make another"
+                )
             engine: Any = self._submitter.engine  # the hosts of other engines decide their size
             engine.resize(size)
             self.size = size

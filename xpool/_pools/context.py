@@ -162,17 +162,18 @@ def shared_processes(contexts: Sequence[Any]) -> list[list[int]]:
         if name is not None:
             found.setdefault(name, []).append(i)
     for name, workers in found.items():
-        what = f"worker_contexts {workers} name one process, {PROCESS}={name!r}"
+        what = f"worker_contexts {workers} share a process ({PROCESS}={name!r})"
         room = name.partition("/")[2]
-        if len(workers) > min(MOST_WORKERS, int(room) if room.isdigit() else MOST_WORKERS):
+        most = min(MOST_WORKERS, int(room) if room.isdigit() else MOST_WORKERS)
+        if len(workers) > most:
             raise OptionError(
-                f"{what}, which has no room for {len(workers)} workers: make all contexts of a "
-                f"pool by one call of devices(); {MOST_WORKERS} are the most for any process"
+                f"{what}, which has room for {most}: make all contexts of a pool by one call of "
+                "devices()"
             )
         for fact in ("env", "cpus"):
             first, *others = (getattr(contexts[i], fact, None) for i in workers)
             if any(other != first for other in others):
-                raise OptionError(f"{what}, but their {fact} differ; a process can have only one")
+                raise OptionError(f"{what}, but differ in {fact}; give all the same")
     return [workers for workers in found.values() if len(workers) > 1]
 
 
@@ -180,7 +181,7 @@ def _refuse(**options: Any) -> None:
     why = {
         "maxtasksperchild": "they cannot be replaced one by one",
         "output": "they share its stdout and stderr",
-        "seed": "they draw from the same generators, in an order that nobody determines",
+        "seed": "they draw from the same generators, in no fixed order",
     }
     for name, value in options.items():
         if value is not None:

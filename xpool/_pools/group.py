@@ -53,7 +53,7 @@ class WorkerGroup:
         self.backend, self.generation = backend, 0
         seconds = check_seconds("timeout", timeout)
         if seconds is None:
-            raise OptionError("timeout must be a number of seconds: torch waits for no longer")
+            raise OptionError("timeout must be finite: torch does not wait for ever")
         self.timeout = seconds
         self._check_backend(contexts, share_processes, workers.size)
         self._workers = workers

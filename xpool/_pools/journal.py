@@ -271,7 +271,9 @@ class Journal:
         if self._key is not None:
             key = _as_text(self._key(item))
             if hash(key) in self._taken:
-                raise OptionError(f"key= returns {key} for two items: each needs a name of its own")
+                raise OptionError(
+                    f"key= returns {key} for two items: return a different one for each"
+                )
             self._taken.add(hash(key))
             return key
         try:

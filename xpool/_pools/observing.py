@@ -133,7 +133,7 @@ class WorkerStack:
         lines = [f"{who} runs {self.task}{item}{since}"]
         if self.waits:
             lines.append(f"  its process: {self.waits}")
-        lines.append(self.stack or "  it has not told where it is")
+        lines.append(self.stack or "  it has not reported where it is")
         return "\n".join(lines)
 
 

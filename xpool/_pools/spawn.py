@@ -282,7 +282,8 @@ class ProcessContext:
         if self._failure is not None:
             raise self._failure
         if self._running:
-            raise XPoolError(f"{len(self._running)} of {len(self._values)} have not ended; join()")
+            many = f"{len(self._running)} of {len(self._values)}"
+            raise XPoolError(f"{many} processes have not ended; call join() first")
         return list(self._values)
 
     def wait(self) -> list[Any]:

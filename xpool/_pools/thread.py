@@ -48,7 +48,7 @@ class ThreadPool(BasePool):
             output="all threads share the stdout and stderr of this process",
             worker_memory="all threads share the memory of this process",
             memory_high="it holds back tasks for other processes",
-            hosts="threads are on this host",
+            hosts="threads run on this host",
         )
         self._task_timeout = options.task_timeout
         self._initializer_timeout = options.initializer_timeout

@@ -96,19 +96,19 @@ def options_of(
         check_count("retries", retries, least=0)
     on = check_exceptions("retry_on", retry_on) if retry_on else ()
     if on and not retries:
-        raise OptionError("retry_on= needs retries=, the number of further tries: give it too")
+        raise OptionError("retry_on= needs retries=, the number of further tries: pass both")
     if (timeout is not None or retries or on) and not pool._stops_tasks:
         raise OptionError(
-            f"timeout= and retries= are not for {type(pool).__name__}, whose workers xpool does "
-            "not start, and so cannot stop a task or run it again"
+            f"timeout= and retries= are not for {type(pool).__name__}: xpool does not start its "
+            "workers, so it cannot stop a task or run it again"
         )
     if progress is not False:
         check_progress(progress)
     if journal is not None and not isinstance(journal, (str, bytes, os.PathLike)):
         raise TypeError(f"journal must be the path of a database, not {reprlib.repr(journal)}")
     if journal is None and (key is not None or version is not None):
-        name = "version= is that of the function" if key is None else "key= names the items"
-        raise OptionError(f"{name} of a journal: give journal= too")
+        name = "version" if key is None else "key"
+        raise OptionError(f"{name}= is an option of a journal: pass journal= too")
     if version is not None and not isinstance(version, (str, int)):
         raise TypeError(f"version must be a str or an int, not {version!r}")
     if seed is not None:
@@ -130,7 +130,7 @@ def _check_item_seed(pool: PoolOfVerbs, seed: Any, journal: Any) -> None:
         )
     if journal is not None:
         raise OptionError(
-            "seed= does not go with journal=, which takes results by the item alone; have the "
+            "seed= does not go with journal=, which finds results by the item alone; let the "
             "function make a generator from the item, and leave seed= out"
         )
 

@@ -45,7 +45,7 @@ def _reduce(reduce: Callable[[Any], Any], pickler: Any, obj: Any) -> Any:
     if pickler.layout.kept or not pickler.layout.out_of_band:
         # The reducer keeps a descriptor here until exactly one receiver fetches it.
         raise RuntimeError(
-            f"{type(obj).__name__} objects can be sent once, in a task without retries= or a "
-            "result; in initargs they are passed on through inheritance"
+            f"a {type(obj).__name__} object can be sent only once, and only in a result or in a "
+            "task without retries=; workers get one in initargs=, by inheritance"
         )
     return reduce(obj)

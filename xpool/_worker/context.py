@@ -35,7 +35,7 @@ class WorkerInfo:
         self.__dict__.update(index=index, pool=pool, context=context, peers=peers, host=host)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{name} cannot be set: the pool has set it")
+        raise AttributeError(f"{name} cannot be set: only the pool sets it")
 
     def __repr__(self) -> str:
         return f"WorkerInfo(index={self.index!r}, pool={self.pool!r}, context={self.context!r})"

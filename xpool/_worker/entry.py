@@ -200,7 +200,7 @@ def _enter_folder(cwd: str | None, parent: int) -> None:
         except OSError as exc:
             reason = exc
     there = cwd or "the folder of its parent"
-    print(f"xpool: worker cannot enter {there}: {reason}", file=sys.stderr)
+    print(f"xpool: worker cannot change its directory to {there}: {reason}", file=sys.stderr)
 
 
 def set_environment(env: Mapping[str, str | None]) -> None:

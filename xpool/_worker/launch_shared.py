@@ -114,11 +114,11 @@ class FileOfAgent:
                 with contextlib.suppress(FileNotFoundError):
                     if os.readlink(path).startswith(f"/memfd:{self.key} "):
                         return File._from(path, os.stat(path).st_ino).load()
-        raise XPoolError(f"there is no {self.key} here: it is for workers of the pool that sent it")
+        raise XPoolError(f"{self.key} can be opened only in workers of the pool that sent it")
 
 
 _GONE = (
-    "the process that made this MpModelWrapper or MpSerialExecutor has let go of it; keep it there "
+    "the process that made this MpModelWrapper or MpSerialExecutor has dropped it; keep it there "
     "as long as workers use it"
 )
 

@@ -239,7 +239,7 @@ class _Script:
             spec = importlib.util.find_spec(self._place)
             if spec is None or spec.loader is None or spec.origin is None:
                 raise ImportError(
-                    f"the program's main module {self._place!r} is not found in the worker"
+                    f"the worker does not find the program's main module, {self._place!r}"
                 )
             self._spec, self._place = spec, spec.origin
             self._file = spec.origin

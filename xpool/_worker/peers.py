@@ -184,7 +184,7 @@ class _Channel:
 
 def _from_file(fds: list[int], lost: bool) -> memoryview:
     if not fds or lost:
-        raise OSError("no descriptor was left for the file of a message, which is lost")
+        raise OSError("a message is lost: this process has no free descriptor (ulimit -n)")
     return packets.read_file(fds[0], os.fstat(fds[0]).st_size)
 
 
@@ -251,7 +251,7 @@ class Peers:
                         channel.take_out(False)
                         if channel.ended:
                             raise self._lost(peer, channel)
-                self._wait(channel, True, until, f"worker {peer} took no message")
+                self._wait(channel, True, until, f"worker {peer} took no message of")
 
     def recv(self, peer: int, timeout: float | None = None) -> Any:
         """See `WorkerInfo.recv`."""
@@ -272,7 +272,7 @@ class Peers:
                             break
                         if channel.ended:
                             raise self._lost(peer, channel)
-                self._wait(channel, False, until, f"worker {peer} sent nothing")
+                self._wait(channel, False, until, f"worker {peer} sent no message to")
         if isinstance(message, OSError):
             raise message
         # Without the lock: this runs the program's code.
@@ -322,7 +322,8 @@ class Peers:
     def _check(self, peer: int) -> None:
         if not self._count:
             raise OptionError(
-                "this process was forked by a worker, whose channels it does not have"
+                "this process was forked by a worker, and only the worker has channels: call send "
+                "and recv there"
             )
         if not isinstance(peer, int) or not 0 <= peer < self._count or peer == self._index:
             others = [i for i in range(self._count) if i != self._index]
@@ -383,8 +384,8 @@ class Peers:
     def _lost(self, peer: int, channel: _Channel) -> PeerLost:
         self._forget(peer, channel)
         return PeerLost(
-            f"worker {peer} has ended while worker {self._index} worked with it; the next message "
-            "is to or from the worker that replaces it"
+            f"worker {peer} ended while worker {self._index} worked with it; the next message "
+            "goes to, or comes from, the worker that replaces it"
         )
 
     # -- waiting -------------------------------------------------------------------------------
@@ -419,7 +420,7 @@ class Peers:
         if until is not None:
             left = until - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"{what} for worker {self._index} in time")
+                raise TimeoutError(f"{what} worker {self._index} within the timeout")
             seconds = min(left, seconds)
         found = self._spin.look(poller.poll) or poller.poll(seconds * 1000)
         with self._lock:

@@ -130,7 +130,7 @@ def _shaped(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         if is_lazy(tensor):
             raise OptionError(
-                "the model has a lazy parameter without a shape; run the model once before"
+                "the model has a lazy parameter without a shape; run the model once first"
             )
         yield tensor
 

@@ -27,7 +27,7 @@ class AtStart:
     def __reduce__(self) -> Any:
         if multiprocessing.context.get_spawning_popen() is None:
             # The error makes the pool pass it to the starting process.
-            raise RuntimeError("this dataset goes to a worker by inheritance")
+            raise RuntimeError("a worker gets its dataset when it starts, by inheritance")
         return AtStart, (self.made,)
 
 

@@ -287,8 +287,9 @@ class Epoch(Iterator[Any]):
     def _check_current(self) -> None:
         if self._has_parts and self._spec.number != self._loader._number and not self._is_only:
             raise RuntimeError(
-                "another iteration over this DataLoader has begun, with the same workers "
-                "(persistent_workers=True), which have one place in the dataset each"
+                "a newer iteration over this DataLoader uses the same workers "
+                "(persistent_workers=True), and each worker has one place in its dataset; finish "
+                "one iteration before the next"
             )
 
     def _ready_place(self) -> int:

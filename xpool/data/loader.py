@@ -110,11 +110,13 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
             pin_memory_device=pin_memory_device,
         )  # fmt: skip
         if prefetch_factor == 0:
-            raise OptionError("prefetch_factor=0: workers need a batch to make; give 1 or more")
+            raise OptionError(
+                "prefetch_factor=0 leaves the workers no batch to make; give 1 or more"
+            )
         if prefetch_epochs and not persistent_workers:
             raise OptionError(
-                "prefetch_epochs=True: without persistent_workers=True the next epoch has other "
-                "workers; give both"
+                "prefetch_epochs=True needs persistent_workers=True: without it, each epoch has "
+                "new workers"
             )
         check_choice("workers", workers, "process", "thread")
         self.in_order = in_order

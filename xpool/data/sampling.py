@@ -71,10 +71,10 @@ class Sampling(Iterator[Request]):
             pass
         if (self._drawn, self._digest) != (taken, digest):
             raise OptionError(
-                f"load_state_dict: the sampler does not give the {taken} batches of indices again "
-                "that were taken before this state: it is another one, of another dataset, or "
-                "draws from a generator that the state does not have; give the loader what it had "
-                "(for a DistributedSampler, set_epoch too), or the sampler a state_dict"
+                f"load_state_dict: the sampler does not repeat the {taken} batches of indices that "
+                "were taken before this state. Either it or the dataset is another one, or it "
+                "draws from a generator that the state does not contain. Make the loader as it was "
+                "(call set_epoch of a DistributedSampler), or give the sampler a state_dict"
             )
 
     def states(self) -> bytes | None:

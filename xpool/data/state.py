@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -130,15 +131,15 @@ def check_state(loader: Any, state: Any) -> None:
     """Raise `OptionError` if the state does not fit this loader."""
     if not isinstance(state, Mapping) or not {"version", "epoch", "generators"} <= set(state):
         raise OptionError(
-            "load_state_dict takes what state_dict() of an xpool.data.DataLoader returned; this "
-            "is something else"
+            "load_state_dict takes what state_dict() of an xpool.data.DataLoader returned, not "
+            f"{reprlib.repr(state)}"
         )
     for name, here in facts(loader).items():
         there = state.get(name)
         if there != here:
             raise OptionError(
-                f"load_state_dict: the state has {_NAMES[name]} {there!r}, and this is {here!r} "
-                "here: it goes on only where it was left; make the loader as it was then"
+                f"load_state_dict: the state has {_NAMES[name]} {there!r}, but this loader has "
+                f"{here!r}; make the loader as it was when it returned the state"
             )
 
 

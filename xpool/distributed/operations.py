@@ -338,7 +338,7 @@ def explain(
     members = ", ".join(names)
     if late:
         return GroupTimeout(
-            f"not all of {members} took part within {timeout:g} s, or the timeout that was given"
+            f"not all of {members} took part within {timeout:g} s, or the timeout of the call"
         )
     story = first_line(exc)
     if connection_lost(exc):

@@ -119,7 +119,7 @@ class World:
         if self.has_dist and dist.is_initialized():
             raise OptionError(
                 "this process has a default group of torch.distributed, and can have one: call "
-                "torch.distributed.destroy_process_group() before, or use init_dist=False"
+                "torch.distributed.destroy_process_group() first, or use init_dist=False"
             )
         limit = self.dist_timeout if self.has_dist else self.rpc_timeout
         place = self.rank, self.world_size
@@ -297,7 +297,7 @@ class World:
                     f"{name!r} is not in the world; its members: {', '.join(self.names)}."
                 )
         if len(set(members)) < len(members):
-            raise OptionError(f"members are given twice: {', '.join(members)}.")
+            raise OptionError(f"a member is given twice: {', '.join(members)}.")
         if self.name not in members:
             raise NotAMember(
                 f"{self.name!r} makes group {group_name!r}, but is not one of its members: "

@@ -21,18 +21,18 @@ def took(name: str, nbytes: int, seconds: float) -> None:
     after = _seconds[name] = before + seconds
     if before < _TOO_LONG <= after:
         _warn(
-            f"The global {name!r} of __main__ ({nbytes:,} bytes pickled) is compared at each "
-            "call with what the workers have, since it may have been changed in place. That "
-            f"has taken {after:.1f} s by now. If it does not change, write "
-            f"`{name.rpartition('.')[2]}: Final = ...` in the script, and it is not compared "
-            "again; or give it to the workers by `pool.broadcast` or an initializer."
+            f"xpool compares the global {name!r} of __main__ ({nbytes:,} bytes pickled) at each "
+            "call with the copy of the workers, since the program may have changed it in place. "
+            f"The comparisons have taken {after:.1f} s. If it does not change, write "
+            f"`{name.rpartition('.')[2]}: Final = ...` in the script, which ends them, or give it "
+            "to the workers by `pool.broadcast` or an initializer."
         )
 
 
 def keeps_lock(name: str) -> None:
     """Warn, when a lock is first met, that it keeps no two workers apart."""
     _warn(
-        f"The lock {name!r} of __main__ is another one in each worker, so tasks of two workers "
+        f"Each worker has its own copy of the lock {name!r} of __main__, so tasks of two workers "
         "can hold it at the same time. To prevent that, pass a multiprocessing.Lock in "
         "initargs=; if it is for the threads of one task, ignore this warning."
     )

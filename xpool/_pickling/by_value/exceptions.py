@@ -50,7 +50,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
         except Exception as error:  # whatever the class does in its own __reduce__
             failure = error
     if failure is None:
-        failure = TypeError(f"{type(exc).__qualname__} does not come back as itself")
+        failure = TypeError(f"{type(exc).__qualname__} is unpickled as another type")
     stand_in = errors.ResultNotPicklable(_text(failure), _text(exc))
     return encode(_Raised(stand_in, traceback_text), main_globals=False)
 
@@ -61,7 +61,7 @@ def _no_children(exc: BaseException) -> str:
         return ""
     return (
         "A task that starts processes of multiprocessing, as a DataLoader with num_workers does, "
-        "needs is_daemon=False of the pool that runs it; a pool of xpool's it may make in any case."
+        "needs a pool with is_daemon=False. Any task can make a pool of xpool."
     )
 
 

@@ -227,7 +227,8 @@ def _global_left_none(exc: AttributeError) -> str | None:
         if names.issuperset(path.split(".")) and (holder or {}).get(attribute, exc) is None:
             return (
                 f"The global {path!r} of __main__ is None in this worker, where only the script's "
-                f"top has run; the program's value was not sent ({reason})."
+                f"top level has run: the program's value could not be sent ({reason}). Make it in "
+                "the initializer, or pass it as an argument."
             )
     return None
 

@@ -64,7 +64,7 @@ def export(tensor: Any, about: Callable[[], str]) -> Any:
     if gpu is None:
         version = sys.modules["torch"].__version__
         raise TaskNotPicklable(
-            f"{about()} cannot be shared: torch {version} does not tell GPUs apart; 2.4 does. "
+            f"{about()} cannot be shared: torch {version} gives GPUs no UUIDs; torch 2.4 does. "
             f"{_WAY_OUT}"
         )
     try:

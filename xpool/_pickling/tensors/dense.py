@@ -332,8 +332,8 @@ def _with_memory(tensor: Any) -> Any:
     if tensor._is_zerotensor():  # autograd's zeros without memory
         return tensor.clone()
     raise TaskNotPicklable(
-        f"{composite.about(tensor)} has no memory behind it: its storage was resized to nothing. "
-        "Give it its values back, or leave it out."
+        f"{composite.about(tensor)} has no values: its storage was resized to 0 bytes. Send it "
+        "when its storage has been filled again, or leave it out."
     )
 
 

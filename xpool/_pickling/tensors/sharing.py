@@ -142,8 +142,8 @@ def move(
             return block
         if Arena.elsewhere(address, arena):
             raise TaskNotPicklable(
-                f"{about()} cannot be shared: it came from another pool or a queue, and is shared "
-                "with the processes of that already. Send a clone() of it instead."
+                f"{about()} cannot be shared: it came from another pool or a queue, whose "
+                "processes share it already. Send a clone() of it instead."
             )
         block = (layout.lessor or arena.lease)(nbytes)
         if block is None:
@@ -226,8 +226,8 @@ def _swap(torch: Any, storage: Any, other: Any) -> None:
     at = one.index(storage.data_ptr()) if storage.data_ptr() in one else 0
     if not 0 < at < 6 or two[at] != other.data_ptr():
         raise TaskNotPicklable(
-            f"A storage cannot be shared: its structure in torch {torch.__version__} is not known "
-            "here. Use torch 2.13 or later, or send copies: is_copy_tensor=True."
+            f"A storage cannot be shared: xpool does not know its layout in torch "
+            f"{torch.__version__}. Use torch 2.13 or later, or send copies: is_copy_tensor=True."
         )
     for i in range(at, at + 3):
         words[0][i], words[1][i] = two[i], one[i]
