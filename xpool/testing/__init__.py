@@ -1,7 +1,7 @@
-"""The test tools of xpool, also for your own pools: see ``docs/testing.md``.
+"""The test tools of xpool, which can also test other pools: see ``docs/testing.md``.
 
-Names are imported when they are first used.  The state machine needs hypothesis, and the fixture
-needs pytest; the rest needs neither.
+Names are imported when they are first used.  Only the state machine needs hypothesis, and only the
+fixture needs pytest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The answers that `PoolStateMachine` expects: submits tasks, and gets the answers."""
+"""Submits the tasks of `PoolStateMachine`, and gets their answers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ class Answer:
         self.get = get
         self.specs = specs
         self.result: Any = None  # the pool's result, if it can be cancelled
-        self.called: list[Any] | None = None  # the arguments of its callbacks
+        self.called: list[Any] | None = None  # the arguments with which callbacks were called
         self.unordered = False
-        self.asked = False  # `cancel` was called
-        self.cancelled = False  # `cancel` returned that it is cancelled
+        self.asked = False  # whether `cancel` was called
+        self.cancelled = False  # whether `cancel` returned True
         self.times_out = False
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of its tasks."""
         return {spec[0] for spec in self.specs}
 
 
@@ -38,7 +37,7 @@ class Late(PoolTimeout):
 
 
 def in_time(act: Callable[[], Any], limit: float, threads: int = 1) -> Any:
-    """Return ``act()``, called in new threads; raise `Late` if it exceeds the limit."""
+    """Call ``act()`` in new threads and return a result.  Raise `Late` after ``limit`` seconds."""
     done: list[tuple[bool, Any]] = []
 
     def run() -> None:
@@ -73,7 +72,7 @@ def value_of(spec: Spec) -> Any:
 def submit(
     pool: Any, verb: str, specs: list[Spec], functions: tuple[Any, Any], terms: dict[str, Any]
 ) -> Answer:
-    """Submit tasks by a verb that returns at once; return the expected answer."""
+    """Submit tasks by a verb that returns at once.  Return the expected answer."""
     one, two = functions
     what = f"{verb} of {[spec[:2] for spec in specs]}"
     if verb == "apply_async":
@@ -98,7 +97,7 @@ def submit(
 
 
 def _drawn(iterator: Any, limit: float) -> list[Any]:
-    """Return all values of an iterator; raise its first error, but only at its end."""
+    """Return all values of an iterator.  If values raise errors, raise the first one at the end."""
     values: list[Any] = []
     first: Exception | None = None
     while True:

@@ -1,7 +1,7 @@
 """Checks for parts that users write for pools: hooks and channels.
 
 Each check uses the part as xpool does, and watches it.  Then it raises one `AssertionError` that
-lists all violations of the part's description.
+lists how the part differs from its description.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xpool.testing.tasks import TaskError, perform
 from xpool.testing.waiting import eventually
 
 QUICK = 0.5
-"""Seconds that a non-blocking hook may take; long, for slow machines."""
+"""Seconds that a non-blocking hook may take.  The limit is high for slow machines."""
 
 LIMIT = 20.0
 """Seconds after which an operation counts as hanging."""
@@ -71,7 +71,8 @@ def _is_result(value: Any) -> bool:
 def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
     """Watch all calls of the class's hooks in the block.
 
-    This changes the class itself, and restores it.  Workers could not find a subclass.
+    This changes the class itself and later restores it, because workers could not import a
+    subclass.
     """
 
     def watched(name: str) -> Any:
@@ -97,7 +98,7 @@ def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
 
         return call
 
-    # Remember the class's own hooks: inherited ones are deleted from it afterwards.
+    # Remember the hooks that the class defines itself.  Inherited ones are deleted afterwards.
     own = {name: vars(kind)[name] for name in _HOOKS if name in vars(kind)}
     for name, hook in {name: watched(name) for name in _HOOKS}.items():
         setattr(kind, name, hook)
@@ -112,7 +113,7 @@ def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
 
 
 def _within(report: _Report, what: str, act: Callable[[], Any], limit: float = LIMIT) -> Any:
-    """Call ``act`` in a new thread; report if it raises, or does not return within ``limit``."""
+    """Call ``act`` in a new thread.  Report if it raises, or does not return within ``limit``."""
     try:
         return in_time(act, limit)
     except Late:
@@ -126,12 +127,12 @@ def check_hooks(pool: type[BasePool], *, limit: float = LIMIT, **options: Any) -
     """Use a subclass of `BasePool` in all ways that involve its hooks, and check the hooks.
 
     Args:
-        pool: the class; called as ``pool(processes=2, **options)`` unless ``options`` contains
+        pool: the class.  It is called as ``pool(processes=2, **options)``; ``options`` can contain
             another number of processes.
         limit: seconds after which an operation counts as hanging.
 
     Raises:
-        AssertionError: lists the violations of the descriptions of the hooks.
+        AssertionError: hooks differ from their descriptions in `BasePool`.  The text lists how.
     """
     report = _Report()
     before = Snapshot.take()
@@ -139,7 +140,7 @@ def check_hooks(pool: type[BasePool], *, limit: float = LIMIT, **options: Any) -
     make = functools.partial(pool, **options)
     with _watched(pool, report):
         for use in (_use_to_the_end, _use_short_lives, _use_terminate):
-            # Stop at the first fault: the pool may hang, and later results mean little.
+            # Stop at the first fault, because the pool may hang and give other wrong results.
             if not report.wrong:
                 use(make, report, limit)
     for name in ("pool_inqueue_put", "pool_outqueue_get", "maintain_pool", "join_workers"):
@@ -164,10 +165,9 @@ def _use_to_the_end(make: Callable[..., Any], report: _Report, limit: float) -> 
     if report.wrong:
         pool.terminate()
         return
-    # The engine's thread maintains workers at intervals; a fast pool may end before the first.
+    # The engine's thread maintains workers at intervals, and a fast pool may end before the first.
     with contextlib.suppress(AssertionError):  # `check_hooks` reports it
         eventually(lambda: "maintain_pool" in report.called, "maintain_pool() is called", limit)
-    # Submit a task that raises, and calls for which `close` has to wait.
     error = pool.apply_async(perform, (("error", 7, None),))
     raised = _within(report, "get() of a task that raises", lambda: _error(error, limit), limit)
     if raised is not None and not (isinstance(raised, TaskError) and raised.args == (7,)):
@@ -221,14 +221,18 @@ def _error(result: Any, limit: float) -> BaseException:
 
 
 def check_channel(make: Callable[[], Any], *, limit: float = LIMIT) -> None:
-    """Check a queue that you have written: ``put(obj)``, ``get(timeout)``, optionally ``close()``.
+    """Check a queue with the methods ``put(obj)``, ``get(timeout)`` and, optionally, ``close()``.
 
     `get` must return equal objects in the order of `put`, each once, for objects of any size and
     any number of threads.  `get` must raise `queue.Empty` after its timeout in seconds, and not
-    before.
+    earlier.
+
+    Args:
+        make: makes the queue.
+        limit: seconds after which an operation counts as hanging.
 
     Raises:
-        AssertionError: lists the violations.
+        AssertionError: the queue differs from this description.  The text lists how.
     """
     report = _Report()
     before = Snapshot.take()
@@ -255,7 +259,7 @@ def _one_by_one(channel: Any, objects: list[Any], report: _Report) -> None:
         for obj in objects:
             channel.put(obj)
 
-    # Put in another thread: the large object may not fit before the first `get`.
+    # Another thread puts the objects, because the large one may not fit before the first `get`.
     putter = threading.Thread(target=put_all, daemon=True)
     putter.start()
     got = [channel.get(LIMIT) for _ in objects]
@@ -297,7 +301,7 @@ def _many(channel: Any, report: _Report, limit: float) -> None:
         thread.start()
     for thread in work:
         thread.join(limit)
-    # On a slow machine, the getting threads may have timed out before the last `put`.
+    # On a slow machine, the threads that get may have timed out before the last `put`.
     while len(got) < threads * each:
         try:
             got.append(channel.get(2 * TURN))

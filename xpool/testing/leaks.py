@@ -1,6 +1,6 @@
 """Finds leaks of this process: descendants, threads, descriptors and shared memory.
 
-It works only on Linux, since it reads ``/proc`` and ``/dev/shm``.
+This works only on Linux, because it reads ``/proc`` and ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = [
 T = TypeVar("T")
 
 MARK = "XPOOL_TEST_RUN"
-"""Environment variable that marks the processes of this run, so that orphans are recognized."""
+"""The environment variable that marks the processes of this run, so that orphans are recognized."""
 
 KEPT = ("xpool._worker.server", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
-"""Parts of the command lines of processes that intentionally live as long as this one, to make the
-start of the next pool cheap.  Their children do count as leaks."""
+"""Parts of the command lines of servers that live as long as this process, so that the next pool
+starts fast.  They are not leaks, but their children are."""
 
 RAYS = (
     "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/core/src/", "/ray/_private/",
     "/ray/dashboard/", "/ray/autoscaler/",
 )  # fmt: skip
-"""Parts of the command lines of processes that Ray starts at any time, and keeps for actors."""
+"""Parts of the command lines of Ray's own processes, which Ray may start at any time and keep."""
 
 ARENA = "/memfd:xpool-arena"
-"""The file of the arena.  The program makes it with its first pool, and keeps it."""
+"""The file of the arena, which the program makes with its first pool and keeps."""
 
 SHM = "/dev/shm/"
 
@@ -51,13 +51,13 @@ _NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]+(?![0-9A-Za-z])")
 
 
 _servers: set[int] = set()
-"""Kept servers that were seen at any time."""
+"""Process ids of the kept servers that were seen at any time."""
 
 _numbers: set[str] = {_SELF}
 """Process ids of this process and of all descendants that were seen."""
 
 _strangers: set[str] = set()
-"""Unrelated processes, remembered so that a later search costs little."""
+"""Process ids of unrelated processes, kept to make the next search cheap."""
 
 
 def _processes() -> set[str]:
@@ -78,42 +78,43 @@ def _read(pid: str, name: str) -> bytes:
 
 
 def _parent(pid: str) -> str:
-    # The name, in parentheses, may contain spaces and parentheses.  After it come the state and the
-    # parent (proc_pid_stat(5)).
+    # The process's name, in parentheses, may contain spaces and parentheses.  The state and the
+    # parent follow it (proc_pid_stat(5)).
     fields = _read(pid, "stat").rpartition(b")")[2].split()
     return fields[1].decode() if fields else "0"
 
 
 def command(pid: int | str) -> str:
-    """Return the command line of a process; empty for a zombie."""
+    """Return the command line of a process, which is empty for a zombie."""
     return _read(str(pid), "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def _ours() -> dict[str, str]:
     """Return the current and the orphaned descendants of this process, with their parents."""
     there = _processes()
-    # The system reuses process ids.
+    # The system uses the ids of ended processes again.
     _strangers.intersection_update(there)
     parents = {pid: _parent(pid) for pid in there - _strangers - {_SELF}}
     mark = f"{MARK}={os.environ.get(MARK, '-')}".encode()
     ours = {}
     for pid, parent in parents.items():
         up = parent
-        # Go up to the first process that is not among these: this one, an unrelated one, or init.
+        # Find the ancestor that is not in `parents`: this process, an unrelated one, or init.
         while up in parents:
             up = parents[up]
         environment = b"" if up == _SELF else _read(pid, "environ")
         if up == _SELF or mark in environment.split(b"\0"):
             ours[pid] = parent
         elif environment:
-            # A process without an environment has ended or is another user's: check it again later.
+            # If the environment is empty, the process has ended or belongs to another user.  It is
+            # checked again later.
             _strangers.add(pid)
     _numbers.update(ours)
     return ours
 
 
 def _kept(pid: str, parent: str) -> bool:
-    # Forked children of a fork server have its command line, but only the server is our child.
+    # The children of a fork server have its command line, too, but only the server is our child.
     words = command(pid) if parent == _SELF else ""
     return any(name in words for name in KEPT)
 
@@ -126,7 +127,7 @@ def _rays(pid: str) -> bool:
 def descendants() -> set[int]:
     """Return the current and orphaned descendants, without kept servers and Ray's own processes.
 
-    Ray's actors count, and so do the processes that they start.
+    They include Ray's actors and the processes that these start.
     """
     ours = _ours()
     return {int(pid) for pid, parent in ours.items() if not (_kept(pid, parent) or _rays(pid))}
@@ -141,14 +142,14 @@ def servers() -> list[int]:
 def _shm_of(pid: str) -> set[int | str]:
     """Return inodes and names in /dev/shm that a process has open or mapped.
 
-    Inodes are needed since a semaphore is mapped under another name.  For a file in a folder, the
-    name is the folder's.
+    Inodes are needed, because a semaphore is mapped under another name.  If a file is in a folder,
+    the name is that of the folder.
     """
     found = set[int | str]()
     for line in _read(pid, "maps").decode(errors="replace").splitlines():
         if SHM in line:
             found |= {int(line.split()[4]), _name_in_shm(line.partition(SHM)[2])}
-    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+    with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 to = os.readlink(entry.path)
@@ -162,10 +163,10 @@ def _name_in_shm(path: str) -> str:
 
 
 def descriptors() -> dict[int, str]:
-    """Return this process's open descriptors and their targets.
+    """Return the open descriptors of this process and their targets.
 
-    Descriptors that xpool keeps until the process ends are left out: that of its shared memory, and
-    one for the imports that a failed task needs.
+    Two descriptors that xpool keeps until the process ends are left out: that of the shared memory,
+    and the one that is reserved for the imports that a failed task needs.
     """
     found = {}
     kept = error_imports.kept_descriptor()
@@ -175,7 +176,7 @@ def descriptors() -> dict[int, str]:
             if not to.startswith(ARENA) and int(name) != kept:
                 found[int(name)] = to
         except OSError:
-            continue  # the descriptor of this listing itself
+            continue  # it is closed now: `listdir` used it
     return found
 
 
@@ -190,16 +191,16 @@ class Snapshot:
     shm: set[str]
 
     inside: bool = False
-    """Whether it covers only threads and descriptors of this process."""
+    """Whether the snapshot covers only threads and descriptors of this process."""
     outside: bool = False
-    """Whether it covers only processes and names in /dev/shm."""
+    """Whether the snapshot covers only processes and names in /dev/shm."""
 
     @classmethod
     def take(cls, inside: bool = False, outside: bool = False) -> Snapshot:
         """Take a snapshot.
 
-        ``inside`` covers only this process itself, which takes a tenth of the time.  ``outside`` is
-        the opposite: `leaks` does not wait for threads and descriptors of this process.
+        With ``inside`` it covers only threads and descriptors of this process, which takes a tenth
+        of the time.  With ``outside``, `leaks` does not wait for these.
         """
         threads, fds = set(threading.enumerate()), descriptors()
         if inside:
@@ -208,13 +209,13 @@ class Snapshot:
         return cls(descendants(), servers(), threads, fds, shm, outside=outside)
 
     def more_fds(self) -> dict[int, str]:
-        """Return descriptors opened since the snapshot, if their number has grown."""
+        """Return the descriptors opened since the snapshot if the number of open ones has grown."""
         if self.outside:
             return {}
         now = descriptors()
         new = {fd: to for fd, to in now.items() if self.fds.get(fd) != to}
-        # xpool starts a new server when the program uses more modules.  For each new server, leave
-        # out one end: of a socket for xpool's server, of a pipe for those of multiprocessing.
+        # xpool starts a new server when the program uses more modules.  Leave out the descriptor
+        # for each new server: a socket for xpool's server, a pipe for those of multiprocessing.
         for pid in set(servers()) - set(self.servers) if new else ():
             kind = "socket:" if KEPT[0] in command(pid) else "pipe:"
             end = next((fd for fd, to in new.items() if to.startswith(kind)), None)
@@ -223,9 +224,9 @@ class Snapshot:
         return new if len(now) > len(self.fds) else {}
 
     def leaks(self, limit: float, ignore: str = "(?!)") -> list[str]:
-        """Return the leaks since the snapshot that are still there after `limit` seconds.
+        """Return the leaks since the snapshot that still exist after ``limit`` seconds.
 
-        Threads whose names match `ignore` may stay.
+        Threads whose whole names match the pattern ``ignore`` may stay.
         """
         end = time.monotonic() + limit
         new = [
@@ -234,20 +235,20 @@ class Snapshot:
             if thread not in self.threads and not re.fullmatch(ignore, thread.name)
         ]
         processes = set() if self.inside else descendants() - self.processes
-        # Reference cycles may hold all of these.
+        # Reference cycles may keep all of these alive.
         if new or processes or self.more_fds() or self._more_shm():
             gc.collect()
 
         def left() -> float:
             return max(0.0, end - time.monotonic())
 
-        # `descendants` again: it recognizes a new server only when the server's program runs.
+        # `descendants` is called again, because it recognizes a server only by its command line.
         stayed = wait_gone(processes, left())
         found = [
             f"process {pid}: {command(pid) or 'not waited for (zombie)'}"
             for pid in (sorted(descendants() & set(stayed)) if stayed else ())
         ]
-        # A process that has ended may still be a zombie, until its parent waits for it.
+        # A process that has ended is a zombie until its parent waits for it.
         if processes and not found:
             zombies = _staying(lambda: descendants() - self.processes, left())
             found += [f"process {pid}: zombie" for pid in zombies]
@@ -262,8 +263,8 @@ class Snapshot:
     def _more_shm(self) -> set[str]:
         """Return new names in /dev/shm that belong to this process or its descendants.
 
-        One of these has them open or mapped, or their names contain its process id, as those of
-        torch and joblib do even when no process has them open.
+        Such a name is open or mapped in one of these processes, or contains the id of one.  Names
+        of torch and joblib contain the id.
         """
         new = set() if self.inside else set(os.listdir(SHM)) - self.shm
         if not new:
@@ -271,7 +272,7 @@ class Snapshot:
         held = set[int | str]().union(*map(_shm_of, [_SELF, *_ours()]))
         found = set[str]()
         for name in new:
-            with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            with contextlib.suppress(FileNotFoundError):  # the file has just been removed
                 ours = name in held or os.stat(SHM + name).st_ino in held
                 if ours or not _numbers.isdisjoint(_NUMBER.findall(name)):
                     found.add(SHM + name)
@@ -279,7 +280,7 @@ class Snapshot:
 
 
 def _staying(look: Callable[[], Iterable[T]], limit: float) -> list[T]:
-    """Return what ``look()`` still returns after ``limit`` seconds, sorted."""
+    """Wait until ``look()`` returns nothing.  After ``limit`` seconds, return the rest, sorted."""
     try:
         eventually(lambda: not look(), "nothing is left", limit)
         return []
@@ -288,7 +289,7 @@ def _staying(look: Callable[[], Iterable[T]], limit: float) -> list[T]:
 
 
 class LeakError(AssertionError):
-    """The block has left something behind; the message lists it."""
+    """The block of `no_leaks` has left something behind.  The text lists it."""
 
 
 @contextlib.contextmanager
@@ -297,14 +298,15 @@ def no_leaks(limit: float = 5.0, ignore: str = "(?!)") -> Iterator[None]:
 
     New threads, processes, descriptors (including sockets) and names in ``/dev/shm`` have ``limit``
     seconds to disappear.  After `mark_this_run`, processes whose parent has ended count, too.
-    Threads whose whole name matches the pattern ``ignore`` may stay.  The fork servers that xpool
+    Threads whose whole names match the pattern ``ignore`` may stay.  The fork servers that xpool
     and multiprocessing keep for the next pool are not leaks.
 
     A name in ``/dev/shm`` counts if this process or a descendant has it open or mapped, or if the
-    name contains the id of one (``torch_1234_...``).  Other names may belong to any program.
+    name contains the id of one of these processes (``torch_1234_...``).
 
     Raises:
-        LeakError (an `AssertionError`): lists the leaks.  Not raised if the block raises an error.
+        LeakError (an `AssertionError`): the block has left something behind.  If the block itself
+            raises an error, there is no check.
     """
     before = Snapshot.take()
     yield

@@ -1,11 +1,10 @@
 """A state machine that uses a pool in any order that hypothesis generates.
 
-It compares the pool with a simple model (`PoolModel`): the expected answer of each task, and the
-pool's state.
 The order is random for calls of every verb (values, errors, chunks), results, callbacks, deaths of
-workers by tasks and by kills, several threads at once, `close`, `terminate` and `join`; and for
-time limits and `cancel`, if the pool has them.  Every submitted task must be answered once, as the
-model expects, within a time limit.  A pool that has ended must leave nothing behind.
+workers by tasks and by kills, several threads at once, `close`, `terminate` and `join`, and, if the
+pool has them, for time limits and `cancel`.  The machine compares the pool with a simple model
+(`PoolModel`): every submitted task must be answered once, as the model expects, within a time
+limit.  A pool that has ended must leave nothing behind.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _SELDOM = st.sampled_from([False, False, False, True])  # rarely, so that few hi
 
 
 class PoolStateMachine(RuleBasedStateMachine):
-    """Rules for one pool; `for_pool` makes a machine for your own class."""
+    """Rules for one pool.  `for_pool` makes a machine for any class of pools."""
 
     make: ClassVar[Callable[[], Any]]
     """Makes the pool."""
 
     deaths: ClassVar[bool] = False
-    """Whether workers are processes, and the death of one loses only the task that it runs."""
+    """Whether workers may be killed: they are processes, and a death loses only the task it ran."""
 
     gets_context: ClassVar[bool] = False
     """Whether tasks get a context before their arguments."""
@@ -63,15 +62,15 @@ class PoolStateMachine(RuleBasedStateMachine):
         steps: int = 15,
         **options: Any,
     ) -> type[PoolStateMachine]:
-        """Return a machine for ``pool(*args, **options)``; pytest runs its ``TestCase``.
+        """Return a machine for ``pool(*args, **options)``.  pytest runs its ``TestCase``.
 
         Args:
-            pool: a subclass of `xpool.BasePool`, or another callable that makes a pool with its
-                verbs.  The pool has two workers unless ``args`` or ``options`` give a number.
-            deaths: whether workers may be killed; None: only for the process pools of xpool.
-            gets_context: whether tasks get a context first; None: only for xpool's context pools.
+            pool: a subclass of `xpool.BasePool`, or another callable that makes a pool with the
+                same verbs.  The pool has two workers unless ``args`` or ``options`` say otherwise.
+            deaths: whether workers may be killed.  None: only those of xpool's process pools.
+            gets_context: whether tasks get a context first.  None: only in xpool's context pools.
             limit: seconds after which a missing answer counts as a hang.
-            examples, steps: the number of histories, and the most rules in each.
+            examples, steps: the number of histories, and the largest number of rules in each.
         """
         from xpool._pools.context import CtxPool, CtxThreadPool
         from xpool._pools.process import Pool
@@ -99,7 +98,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             print_blob=True,
             # One fault of a pool causes many failures, and hypothesis would shrink each of them.
             report_multiple_bugs=False,
-            # Without `explain`, which would try many more histories, each of which may hang.
+            # The phase `explain` is left out: it tries many more histories, which may all hang.
             phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         )
@@ -138,12 +137,12 @@ class PoolStateMachine(RuleBasedStateMachine):
     def open_gate(self) -> None:
         """Let all held tasks continue."""
         if self.held:
-            # Open it more than once for each task: a task that is run again passes it again.
+            # Open it more than once for each task, because a task that runs again passes it again.
             self.gate.open(2 * self.held + 2)
             self.held = 0
 
     def running(self) -> bool:
-        """Whether the pool takes work.  A precondition of rules."""
+        """Whether the pool accepts tasks.  This is a precondition of rules."""
         return self.model.state == "RUN"
 
     # -- rules: work -----------------------------------------------------------------------------
@@ -161,14 +160,12 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(running)
     @rule(verb=st.sampled_from(["imap", "imap_unordered"]), whats=_MIXED, chunk=_CHUNK)
     def stream(self, verb: str, whats: list[str], chunk: int) -> None:
-        """Submit a map whose results are drawn one by one."""
         self.submit(verb, whats, chunksize=chunk)
 
     @precondition(running)
     @rule(whats=st.lists(st.sampled_from(["value", "error"]), max_size=5))
     def apply(self, whats: list[str]) -> None:
-        """Make calls in this thread that wait for their results."""
-        # Open the gate first: held tasks may occupy all workers.
+        # Open the gate first, because held tasks may occupy all workers.
         self.open_gate()
         one, _ = self.functions()
         for what in whats:
@@ -228,22 +225,21 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running() and self.deaths)
     @rule(victim=st.integers(0, 1))
     def kill(self, victim: int) -> None:
-        """Kill a worker, in whatever state it is."""
+        """Kill a worker, in any state."""
         # Hypothesis replays histories, so `victim` must not depend on the pids, which vary.
         pids = self.pool.statistics()["pids"]
         pid = pids[victim % len(pids)]
-        # None: its process has ended, and has not been replaced yet.
-        if pid is not None:
+        if pid is not None:  # else the process has ended, and has no replacement yet
             self.model.kills += 1
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                self.model.kills -= 1  # its own task has ended it before
+                self.model.kills -= 1  # its own task has ended it already
 
     @precondition(lambda self: self.running() and self.deaths and _takes(self.pool, "timeout"))
     @rule(what=st.sampled_from(["hang", "spin"]))
     def timeout(self, what: str) -> None:
-        """Submit a task that never ends by itself, with a time limit."""
+        """Submit an endless task with a time limit."""
         self.submit("apply_async", [what], timeout=0.05)
         self.model.owed[-1].times_out = True
 
@@ -272,7 +268,7 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.state != "RUN")
     @rule()
     def submit_too_late(self) -> None:
-        """Check that a closed pool takes no more tasks."""
+        """Check that a closed pool accepts no more tasks."""
         one, _ = self.functions()
         try:
             self.pool.apply_async(one, (("value", 0, None),))
@@ -282,7 +278,6 @@ class PoolStateMachine(RuleBasedStateMachine):
 
     @rule(really=_SELDOM)
     def close(self, really: bool = True) -> None:
-        """Close the pool; submitted tasks are still answered."""
         if not really:
             return
         self.ends("close", self.pool.close)
@@ -300,7 +295,6 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.state != "RUN")
     @rule(threads=st.integers(1, _THREADS))
     def join(self, threads: int) -> None:
-        """Wait for the pool's end, in several threads at once."""
         self.open_gate()
         self.ends("join", self.pool.join, threads)
 
@@ -322,13 +316,13 @@ class PoolStateMachine(RuleBasedStateMachine):
             self.join(1)
         except BaseException:
             self.open_gate()
-            with contextlib.suppress(Late):  # report the first error
+            with contextlib.suppress(Late):  # the first error is the one to report
                 in_time(self.pool.terminate, self.limit.seconds)
             raise
         finally:
             self.gate.close()
             shutil.rmtree(self.folder)
-        # Drop the pool: objects that it keeps while it exists are not leaks.
+        # Objects that the pool keeps while it exists are not leaks, so drop the pool.
         del self.pool, self.model
         left = self.before.leaks(5.0, r"xpool-\d+-callbacks.*")
         assert not left, "left over by the pool:\n  " + "\n  ".join(left)

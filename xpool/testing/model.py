@@ -17,16 +17,16 @@ _GOOD = {"value", "held", "large"}
 
 
 class HangLimit:
-    """The seconds after which a missing answer counts as a hang, for all histories of a machine."""
+    """How long an answer may take before it counts as a hang, in all histories of a machine."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.slowest = 0.0  # seconds of the slowest answer in all histories
 
     def hangs(self, what: str, pool: object) -> NoReturn:
-        """Raise the error that something has not ended within the limit."""
+        """Raise the error that ``what`` has not happened within the limit."""
         seconds = self.seconds
-        # Lower the limit: to find a short history, hypothesis tries hundreds that may all hang.
+        # Lower the limit, because hypothesis now tries hundreds of shorter histories that may hang.
         self.seconds = min(seconds, max(0.25, 10 * self.slowest))
         raise AssertionError(f"{what} within {seconds:g} s; {pool!r}") from None
 
@@ -40,8 +40,8 @@ class PoolModel:
     def __init__(self, pool: object, limit: HangLimit, deaths: bool) -> None:
         self.state = "RUN"
         self.owed: list[Answer] = []
-        self.kills = 0  # workers that the machine has killed
-        self._lost = 0  # lost tasks that did not end their worker themselves
+        self.kills = 0  # number of workers that the machine has killed
+        self._lost = 0  # number of lost tasks that did not end their worker themselves
         self._pool, self._limit, self._deaths = pool, limit, deaths
 
     def check(self, answer: Answer) -> None:
@@ -50,7 +50,7 @@ class PoolModel:
         try:
             value = answer.get(self._limit.seconds)
         except PoolTimeout as exc:
-            # `TaskTimeout` is a TimeoutError, too, but an answer: the task reached its own limit.
+            # `TaskTimeout` is a TimeoutError, too, but it is an answer: the task took too long.
             if not isinstance(exc, errors.TaskTimeout):
                 self._limit.hangs(f"{answer.what} is not answered", self._pool)
             self._check_error(answer, exc)
@@ -64,21 +64,20 @@ class PoolModel:
             assert not answer.cancelled, f"{answer.what} was cancelled, and gave {value!r:.80}"
             assert not (answer.kinds - _GOOD), f"{answer.what} gave {value!r:.80}, and must fail"
             assert not answer.times_out, f"{answer.what} gave {value!r:.80}, after its limit"
-            # Sort by repr, since numbers and bytes cannot be compared.
-            if answer.unordered:
+            if answer.unordered:  # sorted by repr, because numbers and bytes cannot be compared
                 value, expected = sorted(value, key=repr), sorted(expected, key=repr)
             assert value == expected, f"{answer.what} gave {value!r:.80}, not {expected!r:.80}"
         self._limit.slowest = max(self._limit.slowest, time.monotonic() - start)
         if answer.called is not None:
             calls = len(answer.called)
-            # `terminate` answers without callbacks.
+            # Answers that `terminate` gives call no callbacks.
             ended = self.state == "TERMINATE"
             assert calls == 1 or (ended and not calls), f"{calls} callbacks of {answer.what}"
             if calls:
                 assert found is None or answer.called[0] == found[0]
 
     def _check_error(self, answer: Answer, exc: BaseException) -> None:
-        """Check that an error comes from a task of the answer, or was caused by the machine."""
+        """Check that an error comes from a task of the answer, or that the machine caused it."""
         ends = (errors.TaskCancelled, errors.PoolClosed)
         assert not answer.cancelled or isinstance(exc, ends), (
             f"{answer.what} was cancelled, and raised {exc!r}"

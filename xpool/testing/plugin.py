@@ -1,4 +1,4 @@
-"""The pytest fixtures.  To use them, set in ``conftest.py``:
+"""The pytest fixture `no_leaks`.  Enable it in ``conftest.py``:
 ``pytest_plugins = ["xpool.testing.plugin"]``."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from xpool.testing import leaks
 
 
 def pytest_configure() -> None:
-    """Mark this run, so that its processes are recognized even if their parent has ended."""
+    """Mark this run, so that its processes are recognized after their parent has ended."""
     leaks.mark_this_run()
 
 
@@ -20,9 +20,9 @@ def pytest_configure() -> None:
 def no_leaks() -> Iterator[None]:
     """Fail the test if it leaves threads, processes, descriptors or shared memory behind.
 
-    As the last argument of a test it checks before the other fixtures clean up; as the first
-    argument it checks after them.  Leftovers have some seconds to disappear: the environment
-    variable ``XPOOL_TEST_LEAK_LIMIT``, or 5.
+    If it is the last argument of a test, it checks before the other fixtures clean up.  If it is
+    the first, it checks after them.  Leftovers have ``XPOOL_TEST_LEAK_LIMIT`` seconds (an
+    environment variable, default 5) to disappear.
     """
     with leaks.no_leaks(float(os.environ.get("XPOOL_TEST_LEAK_LIMIT", "5"))):
         yield

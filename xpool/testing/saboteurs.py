@@ -1,6 +1,6 @@
 """Functions and objects that end their process at a chosen stage of a task.
 
-They are for tests of pools.  All can be imported in any worker, and have no dependencies.  ::
+They are for tests of pools.  Any worker can import them, and they have no dependencies.  ::
 
     result = pool.apply_async(*sabotage("run", "SIGKILL"))
     with pytest.raises(WorkerDied):
@@ -21,11 +21,11 @@ EXITS = {
     "sys.exit": 3, "os._exit": 4, "SIGKILL": -signal.SIGKILL, "SIGSEGV": -signal.SIGSEGV,
     "SIGABRT": -signal.SIGABRT, "SIGTERM": -signal.SIGTERM,
 }  # fmt: skip
-"""Ways to end a process, and the exit code that its parent sees."""
+"""The ways to end a process, each with the exit code that the parent sees."""
 
 WAYS = ("raise", *EXITS, "SIGSTOP", "hang", "spin")
-"""All ways: an exception, the ways in `EXITS`, and three ways to hang: stopped by a signal, waiting
-for ever, and computing for ever."""
+"""All ways: raise an exception, end the process (`EXITS`), stop by a signal, wait for ever, and
+compute for ever."""
 
 
 def same(x: Any = None) -> Any:
@@ -33,13 +33,13 @@ def same(x: Any = None) -> Any:
 
 
 def spin() -> None:
-    """Use the processor for ever, without calls that check pipes of signals."""
+    """Use the processor for ever."""
     while True:
         pass
 
 
 def end(how: str) -> None:
-    """End this process or this call, or hang, in the given way (see `WAYS`)."""
+    """Raise an error, end this process, or hang, in the given way of `WAYS`."""
     if how == "raise":
         raise RuntimeError("sabotage")
     if how == "sys.exit":
@@ -53,15 +53,15 @@ def end(how: str) -> None:
     if how.startswith("SIG"):
         number = signal.Signals[how]
         if number in (signal.SIGSEGV, signal.SIGABRT):
-            # A core dump would cost seconds and litter the working directory.
+            # A core dump would take seconds and stay in the working directory.
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            # Python can set handlers only in the main thread; in others the handler stays.
+            # Only the main thread can set handlers.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        # Another thread may get the signal: do not continue before it has ended the process.
+        # Another thread may get the signal, so wait until it has ended the process.
         threading.Event().wait(None if number == signal.SIGSTOP else 30)
     raise ValueError(f"{how!r} is not one of {', '.join(WAYS)}")
 
@@ -71,7 +71,7 @@ def _rebuild(how: str) -> Any:
 
 
 class EndsWhenUnpickled:
-    """Can be pickled; unpickling it ends the process in the given way."""
+    """An object that can be pickled, but ends the process in the given way when unpickled."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -81,7 +81,7 @@ class EndsWhenUnpickled:
 
 
 class EndsWhenPickled:
-    """Pickling it ends the process in the given way."""
+    """An object that ends the process in the given way when it is pickled."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -100,18 +100,18 @@ def make_ends_when_unpickled(how: str) -> Any:
 
 
 class EndsWhenCollected:
-    """Ends its process when it is garbage-collected."""
+    """An object that ends the process in the given way when it is garbage-collected."""
 
     def __init__(self, how: str) -> None:
         self.how = how
-        self.me = self  # a cycle, which only the garbage collector frees
+        self.me = self  # only the garbage collector frees this reference cycle
 
     def __del__(self) -> None:
         end(self.how)
 
 
 def end_when_collected(how: str) -> None:
-    """Leave garbage behind that ends the process when it is collected, after 0.05 s."""
+    """Leave garbage that ends the process when it is collected, after 0.05 s."""
     EndsWhenCollected(how)
     threading.Timer(0.05, gc.collect).start()
 
@@ -124,14 +124,18 @@ STAGES: dict[str, Callable[[str], tuple[Callable[..., Any], tuple[Any, ...]]]] =
     "result unpickle": lambda how: (make_ends_when_unpickled, (how,)),
     "collection": lambda how: (end_when_collected, (how,)),
 }
-"""Stages of a task.  The first and the fifth run in the caller's process: use "raise" there."""
+"""Stages of a task.  The first and the fifth run in the caller's process, so use "raise" there."""
 
 
 def sabotage(stage: str, how: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function and arguments that end their process in the given way at a stage.
+    """Return a function and its arguments, which fail in the way ``how`` at a stage of the task.
+
+    Args:
+        stage: one of `STAGES`.
+        how: one of `WAYS`.
 
     Raises:
-        ValueError: the stage or way does not exist; the message names all.
+        ValueError: the stage or way does not exist.  The text lists all.
     """
     if stage not in STAGES:
         raise ValueError(f"{stage!r} is not one of {', '.join(STAGES)}")

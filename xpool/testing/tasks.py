@@ -1,4 +1,4 @@
-"""Tasks for `xpool.testing.machine` and `conformance`, which any worker can import cheaply."""
+"""Tasks for `xpool.testing.machine` and `conformance`.  Workers can import them cheaply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TaskError(Exception):
 
 
 def perform(spec: tuple[str, int, str | None]) -> Any:
-    """Perform a specification: (what, number, path of a gate or None)."""
+    """Perform a specification: a kind of task, a number, and the path of a gate or None."""
     what, number, path = spec
     if what == "value":
         return number
@@ -36,10 +36,10 @@ def perform(spec: tuple[str, int, str | None]) -> Any:
 
 
 def perform_pair(number: int, spec: tuple[str, int, str | None]) -> Any:
-    """Do the same as `perform`, with two arguments, for `starmap`."""
+    """Do the same as `perform`, but take two arguments, for `starmap`."""
     return perform(spec)
 
 
 def in_context(_context: Any, *args: Any) -> Any:
-    """Do the same as `perform` or `perform_pair`, for pools whose tasks get a context first."""
+    """Do the same as `perform` or `perform_pair`, for pools that pass a context to tasks."""
     return perform(args[-1])

@@ -1,7 +1,7 @@
-"""Waiting with a limit in seconds, and with errors that name the missing event.
+"""Waits with a limit in seconds, and with errors that name the missing event.
 
-A test holds a `Mailbox` or `Gate`; tasks in any process reach it by its path, with `post` and
-`pass_gate`.  So a test knows the progress of its tasks without a sleep.
+A test holds a `Mailbox` or `Gate`.  Tasks in any process use it by its path, with `post` and
+`pass_gate`.  So a test knows the progress of its tasks and needs no sleep.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LIMIT = float(os.environ.get("XPOOL_TEST_WAIT", "20"))
 
 
 def eventually(fact: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
-    """Return the first true value of `fact()`; fail if it is not true within the limit.
+    """Return the first true value of ``fact()``.  Raise `AssertionError` after ``limit`` seconds.
 
-    Use it for facts without an event to wait for, such as the table of open descriptors.
+    Use this only for facts that have no event, such as the table of open descriptors.
     """
     pause = threading.Event()
     end = time.monotonic() + limit
@@ -38,7 +38,7 @@ def eventually(fact: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
 
 
 def watch(pid: int) -> int | None:
-    """Open a pidfd for `pid`, or return None if the process has already ended."""
+    """Return a pidfd for the process ``pid``, or None if the process has ended."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -46,7 +46,7 @@ def watch(pid: int) -> int | None:
 
 
 def wait_gone(pids: Iterable[int], limit: float = LIMIT) -> list[int]:
-    """Wait until all processes have ended; return those that are still running at the limit."""
+    """Wait until all processes have ended.  After ``limit`` seconds, return those that run."""
     fds = {fd: pid for pid in pids if (fd := watch(pid)) is not None}
     poller = select.poll()
     for fd in fds:
@@ -69,26 +69,26 @@ def wait_gone(pids: Iterable[int], limit: float = LIMIT) -> list[int]:
 
 
 def _reader(fd: int) -> select.poll:
-    poller = select.poll()  # not `select`, which takes no descriptors from 1024 on (select(2))
+    poller = select.poll()  # `select` accepts only descriptors below 1024 (select(2))
     poller.register(fd, select.POLLIN)
     return poller
 
 
 class Mailbox:
-    """Receives lines from any process, through a named pipe that the test holds open.
+    """Receives lines from any process through a named pipe that the test holds open.
 
-    Writers need only the path (`post`), so it works with every start method.
+    Writers (`post`) need only the path, so this works with every start method.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         os.mkfifo(self.path)
-        # Open both ends (fifo(7)): then opening does not wait, and the pipe never reports its end.
+        # Open for both ends (fifo(7)), so that opening does not wait, and reads find no end.
         self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._rest = b""
 
     def line(self, limit: float = LIMIT) -> str:
-        """Return the next line that was posted."""
+        """Return the next line.  Raises `AssertionError` after ``limit`` seconds."""
         end = time.monotonic() + limit
         while b"\n" not in self._rest:
             left = end - time.monotonic()
@@ -99,7 +99,7 @@ class Mailbox:
         return line.decode()
 
     def lines(self, count: int, limit: float = LIMIT) -> list[str]:
-        """Return the next `count` lines."""
+        """Return the next ``count`` lines, waiting ``limit`` seconds for each."""
         return [self.line(limit) for _ in range(count)]
 
     def empty(self) -> bool:
@@ -107,39 +107,38 @@ class Mailbox:
         return not self._rest and not _reader(self._fd).poll(0)
 
     def close(self) -> None:
-        """Close the pipe; the path stays in the test's directory."""
+        """Close the pipe.  The file stays in its folder."""
         os.close(self._fd)
 
 
 class Gate:
-    """Holds tasks (`pass_gate(path)`) until the test opens it, or the test's process ends."""
+    """Holds tasks that call ``pass_gate(path)`` until the test opens it, or its process ends."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         os.mkfifo(self.path)
-        # Open both ends, as in `Mailbox`: while the test holds them, readers find no end.
+        # Open for both ends, as in `Mailbox`.
         self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def open(self, passes: int = 1) -> None:
-        """Let `passes` tasks through: waiting tasks and later ones."""
+        """Let ``passes`` waiting or later tasks pass."""
         os.write(self._fd, b"." * passes)
 
     def close(self) -> None:
-        """Let all tasks through from now on: they read the end of the pipe."""
+        """Let all tasks pass from now on, because they read the end of the pipe."""
         self.open(4096)
         os.close(self._fd)
 
 
 def post(path: str, text: str) -> None:
-    """Write one line into a `Mailbox`; do nothing if the test has closed it."""
+    """Write one line into a `Mailbox`, unless the test has closed it."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as exc:
-        if exc.errno == errno.ENXIO:  # it has no reader
+        if exc.errno == errno.ENXIO:  # the pipe has no reader
             return
         raise
-    # Blocking, so that the write waits if the pipe is full.
-    os.set_blocking(fd, True)
+    os.set_blocking(fd, True)  # the write then waits if the pipe is full
     try:
         os.write(fd, f"{text}\n".encode())
     finally:
@@ -147,16 +146,15 @@ def post(path: str, text: str) -> None:
 
 
 def pass_gate(path: str) -> None:
-    """Wait until the `Gate` lets this task through, or its holder has ended."""
+    """Wait until the `Gate` lets this task pass, or the test's process has ended."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         while True:
             try:
-                # An empty read means that there is no writer, so the test has ended.
-                os.read(fd, 1)
+                os.read(fd, 1)  # an empty read means that the test has ended
                 return
             except BlockingIOError:
-                # Reads do not block: if one byte wakes several tasks, only one gets it.
+                # If one byte wakes several tasks, one gets it and the others come here again.
                 _reader(fd).poll()
     finally:
         os.close(fd)
