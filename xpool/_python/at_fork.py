@@ -1,9 +1,9 @@
-"""Functions that Python calls when this process forks; only this module registers them.
+"""Registers functions that Python calls when this process forks.  No other module does this.
 
-A child has a copy of all memory and one thread, the one that forked.  So it must not wait for a
-lock that another thread of the parent held, nor keep counters of the parent (`renew`), nor keep
-descriptors open whose end tells others that the parent has ended (`at_fork`).  Python calls the
-functions for `before` in reverse order of registration, the others in that order.
+A child has a copy of all memory, but only one thread: the one that forked.  So it must not wait for
+a lock that another thread of the parent held, or keep the parent's counters (`renew`).  It must
+close descriptors whose end tells others that the parent has ended (`at_fork`).  Python calls the
+functions for `before` in reverse order of registration, and the others in that order.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ def at_fork(
     in_parent: Callable[[], object] | None = None,
     in_child: Callable[[], object] | None = None,
 ) -> None:
-    """Register functions that the forking thread calls; does nothing on systems without fork."""
+    """Register functions that the forking thread calls.  Do nothing on systems without fork.
+
+    Python keeps these functions, with all objects to which they refer, until the process ends.
+    """
     if not hasattr(os, "register_at_fork"):
         return
-    # Python keeps these functions, and what they refer to, until the process ends.  Each is
-    # registered separately: if a signal handler raises in one, Python still calls the next.
+    # Registered separately: if a signal handler raises in one, Python still calls the next.
     given = {"before": before, "after_in_parent": in_parent, "after_in_child": in_child}
     for when, call in given.items():
         if call is not None:
@@ -37,7 +39,10 @@ def _unless_unused(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def renew(namespace: dict[str, Any], **makers: Callable[[], Any]) -> None:
-    """Make globals of a module (``namespace``) anew in each child, for example locks."""
+    """Give globals of a module, for example locks, new values in each child.
+
+    ``namespace`` is the module's ``globals()``.
+    """
 
     def in_child() -> None:
         for name, make in makers.items():
@@ -49,8 +54,8 @@ def renew(namespace: dict[str, Any], **makers: Callable[[], Any]) -> None:
 def fork_unused() -> int:
     """Fork without calling the registered functions.
 
-    For a process with one thread that has only imported this package: the functions would have
-    nothing to do, and take a tenth of a worker's start.
+    A process with one thread that has only imported xpool calls this.  There the functions would
+    have nothing to do, and would take a tenth of a worker's start.
     """
     global _unused
     _unused = True

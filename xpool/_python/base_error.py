@@ -1,4 +1,4 @@
-"""The base of xpool's errors.  It is here because `pool_errors`, in this layer, has two of them."""
+"""The base of xpool's errors.  It is in this layer, because `pool_errors` is, which derives two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class XPoolError(Exception):
 class TimeoutError(multiprocessing.TimeoutError, builtins.TimeoutError):
     """The caller waited for ``timeout`` seconds without a result.
 
-    A subclass of Python's own `TimeoutError` and of `multiprocessing.TimeoutError`.
+    This is a subclass of Python's own `TimeoutError` and of `multiprocessing.TimeoutError`.
     """
 
 

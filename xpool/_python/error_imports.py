@@ -1,6 +1,6 @@
-"""Imports the modules that a failed task needs when the first task fails.
+"""Imports the modules that a failed task needs, but only when the first task fails.
 
-They are a fifth of what a first pool would import, and most programs have no failed task.  When a
+They would be a fifth of all imports of a first pool, and in most programs no task fails.  When a
 task fails, the process may have no free descriptor, and a task may have emptied `sys.path`.  So
 this module reserves one descriptor for the import and, in workers, saves `sys.path`.
 """
@@ -14,19 +14,19 @@ from importlib import import_module
 
 from xpool._python import at_fork
 
-# `traceback` imports `tokenize` for the lines of a file (from Python 3.13 on only when it reads the
-# first), and `unicodedata` for the width of a line that is not ASCII.
+# `traceback` imports `tokenize` to read a file (before Python 3.13, at once), and `unicodedata` for
+# the width of a line that is not ASCII.
 _MODULES = ("traceback", "tokenize", "unicodedata", "xpool._python.pool_errors")
 
 _spare: int | None = None  # the reserved descriptor
 _path: list[str] | None = None
 
-# Held over a fork: a child forked during another thread's import would wait for it for ever.
+# Held during a fork: if another thread were importing, the child could wait for it for ever.
 _importing = threading.RLock()
 
 
 def prepare(*, keep_path: bool) -> None:
-    """Reserve what the import needs later."""
+    """Reserve the descriptor for the later import and, with ``keep_path``, save `sys.path`."""
     global _spare, _path
     if _spare is None and not all(name in sys.modules for name in _MODULES):
         _spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -34,11 +34,12 @@ def prepare(*, keep_path: bool) -> None:
 
 
 def kept_descriptor() -> int | None:
-    """Return the descriptor that is reserved for the import; None: there is none."""
+    """Return the descriptor that is reserved for the import, or None."""
     return _spare
 
 
 def ready() -> None:
+    """Import the modules if this was not done yet."""
     global _spare
     if _spare is None:
         return

@@ -1,12 +1,13 @@
-"""The orderly end of a worker, which runs what its tasks registered for the end of the process.
+"""The orderly end of a worker, which runs the functions that its tasks registered for this.
 
-The standard library's pools run `multiprocessing.util.Finalize` and wait for threads in every
-worker, and run `atexit` callbacks in spawned workers.  Workers of xpool do all three, in the order
-of a spawned process, with every start method, if they end by themselves: after `close`, by
-`maxtasksperchild`, by `sys.exit` in a task.  A worker that is terminated or killed runs nothing.
+In the standard library's pools, each worker runs the finalizers of `multiprocessing.util.Finalize`
+and waits for threads, and spawned workers also run `atexit` callbacks.  Workers of xpool do all
+three with every start method, in the order of a spawned process, if they end by themselves: after
+`close`, by `maxtasksperchild`, or by `sys.exit` in a task.  A worker that is terminated or killed
+does none of this.
 
-A forked worker does not run the callbacks of its parent: they may remove the parent's temporary
-folders.
+A forked worker does not run the callbacks of its parent, because they may remove the parent's
+temporary folders.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from collections.abc import Callable
 from typing import Any
 
 EXIT_LIMIT = 30.0
-"""Seconds that finalizers, threads and callbacks may take together.  After them, the process writes
-the stacks of all its threads to stderr and ends, so that `join` does not wait for ever."""
+"""Seconds that finalizers, threads and callbacks may take together.  After this time, the process
+writes the stacks of all threads to stderr and ends, so that `join` does not wait for ever."""
 
 _STDERR = 2
 
 
 def begin() -> None:
-    """Forget the callbacks of the process that this one was forked from."""
+    """Forget the callbacks of the process from which this one was forked."""
     if multiprocessing.get_start_method(allow_none=True) == "spawn":
-        return  # a spawned process has only callbacks of its own
+        return  # a spawned process has only its own callbacks
     atexit._clear()
     finalize: Any = weakref.finalize
     for inherited in list(finalize._registry):
         inherited.atexit = False
     finalize._registered_with_atexit = False  # so that the next finalizer registers with atexit
-    # `logging` registered this when it was imported, which does not happen again.
+    # `logging` registers this only when it is imported, and it is not imported again.
     if "logging" in sys.modules:
         atexit.register(sys.modules["logging"].shutdown)
 
 
 def forget_log_handlers(logging: Any) -> None:
-    """Keep `logging.shutdown` from writing what the parent's handlers have buffered."""
+    """Keep `logging.shutdown` from writing the text that the parent's handlers have buffered."""
     del logging._handlerList[:]
 
 
 def run() -> None:
-    """Run what was registered, and wait for threads, for at most `EXIT_LIMIT` seconds."""
+    """Run the registered functions and wait for threads, for at most `EXIT_LIMIT` seconds."""
     _limit()
     last: list[Callable[[], object]] = [
         _finalize,
@@ -68,17 +69,17 @@ def run() -> None:
 def _finalize() -> None:
     util = sys.modules.get("multiprocessing.util")
     if util is not None:  # without the module, nothing was registered
-        # A finalizer of the parent compares the process id, and does nothing here.
+        # The parent's finalizers do nothing here, because they compare the process id.
         util._exit_function()
 
 
 def _limit() -> None:
-    """Let SIGALRM end the process after `EXIT_LIMIT`, when faulthandler has written the stacks.
+    """After `EXIT_LIMIT`, let SIGALRM make faulthandler write the stacks, and end the process.
 
-    Neither needs the interpreter lock, which hanging code may hold.  `dump_traceback_later` would
-    wait for a thread that does not exist in a fork of a program that has used it.
+    Neither needs the interpreter lock, which hanging code may hold.  `dump_traceback_later` is not
+    used: in a fork of a program that has used it, it would wait for a thread that does not exist.
     """
-    # The default action ends the process: faulthandler calls the handler that it replaces.
+    # faulthandler then calls the handler that it replaces: the default action ends the process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     faulthandler.register(signal.SIGALRM, file=_STDERR, all_threads=True, chain=True)
     # A task, or the thread that forked this process, may have blocked the signal.
@@ -91,4 +92,4 @@ def flush() -> None:
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):
-            continue  # the task has closed or replaced the stream
+            continue  # a task has closed or replaced the stream

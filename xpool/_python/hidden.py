@@ -18,7 +18,7 @@ def is_free_threaded() -> bool:
 
 
 def is_mine(lock: Any) -> bool:
-    """Whether the calling thread holds a `threading.RLock`, which `Condition` asks in this way."""
+    """Whether the calling thread holds a `threading.RLock`.  `Condition` asks in the same way."""
     return bool(lock._is_owned())
 
 
@@ -28,14 +28,14 @@ def registered_classes(cls: type) -> Any:
 
 
 def module_of(obj: Any, name: str) -> str:
-    """Return the module in which an object has this name.
+    """Return the name of the module in which an object has this name.
 
     Raises:
-        LookupError: no module has it, as with the functions that `numpy.frompyfunc` makes.
+        LookupError: no module has the object, for example a function made by `numpy.frompyfunc`.
     """
     try:
         module: str = pickle.whichmodule(obj, name)  # type: ignore[attr-defined]
-    except pickle.PicklingError:  # Python 3.15's compares the objects itself
+    except pickle.PicklingError:  # from Python 3.15 on, `whichmodule` compares the objects itself
         raise LookupError(f"it is not {getattr(obj, '__module__', None)}.{name}") from None
     found: Any = sys.modules.get(module)
     for part in name.split("."):

@@ -1,7 +1,7 @@
-"""Functions that a worker calls when it first imports a module: seeds, the tracker, logging.
+"""Calls functions when a worker first imports a module, for example to seed its generators.
 
-One finder, the first of the import system, finds these modules and wraps their loaders, which then
-call the registered functions.  After the import, the finder ignores the module.
+One finder, the first of the import system, finds these modules and wraps their loaders, which call
+the registered functions after the import.  From then on, the finder ignores the module.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from types import ModuleType
 from typing import Any
 
 IMPORTER = "<frozen importlib._bootstrap>"
-"""The file of the code that runs an import, in frames and tracebacks."""
+"""The file name, in frames and tracebacks, of the code that runs an import."""
 
 _waiting: dict[str, list[Callable[[Any], object]]] = {}
 
 
 def when_imported(name: str, call: Callable[[Any], object]) -> None:
-    """Call ``call(module)`` after the module's import, or now if it is imported already."""
+    """Call ``call(module)`` after the module's first import, or now if it has been imported."""
     if name in sys.modules:
         call(sys.modules[name])
         return
@@ -45,18 +45,18 @@ class _Finder:
     def find_spec(
         name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Called by the import system; leaves all other modules to the next finder."""
+        """Find a module with registered functions.  The import system calls this."""
         if name not in _waiting:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            loader: Any = _Loader(spec)  # no `Loader`: importlib.abc imports much
+            loader: Any = _Loader(spec)  # not derived from `Loader`: importlib.abc imports much
             spec.loader = loader
         return spec
 
 
 class _Loader:
-    """Loads with the module's own loader, restores it, and calls the registered functions."""
+    """Loads with the module's own loader, restores this loader, and calls the functions."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         assert spec.loader is not None
@@ -68,9 +68,9 @@ class _Loader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Restored before the module's code runs, which may use its loader.
+        # Restored now, because the module's code may use its loader.
         module.__loader__ = self._spec.loader = self._own
         self._own.exec_module(module)
-        # After the import: if it fails, the functions wait for the next try.
+        # If the import has failed, the functions stay registered for the next try.
         for call in _waiting.pop(module.__name__, ()):
             call(module)

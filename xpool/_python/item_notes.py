@@ -1,7 +1,8 @@
-"""Notes that tell which item of a map raised an exception.
+"""Adds a note to an exception that tells which item of a map raised it.
 
-The worker knows the item and its place in the chunk; the caller's process knows the chunk.  The
-worker notes the place, which the caller's process replaces by the item's number.
+The worker knows the item and its place in the chunk, but only the caller's process knows the
+chunk's number.  So the worker notes the place, and the caller's process replaces it by the item's
+number.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 _PLACE = "item of xpool, at +"
 _SEVERAL = "raised for several items at once, by the same exception object"
-_MOST = 8  # notes of one exception, which a program may raise many times
+_MOST = 8  # the largest number of notes: a program may raise one exception many times
 
 
 class _Short(reprlib.Repr):
@@ -23,7 +24,7 @@ class _Short(reprlib.Repr):
     def repr_instance(self, x: Any, level: int) -> str:
         shape = getattr(x, "shape", None)
         if type(x).__module__.partition(".")[0] in ("torch", "numpy", "jax") and shape is not None:
-            # Their own reprs compute, for example on a device.
+            # The reprs of these packages compute, for example on a device.
             return f"<{type(x).__name__} of shape {tuple(shape)}, {getattr(x, 'dtype', '')}>"
         return super().repr_instance(x, level)
 
@@ -32,7 +33,7 @@ _short = _Short()
 
 
 def short(value: Any) -> str:
-    """Return a repr of one line, at most about a hundred characters long."""
+    """Return a repr of one line with at most 100 characters."""
     try:
         text = " ".join(_short.repr(value).split())
     except Exception as exc:
@@ -41,7 +42,7 @@ def short(value: Any) -> str:
 
 
 def safe_repr(value: Any, most: int) -> str:
-    """Return the repr of an object, cut to ``most`` characters; its class if the repr raises."""
+    """Return the repr of an object, cut to ``most`` characters, or its class if the repr raises."""
     try:
         text = repr(value)
     except Exception as exc:
@@ -53,22 +54,25 @@ _PLAIN = frozenset((bool, bytes, complex, float, int, str, type(None)))
 
 
 def plain(value: Any) -> str:
-    """Return the same as `short`, without running code of the value's class."""
+    """Return the same as `short`, but run no code of the value's class."""
     if type(value) is tuple and all(type(part) in _PLAIN for part in value):
         return short(value)
     return short(value) if type(value) in _PLAIN else f"<{type(value).__name__}>"
 
 
 def note_item(exc: BaseException, item: Any, place: int = 0) -> None:
-    """Note in ``exc`` which item, at which place in its chunk, raised it.  Called in the worker."""
+    """Note in ``exc`` which item raised it, and the item's place in its chunk.
+
+    This runs in the worker.
+    """
     if type(exc).__setattr__ is not BaseException.__setattr__:
         return  # it may forbid attributes, and unpickling would then fail
-    # `add_note` is missing in Python 3.10, and calls `__setattr__`.
+    # `add_note` is missing in Python 3.10, and it calls `__setattr__`.
     notes = exc.__dict__.setdefault("__notes__", [])
     if not isinstance(notes, list) or len(notes) >= _MOST:
         return
     for i, note in enumerate(notes):
-        # Threads that raise one object: the caller could not tell the items apart.
+        # If threads raise the same object, the caller cannot distinguish the items.
         if isinstance(note, str) and note.startswith((_PLACE, _SEVERAL)):
             notes[i] = _SEVERAL
             return
@@ -76,12 +80,12 @@ def note_item(exc: BaseException, item: Any, place: int = 0) -> None:
 
 
 def without_places(text: str) -> str:
-    """Return the text of a traceback without notes that have a place instead of a number."""
+    """Return the text of a traceback without the notes that still have a place and no number."""
     return "".join(line for line in text.splitlines(True) if not line.startswith(_PLACE))
 
 
 def number_item(exc: BaseException, first: int, label: str) -> None:
-    """Replace the note's place by the item's number; ``first`` is the number of the first item."""
+    """Replace the note's place by the item's number.  ``first`` is the first item's number."""
     notes = exc.__dict__.get("__notes__")
     if not isinstance(notes, list):
         return

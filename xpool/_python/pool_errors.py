@@ -1,4 +1,4 @@
-"""The two errors that derive from `multiprocessing.pool`'s; import them from `xpool.errors`."""
+"""Two errors that derive from those of `multiprocessing.pool`.  Import them from `xpool.errors`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from xpool._python.base_error import XPoolError
 class ResultNotPicklable(XPoolError, MaybeEncodingError, PicklingError):  # type: ignore[misc]
     """The task ran, but its result or exception cannot be sent back.
 
-    A subclass of `pickle.PicklingError`, which executors raise.
-
-    ``exc`` and ``value`` are the reprs of the pickling error and of the value, as in
+    This is a subclass of `pickle.PicklingError`, which executors raise.  ``exc`` and ``value`` are
+    the reprs of the pickling error and of the value, as in
     `multiprocessing.pool.MaybeEncodingError`.
     """
 
@@ -26,10 +25,12 @@ class ResultNotPicklable(XPoolError, MaybeEncodingError, PicklingError):  # type
 
 
 class RemoteTraceback(_RemoteTraceback):  # type: ignore[misc]
-    """The traceback of the worker, as text: ``__cause__`` of a task's own exception.
+    """The worker's traceback as text.  It is the ``__cause__`` of a task's own exception.
 
-    Fields: ``text``; ``tb``, the text as printed, as in `multiprocessing.pool`; ``worker``, the
-    index of the worker if `run_all` raised the error, else None.
+    Attributes:
+        text: the traceback.
+        tb: the text as it is printed, as in `multiprocessing.pool`.
+        worker: the index of the worker if `run_all` raised the error, else None.
     """
 
     worker: int | None = None
@@ -40,7 +41,6 @@ class RemoteTraceback(_RemoteTraceback):  # type: ignore[misc]
 
     @property
     def tb(self) -> str:
-        """The text as it is printed."""
         where = "" if self.worker is None else f"In worker {self.worker}:\n"
         return f'\n"""\n{where}{self.text}"""'
 

@@ -1,7 +1,7 @@
 """Starts the process of a fork server, with the program's options of Python.
 
-The server reads its order from an anonymous file: other users can read the command line of a
-process, which here only tells that it is such a server.
+The server reads its code from an anonymous file, because other users can read the command line of a
+process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from xpool._python.interrupt import shielded
 
-# No garbage is collected during the imports: collecting takes milliseconds and finds none.
+# Garbage collection is off during the imports: it would take milliseconds and find nothing.
 _ORDER = (
     "import gc, sys; gc.disable(); sys.path[:] = {path!a}; "
     "from xpool._worker.server import main; "
@@ -36,10 +36,10 @@ _LETTERS = {
 
 
 def start(fd: int, *imports: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a server that gets requests on the descriptor ``fd``; its `main` gets ``imports``.
+    """Start a server that reads requests from the descriptor ``fd``.  Its `main` gets ``imports``.
 
     Raises:
-        OSError: no process can be started.
+        OSError: the process cannot be started.
     """
     lists = ", ".join(ascii(list(names)) for names in imports)
     order = _ORDER.format(path=search_path(), fd=fd, imports=lists, nice=_niceness())
@@ -52,7 +52,7 @@ def start(fd: int, *imports: Sequence[str]) -> subprocess.Popen[bytes]:
                 [sys.executable, *_options(), "-c", _COMMAND.format(fd=file)],
                 pass_fds=[fd, file],
                 stdin=subprocess.DEVNULL,
-                # As numbers: Popen then passes them on even if they are to be closed on exec.
+                # Given as numbers, so that Popen passes them on even if they have FD_CLOEXEC.
                 stdout=1 if is_open(1) else subprocess.DEVNULL,
                 stderr=2 if is_open(2) else subprocess.DEVNULL,
             )
@@ -69,7 +69,8 @@ def _options() -> list[str]:
 
 
 def credentials() -> tuple[object, ...]:
-    """Return what a process inherits and may be unable to change: user, groups, umask, niceness."""
+    """Return user, groups, umask and niceness.  A process inherits them, and may not be able to
+    change them."""
     with open("/proc/self/status", "rb") as file:
         facts = file.read().splitlines()
     names = b"Umask:", b"Uid:", b"Gid:", b"Groups:"
@@ -77,18 +78,18 @@ def credentials() -> tuple[object, ...]:
 
 
 def _niceness() -> int:
-    # Of the main thread: on Linux each thread has its own, and any thread may start a server.
+    # On Linux each thread has its own niceness.  The process id means that of the main thread.
     return os.getpriority(os.PRIO_PROCESS, os.getpid())
 
 
 def search_path() -> list[str]:
-    """Return the strings in `sys.path`; the interpreter ignores other objects in it."""
+    """Return the strings in `sys.path`.  The interpreter ignores other objects in it."""
     return [str(one) for one in sys.path if isinstance(one, str)]
 
 
 @shielded
 def occupy_streams() -> None:
-    """Open `os.devnull` as those of the descriptors 0 to 2 that the program has closed.
+    """Open `os.devnull` as each of the descriptors 0 to 2 that the program has closed.
 
     Otherwise a channel of the pool could get such a number, and printed text would go into it.
     """
@@ -100,7 +101,7 @@ def occupy_streams() -> None:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT while a process is started; the process unblocks it when it ignores it."""
+    """Block SIGINT while a process is started.  The process ignores SIGINT, then unblocks it."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

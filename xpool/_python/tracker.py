@@ -1,10 +1,10 @@
-"""Lets a worker use the program's resource tracker, as `multiprocessing`'s own pools do.
+"""Lets a worker use the program's resource tracker, as the pools of `multiprocessing` do.
 
 The tracker is a process of `multiprocessing` that unlinks named shared memory and semaphores when
-all its users have ended.  A worker with a tracker of its own would unlink memory that it has only
-attached to.  `multiprocessing` starts the program's tracker before the first child and passes it
-on: an additional Python process, which few programs need.  Here a worker asks its parent for the
-tracker when it first registers something, and the parent starts it then.
+all its users have ended.  If a worker had its own tracker, that would unlink memory to which the
+worker has only attached.  `multiprocessing` starts the program's tracker before the first child,
+but few programs need this additional process.  So a worker of xpool asks its parent for the tracker
+when it first registers a resource, and the parent starts the tracker then.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from xpool._python import at_fork
 
 
 def ask_now() -> None:
-    """Ask for the tracker, unless it was done.  For use before a fork: the child cannot ask."""
+    """Ask for the tracker, unless this was done.  Call this before a fork: a child cannot ask."""
     from multiprocessing.resource_tracker import _resource_tracker
 
-    _resource_tracker._fd  # type: ignore[attr-defined]  # noqa: B018 - asking is what it is for
+    _resource_tracker._fd  # type: ignore[attr-defined]  # noqa: B018 - the property asks
 
 
 class Borrowed(ResourceTracker):
-    """A tracker that asks for its descriptor (in `_fd`, in every Python) when it is first used."""
+    """A tracker that asks for its descriptor when `_fd` is first read.  Every Python uses `_fd`."""
 
-    _parent = -1  # the socket for the request; -1: the request was made
+    _parent = -1  # the descriptor of the socket for the request; -1: the request was made
     _ask: Callable[[socket.socket], int | None]
     _got: int | None = None
-    _forking = 0  # the id of the thread in `os.fork`
+    _forking = 0  # the id of the thread that is in `os.fork`
 
     @property
     def _fd(self) -> int | None:
         if self._forking == threading.get_ident():
-            return None  # for the class's own hook: see `become`
+            return None  # makes the hook of `multiprocessing` do nothing: see `become`
         if self._parent >= 0:
-            # Other processes with this socket may ask at the same time: the answers are equal.
-            # The socket object closes the copy, `_close` the original.
+            # Other processes may use this socket at the same time, because the answers are equal.
+            # The socket object closes the copy, and `_close` the original.
             with socket.socket(fileno=os.dup(self._parent)) as sock:
                 self._got = self._ask(sock)
             self._close()
@@ -60,18 +60,18 @@ class Borrowed(ResourceTracker):
     def become(cls, module: Any, parent: int, ask: Callable[[socket.socket], int | None]) -> None:
         """Make the tracker of `multiprocessing` ask for its descriptor when it is first used.
 
-        ``ask`` gets a socket, of the descriptor ``parent``, and returns the descriptor of the
-        program's tracker; after None, this process starts its own tracker.
+        ``ask`` gets a socket made of the descriptor ``parent``, and returns the descriptor of the
+        program's tracker.  If it returns None, this process starts its own tracker.
         """
         tracker = module._resource_tracker
-        # A property is a data descriptor: it has priority over `_fd` in the instance's dict.
+        # The class's property takes priority over `_fd` in the instance's dict.
         tracker.__class__ = cls
         tracker._parent, tracker._ask = parent, ask
         if hasattr(module, "_fork_intent"):
-            # From Python 3.14 on, a child of `os.fork` closes its parent's tracker and starts its
-            # own, which would unlink memory that the child has only attached to.  A hook that
-            # `multiprocessing` has registered does it; it does nothing if `_fd` is None.  Hooks in
-            # a child run in the order of registration, so this one after that.
+            # From Python 3.14 on, a hook of `multiprocessing` closes the parent's tracker in a
+            # child of `os.fork`.  The child would start its own tracker, which would unlink memory
+            # to which the child has only attached.  The hook does nothing if `_fd` is None.
+            # Hooks of a child run in the order of registration, so this one runs after it.
             at_fork.at_fork(
                 before=lambda: setattr(tracker, "_forking", threading.get_ident()),
                 in_parent=lambda: setattr(tracker, "_forking", 0),

@@ -1,7 +1,7 @@
-"""Waits for another thread, in a way that stays correct if a signal handler raises at any moment.
+"""Waits for another thread.  This stays correct if a signal handler raises at any moment.
 
-Each waiter has a lock of its own: it puts the lock in a list and checks the result again.  The
-thread that completes the result first sets it ready, then releases the locks.  So one of the two
+Each waiter has its own lock: it puts the lock into a list and then checks the result again.  The
+thread that completes the result first sets it ready and then releases the locks.  So one of the two
 sees the other, and neither takes a shared lock that such a handler could leave locked.
 """
 
@@ -17,15 +17,16 @@ from typing import Any
 from xpool._python.interrupt import uninterrupted
 
 LOST_SIGNAL = 1.0
-"""Seconds after which a wait begins anew.  A signal that arrives after the interpreter has looked
-for signals, but before it waits, does not end the wait: Ctrl-C would have no effect."""
+"""Seconds after which a wait begins again.  Without this limit, Ctrl-C could have no effect: a
+signal does not end a wait if it arrives after the interpreter has checked for signals, but before
+the wait begins."""
 
 
 def deadline_of(timeout: float | None) -> float | None:
-    """Return the time of `time.monotonic` at which a wait ends; None: it has no end.
+    """Return the time of `time.monotonic` at which a wait ends, or None for a wait without limit.
 
     Raises:
-        TypeError: the timeout is no number.
+        TypeError: the timeout is not a number.
     """
     if timeout is None:
         return None
@@ -36,10 +37,10 @@ def deadline_of(timeout: float | None) -> float | None:
 
 
 class Waiters(list[Any]):
-    """The locks of the threads that wait for one thing; the module's docstring has the protocol."""
+    """The locks of the threads that wait for one result: see the module's docstring."""
 
     def wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until ``there()``, at most ``timeout`` seconds; return its last value."""
+        """Wait, at most ``timeout`` seconds, until ``there()`` is true.  Return its last value."""
         deadline = deadline_of(timeout)
         while not there():
             left = LOST_SIGNAL
@@ -47,7 +48,7 @@ class Waiters(list[Any]):
                 left = min(deadline - time.monotonic(), LOST_SIGNAL)
                 if left <= 0:
                     return False
-            # A new lock for each turn: the last one may have been released late.
+            # Each turn needs a new lock, because the last one may be released late.
             lock = threading.Lock()
             lock.acquire()
             # Register before checking, so that a wake between the two is not lost.
@@ -61,7 +62,7 @@ class Waiters(list[Any]):
 
     @contextlib.contextmanager
     def listening(self, bell: Any) -> Iterator[None]:
-        """Let the next `wake` call ``bell.release()``, in the thread that calls `wake`."""
+        """Make the next `wake` call ``bell.release()``, in the thread that calls `wake`."""
         self.append(bell)
         try:
             yield
@@ -69,18 +70,17 @@ class Waiters(list[Any]):
             self._remove(bell)
 
     def _remove(self, lock: Any) -> None:
-        if self:  # `wake` has removed it otherwise
-            with contextlib.suppress(ValueError):  # `wake` removes it just now
+        if self:  # else `wake` has removed it
+            with contextlib.suppress(ValueError):  # `wake` may remove it at the same time
                 self.remove(lock)
 
     def wake(self) -> None:
-        """Let all waiters check again."""
-        # `copy` locks the list also without the interpreter lock, which orders it after the
-        # caller's store.
+        """Make all waiters check again."""
+        # `copy` locks the list, even without the interpreter lock.  So the caller's store comes
+        # before it.
         while self.copy():
             try:
-                # Removed, so that a waiter that has not run yet is not woken again.
-                self.pop().release()
+                self.pop().release()  # removed, so that a waiter is not woken twice
             except (IndexError, RuntimeError):
                 continue  # another thread has woken it, or the event loop of a bell has ended
 
@@ -98,33 +98,32 @@ class Flag:
         return self._on
 
     def set(self) -> None:
-        """Set the flag; it is never cleared."""
-        # Set before waking: woken waiters check it.
+        """Set the flag.  Nothing clears it."""
+        # Set before waking, because woken waiters check it.
         self._on = True
         self._waiters.wake()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, at most ``timeout`` seconds (None: no limit); return `is_set`."""
+        """Wait until the flag is set, at most ``timeout`` seconds if given.  Return `is_set`."""
         return self._waiters.wait(self.is_set, timeout)
 
 
 class TaskQueue:
-    """A queue for threads: the thread that has waited shortest gets the next item.
+    """A queue for threads: the thread that has begun to wait last gets the next item.
 
-    Its caches are warm.  With `queue.SimpleQueue` the threads take turns: a caller that waits for
-    each answer would wake another thread each time.
+    This thread's caches are warm.  With `queue.SimpleQueue` the threads take turns, so a caller
+    that waits for each answer would wake another thread each time.
 
-    Items of ``first`` are taken before those of ``last``; each is in the order of its puts.
+    Items of ``first`` are taken before those of ``last``, and each of these in the order of puts.
     """
 
     def __init__(self) -> None:
         self.first: deque[Any] = deque()
         self.last: deque[Any] = deque()
-        self._idle: list[Any] = []  # locks of the threads that wait
+        self._idle: list[Any] = []  # the locks of the waiting threads
 
     @uninterrupted
     def put(self, item: Any, last: bool = False) -> None:
-        """Append an item to ``first`` or ``last``."""
         (self.last if last else self.first).append(item)
         self._wake_one()
 
@@ -135,19 +134,20 @@ class TaskQueue:
 
     @uninterrupted
     def _wake_one(self) -> None:
-        # No signal handler may raise between the two calls: a thread whose lock is removed, but not
-        # released, waits for ever.
+        # No signal handler may raise between the two calls: if a lock is removed, but not released,
+        # its thread waits for ever.
         try:
             self._idle.pop().release()
         except IndexError:
             return  # no thread waits
 
     def get(self) -> Any:
-        """Remove and return the next item; wait for one.  For threads without signal handlers."""
+        """Wait for the next item, remove and return it.  The main thread must not call this,
+        because signal handlers run in it."""
         first, last, idle = self.first, self.last, self._idle
         lock: Any = None
         while True:
-            # No check before: another thread may take the item between check and take.
+            # A check before would not help, because another thread may take the item after it.
             try:
                 return first.popleft()
             except IndexError:
@@ -158,15 +158,15 @@ class TaskQueue:
             if lock is None:
                 lock = threading.Lock()
                 lock.acquire()
-            # Register before checking; `put` appends before it looks for a waiter.  So one of the
-            # two sees the other.
+            # This thread registers before it checks, and `put` appends before it looks for a
+            # waiter.  So one of the two sees the other.
             idle.append(lock)
             if first or last:
                 try:
                     idle.remove(lock)
                     continue
                 except ValueError:
-                    pass  # `put` has removed the lock and releases it
+                    pass  # `put` has removed the lock and will release it
             lock.acquire()
 
     def get_nowait(self) -> Any:

@@ -1,4 +1,4 @@
-"""A value for each worker, in a process that may have several workers as threads."""
+"""A value for each worker, for processes that may have several workers as threads."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# Needs no lock: set before the workers' threads start, and never reset.
-_shared = False
+_shared = False  # needs no lock: set before the workers' threads start, and never reset
 
 
 def share_process() -> None:
-    """Note that this process has several workers, each a thread."""
+    """Record that this process has several workers, each of which is a thread."""
     global _shared
     _shared = True
 
@@ -22,10 +21,10 @@ def process_is_shared() -> bool:
 
 
 class WorkerLocal(Generic[T]):
-    """A value of this thread, or else of the process.
+    """A value of this thread or, if it has none, of the process.
 
-    If the process is one worker, threads that a task starts get the same value.  If it has several
-    workers, such threads have no value.
+    If the process is one worker, threads that a task starts get the worker's value.  If it has
+    several workers, such threads have no value.
     """
 
     def __init__(self) -> None:
@@ -33,12 +32,12 @@ class WorkerLocal(Generic[T]):
         self._local = threading.local()
 
     def get(self) -> T | None:
-        """Return the value of this thread's worker; None: it has none."""
+        """Return the value of this thread's worker, or None."""
         one: T | None = getattr(self._local, "one", None)
         return self._process if one is None else one
 
     def set(self, one: T | None, *, thread: bool = False) -> None:
-        """Set the value of this worker, or with ``thread`` of this thread alone."""
+        """Set the value of this worker or, with ``thread``, only of this thread."""
         if thread or _shared:
             self._local.one = one
         else:
