@@ -1,6 +1,6 @@
-"""Nested structures of tensors, arrays and buffers with common memory; what must arrive of them.
+"""Nested structures of tensors, arrays and buffers that may share memory; how to compare them.
 
-Also used in a worker: `fingerprint` says there what came, before it is sent back.
+A task uses `fingerprint` too, to describe a structure before it sends it back.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 TORCH = ["float32", "float64", "int16", "uint8", "bfloat16", "float8_e4m3fn", "complex64"]
 TORCH = [name for name in [*TORCH, "uint16", "uint32"] if hasattr(torch, name)]
 NUMPY = ["<f4", ">f4", "<i8", "u1", "<c8", "<M8[s]", "S3", "<U1", "V5", [("a", "<i2"), ("b", "u1")]]
-SIZES = [16, 48, 240, 150_000]  # bytes of a memory; the last is sent beside the pickle
+SIZES = [16, 48, 240, 150_000]  # sizes in bytes; the last one is sent outside the pickle
 
 
 class Sub(torch.Tensor):  # type: ignore[misc]
-    """A tensor of a class that adds nothing but itself."""
+    """A subclass of Tensor without any code."""
 
 
 class SubArray(np.ndarray):  # type: ignore[type-arg]
-    """An array of a class that adds nothing but itself."""
+    """A subclass of ndarray without any code."""
 
 
 @dataclasses.dataclass
@@ -39,7 +39,7 @@ class Pair:
 
 
 def leaves(obj: Any) -> Iterator[Any]:
-    """All that is not a container, in order; functions are containers of what they close over."""
+    """Yield all objects that are not containers, in order; a function contains its closure."""
     if isinstance(obj, (list, tuple)) and not isinstance(obj, torch.Size):
         for one in obj:
             yield from leaves(one)
@@ -58,7 +58,7 @@ def leaves(obj: Any) -> Iterator[Any]:
 
 
 def parts(leaf: Any) -> list[Any]:
-    """The dense tensors and arrays that a leaf is made of, bare."""
+    """Return the dense tensors and arrays that make up a leaf, without their subclasses."""
     if isinstance(leaf, torch.Tensor):
         bare = torch.Tensor._make_subclass(torch.Tensor, leaf)
         if bare.is_mkldnn:
@@ -83,7 +83,7 @@ def parts(leaf: Any) -> list[Any]:
 
 
 class _Bytes:
-    """The memory of a dense tensor or array, for numpy to look at."""
+    """Gives numpy the memory of a dense tensor or array."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
@@ -100,20 +100,20 @@ class _Bytes:
 
 
 def memory(part: Any) -> Any:
-    """Every byte of every element, to read and write, as an array of one axis more."""
+    """Return all bytes of all elements as a writable array with one more axis."""
     if 0 in part.shape or not part.nbytes:
         return np.empty(0, np.uint8)
     return np.asarray(_Bytes(part))
 
 
 def ties(obj: Any) -> list[list[int]]:
-    """For each dense part of each leaf, which of them a write to it changes."""
+    """For each dense part of each leaf, return the parts that a write to it changes."""
     memories = [memory(part) for leaf in leaves(obj) for part in parts(leaf)]
     found = []
     for one in memories:
         before = [other.tobytes() for other in memories]
         saved = one.copy()
-        one[...] = 255  # nothing that is drawn has such a byte
+        one[...] = 255  # no drawn structure has this byte
         found.append([j for j, other in enumerate(memories) if other.tobytes() != before[j]])
         one[...] = saved
     return found
@@ -123,7 +123,7 @@ def ties(obj: Any) -> list[list[int]]:
 
 
 def facts(leaf: Any) -> Any:
-    """What must be equal of a leaf before and after a trip, its memory and strides apart."""
+    """Return all that must stay equal in a leaf, except memory and strides."""
     if isinstance(leaf, torch.Tensor):
         quant = ""
         if leaf.is_quantized:
@@ -146,20 +146,20 @@ def facts(leaf: Any) -> Any:
 
 
 def fingerprint(obj: Any) -> list[Any]:
-    """What must be equal of a structure before and after a trip."""
+    """Return all that must stay equal in a structure."""
     found: list[Any] = []
     seen: list[Any] = []
     for leaf in leaves(obj):
         first = next((i for i, one in enumerate(seen) if one is leaf), len(seen))
         seen.append(leaf)
-        # Long ones as digests: this travels back from a worker.
+        # Digests keep the worker's answer short.
         digests = [hashlib.md5(memory(part).tobytes()).hexdigest() for part in parts(leaf)]
         found.append((first, facts(leaf), digests))
     return [*found, ties(obj)]
 
 
 def shared(sent: Any, back: Any) -> bool:
-    """Whether each dense part of the one has the very memory of its like in the other."""
+    """Whether corresponding dense tensors of both structures have the same memory."""
     ones = [part for leaf in leaves(sent) for part in parts(leaf) if torch.is_tensor(part)]
     twos = [part for leaf in leaves(back) for part in parts(leaf) if torch.is_tensor(part)]
     pairs = [(one, two) for one, two in zip(ones, twos, strict=True) if one.numel()]
@@ -167,7 +167,7 @@ def shared(sent: Any, back: Any) -> bool:
 
 
 def strides_lost(sent: Any, back: Any) -> list[Any]:
-    """The parts that have not the strides that they had, where that is promised."""
+    """Return the parts that lost their strides although the strides are promised."""
     lost = []
     names = [(id(leaf), i) for leaf in leaves(sent) for i, _ in enumerate(parts(leaf))]
     tied = [{names[index] for index in row} for row in ties(sent)]
@@ -185,7 +185,7 @@ def strides_lost(sent: Any, back: Any) -> list[Any]:
         itemsize = one.element_size() if isinstance(one, torch.Tensor) else one.itemsize
         own, span = own * itemsize, span - 1 + itemsize
         kept = len(tied[index]) > 1 or span <= own * (4 if isinstance(one, torch.Tensor) else 1)
-        # The stride of an axis of length 1 means nothing to numpy.
+        # numpy ignores the stride of an axis of length 1.
         least = -1 if isinstance(one, torch.Tensor) else 1
         differ = [
             n for n, a, b in zip(one.shape, steps, found, strict=True) if a != b and n > least
@@ -196,7 +196,7 @@ def strides_lost(sent: Any, back: Any) -> list[Any]:
 
 
 def echo(obj: Any) -> tuple[Any, list[Any]]:
-    """A task: give back what came, and say what it was."""
+    """A task: return the object and its fingerprint in the worker."""
     return obj, fingerprint(obj)
 
 
@@ -210,7 +210,7 @@ def _bytes(size: int) -> Any:
 
 
 def _memory(draw: Draw) -> tuple[Any, Any]:
-    """Common memory, as torch and as numpy see it."""
+    """Draw a memory, as a tensor and as an array."""
     data = _bytes(draw(st.sampled_from(SIZES)))
     tensor = torch.from_numpy(data)
     if draw(st.booleans()):
@@ -220,7 +220,7 @@ def _memory(draw: Draw) -> tuple[Any, Any]:
 
 
 def _steps(draw: Draw, room: int, least: int) -> tuple[list[int], list[int], int]:
-    """Lengths, steps and offset that stay within ``room`` elements."""
+    """Draw lengths, steps and offset that stay within ``room`` elements."""
     shape, steps = [], []
     low = high = 0
     count = 1
@@ -305,7 +305,8 @@ OTHERS: list[Callable[[], Any]] = [
 
 @st.composite
 def structures(draw: Draw, arrays: bool = True) -> Any:
-    """Tensors, arrays and others, some of them in common memory, in containers and closures."""
+    """Draw containers and closures of tensors, arrays and other objects, some with common
+    memory."""
     memories = [_memory(draw) for _ in range(draw(st.integers(1, 3)))]
     items: list[Any] = []
     for _ in range(draw(st.integers(1, 7))):

@@ -1,4 +1,4 @@
-"""A receiving process for the tests of a module, and a way to run a program's ``__main__``."""
+"""Fixtures: a receiving process, and a function that runs programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def run_program(tmp_path: Path) -> Callable[..., str]:
-    """Run a program's source as a file, from stdin, by ``-c`` or by ``-m``; return its output."""
+    """Run a program from a file, from stdin, by ``-c`` or by ``-m``; return its output."""
 
     def run(source: str, how: str = "file") -> str:
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}

@@ -1,4 +1,4 @@
-"""Another process that takes pickled calls, as a worker does: for tests of what arrives there."""
+"""A process that receives pickled calls, as a worker does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZE = struct.Struct("<Q")
 
 
 class Receiver:
-    """A fresh interpreter; a replica, as workers are."""
+    """A fresh interpreter in a worker's role."""
 
     def __init__(self) -> None:
         where = main.main_location() if main.main_is_importable() else None
@@ -31,7 +31,7 @@ class Receiver:
         )
 
     def send(self, message: bytes) -> Any:
-        """Have an encoded ``(function, args)`` called there; return or raise what came of it."""
+        """Let the process call an encoded ``(function, args)``; return or raise its outcome."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(_SIZE.pack(len(message)) + message)
@@ -70,7 +70,7 @@ def _read(file: Any) -> bytearray | None:
 
 
 def serve(where: tuple[str, str] | None) -> None:
-    """What runs in the other process."""
+    """Receive and run calls in the other process."""
     from xpool._worker import main_module
 
     source, sink = sys.stdin.buffer, sys.stdout.buffer

@@ -1,4 +1,4 @@
-"""A script that imports pandas: tasks that do not use it do not wait for its import."""
+"""A script that imports pandas: tasks that do not use pandas do not import it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ SCRIPT = """
 
 
 def test_a_task_gets_what_it_uses_of_pandas(tmp_path: Path):
-    """In a default, a base, a global, an argument, with the settings of the script's top."""
+    """A task finds pandas in defaults, bases, globals and arguments, with the script's settings."""
     pytest.importorskip("pandas", reason="pandas is not installed")
     path = scripts.write(tmp_path / "script.py", SCRIPT)
     assert scripts.run_ok([path]).splitlines() == [

@@ -1,4 +1,4 @@
-"""Any structure of tensors, arrays and buffers arrives as it was, its common memory included."""
+"""Structures of tensors, arrays and buffers arrive unchanged, with their common memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FEW = settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 
 @pytest.fixture(scope="module")
 def share() -> Iterator[Layout]:
-    """Share mode, in this process."""
+    """The layout of share mode in this process."""
     arena = Arena.own()
     if arena is None:
         pytest.skip("there is no shared memory here")
@@ -48,7 +48,7 @@ def share() -> Iterator[Layout]:
 
 def check(sent: Any, back: Any, before: list[Any]) -> None:
     assert anything.fingerprint(back) == before
-    assert anything.fingerprint(sent) == before, "what was sent has changed"
+    assert anything.fingerprint(sent) == before, "the sent object has changed"
     assert not anything.strides_lost(sent, back)
 
 
@@ -56,7 +56,7 @@ def check(sent: Any, back: Any, before: list[Any]) -> None:
 @THOROUGH
 @given(sent=anything.structures())
 def test_encode_and_dumps(sent: Any) -> None:
-    """Through a message, in place and copied, and through a plain pickle."""
+    """The trip through a message, in place and copied, and through a plain pickle."""
     before = anything.fingerprint(sent)
     message = encode(sent)
     check(sent, decode(message), before)
@@ -71,7 +71,7 @@ def test_encode_and_dumps(sent: Any) -> None:
 @THOROUGH
 @given(sent=anything.structures(arrays=False))
 def test_shared(share: Layout, sent: Any) -> None:
-    """In share mode what arrives is the same memory: first sent, sent again, and sent on."""
+    """In share mode the received tensor has the same memory, also if sent again or passed on."""
     before = anything.fingerprint(sent)
     for _ in range(2):
         message = encode(sent, layout=share)
@@ -89,8 +89,8 @@ def test_shared(share: Layout, sent: Any) -> None:
 
 @FEW
 @given(sent=anything.structures())
-def test_arrays_beside_what_is_shared(share: Layout, sent: Any) -> None:
-    """Arrays arrive as copies, with the values that they had; so do they where tensors moved."""
+def test_arrays_in_share_mode(share: Layout, sent: Any) -> None:
+    """In share mode arrays arrive as copies with their values, also when tensors move."""
     values = [fact[1:] for fact in anything.fingerprint(sent)[:-1]]
     back = decode(encode(sent, layout=share))
     for obj in (back, sent):
@@ -100,8 +100,8 @@ def test_arrays_beside_what_is_shared(share: Layout, sent: Any) -> None:
 
 @FEW
 @given(sent=anything.structures())
-def test_beside_what_dill_does(sent: Any) -> None:
-    """The same through dill's pickler."""
+def test_with_dill(sent: Any) -> None:
+    """The trip through dill's pickler."""
     before = anything.fingerprint(sent)
     back, _ = decode(encode((sent, {1: 2}.keys())))
     check(sent, back, before)
@@ -109,8 +109,8 @@ def test_beside_what_dill_does(sent: Any) -> None:
 
 @FEW
 @given(sent=anything.structures())
-def test_on_and_on(sent: Any) -> None:
-    """What has arrived is sent on as well as what was made here."""
+def test_sent_on_repeatedly(sent: Any) -> None:
+    """A received structure can be sent on."""
     before = anything.fingerprint(sent)
     back = sent
     for _ in range(3):
@@ -122,7 +122,7 @@ def test_on_and_on(sent: Any) -> None:
 @pytest.fixture(scope="module", params=["copy", "share"])
 def pool(request: pytest.FixtureRequest, warm: None) -> Iterator[Any]:
     with Pool(1, is_copy_tensor=request.param == "copy") as one:
-        # Until the worker runs, and its log records are read: no test is charged with it.
+        # The worker runs and its log is read before the leak check.
         one.apply(anything.echo, (1,))
         one.apply(logging.getLogger("tests").error, ("begin",))
         reader = f"{one.name}-logs"
@@ -135,7 +135,7 @@ def pool(request: pytest.FixtureRequest, warm: None) -> Iterator[Any]:
 @FEW
 @given(data=st.data())
 def test_through_a_pool(pool: Any, data: Any) -> None:
-    """To a worker and back: right there, and right here again."""
+    """The structure is the same in the worker and after its return."""
     copies = pool._options.is_copy_tensor
     sent = data.draw(anything.structures(arrays=copies))
     before = anything.fingerprint(sent)
@@ -164,7 +164,7 @@ def places(start: int, axes: list[tuple[int, int]], itemsize: int) -> set[int]:
 @settings(max_examples=500, deadline=None)
 @given(LAYOUTS, LAYOUTS)
 def test_alias(one: Any, two: Any) -> None:
-    """Whether two layouts have a byte in common is found out as a look at each byte would."""
+    """`alias` finds common bytes as comparing every byte does."""
     found, sets = [], []
     for start, axes, itemsize in (one, two):
         lengths, steps = [n for n, _ in axes], [step for _, step in axes]
@@ -172,13 +172,13 @@ def test_alias(one: Any, two: Any) -> None:
         sets.append(places(start, axes, itemsize))
         low, high, gaps = found[-1]
         assert (low, high) == (min(sets[-1]), max(sets[-1]) + 1)
-        if not gaps:  # they may have gaps if the elements, each counted, fill the range
+        if not gaps:  # if the elements fill the range, gaps are harmless
             sets[-1] = set(range(low, high))
     assert extents.alias(*found) == bool(sets[0] & sets[1])
 
 
 def test_alias_gives_up() -> None:
-    """A search that would take long is not finished: then they count as aliases."""
+    """If a search takes too long, `alias` returns True."""
     axes = tuple((7 + 2 * i, 60) for i in range(6))
     stop = 1 + sum(step * (length - 1) for step, length in axes)
     assert extents.alias((1, stop + 1, axes), (2, stop + 2, axes))

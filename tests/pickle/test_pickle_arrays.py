@@ -1,4 +1,4 @@
-"""Arrays of numpy and of others, and the standard library's buffers."""
+"""Arrays of numpy and other libraries, and buffers of the standard library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trip(obj: Any) -> Any:
 
 
 def trips(obj: Any) -> list[Any]:
-    """In place, copied, from a plain pickle, and beside something for dill's pickler."""
+    """In place, copied, from a plain pickle, and by dill's pickler."""
     message = encode(obj)
     by_dill = decode(encode((obj, {1: 2}.keys())))[0]
     return [decode(bytearray(message)), decode(message), loads(dumps(obj)), by_dill]
@@ -40,7 +40,7 @@ RECORD = [("a", "<i4"), ("b", ">f8", (2,)), ("c", [("d", "S3")])]
     "kind", [*DTYPES, RECORD, np.dtype([("a", "u1"), ("b", "f8")], align=True)]
 )
 def test_dtypes(kind: Any, size: int) -> None:
-    """Every dtype, of either byte order, arrives the same and writable."""
+    """Every dtype of either byte order arrives unchanged and writable."""
     dtype = np.dtype(kind)
     raw = (np.arange(size * dtype.itemsize) % 2).astype(np.uint8)
     one = np.frombuffer(raw, dtype) if size else np.empty(0, dtype)
@@ -71,7 +71,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_strides(name: str) -> None:
-    """Where no element is missing between, strides are kept; repeated ones are sent once."""
+    """Strides without gaps are kept, and repeated elements are sent once."""
     one = SHAPES[name]()
     for back in trips(one):
         assert (back == one).all()
@@ -81,7 +81,7 @@ def test_strides(name: str) -> None:
 
 
 def test_gaps() -> None:
-    """Between elements that are apart nothing is sent, and nothing is between them there."""
+    """Bytes between elements are not sent, and the received array has none."""
     x = np.arange(60_000).reshape(300, 200)
     for one in (x[:, ::2], x[::-3, 5], x.T[::2], x[:, :1], x["i4"] if x.dtype.names else x[1:, 1:]):
         assert len(encode(one)) < one.nbytes + 500
@@ -93,7 +93,7 @@ def test_gaps() -> None:
 
 @pytest.mark.parametrize("size", [4, BIG])
 def test_read_only(size: int) -> None:
-    """A read-only array arrives read-only; it is the receiver's to change that."""
+    """A read-only array arrives read-only, and the receiver may make it writable."""
     one = np.arange(size)
     one.flags.writeable = False
     for back in trips(one):
@@ -107,7 +107,7 @@ def test_read_only(size: int) -> None:
 
 @pytest.mark.parametrize("size", [40, BIG])
 def test_views_of_one_array(size: int) -> None:
-    """Views that overlap stay views of one memory; others send their own elements alone."""
+    """Overlapping views share memory after the trip; other views send their own elements."""
     x = np.arange(4 * size).reshape(4, size)
     for group in ([x, x[1]], [x[1], x], [x[:2], x[1:3]], [x[:, ::2], x], [x.T, x[2, ::-1]]):
         back = trip(group)
@@ -124,7 +124,7 @@ def test_views_of_one_array(size: int) -> None:
 
 
 def test_views_of_a_record() -> None:
-    """Fields of one array stay its fields."""
+    """Fields of one record array still share its memory."""
     x = np.zeros(5, [("a", "i4"), ("b", "f8")])
     back, a, b = trip([x, x["a"], x["b"]])
     back["a"][:] = 1
@@ -134,7 +134,7 @@ def test_views_of_a_record() -> None:
 
 
 def test_of_objects() -> None:
-    """Arrays of Python objects, also with themselves among these."""
+    """Arrays of Python objects arrive, also one that contains itself."""
     one = np.array([1, "a", None, [2]], dtype=object)
     one[2] = one
     back = trip(one)
@@ -149,7 +149,7 @@ def test_of_objects() -> None:
 
 
 class Units(np.ndarray):  # type: ignore[type-arg]
-    """The class of numpy's own example: an attribute that views inherit."""
+    """numpy's documented example: views inherit an attribute."""
 
     unit: Any
 
@@ -158,7 +158,7 @@ class Units(np.ndarray):  # type: ignore[type-arg]
 
 
 class OwnWay(np.ndarray):  # type: ignore[type-arg]
-    """Pickles itself, as classes had to for their attributes."""
+    """Pickles itself to keep an attribute."""
 
     def __reduce__(self) -> Any:
         function, args, state = super().__reduce__()
@@ -170,7 +170,7 @@ class OwnWay(np.ndarray):  # type: ignore[type-arg]
 
 
 def test_subclasses() -> None:
-    """Class and attributes; ways of their own are used."""
+    """Subclasses keep their class and attributes, and their own pickling is used."""
     for size in (3, BIG):
         one = np.arange(size).view(Units)
         one.unit = "m"
@@ -192,7 +192,7 @@ def test_subclasses() -> None:
 
 
 def test_masked() -> None:
-    """Masked arrays: mask, fill value, hard mask; large ones beside the pickle."""
+    """Masked arrays keep mask, fill value and hard mask; large ones are sent outside the pickle."""
     one = np.ma.masked_array(np.arange(BIG), np.arange(BIG) % 3 == 0, fill_value=-7, hard_mask=True)
     assert encode(one)[0] == frame.FRAMED
     for back in trips(one):
@@ -211,7 +211,7 @@ def test_masked() -> None:
 
 
 def test_mapped(tmp_path: Path) -> None:
-    """A memory-mapped file arrives as an array of its values."""
+    """A memory-mapped array arrives as an ordinary array."""
     one = np.memmap(tmp_path / "file", "f4", "w+", shape=(100, 200))
     one[:] = 3
     back, seen = trip([one, one[1]])
@@ -223,8 +223,8 @@ def test_mapped(tmp_path: Path) -> None:
     del one
 
 
-def test_scalars_and_the_rest() -> None:
-    """Scalars, dtypes and generators."""
+def test_scalars_dtypes_and_generators() -> None:
+    """Scalars, dtypes and generators arrive unchanged."""
     small = [np.float32(1.5), np.datetime64("2020-01-02"), np.bool_(True), np.str_("x")]
     back = trip(small)
     assert back == small
@@ -240,7 +240,7 @@ def test_scalars_and_the_rest() -> None:
 
 
 def test_with_torch() -> None:
-    """A tensor and an array of the same memory stay that."""
+    """A tensor and an array of the same memory still share it."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     for size in (5, BIG):
         x = np.arange(float(size))
@@ -255,7 +255,7 @@ def test_with_torch() -> None:
 
 @pytest.mark.parametrize("size", [0, 10, 200_000])
 def test_bytes(size: int) -> None:
-    """bytes, bytearray, array.array: values and types; what can be written to is."""
+    """bytes, bytearray and array.array keep values, types and writability."""
     for one in (bytes(size), bytearray(size), array.array("d", bytes(size // 8 * 8))):
         for back in trips(one):
             assert back == one
@@ -266,7 +266,7 @@ def test_bytes(size: int) -> None:
 
 
 def test_memoryviews() -> None:
-    """A memoryview arrives as one, of its own elements, read-only where it is."""
+    """A memoryview arrives as a memoryview of its elements, and read-only stays read-only."""
     big = bytearray(range(250)) * 1000
     views = [memoryview(big), memoryview(big)[10:20], memoryview(big)[::50], memoryview(b"abc")]
     views += [memoryview(bytearray(48)).cast("d", (3, 2)), memoryview(bytearray(0))]
@@ -283,8 +283,8 @@ def test_memoryviews() -> None:
         encode([memoryview(np.zeros(3, ">i4"))])
 
 
-def test_short_pickles_are_pickles() -> None:
-    """What is written without a pickler is read by any unpickler, and says the same."""
+def test_short_messages_are_pickles() -> None:
+    """Any unpickler can load a message that was written without a pickler."""
     one = np.arange(12.0).reshape(3, 4)
     for data in (encode(one), dumps(one), dumps([one])):
         back = pickle.loads(data)
@@ -298,7 +298,7 @@ def test_short_pickles_are_pickles() -> None:
 
 
 def test_arrow() -> None:
-    """Arrow's buffers, arrays and tables go beside the pickle by protocol 5."""
+    """Arrow's buffers, arrays and tables are sent outside the pickle by protocol 5."""
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     buffer = pa.py_buffer(bytes(range(200)) * 1000)
     column = pa.array([*range(BIG), None])
@@ -312,7 +312,7 @@ def test_arrow() -> None:
 
 
 def test_pandas() -> None:
-    """Frames arrive equal and writable, their columns beside the pickle."""
+    """Frames arrive equal and writable, with their columns outside the pickle."""
     pd = pytest.importorskip("pandas", reason="pandas is not installed")
     one = pd.DataFrame({"a": np.arange(BIG), "b": np.arange(float(BIG)), "c": ["x"] * BIG})
     one["d"] = pd.Categorical(one["c"])

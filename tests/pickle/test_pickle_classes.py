@@ -1,4 +1,4 @@
-"""Classes that have no importable name keep their identity: here and in another process."""
+"""Classes without an importable name keep their identity, here and in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from xpool.pickle import decode, dumps, encode
 
 
 def again(obj: Any) -> Any:
-    """There and back within this process."""
+    """A round trip within this process."""
     plain = pickle.loads(dumps(obj))
     assert type(plain) is type(obj)
     return decode(encode(obj))
@@ -35,7 +35,7 @@ def again(obj: Any) -> Any:
 
 @pytest.fixture
 def forgotten() -> Iterator[Callable[[Any], Any]]:
-    """Load as a process does that has never seen the classes."""
+    """Load as in a process that does not know the classes."""
     saved = registry._by_id.copy(), registry._by_token.copy()
 
     def load(obj: Any) -> Any:
@@ -430,9 +430,9 @@ CHECKS: dict[Callable[[], Any], Callable[[Any], bool]] = {
 
 @pytest.mark.parametrize("make", CHECKS, ids=lambda make: make.__name__)
 def test_class_keeps_identity(make: Callable[[], Any]) -> None:
-    """An instance of a local class comes back as an instance of that class."""
+    """An instance of a local class comes back as an instance of the same class."""
     one = make()
-    assert CHECKS[make](one), "the test itself"
+    assert CHECKS[make](one), "the check fails before the trip"
     back = again(one)
     assert type(back) is type(one)
     assert CHECKS[make](back)
@@ -441,7 +441,7 @@ def test_class_keeps_identity(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("make", CHECKS, ids=lambda make: make.__name__)
 def test_class_rebuilt(make: Callable[[], Any], forgotten: Callable[[Any], Any]) -> None:
-    """A process that does not know the class builds an equal one, once."""
+    """A process that does not know the class builds an equal one, only once."""
     one = make()
     first, second = forgotten((one, type(one)))
     assert type(first) is not type(one)
@@ -452,7 +452,7 @@ def test_class_rebuilt(make: Callable[[], Any], forgotten: Callable[[Any], Any])
 
 
 def test_classes_elsewhere(receiver: Receiver) -> None:
-    """In another process the class works, and what it sends back is of the class here."""
+    """The class works in another process, and returned objects have the class of this process."""
     for make, check in CHECKS.items():
         one = make()
         assert receiver.call(apply, check, one), make.__name__
@@ -461,17 +461,17 @@ def test_classes_elsewhere(receiver: Receiver) -> None:
         assert check(back), make.__name__
 
 
-def test_received_class_is_sent_on_as_it_came(
+def test_a_received_class_is_sent_on_unchanged(
     receiver: Receiver, forgotten: Callable[[Any], Any]
 ) -> None:
-    """The definition is not pickled anew by who received it."""
+    """A receiver passes on a class's original definition."""
     one = plain()
     message = encode(one)
     assert encode(forgotten(one)) == message
 
 
-def test_class_that_changed(receiver: Receiver) -> None:
-    """An attribute that was set, added or deleted since reaches the other process."""
+def test_a_changed_class(receiver: Receiver) -> None:
+    """A changed, added or deleted class attribute reaches the other process."""
 
     class Config:
         level = 1
@@ -492,8 +492,8 @@ def test_class_that_changed(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize("make", CHECKS, ids=lambda make: make.__name__)
-def test_class_of_any_kind_that_changed(receiver: Receiver, make: Callable[[], Any]) -> None:
-    """An attribute that was set since takes nothing away of what the kind of class brings."""
+def test_a_changed_class_of_any_kind(receiver: Receiver, make: Callable[[], Any]) -> None:
+    """For every kind of class, a later attribute does not damage the definition."""
     one = make()
     assert receiver.call(apply, CHECKS[make], one)
     try:
@@ -506,7 +506,7 @@ def test_class_of_any_kind_that_changed(receiver: Receiver, make: Callable[[], A
 
 
 def test_class_is_defined_once(receiver: Receiver) -> None:
-    """What Python itself notes in a class that is pickled is no change of its definition."""
+    """Using a class changes nothing in its definition."""
     for make in CHECKS:
         one = make()
         before = encode(one)
@@ -515,7 +515,7 @@ def test_class_is_defined_once(receiver: Receiver) -> None:
 
 
 def test_classes_are_not_kept_alive() -> None:
-    """Pickling a class does not keep it for ever."""
+    """Pickling a class does not keep it alive."""
     one = plain()
     ref = weakref.ref(type(one))
     encode(one)
@@ -527,7 +527,7 @@ def test_classes_are_not_kept_alive() -> None:
 
 
 def test_annotations_with_type_variables() -> None:
-    """A local type variable is one variable for all that names it."""
+    """A local type variable stays one object for all its uses."""
     T = typing.TypeVar("T", bound=int)
 
     def f(x: Any) -> Any:
@@ -539,13 +539,13 @@ def test_annotations_with_type_variables() -> None:
 
 
 class Late:
-    """Of a module whose reducers are registered when the first of its objects is pickled."""
+    """The reducer of its module is registered when its first object is pickled."""
 
     __module__ = "late"
 
 
 def test_a_class_that_holds_methods_of_its_own(receiver: Receiver) -> None:
-    """Bound class methods, and methods of its own instances, are bound to the same class there."""
+    """Methods that a class holds of itself are bound to the class in the other process."""
 
     class Base:
         @classmethod
@@ -579,8 +579,8 @@ def test_a_class_that_holds_methods_of_its_own(receiver: Receiver) -> None:
     assert same and text == "Own" and {type(each) for each in (*made, held)} == {Own}
 
 
-def test_registered_with_an_abstract_class_later(receiver: Receiver) -> None:
-    """What is registered with a class of the program's after it was sent, and outlives nothing."""
+def test_virtual_subclasses(receiver: Receiver) -> None:
+    """Virtual subclasses reach the other process, also those registered after the first trip."""
 
     class Shape(abc.ABC):  # noqa: B024 - its subclasses are virtual
         pass
@@ -589,7 +589,7 @@ def test_registered_with_an_abstract_class_later(receiver: Receiver) -> None:
         pass
 
     def look(one: Any) -> bool:
-        gc.collect()  # what only a registry holds is gone now
+        gc.collect()  # frees objects that only a registry holds
         return isinstance(one, Shape)
 
     assert not receiver.call(look, Round())
@@ -600,7 +600,7 @@ def test_registered_with_an_abstract_class_later(receiver: Receiver) -> None:
     class Late:
         pass
 
-    # `Late` came and went there with the definition of `Shape`, before its first instance came.
+    # The receiver got `Late` with `Shape` and dropped it before the first instance arrived.
     assert not receiver.call(look, 1)
     assert receiver.call(look, Late()) and receiver.call(look, Round())
     seen = weakref.ref(Late)
@@ -610,8 +610,8 @@ def test_registered_with_an_abstract_class_later(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict, list, bytearray])
-def test_class_attributes_that_are_changed_in_place(kind: Any, receiver: Receiver) -> None:
-    """A definition is that of the call, also where a container in it was changed in place."""
+def test_class_attributes_changed_in_place(kind: Any, receiver: Receiver) -> None:
+    """Containers in a class are pickled as they are at the time of the call."""
 
     class Settings:
         options = kind()
@@ -634,8 +634,8 @@ def test_class_attributes_that_are_changed_in_place(kind: Any, receiver: Receive
     assert receiver.call(look, Settings()) == (1, 1, 2)
 
 
-def test_reducers_are_there_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that comes while another registers a module's reducers waits for them."""
+def test_registering_reducers_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one thread is registering a module's reducers, other threads wait for it."""
     begun = threading.Event()
     answers: list[Any] = []
 
@@ -643,7 +643,7 @@ def test_reducers_are_there_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> 
         del reducers.LAZY["late"]
         begun.set()
         for _ in range(100):
-            time.sleep(0)  # let the other thread go on
+            time.sleep(0)  # lets the other thread run
         reducers.register(Late)(lambda pickler, obj: "reduced")
 
     def ask() -> None:
@@ -651,7 +651,7 @@ def test_reducers_are_there_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> 
         answers.append(reducers.reducer_override(None, Late()))
 
     monkeypatch.setitem(reducers.LAZY, "late", load)
-    monkeypatch.setitem(reducers.REDUCERS, Late, None)  # as it is after the test
+    monkeypatch.setitem(reducers.REDUCERS, Late, None)  # restores the missing entry after the test
     del reducers.REDUCERS[Late]
     others = [threading.Thread(target=ask) for _ in range(4)]
     for other in others:

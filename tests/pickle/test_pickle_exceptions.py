@@ -1,4 +1,4 @@
-"""Exceptions keep their class and attributes, whatever their class does."""
+"""Exceptions keep their class and attributes, whatever code their class has."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ EXAMPLES: list[BaseException] = [
 
 @pytest.mark.parametrize("exc", EXAMPLES, ids=lambda exc: type(exc).__name__)
 def test_same_exception(exc: BaseException) -> None:
-    """Class, args, text and attributes are kept; in a value too."""
+    """Class, args, text and attributes are kept, also if the exception is in a list."""
     for back in (trip(exc), decode(encode([exc]))[0]):
         assert type(back) is type(exc)
         assert back.args == exc.args
@@ -119,7 +119,7 @@ def test_same_exception(exc: BaseException) -> None:
 
 
 def test_local_class(receiver: Receiver) -> None:
-    """A local exception class with its own __init__ is caught by its class."""
+    """A local exception class with its own __init__ can be caught by its class."""
 
     class Local(Exception):
         def __init__(self, a: int, b: int) -> None:
@@ -136,8 +136,8 @@ def test_local_class(receiver: Receiver) -> None:
     assert "in fail" in str(info.value.__cause__)
 
 
-def test_unpicklable_attributes_are_left_out() -> None:
-    """They are dropped, the rest is kept."""
+def test_unpicklable_attributes_are_dropped() -> None:
+    """Unpicklable attributes are dropped, the others are kept."""
     exc = TwoArguments(1, "why")
     exc.lock = threading.Lock()  # type: ignore[attr-defined]
     exc.generator = (x for x in ())  # type: ignore[attr-defined]
@@ -151,14 +151,15 @@ def test_unpicklable_attributes_are_left_out() -> None:
 
 @pytest.mark.parametrize("exc", [BadReduce(1), RaisingReduce(1)], ids=["bad", "raising"])
 def test_bad_reduce(exc: BaseException) -> None:
-    """A __reduce__ that does not work is set aside."""
+    """If __reduce__ fails, it is not used."""
     back = trip(exc)
     assert type(back) is type(exc)
     assert back.args == (1,)
 
 
-def test_class_cannot_travel() -> None:
-    """Then it is a ResultNotPicklable that shows the exception and the traceback."""
+def test_an_exception_that_cannot_be_pickled() -> None:
+    """An exception that cannot be pickled becomes ResultNotPicklable with its repr and
+    traceback."""
     back = trip(Refusing("message"))
     assert type(back) is ResultNotPicklable
     assert "Refusing('message')" in str(back)
@@ -167,7 +168,7 @@ def test_class_cannot_travel() -> None:
 
 
 def test_repr_that_raises() -> None:
-    """Not even a bad repr is in the way."""
+    """An exception with a raising repr is shown by its class name."""
 
     class Rude(Refusing):
         def __repr__(self) -> str:
@@ -177,7 +178,7 @@ def test_repr_that_raises() -> None:
 
 
 def test_cause_from_a_nested_pool_is_not_lost() -> None:
-    """The text of the inner worker is in the text of the outer."""
+    """The traceback text of a nested pool's worker is in the outer text."""
     exc = ValueError(1)
     exc.__cause__ = RemoteTraceback("the inner text")
     back = trip(exc)
@@ -187,13 +188,13 @@ def test_cause_from_a_nested_pool_is_not_lost() -> None:
 
 
 HAS_GROUPS = sys.version_info >= (3, 11)
-with_groups = pytest.mark.skipif(not HAS_GROUPS, reason="notes and groups came with Python 3.11")
+with_groups = pytest.mark.skipif(not HAS_GROUPS, reason="notes and groups need Python 3.11")
 ExceptionGroup: Any = getattr(builtins, "ExceptionGroup", Exception)
 BaseExceptionGroup: Any = getattr(builtins, "BaseExceptionGroup", Exception)
 
 
 class Exits(ExceptionGroup):  # type: ignore[misc]
-    """Takes its exceptions first, and no message: what Python's documentation shows."""
+    """Takes exceptions and no message, as in Python's documentation."""
 
     def __new__(cls, errors: list[Exception], code: int) -> Any:
         self = super().__new__(Exits, f"exit code: {code}", errors)
@@ -205,7 +206,7 @@ class Exits(ExceptionGroup):  # type: ignore[misc]
 
 
 def outline(exc: Any) -> Any:
-    """Return all of an exception, and of those in it, that can be compared."""
+    """Return what can be compared of an exception and of its members."""
     notes = list(getattr(exc, "__notes__", ()))
     rest = {key: value for key, value in vars(exc).items() if key != "__notes__"}
     members = [outline(one) for one in getattr(exc, "exceptions", ())]
@@ -220,7 +221,7 @@ def noted(exc: Any, *notes: str) -> Any:
 
 @with_groups
 def test_notes_and_groups() -> None:
-    """Notes and the exceptions of a group are kept, at any depth, and in a value too."""
+    """Notes and members of a group are kept at any depth, also in a list."""
     exc = noted(TwoArguments(1, "why"), "a note", "another")
     assert trip(exc).__notes__ == ["a note", "another"]
     inner = noted(Exits([OSError(2, "not there"), exc], 3), "of the inner")
@@ -237,7 +238,7 @@ def test_notes_and_groups() -> None:
 
 @with_groups
 def test_a_local_group(receiver: Receiver) -> None:
-    """A subclass that is sent by value is caught by ``except*``'s rules: class, code, split."""
+    """A group of a local class is caught by ``except*`` with its class, code and notes."""
 
     class Local(ExceptionGroup):  # type: ignore[misc]
         def __init__(self, message: str, errors: Any, code: int = 0) -> None:
@@ -269,8 +270,8 @@ def test_a_local_group(receiver: Receiver) -> None:
 
 
 @with_groups
-def test_a_group_of_what_cannot_be_pickled() -> None:
-    """Its exceptions are kept as they would be alone; the others are not touched."""
+def test_a_group_with_unpicklable_members() -> None:
+    """Unpicklable members become what they become alone; the other members are kept."""
     exc = noted(TwoArguments(1, "why"), "a note")
     exc.generator = (x for x in ())
     group = Exits([exc, RaisingReduce(2), Refusing("message"), ValueError(3)], 4)
@@ -286,7 +287,7 @@ def test_a_group_of_what_cannot_be_pickled() -> None:
 
 
 def test_no_code_of_the_class_runs() -> None:
-    """Loading calls neither __init__ nor __new__ of the class."""
+    """Loading an exception calls neither __init__ nor __new__ of its class."""
     data = encode_exception(OwnNew(1, 2), "the text")
     OwnNew.__init__ = None  # type: ignore[assignment,method-assign]
     assert decode(data).b == 2

@@ -1,4 +1,4 @@
-"""Functions that have no importable name: here and in another process."""
+"""Functions without an importable name, here and in another process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xpool.pickle import decode, dumps, encode, loads, mark_static_module
 
 
 def again(obj: Any) -> Any:
-    """There and back within this process."""
+    """A round trip within this process."""
     plain = pickle.loads(dumps(obj))
     assert type(plain) is type(obj)
     return decode(encode(obj))
@@ -75,7 +75,7 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[Any, ...], Any]] = {
     "recursive": (fibonacci, (10,), 55),
     "mutually recursive": (lambda: even_and_odd()[0], (8,), True),
     "decorated": (lambda: decorated, (1,), [1]),
-    "what a decorator wraps": (lambda: decorated.__wrapped__, (1,), 1),  # type: ignore[attr-defined]
+    "wrapped function": (lambda: decorated.__wrapped__, (1,), 1),  # type: ignore[attr-defined]
     "partial": (lambda: functools.partial(closure_over(2), y=1), (4,), 9),
     "keyword only": (lambda: keyword_only, (1,), 4),
     "cached": (lambda: functools.lru_cache(maxsize=9)(closure_over(3)), (1,), 5),
@@ -103,13 +103,13 @@ def test_calls_elsewhere(receiver: Receiver) -> None:
 
 @pytest.mark.parametrize("recurse", [False, True])
 def test_recurse(receiver: Receiver, recurse: bool) -> None:
-    """recurse=True goes through dill and gives the function its own globals."""
+    """recurse=True uses dill, and gives the function its own globals."""
     assert receiver.call(closure_over(3), 2, recurse=recurse) == 8
     assert loads(dumps(fibonacci(), recurse=recurse))(10) == 55
 
 
 def test_attributes_of_a_function() -> None:
-    """Name, defaults, annotations, docs and own attributes are kept."""
+    """Name, defaults, annotations, docstring and attributes are kept."""
 
     def f(a: int, *, b: str = "x") -> list[int]:
         """Say hello."""
@@ -124,8 +124,8 @@ def test_attributes_of_a_function() -> None:
     assert g.__globals__ is f.__globals__
 
 
-def test_shared_references_survive() -> None:
-    """Two functions over one variable still share it; a list is still one list."""
+def test_shared_references_are_kept() -> None:
+    """Two functions still share one variable, and a list stays one list."""
 
     def make() -> tuple[Any, Any]:
         count = 0
@@ -143,8 +143,8 @@ def test_shared_references_survive() -> None:
     assert one is two
 
 
-def test_globals_of_no_module() -> None:
-    """Functions that were made by exec take along the globals that they use, shared."""
+def test_functions_made_by_exec() -> None:
+    """Functions made by exec are sent with the globals that they use."""
     space: dict[str, Any] = {"__name__": "nowhere", "factor": 3, "unused": threading.Lock()}
     exec("def f(x): return g(x) + 1\ndef g(x):\n  global n\n  n = 1\n  return factor * x", space)
     f, g = again((space["f"], space["g"]))
@@ -154,7 +154,7 @@ def test_globals_of_no_module() -> None:
 
 
 def test_empty_cell() -> None:
-    """A variable that has no value yet has none after the trip."""
+    """A variable without a value has none after the trip."""
 
     def make() -> Callable[[], Any]:
         def f() -> Any:
@@ -170,7 +170,7 @@ def test_empty_cell() -> None:
 
 
 def test_coroutine_and_generator_functions(receiver: Receiver) -> None:
-    """Functions of both kinds travel; what they return does not."""
+    """Coroutine functions and generator functions can be sent, but not their generators."""
 
     async def one() -> int:
         return 1
@@ -183,14 +183,14 @@ def test_coroutine_and_generator_functions(receiver: Receiver) -> None:
 
 
 def test_modules_go_by_name() -> None:
-    """A module in a closure is that module, not a copy of its contents."""
+    """A module in a closure is sent by name, without its contents."""
     module = operator
     assert again(lambda: module)() is operator
     assert len(encode(lambda: module)) < 600
 
 
 def test_static_module() -> None:
-    """Functions and classes of a static module go by name even when they were redefined."""
+    """Functions and classes of a static module go by name, even after a redefinition."""
     module = types.ModuleType("static_for_a_test")
     exec("def f(): return 1\nclass C: pass", vars(module))
     sys.modules[module.__name__] = module
@@ -209,7 +209,7 @@ def test_static_module() -> None:
 
 
 def test_bound_methods() -> None:
-    """Methods of instances and of classes, private ones too."""
+    """Methods of instances and classes can be sent, private ones too."""
 
     class Local:
         def __init__(self) -> None:
@@ -239,8 +239,8 @@ def test_bound_methods() -> None:
 # -- what cannot travel -------------------------------------------------------------------------
 
 
-def test_refusals_name_the_culprit() -> None:
-    """The error says what and where, and what to do instead."""
+def test_refusals_name_object_and_place() -> None:
+    """The error names the object, its place and a remedy."""
     generator = (x for x in ())
     with pytest.raises(TaskNotPicklable, match=r"a generator object .* at \[1\]\['k'\]") as info:
         encode((1, {"k": generator}))
@@ -258,18 +258,18 @@ def test_refusals_name_the_culprit() -> None:
 
 
 def test_files_are_refused() -> None:
-    """dill would open the file again over there."""
+    """An open file is refused, although dill would open it again in the receiver."""
     with open(__file__) as file, pytest.raises(TaskNotPicklable, match="path"):
         encode((lambda: 1, file))
 
 
 def _where(error: BaseException) -> str:
-    """What the error says about the pickling: in a note, and before Python 3.11 as its cause."""
+    """Return where pickling failed: from a note, or before Python 3.11 from the cause."""
     return "".join([*getattr(error, "__notes__", ()), str(error.__cause__)])
 
 
 class _Bad:
-    """Its own way of being pickled raises."""
+    """Its __reduce__ raises."""
 
     def __init__(self, kind: type[Exception]) -> None:
         self.kind, self.calls = kind, 0
@@ -283,8 +283,8 @@ class _Bad:
 
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, AttributeError, pickle.PicklingError])
-def test_own_errors_stay_what_they_are(kind: type[Exception]) -> None:
-    """What an object's __reduce__ raises comes out as itself, and says where it was raised."""
+def test_errors_of_reduce_are_raised_unchanged(kind: type[Exception]) -> None:
+    """An exception of __reduce__ is raised unchanged, with the object's place."""
     bad = _Bad(kind)
     outer = types.SimpleNamespace(inner=(1, {"k": bad}))
     with pytest.raises(kind, match="mine") as info:
@@ -295,11 +295,11 @@ def test_own_errors_stay_what_they_are(kind: type[Exception]) -> None:
     with pytest.raises(kind, match="mine"):
         dumps(lambda: bad)
     if kind is ValueError:
-        assert bad.calls == 2, "once for each attempt: not again to find out where"
+        assert bad.calls == 2, "once for each attempt, and never to find the place"
 
 
 def test_own_errors_of_state() -> None:
-    """A __getstate__ that pickles something itself raises what that raises."""
+    """An exception of __getstate__ is raised unchanged."""
 
     class Holder:
         def __getstate__(self) -> bytes:
@@ -311,7 +311,7 @@ def test_own_errors_of_state() -> None:
 
 
 def test_own_errors_in_a_class_by_value() -> None:
-    """An attribute of a local class that cannot be pickled raises its own error, too."""
+    """An exception of an attribute of a local class is raised unchanged."""
 
     class Local:
         attribute = _Bad(KeyError)
@@ -322,7 +322,7 @@ def test_own_errors_in_a_class_by_value() -> None:
 
 
 def test_too_deep() -> None:
-    """Deep nesting is an error that says so."""
+    """Too deep nesting is refused with that reason."""
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
@@ -333,7 +333,7 @@ def test_too_deep() -> None:
 
 
 def test_only_dill_can(receiver: Receiver) -> None:
-    """What only dill can do, with shared references and large buffers, arrives."""
+    """Objects that only dill can pickle arrive with shared references and large buffers."""
     values: dict[str, Any] = {"a": 1}
     view = values.keys()
     back = receiver.call(lambda keys, values: (list(keys), values), view, values)
@@ -345,7 +345,7 @@ def test_only_dill_can(receiver: Receiver) -> None:
 
 
 def test_dill_settings_untouched() -> None:
-    """dill's global settings and its pickler's dispatch for our types stay as they are."""
+    """dill's settings stay unchanged."""
     dill = pytest.importorskip("dill")
     before = dict(dill.settings)
     encode({1: 2}.keys())
@@ -356,7 +356,7 @@ def test_dill_settings_untouched() -> None:
 
 
 def test_assertions_of_local_functions(receiver: Receiver) -> None:
-    """An assertion that pytest has rewritten fails as one there, where nothing is rewritten."""
+    """An assertion that pytest has rewritten works in a process without pytest's rewriting."""
 
     def check(x: int) -> int:
         assert x == 1, "not one"

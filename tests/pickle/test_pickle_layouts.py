@@ -1,4 +1,4 @@
-"""Every kind of tensor arrives as it was, or is refused with what to do."""
+"""Every kind of tensor arrives unchanged, or is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ if hasattr(torch, "float4_e2m1fn_x2"):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds(name: str) -> None:
-    """Values, layout, strides and all else that `anything.facts` looks at."""
+    """Values, layout, strides and `anything.facts` are kept."""
     sent = KINDS[name]()
     before = anything.fingerprint(sent)
     for back in (trip(sent), loads(dumps(sent)), trip([torch.ones(2), sent])[1]):
@@ -109,7 +109,7 @@ def test_kinds(name: str) -> None:
 
 
 def test_kinds_of_threads(make_pool: Callable[..., Any]) -> None:
-    """A thread's answer is the tensor itself, whatever that says of its size."""
+    """A worker thread returns the tensor itself, even if its size cannot be computed."""
     made = {name: make() for name, make in KINDS.items()}
     pool = make_pool(xpool.ThreadPool, 1)
     for name, back in zip(made, pool.imap(made.get, made)):
@@ -118,18 +118,18 @@ def test_kinds_of_threads(make_pool: Callable[..., Any]) -> None:
 
 @pytest.mark.exhaustive
 def test_kinds_elsewhere(receiver: Receiver) -> None:
-    """The same in another process and back."""
+    """Every kind survives a trip to another process and back."""
     sent = [make() for make in KINDS.values()]
     before = anything.fingerprint(sent)
-    # torch warns, once in each process, that some kinds are young.
+    # torch warns once in each process that some kinds are in beta.
     receiver.call(warnings.simplefilter, "ignore")
     back, there = receiver.call(anything.echo, sent)
     assert there == before
     assert anything.fingerprint(back) == before
 
 
-def test_large_parts_go_beside() -> None:
-    """The members of a large sparse tensor are buffers of the message, not in its pickle."""
+def test_large_parts_are_outside_the_pickle() -> None:
+    """The parts of a large sparse tensor are sent outside the pickle."""
     sent = torch.ones(300, 300).to_sparse_csr()
     message = encode(sent)
     assert message[0] == frame.FRAMED
@@ -138,7 +138,7 @@ def test_large_parts_go_beside() -> None:
 
 
 def test_parts_keep_their_aliases() -> None:
-    """The values of a sparse tensor, seen as a tensor too, arrive as one memory."""
+    """A sparse tensor still shares its values with a separate tensor."""
     values = torch.arange(4.0)
     places = torch.arange(4)[None]
     sparse = torch.sparse_coo_tensor(places, values, (4,), check_invariants=False)
@@ -149,7 +149,7 @@ def test_parts_keep_their_aliases() -> None:
 
 @pytest.mark.skipif(not hasattr(torch, "jagged"), reason="this torch has no jagged layout")
 def test_jagged() -> None:
-    """Jagged nested tensors, views of them, and those that share their offsets."""
+    """Jagged nested tensors, their views, and tensors that share offsets arrive unchanged."""
     one = torch.nested.nested_tensor(
         [torch.ones(2), torch.zeros(3)], layout=torch.jagged, requires_grad=True
     )
@@ -162,20 +162,20 @@ def test_jagged() -> None:
     assert [x.tolist() for x in trip(narrow).unbind()] == [x.tolist() for x in narrow.unbind()]
     same = one.detach() * 2
     first, second = trip([one.detach(), same])
-    assert (first + second).shape == first.shape  # they have the same ragged axis still
+    assert (first + second).shape == first.shape  # both still have the same ragged axis
 
 
 # -- subclasses -----------------------------------------------------------------------------------
 
 
 class Tagged(torch.Tensor):  # type: ignore[misc, name-defined]
-    """Attributes in its ``__dict__`` and in a slot."""
+    """Has attributes in ``__dict__`` and in a slot."""
 
     __slots__ = ("slot",)
 
 
 class Own(torch.Tensor):  # type: ignore[misc, name-defined]
-    """Has a way of its own."""
+    """Has its own ``__reduce_ex__``."""
 
     def __reduce_ex__(self, protocol: int) -> Any:
         return _own, (self.as_subclass(torch.Tensor) + 1,)
@@ -186,7 +186,7 @@ def _own(x: Any) -> Any:
 
 
 class WithState(torch.Tensor):  # type: ignore[misc, name-defined]
-    """Has a state of its own."""
+    """Has its own state."""
 
     def __getstate__(self) -> Any:
         return {"kept": 1}
@@ -196,11 +196,11 @@ class WithState(torch.Tensor):  # type: ignore[misc, name-defined]
 
 
 class Weight(torch.nn.Parameter):  # type: ignore[misc, name-defined]
-    """A kind of Parameter."""
+    """A subclass of Parameter."""
 
 
 class Wrapper(torch.Tensor):  # type: ignore[misc, name-defined]
-    """Has no memory; what it wraps is an attribute."""
+    """Has no memory; the wrapped tensor is an attribute."""
 
     @staticmethod
     def __new__(cls, inner: Any, grad: bool = False) -> Any:
@@ -226,7 +226,7 @@ class Wrapper(torch.Tensor):  # type: ignore[misc, name-defined]
 
 
 class Dispatching(torch.Tensor):  # type: ignore[misc, name-defined]
-    """Has memory and a dispatch of its own."""
+    """Has memory and its own dispatch."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,7 +239,7 @@ def bare(x: Any) -> Any:
 
 
 def test_subclass() -> None:
-    """Class, attributes and memory; also of a large one."""
+    """Class, attributes and memory are kept, also of a large tensor."""
     for size in (3, 40_000):
         base = torch.arange(float(size))
         sent = base.as_subclass(Tagged)
@@ -254,7 +254,7 @@ def test_subclass() -> None:
 
 
 def test_subclass_with_grad() -> None:
-    """Whether it requires grad, and that a computed one does not travel."""
+    """requires_grad is kept; a computed tensor with a graph is refused."""
     sent = torch.ones(3).as_subclass(Tagged).requires_grad_()
     assert trip(sent).requires_grad
     assert trip(sent).is_leaf
@@ -262,8 +262,8 @@ def test_subclass_with_grad() -> None:
         encode(sent * 2)
 
 
-def test_subclass_with_its_own_ways() -> None:
-    """``__reduce_ex__``, ``__getstate__`` and ``__setstate__`` are used."""
+def test_subclass_with_its_own_pickling() -> None:
+    """``__reduce_ex__``, ``__getstate__`` and ``__setstate__`` of a subclass are used."""
     back = trip(torch.ones(2).as_subclass(Own))
     assert type(back) is Own
     assert bare(back).tolist() == [2, 2]
@@ -271,7 +271,7 @@ def test_subclass_with_its_own_ways() -> None:
 
 
 def test_kinds_of_parameter() -> None:
-    """A subclass of Parameter, and a Parameter around a subclass."""
+    """A subclass of Parameter, and a Parameter of a subclass, keep their types."""
     sent = Weight(torch.ones(2), requires_grad=False)
     back = trip(sent)
     assert type(back) is Weight
@@ -284,7 +284,7 @@ def test_kinds_of_parameter() -> None:
 
 @pytest.mark.exhaustive
 def test_local_subclass(receiver: Receiver) -> None:
-    """A class that the receiver cannot import."""
+    """A class that the receiver cannot import is sent by value."""
 
     class Local(torch.Tensor):  # type: ignore[misc, name-defined]
         def double(self) -> Any:
@@ -297,7 +297,7 @@ def test_local_subclass(receiver: Receiver) -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_wrapper(grad: bool) -> None:
-    """What it wraps arrives inside it, and keeps its aliases."""
+    """The wrapped tensor arrives inside the wrapper and keeps its aliases."""
     inner = torch.arange(4.0)
     back, seen = trip([Wrapper(inner, grad), inner[1:]])
     assert type(back) is Wrapper
@@ -310,7 +310,7 @@ def test_wrapper(grad: bool) -> None:
 
 
 def test_dispatching() -> None:
-    """A subclass whose operations are its own, with memory of its own."""
+    """A subclass with its own dispatch and memory arrives unchanged."""
     sent = torch.Tensor._make_subclass(Dispatching, torch.arange(3.0))
     back = trip(sent)
     assert type(back) is Dispatching
@@ -318,7 +318,7 @@ def test_dispatching() -> None:
 
 
 def test_masked() -> None:
-    """torch's masked tensors."""
+    """torch's masked tensors arrive unchanged."""
     mask = torch.tensor([True, False, True])
     sent = torch.masked.masked_tensor(torch.arange(3.0), mask)
     back = trip(sent)
@@ -329,8 +329,8 @@ def test_masked() -> None:
 # -- what belongs to models -----------------------------------------------------------------------
 
 
-def test_buffers_and_lazy_ones() -> None:
-    """Buffer, UninitializedParameter, UninitializedBuffer."""
+def test_buffers_and_uninitialized_parameters() -> None:
+    """Buffer, UninitializedParameter and UninitializedBuffer keep their types."""
     from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
     if hasattr(torch.nn, "Buffer"):
@@ -343,7 +343,7 @@ def test_buffers_and_lazy_ones() -> None:
 
 
 def test_models_and_optimizers() -> None:
-    """A model with hooks, its state and its optimizer's, after a step."""
+    """A model with hooks, its state and its optimizer's state arrive after a training step."""
     net = torch.nn.Sequential(torch.nn.LSTM(3, 2), torch.nn.BatchNorm1d(2))
     net[0].register_forward_hook(_hook)
     net[1].register_buffer("mine", torch.ones(1), persistent=False)
@@ -357,7 +357,7 @@ def test_models_and_optimizers() -> None:
         assert two.grad is None  # as with torch.multiprocessing
     assert back[1].mine.tolist() == [1]
     assert list(state) == list(net.state_dict())
-    # state_dict's tensors are views of the parameters', and arrive so.
+    # The tensors of state_dict are views of the parameters, also after the trip.
     state["1.weight"].zero_()
     assert not back[1].weight.any()
     assert steps["state"][0]["exp_avg"].shape == net[0].weight_ih_l0.shape
@@ -377,7 +377,7 @@ class Squares(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
 
 
 def test_batches_and_sequences() -> None:
-    """Batches of a DataLoader, packed sequences, distributions."""
+    """Batches of a DataLoader, packed sequences and distributions arrive unchanged."""
     batches = list(torch.utils.data.DataLoader(Squares(), batch_size=2))
     back = trip(batches)
     assert [batch["y"].tolist() for batch in back] == [[0, 1], [2, 3], [4]]
@@ -388,8 +388,8 @@ def test_batches_and_sequences() -> None:
     assert trip(torch.distributions.Normal(torch.zeros(2), 1.0)).mean.tolist() == [0, 0]
 
 
-def test_small_things_of_torch() -> None:
-    """Size, device, dtype, layout, memory format; a generator goes on where it was."""
+def test_small_objects_of_torch() -> None:
+    """Size, device, dtype, layout and memory format are kept; a generator keeps its state."""
     small = [torch.Size([1, 2]), torch.device("cuda", 1), torch.bfloat16, torch.sparse_csr]
     small += [torch.channels_last, torch.per_tensor_affine]
     assert trip(small) == small
@@ -401,7 +401,7 @@ def test_small_things_of_torch() -> None:
 
 
 def test_storages() -> None:
-    """Typed, untyped and empty ones; a tensor of the same memory stays that."""
+    """Storages arrive, and a tensor still shares its storage's memory."""
     x = torch.arange(4.0)
     back, typed, tensor = trip([x.untyped_storage(), x.storage(), x])
     assert typed.dtype is torch.float32
@@ -446,7 +446,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    """The message says which tensor, and what to do."""
+    """The error names the tensor and the remedy."""
     make, message = REFUSED[name]
     sent = make()
     for wrapped in (sent, [sent], lambda: sent, ({1: 2}.keys(), sent)):
@@ -454,15 +454,15 @@ def test_refused(name: str) -> None:
             encode(wrapped)
 
 
-def test_hooks_that_may_stay_behind() -> None:
-    """A hook that is marked as not serializable is left out, as torch does."""
+def test_unserializable_hooks_are_dropped() -> None:
+    """A hook marked as unserializable is dropped, as torch does."""
     x = leaf(torch.ones(2))
     x.register_hook(torch.utils.hooks.unserializable_hook(lambda grad: grad))
     assert not trip(x)._backward_hooks
 
 
 def test_inside_a_transform() -> None:
-    """Inside vmap a tensor has no memory of its own: refused, and the transform goes on."""
+    """Inside vmap a tensor is refused, because it has no memory, and vmap continues."""
     seen = []
 
     def task(x: Any) -> Any:
@@ -481,7 +481,7 @@ def test_inside_a_transform() -> None:
 
 
 def test_gaps() -> None:
-    """A view sends its own elements; strides with gaps are kept unless they are mostly gaps."""
+    """A view sends only its elements; its strides are kept unless most bytes are gaps."""
     x = torch.arange(300_000.0).view(300, 1000)
     near, far = x[:, ::2], x[:, 3]
     assert len(encode(near)) < near.nbytes + 1000
@@ -497,7 +497,7 @@ def test_gaps() -> None:
 
 
 def test_neighbours() -> None:
-    """Columns of one matrix do not alias; each sends its own elements, not what lies between."""
+    """Columns of a matrix send only their own elements, because they do not overlap."""
     x = torch.zeros(1000, 100)
     assert len(encode([x[:, 0], x[:, 50]])) < 10_000
     assert len(encode([x[:, i] for i in range(0, 100, 2)])) < 2 * x.nbytes
@@ -509,12 +509,12 @@ def test_neighbours() -> None:
 
 
 def test_zeros_without_memory() -> None:
-    """Those that autograd makes arrive as zeros that have some."""
+    """Zero tensors of autograd, which have no memory, arrive as ordinary zeros."""
     assert trip(torch._efficientzerotensor((3,))).tolist() == [0, 0, 0]
 
 
 def test_many_rows() -> None:
-    """Thousands of views of one storage take no time to tell apart."""
+    """Thousands of views of one storage are compared quickly."""
     x = torch.arange(40_000.0).view(10_000, 4)
     back = trip(list(x))
     assert torch.equal(torch.stack(back), x)
@@ -524,7 +524,7 @@ def test_many_rows() -> None:
 
 
 def test_temporary_memory() -> None:
-    """What an object makes up while it is pickled does not alias what was freed before."""
+    """Tensors made during pickling are not taken for aliases of freed ones."""
     back = trip([Temporary(i, size) for size in (4, 30_000) for i in range(20)])
     gc.collect()
     assert [one.x[0].item() for one in back] == [*range(20)] * 2
@@ -541,7 +541,7 @@ class Temporary:
 
 
 def test_views_from_odd_bytes() -> None:
-    """A view that begins at no multiple of its element size still aliases."""
+    """A view at an odd address still shares memory."""
     data = bytearray(range(41))
     odd = torch.frombuffer(data, dtype=torch.int32, offset=1, count=10)
     whole = torch.frombuffer(data, dtype=torch.uint8)
@@ -575,5 +575,5 @@ print("ok")
 
 @pytest.mark.exhaustive
 def test_without_numpy(run_program: Callable[..., str]) -> None:
-    """Tensors need no numpy; also in a program whose ``__main__`` cannot be imported."""
+    """Sending tensors needs no numpy, also if ``__main__`` cannot be imported."""
     assert run_program(WITHOUT_NUMPY, "stdin").strip() == "ok"

@@ -1,6 +1,6 @@
-"""Classes and objects of libraries that make classes: local ones, which go by value.
+"""Local classes of libraries that make classes, which are sent by value.
 
-Each test is skipped where its library is not installed.
+Each test is skipped if its library is not installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _library(name: str) -> Any:
 
 
 def test_pydantic_validators(receiver: Receiver):
-    """A local model arrives with its validators, its serializers and what it is made of."""
+    """A local model keeps its validators, serializers and fields."""
     pydantic = _library("pydantic")
 
     class Part(pydantic.BaseModel):
@@ -71,7 +71,7 @@ def test_pydantic_validators(receiver: Receiver):
 
 
 def test_other_models_of_pydantic(receiver: Receiver):
-    """Generic and recursive models, those made by a call, dataclasses and adapters."""
+    """Generic and recursive models, models made by a call, dataclasses and adapters can be sent."""
     pydantic = _library("pydantic")
     kind = typing.TypeVar("kind")
 
@@ -105,7 +105,7 @@ def test_other_models_of_pydantic(receiver: Receiver):
 
 
 def test_sqlmodel(receiver: Receiver):
-    """A local model without a table is as one of pydantic's."""
+    """A local model without a table can be sent like one of pydantic."""
     sqlmodel = _library("sqlmodel")
 
     class Data(sqlmodel.SQLModel):
@@ -116,7 +116,7 @@ def test_sqlmodel(receiver: Receiver):
 
 
 def test_attrs(receiver: Receiver):
-    """Classes with slots, defaults, converters and validators of their own."""
+    """Classes with slots, defaults, converters and validators can be sent."""
     attrs = _library("attrs")
 
     @attrs.define
@@ -156,7 +156,7 @@ def test_attrs(receiver: Receiver):
 
 
 def test_numba(receiver: Receiver):
-    """Compiled local functions, also those that call each other."""
+    """Compiled local functions can be sent, also those that call each other."""
     numba = _library("numba")
 
     @numba.njit
@@ -174,7 +174,7 @@ def test_numba(receiver: Receiver):
 
 
 def test_polars(receiver: Receiver):
-    """Frames, series and expressions, as arguments and in closures."""
+    """Frames, series and expressions can be sent as arguments and in closures."""
     polars = _library("polars")
     frame = polars.DataFrame({"a": [1, 2, 3]})
     double = polars.col("a") * 2
@@ -187,7 +187,7 @@ def test_polars(receiver: Receiver):
 
 
 def test_pyarrow(receiver: Receiver):
-    """Tables, schemas and buffers."""
+    """Tables, schemas and buffers can be sent."""
     arrow = _library("pyarrow")
     table = arrow.table({"a": list(range(100_000))})
     assert receiver.call(lambda one: one, table) == table

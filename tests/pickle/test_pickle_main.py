@@ -1,4 +1,4 @@
-"""Programs whose ``__main__`` can, and cannot, be run again in the worker."""
+"""Programs whose ``__main__`` a worker can run again, and others."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ print("ok")
     ids=["shared globals", "not clobbered", "definitions", "dispatch", "left out"],
 )
 def test_by_value(run_program: Callable[..., str], program: str, how: str) -> None:
-    """A program that cannot be run again sends its functions, classes and globals by value."""
+    """If a program cannot be run again, its functions, classes and globals are sent by value."""
     if how == "command":
         program = program.replace("\n\n", "\n")
     assert run_program(program, how).strip() == "ok"
@@ -251,7 +251,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["file", "module"])
 def test_importable(run_program: Callable[..., str], how: str) -> None:
-    """A script with a guard goes by name, but for what only its guarded block defines."""
+    """Functions of a guarded script go by name, except those that the guarded block defines."""
     assert run_program(GUARDED, how).strip() == "ok"
 
 
@@ -266,7 +266,7 @@ LOCATIONS = {
 
 @pytest.mark.parametrize("how", sorted(LOCATIONS))
 def test_location(run_program: Callable[..., str], how: str) -> None:
-    """Where __main__ can be run again from, for every way to start Python."""
+    """`main_location` tells how to run __main__ again, for every way to start Python."""
     run_program("from xpool._pickling.by_value import main\n" + LOCATIONS[how], how)
 
 
@@ -282,7 +282,7 @@ def test_location(run_program: Callable[..., str], how: str) -> None:
     ],
 )
 def test_guard(run_program: Callable[..., str], guard: str, importable: bool) -> None:
-    """What counts as a guard."""
+    """Which conditions are recognized as a guard."""
     program = (
         f"from xpool._pickling.by_value import main\n{guard}\nprint(main.main_is_importable())"
     )
@@ -290,7 +290,7 @@ def test_guard(run_program: Callable[..., str], guard: str, importable: bool) ->
 
 
 def test_imports_nothing_heavy(run_program: Callable[..., str]) -> None:
-    """Importing the package, and sending lambdas, imports neither dill nor torch nor numpy."""
+    """Importing the package and sending lambdas imports neither dill nor torch nor numpy."""
     program = """
 import sys
 import xpool.pickle as p
@@ -302,7 +302,7 @@ print([name for name in ("dill", "torch", "numpy") if name in sys.modules])
 
 
 def test_without_dill(run_program: Callable[..., str]) -> None:
-    """Where dill is missing, what needs it says so, and the rest works."""
+    """Without dill, objects that need it are refused with that reason; others are sent."""
     program = """
 import sys
 sys.modules["dill"] = None
@@ -319,8 +319,8 @@ except TaskNotPicklable as error:
     assert run_program(program).strip() == "ok"
 
 
-def test_tensors_that_share_memory_bring_no_globals(run_program: Callable[..., str]) -> None:
-    """A pickle of `dumps` with a function by name has no globals, also if it is pickled twice."""
+def test_functions_by_name_bring_no_globals(run_program: Callable[..., str]) -> None:
+    """A pickle of a function that goes by name contains no globals, also if it is pickled twice."""
     pytest.importorskip("torch")
     program = """
 import torch, xpool.pickle as p

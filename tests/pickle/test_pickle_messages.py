@@ -1,4 +1,4 @@
-"""Messages: plain data, buffers, the framed layout, threads and re-entry."""
+"""Messages: plain data, buffers, the framed layout, threads, nested calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NESTED = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(NESTED)
 def test_nested_data(obj: Any) -> None:
-    """Whatever is nested comes back equal and of the same types."""
+    """Nested data arrives equal and of the same types."""
     for back in (decode(encode(obj)), loads(dumps(obj)), pickle.loads(dumps(obj))):
         assert back == obj
         assert type(back) is type(obj)
@@ -55,7 +55,7 @@ def test_nested_data(obj: Any) -> None:
 @settings(max_examples=50, deadline=None)
 @given(NESTED)
 def test_nested_data_with_functions(obj: Any) -> None:
-    """The same in the company of a lambda, within it and beside it."""
+    """Data in a lambda and beside it stays one object."""
     shared = [obj]
     function, beside = decode(encode((lambda: shared, shared)))
     assert function() == shared
@@ -65,7 +65,7 @@ def test_nested_data_with_functions(obj: Any) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3 * INLINE_BELOW), max_size=6), st.sampled_from([bytes, bytearray]))
 def test_buffers(sizes: list[int], kind: Any) -> None:
-    """Buffers of every size arrive, beside the pickle from the limit on, aligned."""
+    """Buffers of all sizes arrive, and large ones are sent outside the pickle."""
     blocks = [bytearray([i % 251]) * size for i, size in enumerate(sizes)]
     message = encode([pickle.PickleBuffer(block) for block in blocks])
     framed = any(size >= INLINE_BELOW for size in sizes)
@@ -76,7 +76,7 @@ def test_buffers(sizes: list[int], kind: Any) -> None:
 
 
 def test_buffers_in_place() -> None:
-    """From a bytearray, buffers are used where they lie; from bytes, they are copied."""
+    """Buffers of a bytearray are used in place; those of bytes are copied."""
     message = encode(pickle.PickleBuffer(bytearray(b"a" * INLINE_BELOW)))
     held = bytearray(message)
     for source in (held, memoryview(held)):
@@ -99,14 +99,14 @@ def test_alignment() -> None:
 
 @pytest.mark.parametrize("cut", [1, 5, 20, 40, 70_000])
 def test_cut_short(cut: int) -> None:
-    """A message that was cut is refused."""
+    """A truncated message is refused."""
     message = encode([pickle.PickleBuffer(bytearray(2 * INLINE_BELOW))])
     with pytest.raises(ValueError, match="cut short|not a message"):
         decode(message[:cut])
 
 
 def test_not_a_message() -> None:
-    """Anything else is refused."""
+    """Bytes that are no message are refused."""
     with pytest.raises(EOFError):
         decode(b"")
     with pytest.raises(ValueError, match="not a message"):
@@ -116,7 +116,7 @@ def test_not_a_message() -> None:
 
 
 def test_pickler() -> None:
-    """Each dump stands on its own and pickle.load reads it."""
+    """Each dump of a Pickler can be loaded by pickle.load alone."""
     file = io.BytesIO()
     pickler = Pickler(file, recurse=True)
     pickler.dump({"a": 1})
@@ -128,7 +128,7 @@ def test_pickler() -> None:
 
 
 class Reentrant:
-    """Pickles something itself while it is pickled."""
+    """Its __reduce__ pickles an object."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -139,13 +139,13 @@ class Reentrant:
 
 
 def test_reentrant() -> None:
-    """An object's __reduce__ may pickle."""
+    """A __reduce__ may call `encode`."""
     function, rest = decode(encode(Reentrant(20)))
     assert (function(), rest) == (7, [1, 2])
 
 
 def test_pickler_is_clean_after_an_error() -> None:
-    """What failed leaves nothing behind in the messages after it."""
+    """A failed message leaves nothing in later ones."""
     for _ in range(3):
         with pytest.raises(pickle.PicklingError):
             encode([1, 2, (x for x in ())])
@@ -156,7 +156,7 @@ def test_pickler_is_clean_after_an_error() -> None:
 
 
 def test_many_threads() -> None:
-    """Many threads pickle functions, classes and data at once."""
+    """Many threads pickle functions, classes and data concurrently."""
 
     class Local:
         def __init__(self, n: int) -> None:
@@ -186,7 +186,7 @@ def test_many_threads() -> None:
 
 
 def test_class_in_many_threads_at_once() -> None:
-    """Threads that load the same unknown class at the same time get one class, complete."""
+    """Threads that load the same unknown class at once get one complete class."""
     from xpool._pickling.by_value import registry
 
     def make() -> Any:
@@ -223,7 +223,7 @@ def test_class_in_many_threads_at_once() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
 @pytest.mark.starts
 def test_after_fork() -> None:
-    """A forked child pickles and loads, and knows the classes of the parent."""
+    """A forked child can pickle and load, and knows its parent's classes."""
 
     class Local:
         pass
@@ -241,5 +241,5 @@ def test_after_fork() -> None:
 
 
 def test_encode_exception_is_a_message() -> None:
-    """What encode_exception makes, decode opens."""
+    """`decode` loads a message of `encode_exception`."""
     assert isinstance(decode(encode_exception(ValueError(1), "text")), ValueError)

@@ -1,4 +1,4 @@
-"""What the text of a script says about its globals."""
+"""What a script's text tells about its globals."""
 
 from __future__ import annotations
 
@@ -84,13 +84,14 @@ def text(tmp_path: Path) -> SourceFile:
         ("unknown", None, False),
     ],
 )
-def test_what_running_it_makes(text: SourceFile, name: str, value: object, certain: bool) -> None:
-    """Certain is what one statement makes out of a literal, or imports, and nothing rebinds."""
+def test_certain_values(text: SourceFile, name: str, value: object, certain: bool) -> None:
+    """A value is certain if one statement assigns a literal or imports it, and nothing rebinds
+    it."""
     assert text.makes(name, value) is certain
 
 
 def test_names(text: SourceFile) -> None:
-    """What the guard alone binds, and what something binds again."""
+    """Names that only the guard binds, and names that are bound again."""
     assert text.has_guard
     assert text.guarded == {"guarded"}
     assert text.rebound == {"AGAIN", "LATER", "guarded"}
@@ -98,7 +99,7 @@ def test_names(text: SourceFile) -> None:
 
 
 def test_unreadable(tmp_path: Path) -> None:
-    """A file that is missing, or not Python, says nothing."""
+    """A missing or invalid file has no information."""
     broken = tmp_path / "broken.py"
     broken.write_text("def")
     for path in (str(broken), str(tmp_path / "missing.py"), ""):

@@ -1,4 +1,4 @@
-"""Tensors and arrays, copied."""
+"""Tensors and arrays in copy mode."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def as_bytes(tensor: Any) -> bytes:
 @pytest.mark.parametrize("size", [0, 1, 7, 40_000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype: str, size: int) -> None:
-    """Every dtype, inline and beside the pickle."""
+    """Every dtype arrives, inside the pickle and outside."""
     raw = torch.randint(0, 2, (size * getattr(torch, dtype).itemsize,), dtype=torch.uint8)
     one = raw.view(getattr(torch, dtype)) if size else torch.empty(0, dtype=getattr(torch, dtype))
     message = encode(one)
@@ -74,7 +74,7 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name: str) -> None:
-    """Values and kind are kept; strides where no element is missing between."""
+    """Values and type are kept, and strides without gaps too."""
     one = LAYOUTS[name]()
     back = trip(one)
     assert same(back.resolve_conj().resolve_neg(), one.resolve_conj().resolve_neg())
@@ -85,7 +85,7 @@ def test_layouts(name: str) -> None:
 
 @pytest.mark.exhaustive
 def test_layouts_elsewhere(receiver: Receiver) -> None:
-    """The same in another process and back."""
+    """Every layout survives a trip to another process and back."""
     for name, make in LAYOUTS.items():
         one = make()
         back = receiver.call(lambda x: x, one)
@@ -93,7 +93,7 @@ def test_layouts_elsewhere(receiver: Receiver) -> None:
 
 
 def test_copy_is_independent() -> None:
-    """The receiver's tensor is its own, and writable."""
+    """The received tensor is a writable copy."""
     for size in (10, 100_000):
         one = torch.zeros(size)
         back = decode(encode(one))
@@ -102,7 +102,7 @@ def test_copy_is_independent() -> None:
 
 
 def test_in_place() -> None:
-    """From a bytearray, a large tensor uses the memory of the message."""
+    """A large tensor in a bytearray uses the message's memory."""
     message = bytearray(encode(torch.zeros(100_000)))
     back = decode(message)
     back.fill_(1)
@@ -115,7 +115,7 @@ def overlaps(one: Any, two: Any) -> bool:
 
 
 def test_views_of_one_storage() -> None:
-    """Views that overlap arrive as views of one storage, whichever comes first."""
+    """Overlapping views arrive as views of one storage, in any order."""
     for size in (10, 30_000):
         x = torch.arange(float(4 * size)).view(4, size)
         for group in ([x, x[1]], [x[1], x], [x[:2], x[1:3]], [x[:, ::2], x], [x.t(), x[2]]):
@@ -130,7 +130,7 @@ def test_views_of_one_storage() -> None:
 
 
 def test_only_what_is_needed_is_sent() -> None:
-    """Views that do not overlap are sent alone; the union of those that do, once."""
+    """A view is sent without the rest of its storage; overlapping views are sent once."""
     x = torch.zeros(1000, 100)
     assert len(encode(x[3])) < 1000
     assert len(encode([x[3], x[900]])) < 2000
@@ -139,7 +139,7 @@ def test_only_what_is_needed_is_sent() -> None:
 
 
 def test_views_of_other_dtypes() -> None:
-    """A view of another dtype still shares."""
+    """A view with another dtype still shares memory."""
     x = torch.arange(8, dtype=torch.int32)
     y = x.view(torch.uint8)
     a, b = trip([x, y])
@@ -149,7 +149,7 @@ def test_views_of_other_dtypes() -> None:
 
 
 def test_views_beside_a_lambda() -> None:
-    """The same through a closure and through dill's pickler."""
+    """Views share memory also in a closure and through dill's pickler."""
     x = torch.arange(10.0)
     y = x[3:5]
     f, _, a, b = trip((lambda: y, {1: 2}.keys(), y, x))
@@ -186,7 +186,7 @@ def test_local_module_class(receiver: Receiver) -> None:
 
 
 def test_functions_of_torch_and_numpy() -> None:
-    """They go by name."""
+    """Functions of torch and numpy go by name."""
     for function in (torch.relu, torch.nn.functional.relu, torch.Tensor.sum, np.add, np.mean):
         assert decode(encode(function)) is function or function is torch.relu
     assert decode(encode(torch.relu))(torch.tensor(-1.0)) == 0
@@ -195,7 +195,7 @@ def test_functions_of_torch_and_numpy() -> None:
 
 
 def test_with_history() -> None:
-    """A tensor with a graph behind it is refused, with what to do."""
+    """A tensor with a gradient graph is refused with a remedy."""
     x = torch.ones(2, requires_grad=True) * 2
     with pytest.raises(TaskNotPicklable, match=r"\.detach\(\)"):
         encode([x])
@@ -204,7 +204,7 @@ def test_with_history() -> None:
 
 
 def test_attributes_are_kept() -> None:
-    """What was set on a tensor travels with it."""
+    """Attributes of a tensor are kept."""
     x = torch.ones(2)
     x.tag = "mine"
     assert trip(x).tag == "mine"
@@ -212,7 +212,7 @@ def test_attributes_are_kept() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 def test_other_kinds() -> None:
-    """Sparse, quantized, meta and subclass tensors take torch's own way."""
+    """Sparse, quantized, meta and subclass tensors arrive unchanged."""
     sparse = torch.eye(3).to_sparse()
     assert torch.equal(trip(sparse).to_dense(), torch.eye(3))
     csr = torch.eye(3).to_sparse_csr()
@@ -233,7 +233,7 @@ def test_other_kinds() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_views_of_any_shape(data: Any) -> None:
-    """Any set of views of a tensor arrives equal, and shares what it shared."""
+    """Any set of views arrives equal, with the same common elements."""
     x = torch.arange(60.0).view(3, 4, 5)
 
     def view() -> Any:
@@ -261,7 +261,7 @@ def test_views_of_any_shape(data: Any) -> None:
 
 @pytest.mark.parametrize("size", [0, 10, 100_000])
 def test_arrays(size: int) -> None:
-    """Arrays arrive writable, of every kind of dtype, inline or beside."""
+    """Arrays of every dtype arrive writable, inside the pickle and outside."""
     for dtype in ("f4", "i8", "c16", "?", "M8[s]", [("a", "i4"), ("b", "f8")]):
         one = np.zeros(size, dtype=dtype)
         for back in (trip(one), decode(encode(one)), loads(dumps(one))):
@@ -274,7 +274,7 @@ def test_arrays(size: int) -> None:
 
 
 def test_arrays_beside_a_lambda() -> None:
-    """The same when dill's pickler has to help."""
+    """Arrays arrive also through dill's pickler."""
     big = np.arange(100_000)
     _, back, dtype = trip(({1: 2}.keys(), big, big.dtype))
     assert (back == big).all()
@@ -315,5 +315,5 @@ print("ok")
 
 @pytest.mark.exhaustive
 def test_torch_in_main(run_program: Callable[..., str]) -> None:
-    """Models, data sets and functions of a program that is read from stdin."""
+    """Models, data sets and functions of a program from stdin can be sent."""
     assert run_program(TORCH_PROGRAM, "stdin").strip() == "ok"

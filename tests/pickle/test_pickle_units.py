@@ -1,4 +1,4 @@
-"""Which statements of a script a worker leaves out until a name needs them."""
+"""Which statements of a script a worker skips until a task needs their names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xpool._pickling.by_value.units import (
 
 
 def units(folder: Path, text: str, **given: object) -> list[Unit]:
-    """Return the units of a script that has run, as a program's would have."""
+    """Run a script and return its units."""
     path = folder / "script.py"
     path.write_text(textwrap.dedent(text))
     values: dict[str, object] = {"__name__": "script", **given}
@@ -35,7 +35,7 @@ def names(found: list[Unit], kind: int) -> set[str]:
 
 
 def left_out(folder: Path, text: str) -> list[str]:
-    """Return the names of the statements that a worker may leave out."""
+    """Return the names of the statements that a worker may skip."""
     return [name for unit in units(folder, text) if unit.kind != ACTS for name in unit.names]
 
 
@@ -88,8 +88,8 @@ COMPUTED = """
 
 
 @pytest.mark.pure
-def test_what_only_binds_is_left_out(tmp_path: Path):
-    """Imports of the standard library, and functions and classes that call nothing for it."""
+def test_statements_that_only_bind(tmp_path: Path):
+    """Imports of the standard library, and functions and classes without calls, only bind names."""
     found = units(tmp_path, DEFINES)
     wanted = {"math", "j", "deque", "dataclasses", "f", "Plain", "Child"}
     assert names(found, BINDS) == wanted and {unit.kind for unit in found} == {BINDS}
@@ -111,13 +111,13 @@ def test_what_only_binds_is_left_out(tmp_path: Path):
     ],
 )
 def test_decorators_and_metaclasses_of_the_standard_library(tmp_path: Path, statement: str):
-    """They only make what is bound."""
+    """Decorators and metaclasses of the standard library have no effect beyond the bound name."""
     assert "made" in names(units(tmp_path, statement), BINDS)
 
 
 @pytest.mark.pure
-def test_what_computes_is_left_out(tmp_path: Path):
-    """Assignments to names, blocks of them, and what is done to such a value alone."""
+def test_assignments(tmp_path: Path):
+    """Assignments are skipped, and so are statements that change only the assigned value."""
     found = units(tmp_path, COMPUTED)
     assert {unit.kind for unit in found} == {BINDS, COMPUTES}
     assert names(found, BINDS) == {"json", "os", "random", "sys", "load"}
@@ -162,8 +162,8 @@ def test_what_computes_is_left_out(tmp_path: Path):
         "made = print\nmade('hello')",
     ],
 )
-def test_what_may_act_is_not(tmp_path: Path, statement: str, monkeypatch: pytest.MonkeyPatch):
-    """A statement that may do more than bind names, and than change values that it alone has."""
+def test_statements_that_act(tmp_path: Path, statement: str, monkeypatch: pytest.MonkeyPatch):
+    """A statement is not skipped if it may change values of other code."""
     (tmp_path / "near.py").write_text(
         "thing = [1]\nclass Base: pass\ndef keep(f): thing.append(f)\n"
     )
@@ -176,7 +176,7 @@ def test_what_may_act_is_not(tmp_path: Path, statement: str, monkeypatch: pytest
 
 @pytest.mark.pure
 def test_values_that_share_an_object(tmp_path: Path):
-    """They are made together, by running their statements: who compares by identity sees one."""
+    """Values that share an object are made together by running their statements."""
     text = """
         class State: pass
         START, STOP = State(), State()
@@ -193,8 +193,8 @@ def test_values_that_share_an_object(tmp_path: Path):
 
 
 @pytest.mark.pure
-def test_what_has_to_be_run_with_a_unit(tmp_path: Path):
-    """What acts leads to all that it may call; a function to what it is made of, and constants."""
+def test_needs_of_a_unit(tmp_path: Path):
+    """A unit needs the units of all names that it uses; a unit that acts needs what it may call."""
     text = """
         import math
         LIMIT = 3
@@ -216,8 +216,8 @@ def test_what_has_to_be_run_with_a_unit(tmp_path: Path):
 
 @pytest.mark.torch
 @pytest.mark.pure
-def test_what_acts_in_torch_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Settings of torch and of its libraries are no matter to a worker that has not imported it."""
+def test_settings_of_torch_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Settings of torch and its libraries wait until the worker imports torch."""
     installed = tmp_path / "site-packages"
     installed.mkdir()
     (installed / "seeing.py").write_text("import torch\ndef register(name): pass\n")
@@ -267,7 +267,7 @@ def test_what_acts_in_torch_waits_for_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.pure
 def test_imports_of_installed_packages_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Those whose names the script uses, and what it sets in numpy, pandas and the like."""
+    """Imports of installed packages and settings of numpy and pandas wait for their first use."""
     installed = tmp_path / "site-packages"
     installed.mkdir()
     for name in ("pandas", "patches", "effect"):
@@ -311,7 +311,7 @@ def test_imports_of_installed_packages_wait(tmp_path: Path, monkeypatch: pytest.
 def test_an_unused_import_waits_if_it_has_no_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """That of pandas and the like; others may be there for their effect."""
+    """An unused import of a known library waits; other unused imports may have an effect."""
     installed = tmp_path / "site-packages"
     installed.mkdir()
     for name in ("pandas", "effect"):
@@ -335,21 +335,21 @@ def test_an_unused_import_waits_if_it_has_no_effect(
     ],
 )
 def test_a_script_that_looks_at_itself_is_run_as_a_whole(tmp_path: Path, line: str):
-    """Nothing is left out where names may be used that the text does not show."""
+    """Nothing is skipped if the script may use names that its text does not show."""
     assert left_out(tmp_path, f"{line}\ndef f(): pass\n") == []
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize("coding", ["utf-8", "UTF8"])
-def test_a_script_that_says_how_it_is_encoded(tmp_path: Path, coding: str):
-    """In UTF-8 its lines can be compiled one by one."""
+def test_a_script_with_an_encoding(tmp_path: Path, coding: str):
+    """A script with a UTF-8 declaration can be compiled line by line."""
     text = f"#!/usr/bin/env python\n# -*- coding: {coding} -*-\nmade = len('\u00e4')\n"
     assert left_out(tmp_path, text) == ["made"]
 
 
 @pytest.mark.pure
-def test_all_names_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What an import binds by a star is what the program's module has."""
+def test_star_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A star import binds the names that the program's module has."""
     (tmp_path / "starred.py").write_text("__all__ = ['one', 'two']\none = two = [1]\nthree = 3\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     text = (
@@ -361,8 +361,9 @@ def test_all_names_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.pure
-def test_what_looks_like_it_and_does_not(tmp_path: Path):
-    """`vars` of an object, an attribute that is called modules, `sys.modules` for one name."""
+def test_harmless_introspection(tmp_path: Path):
+    """Harmless uses of `vars`, an attribute `modules` and `sys.modules` do not stop the
+    skipping."""
     text = (
         "import sys\ndef f(): return getattr(sys.modules[__name__], 'made'), 'os' in sys.modules\n"
     )
@@ -376,14 +377,14 @@ def test_what_looks_like_it_and_does_not(tmp_path: Path):
 def test_a_module_that_hides_one_of_the_standard_library_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What lies beside the script is the program's own, whatever it is called."""
+    """A module beside the script is the program's own, even with a standard library name."""
     (tmp_path / "antenna").mkdir()
     (tmp_path / "this_is_mine.py").write_text("")
     (tmp_path / "colorsys.py").write_text("print('mine')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "colorsys", raising=False)
     assert left_out(tmp_path, "import colorsys\ndef f(): pass\n") == ["f"]
-    del __import__("sys").modules["colorsys"]  # for good: `delitem` would bring it back at the end
+    del __import__("sys").modules["colorsys"]  # remove it here, because `delitem` would restore it
 
 
 PROBE = """
@@ -450,7 +451,7 @@ SCRIPT = """
 
 @pytest.mark.xpool_only
 def test_a_worker_runs_what_a_name_needs(tmp_path: Path):
-    """What acts is run once, first; the rest when a function needs it; lines keep their numbers."""
+    """Statements that act run once and first; others run when needed, with their line numbers."""
     scripts.write(tmp_path / "probe.py", PROBE)
     path = scripts.write(tmp_path / "script.py", SCRIPT)
     assert scripts.run_ok([path]).splitlines() == [
@@ -508,8 +509,8 @@ KEPT = """
 
 
 @pytest.mark.xpool_only
-def test_what_other_modules_find_of_the_script(tmp_path: Path):
-    """Decorated methods that a module keeps, and subclasses."""
+def test_decorated_methods_and_subclasses(tmp_path: Path):
+    """Modules find the script's decorated methods and subclasses."""
     scripts.write(tmp_path / "keepers.py", KEEPERS)
     path = scripts.write(tmp_path / "script.py", KEPT)
     assert scripts.run_ok([path]) == "[(['go'], ['Own'], ['Leaf'])]\n"
@@ -543,8 +544,8 @@ WITH_DEPENDENT = """
 
 
 @pytest.mark.xpool_only
-def test_what_waits_for_a_package_runs_after_its_import(tmp_path: Path):
-    """Not when a package is imported on which it depends."""
+def test_waiting_statements_run_after_the_import(tmp_path: Path):
+    """A statement that waits for a package does not run at the import of a dependency."""
     installed = tmp_path / "site-packages"
     installed.mkdir()
     scripts.write(installed / "dependency.py", "")
@@ -571,8 +572,8 @@ CHANGED = """
 
 
 @pytest.mark.xpool_only
-def test_a_script_that_was_changed_is_run_as_a_whole(tmp_path: Path):
-    """What is known of the statements of another text is not used."""
+def test_a_changed_script_is_run_as_a_whole(tmp_path: Path):
+    """If the script has changed, its old units are not used."""
     path = scripts.write(tmp_path / "script.py", CHANGED)
     assert sorted(scripts.run_ok([path]).splitlines()) == ["[1]", "run anew"]
 
@@ -602,7 +603,7 @@ FAILING = """
 
 @pytest.mark.xpool_only
 def test_a_statement_that_failed_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A task that needs a name fails as the script does; the next one tries once more."""
+    """A task that needs a failed statement fails; the next task tries again."""
     monkeypatch.chdir(tmp_path)
     scripts.write(tmp_path / "probe.py", PROBE)
     path = scripts.write(tmp_path / "script.py", FAILING)
@@ -660,7 +661,7 @@ LIBRARIES = {
 
 @pytest.mark.xpool_only
 def test_a_function_without_libraries_does_not_import_them(tmp_path: Path):
-    """One that uses any has all that the script imports, as a change may be in another package."""
+    """A function that uses a library gets all the script's imports; other functions get none."""
     (tmp_path / "lib/site-packages").mkdir(parents=True)
     for name, text in LIBRARIES.items():
         scripts.write(tmp_path / name, text)

@@ -1,4 +1,4 @@
-"""What stands under the buffers of a pickle: never a memoryview."""
+"""The buffers of a pickle have no memoryview below them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ KINDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_memoryview(kind: str, share: bool) -> None:
-    """The garbage collector of CPython before 3.12.7 crashes on a memoryview below a buffer.
+    """CPython's garbage collector before 3.12.7 crashes on a memoryview below a buffer.
 
-    It takes a cycle, as an error that comes while something is pickled leaves behind.
+    The crash needs a cycle, such as one that an error during pickling leaves.
     """
     pickler = _FastPickler(Layout(arena=Arena.own() if share else None))
     pickler.dump(KINDS[kind]())
