@@ -1,6 +1,6 @@
-"""What the tests share: pool kinds, functions for workers, leak checks, bounded waiting."""
+"""Shared by the tests: kinds of pools, functions for workers, leak checks, waiting with limits."""
 
 import os
 
-# `xpool.testing.waiting` reads it when it is imported: time enough on a busy machine.
+# `xpool.testing.waiting` reads this at import; the time suits a busy machine.
 os.environ.setdefault("XPOOL_TEST_WAIT", "90")

@@ -1,6 +1,6 @@
-"""A stand-in for a tensor on a device that this machine does not have.
+"""A simulated tensor on a device that this machine does not have.
 
-Its values lie in a CPU tensor; torch takes it for a tensor on ``xla:0`` all the same.
+Its values are in a CPU tensor, but torch takes it for a tensor on ``xla:0``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Away"]
 
 
 class Away(torch.Tensor):
-    """A wrapper whose operations run on what it wraps."""
+    """A wrapper whose operations run on the wrapped tensor."""
 
     inner: torch.Tensor
 

@@ -1,7 +1,7 @@
-"""Saboteurs for the fault matrix; as a program, one cell of it whose fault is in the caller.
+"""Saboteurs for the fault matrix; as a program, a cell of it whose fault is in the caller.
 
-``python cells.py KIND METHOD STAGE HOW`` prints the workers' pids, what became of the task, and
-"usable"; its parent sees whether it ends, and how.
+``python cells.py KIND METHOD STAGE HOW`` prints the workers' pids, the task's outcome, and
+"usable". The parent process checks whether and how the program ends.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from support.limits import WAIT
 from support.waiting import eventually
 
 LIMIT = 0.3
-"""Seconds that a task may take that is to be stopped."""
+"""Seconds after which a task is stopped."""
 
 entered = threading.Event()
 
 
 def strike(how: str) -> None:
-    """Do what the cell says, in the caller's process: when it is continued, a stop is over."""
+    """Apply the fault to the caller's process; return if it continues."""
     entered.set()
     if how == "SIGSTOP":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -43,22 +43,22 @@ def strike(how: str) -> None:
 
 
 def arm(how: str) -> None:
-    """Initializer: end as told on SIGUSR1, which comes when the worker is idle."""
+    """Initializer: let SIGUSR1 apply the fault; it is sent while the worker is idle."""
     signal.signal(signal.SIGUSR1, lambda *_: work.end(how))
 
 
 def end_in_collection(how: str) -> str:
-    """End while the collector runs."""
+    """Apply the fault during a garbage collection."""
     work.EndsWhenCollected(how)
     gc.collect()
     return "collected"
 
 
 def end_half_written(how: str, size: int, box: str | None = None) -> bytes:
-    """End when half of the message with the result is in the pipe."""
+    """Apply the fault after writing half of the result's message."""
     from xpool._worker.protocol import Replies
 
-    Replies.small = -1  # not into the outbox, where it would be whole
+    Replies.small = -1  # write to the pipe, because the outbox takes a message as a whole
     write, heads = os.write, 0
 
     def half(fd: int, part: Any) -> int:
@@ -66,9 +66,9 @@ def end_half_written(how: str, size: int, box: str | None = None) -> bytes:
         view = memoryview(part)
         heads += 1
         if heads == 1:
-            return write(fd, view)  # the head alone: what it announces comes next
+            return write(fd, view)  # only the header, which announces the rest
         os.write = write
-        for begin in range(0, len(view) // 2, 4096):  # the pipe takes what the parent reads
+        for begin in range(0, len(view) // 2, 4096):  # the pipe has room as the parent reads
             write(fd, view[begin : min(begin + 4096, len(view) // 2)])
         if box is not None:
             work.post(box, str(os.getpid()))
@@ -80,19 +80,19 @@ def end_half_written(how: str, size: int, box: str | None = None) -> bytes:
 
 
 def stay_half_written(box: str, size: int) -> bytes:
-    """Say so and stay when half of the message with the result is in the pipe."""
+    """Post and wait after writing half of the result's message."""
     return end_half_written("hang", size, box)
 
 
 class TwoBuffers:
-    """Travels as two blocks of shared memory."""
+    """Is sent as two blocks of shared memory."""
 
     def __reduce__(self) -> Any:
         return list, ([pickle.PickleBuffer(bytearray(300_000)) for _ in range(2)],)
 
 
 def end_half_copied(how: str) -> TwoBuffers:
-    """End when the first of the result's two blocks is filled and the second is asked for."""
+    """Apply the fault after filling the first of two blocks, when the second is requested."""
     from xpool._memory.arena import Arena
 
     lease = Arena.lease
@@ -113,7 +113,7 @@ def end_half_copied(how: str) -> TwoBuffers:
 
 
 class StrikesWhenPickled:
-    """Whoever pickles it is struck."""
+    """Applies the fault to the process that pickles it."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -124,13 +124,13 @@ class StrikesWhenPickled:
 
 
 def rebuild(how: str) -> int:
-    """Be struck while this is unpickled."""
+    """Apply the fault during unpickling."""
     strike(how)
     return 7
 
 
 class StrikesWhenUnpickled:
-    """Whoever unpickles it is struck."""
+    """Applies the fault to the process that unpickles it."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -140,12 +140,12 @@ class StrikesWhenUnpickled:
 
 
 def make_strikes(how: str) -> StrikesWhenUnpickled:
-    """Return a result that strikes the caller."""
+    """Return a result that applies the fault to the caller."""
     return StrikesWhenUnpickled(how)
 
 
 class StrikesWhenCollected:
-    """Strikes whoever collects it."""
+    """Applies the fault to the process that collects it."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -156,14 +156,14 @@ class StrikesWhenCollected:
 
 
 def strike_in_collection(how: str) -> str:
-    """Be struck while the collector runs, in a worker that is a thread."""
+    """Apply the fault during a garbage collection, in a worker thread."""
     StrikesWhenCollected(how)
     gc.collect()
     return "collected"
 
 
 def outcome(result: Any, limit: float = WAIT) -> str:
-    """Say what became of a task, in the words of the matrix."""
+    """Return a task's outcome in the terms of the matrix."""
     try:
         result.get(limit)
     except BaseException as error:
@@ -172,7 +172,7 @@ def outcome(result: Any, limit: float = WAIT) -> str:
 
 
 def named(error: BaseException) -> str:
-    """Say what an error is, in the words of the matrix."""
+    """Describe an error in the terms of the matrix."""
     import xpool
 
     if isinstance(error, xpool.WorkerDied):
@@ -191,7 +191,7 @@ def named(error: BaseException) -> str:
 
 
 def struck(pool: Any, stage: str, how: str) -> str:
-    """Have the fault strike; return what became of the task."""
+    """Apply the fault; return the task's outcome."""
     if stage == "task pickle":
         try:
             return outcome(pool.apply_async(work.same, (StrikesWhenPickled(how),)))
@@ -214,7 +214,7 @@ def main(name: str, method: str, stage: str, how: str) -> None:
         pool = kind(1, strike, (how,), initializer_timeout=LIMIT)
         try:
             said = outcome(pool.apply_async(work.square, (3,)))
-        except Exception as error:  # the pool has failed already
+        except Exception as error:  # the pool has already failed
             said = named(error)
         print(said, flush=True)
         pool.terminate()
@@ -222,7 +222,7 @@ def main(name: str, method: str, stage: str, how: str) -> None:
     pool = kind(2, **options)
     others = [pool.apply_async(work.square, (i,)) for i in range(20)]
     assert [r.get(WAIT) for r in others] == [i * i for i in range(20)]
-    eventually(lambda: None not in pool.statistics().get("pids", ()), "all workers")
+    eventually(lambda: None not in pool.statistics().get("pids", ()), "all workers have started")
     print(*pool.statistics().get("pids", ()), flush=True)
     others = [pool.apply_async(work.square, (i,)) for i in range(20)]
     if how == "hang" and stage in ("task pickle", "result unpickle", "callback"):

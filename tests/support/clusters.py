@@ -1,6 +1,6 @@
-"""A Ray cluster of several hosts on this machine, for the tests.
+"""A Ray cluster of several hosts on this machine.
 
-Each host is a raylet with an address of its own on loopback, and its own workers.
+Each host is a raylet with its own loopback address and workers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from support.limits import WAIT
 from support.waiting import eventually
 
 HEAD = "127.0.0.2"
-"""Ray takes 127.0.0.1 for this machine by its other address."""
+"""An address of the loopback net; Ray would replace 127.0.0.1 by the machine's address."""
 
 CPUS = 16
-"""Of each host: as many pools as a test likes have room."""
+"""CPUs of each host: enough for all pools of a test."""
 
 SETTINGS = {
     "RAY_health_check_initial_delay_ms": "500",
@@ -29,12 +29,12 @@ SETTINGS = {
     "RAY_health_check_failure_threshold": "2",
     "RAY_worker_niceness": "0",
 }
-"""So that the loss of a host is seen in one or two seconds, and that agents have their share of a
-busy machine: Ray has its workers stand back behind everything else that runs."""
+"""The loss of a host is noticed within two seconds, and agents get their share of a busy machine,
+because Ray would give its workers the lowest priority."""
 
 
 class Cluster:
-    """The cluster that the program is connected to."""
+    """The cluster to which the program is connected."""
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
@@ -42,13 +42,13 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Return where it is, as `ray.init` takes it."""
+        """Return the address for `ray.init`."""
         return str(self._cluster.address)
 
     def add(self, beside: Any = None, **resources: float) -> Any:
-        """Add a host with some resources, and return it when the cluster has it.
+        """Add a host with resources, wait until the cluster has it, and return it.
 
-        ``beside``: another one, on whose machine it is.
+        The new host has the address of the host ``beside``.
         """
         at = next(self._addresses) if beside is None else beside.node_ip_address
         return self._cluster.add_node(
@@ -56,7 +56,7 @@ class Cluster:
         )
 
     def remove(self, node: Any) -> None:
-        """Kill a host's processes, unless that is done, and wait until the cluster knows."""
+        """Kill a host's processes, unless they are dead, and wait until the cluster reports it."""
         if node in self._cluster.worker_nodes:
             self._cluster.remove_node(node, allow_graceful=False)
         eventually(lambda: not is_alive(node), "the host is gone", WAIT)
@@ -64,8 +64,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def started() -> Iterator[Cluster]:
-    """Start a cluster of two hosts, and connect to it."""
-    # The path of the program is not sent to hosts, and what tests run there is in a module.
+    """Start a cluster of two hosts and connect to it."""
+    # Hosts do not get this program's sys.path, but must import the tests' modules.
     settings = {**SETTINGS, "PYTHONPATH": scripts.environment()["PYTHONPATH"]}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
@@ -102,7 +102,7 @@ def is_connected() -> bool:
 
 
 def is_alive(node: Any) -> bool:
-    """Whether the cluster takes a host to be there."""
+    """Whether the cluster reports a host as alive."""
     import ray
 
     return any(one["NodeID"] == node.node_id and one["Alive"] for one in ray.nodes())
@@ -114,7 +114,7 @@ def raylet(node: Any) -> int:
 
 
 def parent(pid: int) -> int:
-    """Return the process that has started this one."""
+    """Return a process's parent."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -127,10 +127,10 @@ def workers(pool: Any, node: Any) -> list[int]:
 
 
 def address(node: Any) -> str:
-    """Return a host's address, which is a part of its name."""
+    """Return a host's address as it is written in the host's name."""
     return f"({node.node_ip_address})"
 
 
 def agent(worker: int) -> int:
-    """Return the process id of the agent of a worker, which its fork server is a child of."""
+    """Return the agent's pid: the parent of the worker's fork server."""
     return parent(parent(worker))

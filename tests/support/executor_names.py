@@ -1,4 +1,4 @@
-"""The private names of other executors that `xpool.Executor` has a counterpart for."""
+"""Private names of other executors, mapped to `xpool.Executor`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import xpool
 
 
 class Process:
-    """A worker, as far as tests of other executors use one."""
+    """A worker with the methods that other executors' tests use."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._fd = os.pidfd_open(pid)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended."""
+        """Wait for its end."""
         select.select([self._fd], [], [], timeout)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send it SIGTERM."""
         os.kill(self.pid, 15)
 
     def __del__(self) -> None:
@@ -31,14 +31,14 @@ class Process:
 
 
 class PrivateNames(xpool.Executor):
-    """An executor with these names."""
+    """An executor with private names of other executors."""
 
     _call_queue = types.SimpleNamespace(join_thread=lambda: None)
 
     @property
     def _processes(self) -> dict[int, Process]:
         while None in (pids := self._pool.statistics()["pids"]):
-            time.sleep(0.001)  # the server is about to fork it
+            time.sleep(0.001)  # the server has not forked it yet
         return {pid: Process(pid) for pid in pids}
 
     @property

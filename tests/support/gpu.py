@@ -1,8 +1,8 @@
-"""A stand-in for GPUs that this machine does not have: their memory is files, which processes map.
+"""Simulated GPUs: their memory is files that processes map.
 
-It takes the place of what torch does in `torch.multiprocessing.reductions`, refuses what CUDA would
-(to open memory twice, or in the process that made it, and to export what was received), and counts
-handles: each must be opened once.
+It replaces torch's code in `torch.multiprocessing.reductions`. Like CUDA it refuses to open memory
+twice, to open it in the process that made it, and to export received memory. It counts handles,
+because each must be opened once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from xpool.pickle import dumps
 __all__ = ["FAILS", "OnGpu", "install", "on_gpu", "unopened", "waited", "uninstall"]
 
 FOLDER = "XPOOL_TEST_GPU"
-"""The variable that names the folder of the memory."""
+"""The variable with the folder of the memory."""
 
 FAILS = "XPOOL_TEST_GPU_FAILS"
-"""The variable with what CUDA says when it can share nothing."""
+"""The variable with CUDA's error when sharing is impossible."""
 
 waited: list[int] = []
-"""The GPUs that this process has waited for."""
+"""The GPUs for which this process has waited."""
 
 
 class OnGpu(torch.Tensor):
-    """A wrapper that torch takes for a tensor on ``cuda:0``; its elements lie in a file."""
+    """A wrapper that torch takes for a tensor on ``cuda:0``; its elements are in a file."""
 
     inner: torch.Tensor
 
@@ -74,7 +74,7 @@ def _inner(x: Any) -> Any:
 
 
 def on_gpu(tensor: torch.Tensor) -> OnGpu:
-    """Return a tensor with the same elements, in memory of the GPU."""
+    """Return a copy of the tensor in GPU memory."""
     path = os.path.join(os.environ[FOLDER], uuid.uuid4().hex)
     storage = torch.UntypedStorage.from_file(path, True, tensor.untyped_storage().nbytes())
     storage.copy_(tensor.untyped_storage())
@@ -111,7 +111,7 @@ def _rebuild(storage_device: int, handle: str, path: str, nbytes: int, place: An
 
 
 def unopened() -> list[str]:
-    """Return the handles that nobody has opened."""
+    """Return the handles that no process has opened."""
     return [name for name in os.listdir(os.environ[FOLDER]) if "." in name]
 
 
@@ -123,9 +123,9 @@ _before: list[Any] = []
 
 
 def install(folder: str | None = None) -> None:
-    """Give this process the stand-in."""
+    """Install the simulation in this process."""
     os.environ[FOLDER] = folder or os.environ.get(FOLDER) or tempfile.mkdtemp()
-    dumps(torch.nn.Parameter(torch.ones(1)))  # reducers of torch's own types come first
+    dumps(torch.nn.Parameter(torch.ones(1)))  # register the reducers of torch's own types first
     REDUCERS[OnGpu] = reduce_any
     _before[:] = reductions.reduce_tensor, cuda.identity, cuda._identities, torch.cuda.synchronize
     reductions.reduce_tensor = _reduce_tensor
@@ -135,7 +135,7 @@ def install(folder: str | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Take it away again."""
+    """Remove the simulation."""
     REDUCERS.pop(OnGpu, None)
     reductions.reduce_tensor, cuda.identity, cuda._identities, torch.cuda.synchronize = _before
     cuda._shared.clear()

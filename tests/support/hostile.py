@@ -1,7 +1,7 @@
-"""A task that does mischief with a descriptor of its worker, as a stray pointer could.
+"""A task that damages a descriptor of its worker, as a wild pointer could.
 
-``python hostile.py WAY`` has it done to the arena, which all pools of a program share, and prints
-what became of the task, and of others.
+``python hostile.py WAY`` damages the arena, which all pools of a program share, and prints the
+outcomes of this task and of others.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ JUNK = b"\xff" * 4096
 
 
 def descriptor(name: str) -> int:
-    """Return the number of this worker's descriptor."""
+    """Return the worker's descriptor with this name."""
     memory = {"page": "xpool-outbox", "arena": "xpool-arena"}
     sockets: set[int] = set()
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except FileNotFoundError:
-            continue  # it was of `listdir`
+            continue  # the descriptor that `listdir` used
         if name in memory and target.startswith(f"/memfd:{memory[name]}"):
             return fd
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -45,7 +45,7 @@ def descriptor(name: str) -> int:
 
 
 def _known() -> dict[str, int]:
-    """Return the descriptors that objects of the worker have."""
+    """Return the descriptors that the worker's objects have."""
     from multiprocessing import parent_process
 
     from xpool._wire.pipes import BlockingFrameReader
@@ -71,7 +71,7 @@ def _known() -> dict[str, int]:
 
 
 def strike(name: str, way: str, stays: bool) -> str:
-    """Do it; ``stays``: and wait for what comes of it."""
+    """Damage a descriptor; ``stays``: wait for the consequences."""
     fd = descriptor(name)
     if way == "closed":
         os.close(fd)
@@ -96,13 +96,13 @@ def _overwrite(fd: int, way: str) -> None:
             os.ftruncate(fd, 0)
         except PermissionError as exc:
             raise ValueError("the sabotage is refused") from exc
-    else:  # one part of it where another belongs
+    else:  # a part of the memory at another part's place
         os.pwrite(fd, os.pread(fd, len(JUNK) - 64, 0), 64)
     assert os.fstat(fd).st_size == size
 
 
 def _messages(name: str, way: str) -> list[bytes]:
-    """Return what is written to a pipe or socket."""
+    """Return what to write to a pipe or socket."""
     whole = {
         "answers": _answer(),
         "log records": _record(),
@@ -125,7 +125,7 @@ def _answer() -> bytes:
 
 
 def _long_answer() -> bytes:
-    """Return the beginning of the next answer, whose end never comes."""
+    """Return the first bytes of an answer that has no end."""
     return TO_PARENT.pack(_sent() + 1, ANSWER, 0, 10**6, 0, 0, 0) + JUNK[:100]
 
 
@@ -137,7 +137,7 @@ def _sent() -> int:
 
 
 def _record() -> bytes:
-    """Return what the worker sends for a log record."""
+    """Return the bytes of a log record as the worker sends it."""
     import logging
 
     from xpool._worker import relay
@@ -166,7 +166,7 @@ def _index() -> int:
 
 
 def log(text: str) -> str:
-    """Log it, as a good worker."""
+    """Log a text correctly."""
     import logging
 
     logging.getLogger("hostile").warning(text)
@@ -174,7 +174,7 @@ def log(text: str) -> str:
 
 
 def send_code(path: str) -> str:
-    """Send, as a log record, what makes a file when it is unpickled, by a worker's number."""
+    """Send a log record that makes a folder when it is unpickled."""
     import pickle
 
     class Code:
@@ -189,7 +189,7 @@ def send_code(path: str) -> str:
 
 
 def main(way: str) -> None:
-    """Do mischief with the arena."""
+    """Damage the arena."""
     from support import cells, hostile, work
     from xpool import Pool
 
@@ -199,7 +199,7 @@ def main(way: str) -> None:
         large = [bytes([i]) * 10**6 for i in range(4)]
         try:
             print(pool.map(work.same, large, 1) == large, flush=True)
-        except Exception as exc:  # its tables may be lost: then large values are
+        except Exception as exc:  # the arena's tables may be lost, and large values with them
             print(type(exc).__name__, exc, flush=True)
         print(pool.map(abs, range(8), 1) == list(range(8)), flush=True)
 

@@ -1,8 +1,8 @@
-"""The kinds of pool that the suites run over, and what each of them promises.
+"""The kinds of pool under test, and what each of them promises.
 
-``XPOOL_TEST_AGAINST=multiprocessing`` runs the suites over the standard library's pools, to
-check the tests themselves: whatever a test claims to be the documented behaviour must hold there.
-``XPOOL_TEST_AGAINST=ray`` runs them over pools on the hosts of a Ray cluster (`support.clusters`).
+``XPOOL_TEST_AGAINST=multiprocessing`` runs the suites over the standard library's pools, which
+checks the tests: documented behaviour must hold there too. ``XPOOL_TEST_AGAINST=ray`` runs them
+over pools on the hosts of a Ray cluster (`support.clusters`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OVER_HOSTS = os.environ.get("XPOOL_TEST_AGAINST") == "ray"
 
 
 class WithoutContext:
-    """Adapts ``func(*args)`` to the pools that call ``func(context, *args)``."""
+    """Adapts ``func(*args)`` to pools that call ``func(context, *args)``."""
 
     def __init__(self, func: Any) -> None:
         self.func = func
@@ -30,7 +30,7 @@ class WithoutContext:
 
 
 class ContextFree:
-    """A context pool that can be called as a plain one; everything else is passed on."""
+    """A context pool that is called like a plain pool; other attributes are the pool's."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -50,7 +50,7 @@ class ContextFree:
 
     def __getattr__(self, name: str) -> Any:
         if name == "_pool":
-            raise AttributeError(name)  # a copy that was never initialised
+            raise AttributeError(name)  # a copy without state
         return getattr(self._pool, name)
 
 
@@ -77,14 +77,14 @@ for _verb in VERBS:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of pool: how to build it and what a test may expect of it."""
+    """A kind of pool: how to build it, and what tests may expect of it."""
 
     name: str
     build: Callable[..., Any]
     processes: bool
-    """Whether its workers are processes: arguments are copied and must be picklable."""
+    """Whether workers are processes, so that arguments are pickled and copied."""
     without: Mapping[str, str] = field(default_factory=dict)
-    """Tests of what it does not have by design, by name: they are skipped, for this reason."""
+    """Tests of features that it lacks by design: their names, with the reasons for skipping."""
 
     def __call__(self, processes: Any = 2, *args: Any, **kwds: Any) -> Any:
         return self.build(processes, *args, **kwds)
@@ -123,7 +123,7 @@ def _std(method: str) -> Callable[..., Any]:
 
 
 def _over_hosts(processes: Any, *args: Any, **kwds: Any) -> Any:
-    """Build a pool over one host of the cluster, or over two if their workers are as many."""
+    """Build a pool over two hosts, or over one host if the number of workers is odd."""
     import xpool
     import xpool.ray
 
@@ -138,7 +138,7 @@ if STDLIB:
     ]
     METHODS = [Kind("std-spawn", _std("spawn"), True)]
 elif OVER_HOSTS:
-    # docs/hosts.md, "What is different over hosts".
+    # See docs/hosts.md, "What is different over hosts".
     without = {
         "test_workers_are_children_that_leave": "workers are children of their host's agent",
         "test_workers_have_a_parent": "the parent of workers is their host's agent",

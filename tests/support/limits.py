@@ -1,14 +1,14 @@
-"""How long things may take before they count as hanging: far longer than on a busy machine."""
+"""Times after which something counts as hanging, also on a busy machine."""
 
 from __future__ import annotations
 
 import os
 
 TEST_LIMIT = float(os.environ.get("XPOOL_TEST_TIMEOUT", "300"))
-"""Seconds for a test, after which the stacks of all threads are shown."""
+"""Seconds for a test; then the stacks of all threads are shown."""
 
 PROGRAM_LIMIT = TEST_LIMIT - 5
-"""Seconds for a program that a test runs, so that the test still says what it printed."""
+"""Seconds for a program in a test; less than the test's, so that the test can show its output."""
 
 WAIT = float(os.environ["XPOOL_TEST_WAIT"])
-"""Seconds for a part of a test: a result, a message, a process or a thread that has to end."""
+"""Seconds for one wait in a test: a result, a message, the end of a process or thread."""

@@ -1,4 +1,4 @@
-"""What shared memory is used for."""
+"""How shared memory is used."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from xpool._memory.layout import HOLDS
 
 
 def block_bytes(arena: Arena) -> int:
-    """Return how many bytes blocks have; tables keep theirs, 512 for each block there ever was."""
+    """Return the bytes of blocks; the tables keep 512 bytes for each block that ever existed."""
     file = arena.file
     return file.used() - 512 * sum(file.entries(attachment) for attachment in range(HOLDS))

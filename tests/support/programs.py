@@ -1,4 +1,4 @@
-"""A program of which each part has its name: `test_identity` edits it."""
+"""A program whose parts have names, for `test_identity` to edit."""
 
 from __future__ import annotations
 
@@ -93,4 +93,4 @@ PROGRAM = textwrap.dedent("""
             value = 1
         return MODEL.go(CONFIG.apply(x)) + offset
 """)
-"""Its function is ``f``."""
+"""The program's function is ``f``."""

@@ -1,4 +1,5 @@
-"""Print other Pythons from 3.10 on that are found here, oldest first: one for each version."""
+"""Print the other Pythons from 3.10 on that this machine has, oldest first, one for each
+version."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-OLDEST, NEWEST = 10, 19  # of these versions 3.x; those that do not exist yet are not found
+OLDEST, NEWEST = 10, 19  # minor versions; the newest do not exist yet
 PRINTS = "import sys; print(sys.version_info[1], sys.version_info[2])"
 
 
 def candidates() -> list[str]:
-    """Return paths that may be interpreters: those on the path, and those of pyenv."""
+    """Return possible interpreters of PATH and of pyenv."""
     found = [shutil.which(f"python3.{minor}") for minor in range(OLDEST, NEWEST + 1)]
     root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     if shutil.which("pyenv"):
@@ -29,10 +30,10 @@ def candidates() -> list[str]:
 
 
 def others() -> list[str]:
-    """Return the newest of each version but this one's, by version."""
+    """Return the newest interpreter of each version except this one's."""
     best: dict[int, tuple[int, str]] = {}
     for path in candidates():
-        # A shim of pyenv's is there for versions that are not chosen, too: it fails.
+        # A shim of pyenv also exists for an unselected version, and fails.
         asked = subprocess.run([path, "-c", PRINTS], capture_output=True, text=True, check=False)
         if asked.returncode == 0:
             minor, patch = map(int, asked.stdout.split())

@@ -1,4 +1,4 @@
-"""Print what the changelog says of the version that a tag names; refuse another tag or version."""
+"""Print the changelog's section for a tag; refuse a tag that does not match the version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def notes(tag: str, project: str, changelog: str) -> str:
     """Return the section of the version ``tag`` (``"v1.2.3"``), without its title.
 
     ``project`` and ``changelog`` are the texts of pyproject.toml and CHANGELOG.md. Raises
-    `SystemExit` where the project has another version, or the changelog no section of it.
+    `SystemExit` if the project has another version, or the changelog has no section for it.
     """
     found = re.search(r'^version = "(.+)"$', project, re.M)
     version = found[1] if found else ""

@@ -1,4 +1,4 @@
-"""Programs of their own: run a text as a script and look at how it ended."""
+"""Run a text as a separate program and check how it ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 
 
-# Plays the cells of a notebook to a kernel and prints what they print.  A program of its own: the
-# client keeps sockets and an event loop for as long as its process lives.
+# Sends a notebook's cells to a kernel and prints their output. A separate program, because the
+# client keeps sockets and an event loop until its process ends.
 NOTEBOOK = """
 import json
 import sys
@@ -40,13 +40,13 @@ finally:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return an environment in which scripts find xpool and the tests' helpers."""
+    """Return an environment in which scripts can import xpool and the tests' helpers."""
     path = [str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
 
 
 def popen(arguments: Sequence[str], **options: object) -> subprocess.Popen[str]:
-    """Start this interpreter with arguments, output captured, in a session of its own."""
+    """Start this interpreter in a new session, with captured output."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
@@ -66,7 +66,7 @@ def write(path: Path, text: str) -> str:
 
 
 def run(arguments: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run to the end; `text` goes to standard input (for ``python -``)."""
+    """Run to the end; `text` is the standard input, for ``python -``."""
     process = popen(arguments)
     try:
         out, err = process.communicate(
@@ -82,7 +82,7 @@ def run(arguments: Sequence[str], text: str | None = None) -> subprocess.Complet
 
 
 def run_ok(arguments: Sequence[str], text: str | None = None) -> str:
-    """Run to the end, expect exit code 0 and silence on stderr; return the output."""
+    """Run to the end, expect exit code 0 and an empty stderr; return the output."""
     done = run(arguments, text)
     assert done.returncode == 0 and not done.stderr, (
         f"exit code {done.returncode}\n--- out\n{done.stdout}\n--- err\n{done.stderr}"
@@ -91,7 +91,7 @@ def run_ok(arguments: Sequence[str], text: str | None = None) -> str:
 
 
 def kill_parent(arguments: Sequence[str], workers: int) -> list[int]:
-    """Kill a program that has printed the pids of its workers; return those that do not end."""
+    """Kill a program that printed its workers' pids; return the workers that do not end."""
     with popen(arguments) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -1,4 +1,4 @@
-"""Functions that the tests of shared memory run in workers."""
+"""Functions that tests of shared memory run in workers."""
 
 from __future__ import annotations
 
@@ -23,42 +23,41 @@ def checksum(tensor: Any) -> int:
 
 
 def checksum_and_reverse(tensor: Any) -> tuple[int, Any]:
-    """Return the checksum of what arrived, and its elements in reverse order."""
+    """Return the checksum of the received tensor, and its elements in reverse order."""
     return checksum(tensor), tensor.flip(0)
 
 
 def filled(value: int, size: int) -> Any:
-    """Return ``size`` bytes of one value."""
+    """Return ``size`` bytes with one value."""
     return torch.full((size,), value, dtype=torch.uint8)
 
 
 def filled_ints(value: int, size: int = 1024) -> Any:
-    """Return ``size`` numbers of 4 bytes."""
+    """Return ``size`` integers with one value."""
     return torch.full((size,), value, dtype=torch.int32)
 
 
 def numbered(i: int) -> Any:
-    """Return 64 KiB that are full of a number."""
+    """Return 64 KiB filled with a number."""
     return torch.full((16384,), i, dtype=torch.int32)
 
 
 def numbered_small(i: int) -> Any:
-    """Return 4 KiB that are full of a number."""
+    """Return 4 KiB filled with a number."""
     return torch.full((1024,), i, dtype=torch.int32)
 
 
 def numbered_large(i: int) -> Any:
-    """Return 5 MiB that are full of a number."""
+    """Return 5 MiB filled with a number."""
     return torch.full((5 << 18,), i, dtype=torch.int32)
 
 
 def made_shared(value: int, size: int) -> Any:
-    """Return a tensor in a file of torch's."""
+    """Return a tensor in a shared-memory file of torch."""
     return torch.full((size,), value, dtype=torch.uint8).share_memory_()
 
 
 def write(tensor: Any, value: Any) -> None:
-    """Fill a tensor."""
     tensor.fill_(value)
 
 
@@ -74,24 +73,23 @@ def address(tensor: Any) -> int:
 
 
 def total(tensor: Any) -> int:
-    """Return the sum."""
     return int(tensor.sum())
 
 
 def write_and_keep(name: str, tensor: Any) -> Any:
-    """Write to what arrived, keep it, and return it."""
+    """Fill the received tensor, keep it, and return it."""
     tensor.fill_(7)
     _kept[name] = tensor
     return tensor
 
 
 def keep(name: str, tensor: Any) -> None:
-    """Keep what arrived for `kept`."""
+    """Keep the received tensor for `kept`."""
     _kept[name] = tensor
 
 
 def kept_pickle(size: int) -> bytes:
-    """Pickle a tensor of ones by its name, keep it, and return the bytes."""
+    """Pickle a tensor of ones without a copy, keep the tensor, and return the bytes."""
     import torch
 
     from xpool import pickle
@@ -101,22 +99,19 @@ def kept_pickle(size: int) -> bytes:
 
 
 def kept(name: str) -> Any:
-    """Return what was kept."""
     return _kept[name]
 
 
 def kept_total(name: str) -> int:
-    """Return the sum of what was kept."""
     return int(_kept[name].sum())
 
 
 def kept_fill(name: str, value: int) -> None:
-    """Fill what was kept."""
     _kept[name].fill_(value)
 
 
 def forget() -> None:
-    """Let go of what was kept."""
+    """Drop all kept tensors."""
     _kept.clear()
 
 
@@ -127,30 +122,30 @@ def make_and_keep(name: str, size: int) -> Any:
 
 
 def with_lock(size: int) -> Any:
-    """Return a large tensor and something that cannot be pickled."""
+    """Return a large tensor and a lock, which cannot be pickled."""
     return [torch.zeros(size), threading.Lock()]
 
 
 def arena_here() -> Any:
-    """Return the arena of this process: a worker's is its parent's."""
+    """Return this process's arena; a worker's is its parent's."""
     from xpool._memory.arena import Arena
 
     return next(iter(Arena._known.values()), None) or Arena.own()
 
 
 def held_here() -> tuple[int, int]:
-    """Return how many blocks this worker holds, and how many of its own are out."""
+    """Return how many blocks this worker holds, and how many of its own are in use."""
     found = arena_here().statistics()
     return found["held"], found["out"]
 
 
 def count_descriptors(_: Any = None) -> int:
-    """Return how many descriptors this worker has open."""
+    """Return the number of this worker's open descriptors."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def spoil_and_die(flag: str, tensor: Any) -> int:
-    """The first time, write to the argument and die; later return its sum."""
+    """At the first call write to the tensor and die; later return the sum."""
     found = int(tensor.sum())
     tensor.zero_()
     try:
@@ -162,12 +157,12 @@ def spoil_and_die(flag: str, tensor: Any) -> int:
 
 
 def spoil_pair_and_die(pair: tuple[str, Any]) -> int:
-    """As `spoil_and_die`, of one argument."""
+    """Like `spoil_and_die`, with one argument."""
     return spoil_and_die(*pair)
 
 
 def through_a_pool(tensor: Any) -> Any:
-    """Send a tensor on to a pool of this worker's own, and return what comes back."""
+    """Send a tensor through a pool of this worker, and return the result."""
     import xpool
 
     with xpool.Pool(1) as pool:
@@ -177,7 +172,7 @@ def through_a_pool(tensor: Any) -> Any:
 
 
 def share_with_a_pool(tensor: Any) -> str:
-    """Try to share a tensor of the parent's with a pool of this worker's own."""
+    """Try to share a tensor of the parent with a pool of this worker."""
     import xpool
 
     with xpool.Pool(1, is_copy_tensor=False) as pool:
@@ -193,7 +188,7 @@ def share_with_a_pool(tensor: Any) -> str:
 
 
 def fork_and_share_parts(tensor: Any) -> int:
-    """Fork a child in this worker; return its exit code."""
+    """Fork a child that sums the tensor; return its exit code."""
     child = os.fork()
     if not child:
         os._exit(int(tensor.numpy().sum()) % 100)  # torch's threads do not survive a fork
@@ -201,22 +196,20 @@ def fork_and_share_parts(tensor: Any) -> int:
 
 
 def fill_module(module: Any, value: float) -> None:
-    """Fill the parameters of a module."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(value)
 
 
 def filled_1m(i: int) -> Any:
-    """Return 1 MiB that is full of a number."""
+    """Return 1 MiB filled with a number."""
     return torch.full((1 << 18,), i, dtype=torch.int32)
 
 
 def first(tensor: Any) -> int:
-    """Return the first element."""
     return int(tensor[0])
 
 
 def use_one_storage(tensors: Any) -> bool:
-    """Whether all tensors are of one storage."""
+    """Whether all tensors have the same storage."""
     return len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1

@@ -1,4 +1,4 @@
-"""The checks check: what is left over is seen, and what ends in time is not."""
+"""The leak checks report leaks, and nothing that ends in time."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from xpool.testing import leaks, no_leaks
 
 
 def test_nothing_left():
-    """Without a leak there is nothing to report."""
+    """Without a leak nothing is reported."""
     assert Snapshot.take().leaks(5) == []
 
 
 def test_process_left():
-    """A child that still runs is reported, and no more once it has been waited for."""
+    """A running child is reported until it has been waited for."""
     before = Snapshot.take()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -37,7 +37,7 @@ def test_process_left():
 
 
 def test_orphan_left():
-    """A grandchild whose parent has ended is reported as well."""
+    """A grandchild whose parent has ended is reported too."""
     before = Snapshot.take()
     code = (
         "import subprocess, sys\n"
@@ -55,7 +55,7 @@ def test_orphan_left():
 
 
 def test_thread_left():
-    """A thread that still runs is reported by its name."""
+    """A running thread is reported by its name."""
     before = Snapshot.take()
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, args=(20,), name="left-over")
@@ -66,17 +66,17 @@ def test_thread_left():
 
 
 def test_descriptor_left(tmp_path):
-    """A descriptor that is still open is reported with what it leads to."""
+    """An open descriptor is reported with its target."""
     before = Snapshot.take()
     with (tmp_path / "open").open("w"):
-        # Only these: no time is left to wait until a stranger has put away a name in /dev/shm.
+        # Look at descriptors only: other programs may leave names in /dev/shm for a while.
         (leak,) = [one for one in before.leaks(0.1) if one.startswith("descriptor")]
         assert leak.endswith("open")
     assert before.leaks(5) == []
 
 
 def test_shared_memory_left():
-    """A name in /dev/shm that this process has is reported."""
+    """A name in /dev/shm that this process has open is reported."""
     before = Snapshot.take()
     path = Path(f"/dev/shm/xpool-test-{uuid.uuid4().hex}")
     with path.open("x") as file:
@@ -95,8 +95,8 @@ def test_shared_memory_left():
         shutil.rmtree(folder)
 
 
-def test_shared_memory_of_the_dead():
-    """A name with the number of a process of ours is reported, when that has ended, too."""
+def test_shared_memory_of_a_dead_child():
+    """A name with the pid of a child is reported, also after the child has ended."""
     before = Snapshot.take()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     path = Path(f"/dev/shm/torch_{child.pid}_{uuid.uuid4().hex}")
@@ -110,7 +110,7 @@ def test_shared_memory_of_the_dead():
 
 
 def test_shared_memory_of_strangers(monkeypatch):
-    """A name counts if one of ours has it, and not if another program has it, or nobody."""
+    """A name is reported if our processes have it open, but not if only other programs do."""
     before = Snapshot.take()
     path = Path(f"/dev/shm/xpool-test-{uuid.uuid4().hex}")
     code = "import sys; file = open(sys.argv[1], 'x'); print(flush=True); sys.stdin.read()"
@@ -119,7 +119,7 @@ def test_shared_memory_of_strangers(monkeypatch):
     )
     try:
         assert child.stdout.readline()
-        assert str(path) in before.leaks(0.1)  # our child's is ours
+        assert str(path) in before.leaks(0.1)  # our child's name is ours
         with monkeypatch.context() as patch:
             patch.setattr(leaks, "_ours", dict)
             assert str(path) not in before.leaks(0.1)
@@ -127,7 +127,7 @@ def test_shared_memory_of_strangers(monkeypatch):
         child.communicate()
     try:
         assert path.exists()
-        with no_leaks(0.1):  # as by `touch` in another program
+        with no_leaks(0.1):  # another program could do this
             path.with_suffix(".other").touch()
         assert before.leaks(0.1) == []
     finally:
@@ -135,8 +135,8 @@ def test_shared_memory_of_strangers(monkeypatch):
         path.with_suffix(".other").unlink()
 
 
-def test_shared_memory_that_is_put_away():
-    """A name of ours has as long to go as all else."""
+def test_shared_memory_removed_in_time():
+    """A name of ours is not reported if it is removed in time."""
     before = Snapshot.take()
     path = Path(f"/dev/shm/xpool-test-{os.getpid()}")
     path.touch()
@@ -164,7 +164,7 @@ def test_shared_memory_that_is_put_away():
 
 
 def test_semaphores_of_strangers():
-    """A semaphore of multiprocessing is reported, unless another program has it."""
+    """multiprocessing's semaphores are reported, unless they are another program's."""
     code = (
         "import multiprocessing\n"
         "lock = multiprocessing.get_context('spawn').Lock()\n"
@@ -177,7 +177,7 @@ def test_semaphores_of_strangers():
     )
     try:
         assert child.stdout.readline()
-        # It is ours as our child; a stranger, once it counts for one.
+        # A child's semaphore is ours; without children it counts as another program's.
         assert any("/dev/shm/sem." in leak for leak in before.leaks(0.1))
         ours, leaks._ours = leaks._ours, dict
         try:
@@ -190,7 +190,7 @@ def test_semaphores_of_strangers():
 
 
 def test_wait_gone_has_a_limit():
-    """Waiting for a process that stays ends at the limit and names it."""
+    """`wait_gone` stops at its limit and returns the remaining process."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert wait_gone([child.pid], 0.05) == [child.pid]
@@ -200,13 +200,13 @@ def test_wait_gone_has_a_limit():
 
 
 def test_eventually_has_a_limit():
-    """Waiting for a fact that does not come about fails with what it waited for."""
+    """`eventually` fails at its limit with the name of the fact."""
     with pytest.raises(AssertionError, match="the moon"):
         eventually(lambda: False, "the moon", 0.05)
 
 
 def test_mailbox_and_gate(mailbox: Mailbox, gate: Gate):
-    """Lines arrive in order; the gate lets as many through as it was told."""
+    """Lines arrive in order, and the gate lets the given number of tasks pass."""
     from support import work
 
     work.post(mailbox.path, "one")
@@ -223,8 +223,8 @@ def test_mailbox_and_gate(mailbox: Mailbox, gate: Gate):
     assert not thread.is_alive()
 
 
-def test_what_is_outside(tmp_path):
-    """A snapshot of what is outside of this process waits for nothing that lives on in it."""
+def test_leaks_outside_this_process(tmp_path):
+    """A snapshot with ``outside=True`` ignores threads and descriptors of this process."""
     before = Snapshot.take(outside=True)
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="stays")
@@ -243,7 +243,7 @@ def test_what_is_outside(tmp_path):
 
 @pytest.mark.xpool_only
 def test_kept_servers():
-    """What this process has open to a server that is kept is no leak, whoever's server that is."""
+    """Connections to servers that this process keeps are no leak."""
     run_ok(
         ["-"],
         """

@@ -1,4 +1,4 @@
-"""How a parameter says its tier: ``parametrize("size", [1, *also(2, 70_000)])``."""
+"""Mark parameters with their tier: ``parametrize("size", [1, *also(2, 70_000)])``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 
 def also(*values: Any, ids: Any = None) -> list[Any]:
-    """Return values as parameters that `make test` leaves to `make test-all`; tuples are several
-    arguments."""
+    """Return values as parameters for `make test-all` only; a tuple is several arguments."""
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),

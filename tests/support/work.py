@@ -1,4 +1,4 @@
-"""Functions that the tests run in workers.  Small and importable: no pytest, no torch."""
+"""Functions that tests run in workers. They are small and import neither pytest nor torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 initialised: list[Any] = []
-"""What `remember` was called with in this process."""
+"""The arguments of `remember` in this process."""
 
 
 def square(x: Any = 0) -> Any:
@@ -67,12 +67,11 @@ def nothing(*_: Any) -> None:
 
 
 def pid(*_: Any) -> int:
-    """Return the worker's process id."""
     return os.getpid()
 
 
 def place(*_: Any) -> tuple[int, int]:
-    """Return process id and thread id of the worker."""
+    """Return the worker's pid and thread id."""
     return os.getpid(), threading.get_ident()
 
 
@@ -82,14 +81,14 @@ def fail(x: Any = None) -> None:
 
 
 def fail_if(bad: int, x: int) -> int:
-    """Raise ``ValueError(x)`` for one value, return the others."""
+    """Raise ``ValueError(x)`` for one value, return other values."""
     if x == bad:
         raise ValueError(x)
     return x
 
 
 def stop_on_three(x: int) -> int:
-    """Raise ``StopIteration(3)`` for 3, as a careless ``next()`` does; return the others."""
+    """Raise ``StopIteration(3)`` for 3, as an unguarded ``next()`` does; return other values."""
     if x == 3:
         raise StopIteration(x)
     return x
@@ -103,17 +102,17 @@ class StopsWhenUnpickled:
 
 
 def make_stops_when_unpickled(*_: Any) -> StopsWhenUnpickled:
-    """Return what raises StopIteration where it arrives."""
+    """Return an object that raises StopIteration when it is unpickled."""
     return StopsWhenUnpickled()
 
 
 def fail_on_three(x: int) -> int:
-    """Raise ``ValueError(3)`` for 3, return the others."""
+    """Raise ``ValueError(3)`` for 3, return other values."""
     return fail_if(3, x)
 
 
 def fail_slowly(gate: str, x: int) -> int:
-    """Raise at once for 0; the others wait at the gate."""
+    """Raise at once for 0; for other values wait at the gate."""
     if x == 0:
         raise ValueError(x)
     pass_gate(gate)
@@ -121,12 +120,12 @@ def fail_slowly(gate: str, x: int) -> int:
 
 
 def unpicklable(*_: Any) -> Any:
-    """Return something that no pickler can send."""
+    """Return an object that no pickler can send."""
     return threading.Lock()
 
 
 class Away(Exception):
-    """One whose ``__setstate__`` or ``__str__`` blocks or raises in one process, the test's."""
+    """Its ``__setstate__`` or ``__str__`` blocks or raises, but only in the test's process."""
 
     entered = threading.Event()
     released = threading.Event()
@@ -157,12 +156,11 @@ class Away(Exception):
 
 
 def raise_it(exc: BaseException) -> None:
-    """Raise what is given."""
     raise exc
 
 
 def gated_raise(gate: str, exc: BaseException) -> None:
-    """Wait at the gate, then raise what is given."""
+    """Wait at the gate, then raise the exception."""
     pass_gate(gate)
     raise exc
 
@@ -178,12 +176,12 @@ def remember(*args: Any) -> None:
 
 
 def recall(*_: Any) -> list[Any]:
-    """Return what the initializer of this worker was given."""
+    """Return the arguments of this worker's initializer."""
     return list(initialised)
 
 
 def post_pid(path: str, *_: Any) -> int:
-    """Tell the mailbox who runs this, and return the same."""
+    """Post and return the worker's pid."""
     post(path, str(os.getpid()))
     return os.getpid()
 
@@ -195,7 +193,7 @@ def gated(gate: str, x: Any = None) -> Any:
 
 
 def post_and_gate(box: str, gate: str, x: Any = None) -> Any:
-    """Say who runs this, wait at the gate, return `x`."""
+    """Post the worker's pid, wait at the gate, return `x`."""
     post(box, str(os.getpid()))
     pass_gate(gate)
     return x
@@ -208,20 +206,20 @@ def logged(path: str, x: Any) -> Any:
 
 
 def post_and_spin(box: str) -> None:
-    """Say who runs this, then `spin`."""
+    """Post the worker's pid, then `spin`."""
     post(box, str(os.getpid()))
     spin()
 
 
 class Awkward(Exception):
-    """An exception that pickles but does not unpickle: its arguments do not fit."""
+    """Can be pickled but not unpickled, because its arguments do not fit."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"awkward {a} {b}")
 
 
 def raise_awkward(*_: Any) -> None:
-    """Raise an exception that the parent cannot rebuild."""
+    """Raise an exception that the parent cannot unpickle."""
     raise Awkward(1, 2)
 
 
@@ -234,7 +232,7 @@ class HasLock(Exception):
 
 
 def raise_with_lock(*_: Any) -> None:
-    """Raise an exception that cannot be sent back."""
+    """Raise an exception that cannot be pickled."""
     raise HasLock("locked")
 
 
@@ -244,7 +242,7 @@ def raise_large(size: int) -> None:
 
 
 def raise_base(*_: Any) -> None:
-    """Raise a BaseException that is no Exception."""
+    """Raise an exception that is not an `Exception`."""
     raise BaseFault("base")
 
 
@@ -253,7 +251,7 @@ class BaseFault(BaseException):
 
 
 def raise_from(*_: Any) -> None:
-    """Raise with a cause of its own."""
+    """Raise an exception with a cause."""
     try:
         raise KeyError("inner")
     except KeyError as error:
@@ -261,7 +259,7 @@ def raise_from(*_: Any) -> None:
 
 
 def random_numbers(*_: Any) -> tuple[float, float | None, float | None]:
-    """Draw one number from each generator that is loaded: random, numpy, torch."""
+    """Draw a number from random, numpy and torch; None if the module is not loaded."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     return (
         random.random(),
@@ -278,7 +276,7 @@ def numbers_with(modules: tuple[str, ...]) -> tuple[float, float | None, float |
 
 
 def meet(box: str, gate: str, modules: tuple[str, ...]) -> tuple[int, Any]:
-    """Occupy this worker until the gate opens, so that every worker gets one; draw numbers."""
+    """Keep this worker busy until the gate opens, then draw numbers."""
     post(box, str(os.getpid()))
     pass_gate(gate)
     return os.getpid(), numbers_with(modules)
@@ -290,7 +288,7 @@ def environment(name: str) -> str | None:
 
 
 def lower_limit(soft: int) -> None:
-    """Lower the limit of open descriptors of this process."""
+    """Lower this process's limit of open descriptors."""
     import resource
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -298,7 +296,7 @@ def lower_limit(soft: int) -> None:
 
 
 def hold_lock_and_count(_: Any = None) -> int:
-    """Add one to the shared value under the shared lock, both from `initargs`."""
+    """Add one to the shared value under the shared lock; both are from `initargs`."""
     ((lock, value, queue),) = initialised[-1:]
     with lock:
         value.value += 1
@@ -307,13 +305,13 @@ def hold_lock_and_count(_: Any = None) -> int:
 
 
 def slow_square(seconds: float, x: int) -> int:
-    """Take a while, then return the square."""
+    """Sleep, then return the square."""
     time.sleep(seconds)
     return x * x
 
 
 class Point:
-    """A value with equality, to see instances come back as the same class."""
+    """A class with equality, to check that instances keep their class."""
 
     def __init__(self, x: int, y: int) -> None:
         self.x, self.y = x, y
@@ -347,7 +345,7 @@ class Counted:
 
 
 def refuse_all(value: Any) -> Any:
-    """Raise an error."""
+    """Raise ValueError."""
     raise ValueError(type(value).__name__)
 
 
@@ -357,7 +355,7 @@ def add_to(pair: tuple[int, int]) -> int:
 
 
 def nested(name: str, n: int) -> list[int]:
-    """Map over a pool that this task builds."""
+    """Map over a pool in this task."""
     import xpool
 
     with getattr(xpool, name)(2) as pool:
@@ -367,7 +365,7 @@ def nested(name: str, n: int) -> list[int]:
 
 
 def nested_threads(n: int) -> list[int]:
-    """Map over the standard library's thread pool in a task."""
+    """Map over the standard library's thread pool in this task."""
     from multiprocessing.pool import ThreadPool
 
     with ThreadPool(2) as pool:
@@ -375,7 +373,7 @@ def nested_threads(n: int) -> list[int]:
 
 
 def nested_spinners(box: str) -> None:
-    """Build a pool whose workers never end by themselves."""
+    """Start a pool whose workers never end by themselves."""
     import xpool
 
     with xpool.Pool(2) as pool:
@@ -383,14 +381,14 @@ def nested_spinners(box: str) -> None:
 
 
 def is_daemon(*_: Any) -> bool:
-    """Say whether this process is daemonic in the sense of multiprocessing."""
+    """Whether this process is daemonic in multiprocessing's sense."""
     import multiprocessing
 
     return multiprocessing.current_process().daemon
 
 
 def who(*_: Any) -> tuple[int, Any, str]:
-    """Return index, context and pool name of the worker."""
+    """Return the worker's index, context and pool name."""
     from xpool import current_worker
 
     me = current_worker()
@@ -398,7 +396,7 @@ def who(*_: Any) -> tuple[int, Any, str]:
 
 
 def who_at_gate(box: str, gate: str) -> tuple[int, Any, str]:
-    """Occupy this worker until the gate opens; say who it is."""
+    """Keep this worker busy until the gate opens, then return `who`."""
     post_and_gate(box, gate)
     return who()
 
@@ -409,7 +407,7 @@ def context_and(context: Any, x: Any = None) -> tuple[Any, Any]:
 
 
 def context_at_gate(context: Any, box: str, gate: str, x: Any) -> tuple[Any, Any]:
-    """Occupy this worker until the gate opens; return its context (for context pools)."""
+    """Keep this worker busy until the gate opens; return its context (for context pools)."""
     post_and_gate(box, gate)
     return context, x
 
@@ -421,7 +419,7 @@ def count_in_context(context: dict[str, int]) -> int:
 
 
 class PostsWhenPickled:
-    """Posts to the mailbox as its pickling begins, then sends much data."""
+    """Posts when its pickling begins, then sends much data."""
 
     def __init__(self, box: str, size: int) -> None:
         self.box, self.size = box, size
@@ -432,30 +430,30 @@ class PostsWhenPickled:
 
 
 def return_large_and_post(box: str, size: int) -> Any:
-    """Return a large result that says when it begins to be written."""
+    """Return a large result that posts when its pickling begins."""
     return PostsWhenPickled(box, size)
 
 
 def end_logged(how: str, log: str) -> None:
-    """Initializer: count the try, then end as told."""
+    """Initializer: log the attempt, then end as told."""
     log_line(log, "try")
     end(how)
 
 
 def post_and_sleep(box: str) -> None:
-    """Say who runs this, then take longer than any test waits."""
+    """Post the worker's pid, then sleep longer than any test waits."""
     post(box, str(os.getpid()))
     time.sleep(120)
 
 
 def fail_if_exists(path: str) -> None:
-    """Initializer: raise once the file is there."""
+    """Initializer: raise if the file exists."""
     if os.path.exists(path):
         raise RuntimeError(f"{os.path.basename(path)}!")
 
 
 def sleep_long(*_: Any) -> None:
-    """Take longer than any test waits."""
+    """Sleep longer than any test waits."""
     time.sleep(120)
 
 
@@ -463,7 +461,7 @@ def sleep_long(*_: Any) -> None:
 
 
 def count_up(log: str | None = None, box: str | None = None) -> None:
-    """Use the processor for ever; say so; leave a line when that is broken off."""
+    """Count for ever after posting; log a line when interrupted."""
     n = 0
     try:
         if box is not None:
@@ -476,7 +474,7 @@ def count_up(log: str | None = None, box: str | None = None) -> None:
 
 
 def leave_slowly(box: str, gate: str) -> None:
-    """Use the processor for ever; when that is broken off, wait at a gate."""
+    """Count for ever; when interrupted, wait at a gate."""
     n = 0
     try:
         post(box, "counts")
@@ -487,14 +485,14 @@ def leave_slowly(box: str, gate: str) -> None:
 
 
 def import_plugin(context: Any = None) -> list[str]:
-    """Import what the fixture ``plugin`` has written; return what it has left behind."""
+    """Import the module of the fixture ``plugin``; return the entries that it registered."""
     importlib.import_module("plugin")
     entries: list[str] = importlib.import_module("registry").entries
     return entries
 
 
 def count_up_stubbornly(asked: str | None = None) -> None:
-    """Use the processor for ever, whatever is raised; write the file ``asked`` when that is so."""
+    """Count for ever, ignoring all exceptions; write the file ``asked`` at each exception."""
     n = 0
     while True:
         try:
@@ -507,31 +505,31 @@ def count_up_stubbornly(asked: str | None = None) -> None:
 
 
 def spin_in_c(*_: Any) -> None:
-    """Use the processor for ever in C code that neither looks at signals nor lets go of the GIL."""
+    """Use the processor for ever in C code that neither handles signals nor releases the GIL."""
     collections.deque(itertools.repeat(0), maxlen=0)
 
 
 def spin_on(bad: Any, x: Any) -> Any:
-    """Count up for ever for one value, return the others."""
+    """Count for ever for one value, return other values."""
     if x == bad:
         count_up()
     return x
 
 
 def spin_in(index: int) -> None:
-    """Count up for ever in the worker with this index."""
+    """Count for ever in the worker with this index."""
     worker = current_worker()
     if worker is not None and worker.index == index:
         spin()
 
 
 def spin_on_three(x: Any) -> Any:
-    """Count up for ever for 3, return the others."""
+    """Count for ever for 3, return other values."""
     return spin_on(3, x)
 
 
 def spin_once(flag: str, x: Any = None) -> Any:
-    """Count up for ever the first time; later return `x`."""
+    """Count for ever at the first call; later return `x`."""
     if first(flag):
         count_up()
     return x
@@ -539,7 +537,7 @@ def spin_once(flag: str, x: Any = None) -> Any:
 
 @uninterrupted
 def enter_and_leave(book: list[str]) -> None:
-    """Write two lines that belong together."""
+    """Write two lines that must both be written."""
     book.append("in")
     for _ in range(200):
         book[-1:] = [book[-1]]
@@ -547,7 +545,7 @@ def enter_and_leave(book: list[str]) -> None:
 
 
 def keep_books(log: str) -> None:
-    """Do that for ever; log whether the last pair was whole."""
+    """Call `enter_and_leave` for ever; when interrupted, log whether both lines were written."""
     book: list[str] = []
     try:
         while True:
@@ -560,13 +558,13 @@ def keep_books(log: str) -> None:
 
 
 def stop_self(box: str) -> None:
-    """Stop this process as SIGSTOP does."""
+    """Post the worker's pid, then stop this process by SIGSTOP."""
     post(box, str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is held by SIGSTOP."""
+    """Whether SIGSTOP has stopped a process."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
 
@@ -581,7 +579,7 @@ def first(flag: str) -> bool:
 
 
 def raise_times(log: str, times: int, error: type[Exception], x: Any = None) -> Any:
-    """Log a line; raise the first `times` times, as the log counts them; then return `x`."""
+    """Log a line; raise in the first `times` calls, later return `x`."""
     log_line(log, "ran")
     with open(log) as file:
         if len(file.read().split()) <= times:
@@ -590,7 +588,7 @@ def raise_times(log: str, times: int, error: type[Exception], x: Any = None) -> 
 
 
 def killed_times(log: str, times: int) -> None:
-    """Log a line; be killed the first `times` times, as the log counts them."""
+    """Log a line; be killed in the first `times` calls."""
     log_line(log, "ran")
     with open(log) as file:
         if len(file.read().split()) <= times:
@@ -598,8 +596,8 @@ def killed_times(log: str, times: int) -> None:
 
 
 def log_line(path: str, text: str) -> None:
-    """Append one line to a file; lines stay whole if many processes write."""
-    # With O_APPEND, the system appends in one atomic step (open(2)).
+    """Append a line to a file; concurrent writers do not mix their lines."""
+    # With O_APPEND the system appends in one atomic step (open(2)).
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, f"{text}\n".encode())
@@ -608,7 +606,7 @@ def log_line(path: str, text: str) -> None:
 
 
 def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
-    """Log `x`; end in the given way if it equals `bad`, else return it."""
+    """Log `x`; end in the given way if it equals `bad`, otherwise return it."""
     log_line(log, str(x))
     if x == bad:
         end(how)
@@ -616,9 +614,9 @@ def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
 
 
 def end_once(how: str, flag: str, x: Any = None) -> Any:
-    """End in the given way if the flag file does not exist yet, and make it; later return `x`."""
+    """If the flag file does not exist, make it and end in the given way; otherwise return `x`."""
     try:
-        # With O_EXCL, only one of several processes makes the file (open(2)).
+        # With O_EXCL only one of several processes makes the file (open(2)).
         os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return x
