@@ -1,4 +1,4 @@
-"""`ModelAssigner`: where models go, what is refused, and that no runtime is started for it."""
+"""`ModelAssigner`: where models are placed, what is refused, and that no runtime is started."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ GIB = 1024**3
 
 
 def linear(megabytes: float = 1) -> nn.Module:
-    """A model of so many MiB."""
+    """A model of this many MiB."""
     return nn.Linear(1024, int(256 * megabytes), bias=False)
 
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has two GPUs, idle and with 10 GiB free, as far as can be seen from here."""
+    """A machine with two idle GPUs of 10 GiB."""
     on_machine(monkeypatch, gpu_host(2), {"0": Spare(10 * GIB, 1), "1": Spare(10 * GIB, 1)})
 
 
@@ -44,8 +44,8 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, host: Host, spare: dict[str, Spa
     monkeypatch.setattr(machine, "available_memory", lambda: 4 * GIB)
 
 
-def test_connected_models_lie_together(two_gpus: None):
-    """Of four models, each two that talk share a device, and both devices are used."""
+def test_connected_models_share_a_device(two_gpus: None):
+    """Of four models, each connected pair shares a device, and both devices are used."""
     models = [linear() for _ in range(4)]
     connection = {(0, 2): 10, (1, 3): 10}
     assigner = ModelAssigner(models, connection, move_models=False)
@@ -60,7 +60,7 @@ def test_connected_models_lie_together(two_gpus: None):
 
 @pytest.mark.exhaustive
 def test_work_is_shared_by_power(monkeypatch: pytest.MonkeyPatch):
-    """A GPU that is half busy gets half as much; by operations, where inputs are given."""
+    """A half-busy GPU gets half the work; with inputs, the work is counted in operations."""
     host = gpu_host(2)
     on_machine(monkeypatch, host, {"0": Spare(10 * GIB, 0.5), "1": Spare(10 * GIB, 1)})
     equal = ModelAssigner([linear() for _ in range(6)], {}, move_models=False)
@@ -73,7 +73,7 @@ def test_work_is_shared_by_power(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_memory_decides(monkeypatch: pytest.MonkeyPatch):
-    """Models go where they fit, though the other device has the power."""
+    """A device with free memory is chosen before one with more power."""
     on_machine(monkeypatch, gpu_host(2), {"0": Spare(GIB // 4, 1), "1": Spare(9 * GIB, 0.01)})
     models = [nn.Linear(1024, 128 * 1024, device="meta") for _ in range(2)]
     assert ModelAssigner(models, {}, move_models=False).placement == [1, 1]
@@ -81,8 +81,8 @@ def test_memory_decides(monkeypatch: pytest.MonkeyPatch):
     assert 0 in careless.placement
 
 
-def test_the_cpu_gets_work_when_it_counts(two_gpus: None):
-    """With ``cpu_weight=0`` it gets none, with more its share."""
+def test_cpu_weight(two_gpus: None):
+    """With ``cpu_weight=0`` the CPU gets no model, with 1 its share."""
     models = [linear() for _ in range(4)]
     devices = ["cuda:0", "cpu"]
     assert ModelAssigner(models, {}, devices, move_models=False).placement == [0] * 4
@@ -91,7 +91,7 @@ def test_the_cpu_gets_work_when_it_counts(two_gpus: None):
 
 
 def test_distance_between_kinds(two_gpus: None):
-    """Three devices of equal power: the models that talk go to those that are near."""
+    """Connected models go to near devices, if the connection weighs enough."""
     models = [linear(2), linear(1), linear(1)]
     options: dict[str, Any] = {"devices": ["cpu", "cuda:0", "cuda:1"], "cpu_weight": 1}
     near = ModelAssigner(models, {(0, 1): 1}, **options, connection_weight=50, move_models=False)
@@ -104,7 +104,7 @@ def test_distance_between_kinds(two_gpus: None):
 
 
 def test_shares_of_one_device():
-    """A device that is named several times is so many workers, which divide it."""
+    """A device named several times is several workers, which share its power."""
     places = machine.find_places(["cpu", "cpu"], 1, Host())
     assert [place.power for place in places] == [0.5, 0.5]
     assert places[0].memory > 0
@@ -113,8 +113,8 @@ def test_shares_of_one_device():
     assert assigner.assignment == [torch.device("cpu")] * 6
 
 
-def test_what_the_machine_has(monkeypatch: pytest.MonkeyPatch, two_gpus: None):
-    """Without devices: all GPUs that may be seen, and the CPU where there are none."""
+def test_default_devices(monkeypatch: pytest.MonkeyPatch, two_gpus: None):
+    """By default all visible GPUs are used, or the CPU if there are none."""
     assert machine.find_places(None, 0)[1].device == torch.device("cuda", 1)
     masked = gpu_host(2, environ={"CUDA_VISIBLE_DEVICES": "1"})
     on_machine(monkeypatch, masked, {"1": Spare(GIB, 0.5)})
@@ -126,8 +126,8 @@ def test_what_the_machine_has(monkeypatch: pytest.MonkeyPatch, two_gpus: None):
     assert [p.device for p in machine.find_places(None, 0, Host())] == [torch.device("cpu")]
 
 
-def test_torch_is_asked_where_nvml_is_not(monkeypatch: pytest.MonkeyPatch):
-    """The last resort, which starts the runtime."""
+def test_without_nvml(monkeypatch: pytest.MonkeyPatch):
+    """Without NVML torch is asked for free memory, which starts the runtime."""
     host = replace(gpu_host(0, environ={"CUDA_VISIBLE_DEVICES": "0,1"}), gpus=None)
     monkeypatch.setattr(machine, "find_spare", lambda names: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: ((i + 1) * GIB, 9 * GIB))
@@ -138,7 +138,7 @@ def test_torch_is_asked_where_nvml_is_not(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.exhaustive
 @pytest.mark.starts
 def test_no_runtime_is_started():
-    """Importing and placing leaves CUDA alone; ``import xpool`` leaves torch alone."""
+    """Importing and placing does not start CUDA, and ``import xpool`` does not import torch."""
     code = (
         "import sys, xpool; assert 'torch' not in sys.modules\n"
         "import torch; from torch import nn\n"
@@ -151,7 +151,7 @@ def test_no_runtime_is_started():
 
 
 def test_models_are_moved(monkeypatch: pytest.MonkeyPatch, two_gpus: None):
-    """Each to its device, by default."""
+    """By default each model is moved to its device."""
     moved = []
     monkeypatch.setattr(nn.Module, "to", lambda self, device: moved.append((self, device)))
     models = [linear(), linear()]
@@ -160,8 +160,8 @@ def test_models_are_moved(monkeypatch: pytest.MonkeyPatch, two_gpus: None):
     assert len({device for _, device in moved}) == 2
 
 
-def test_shared_parameters_are_not_torn_apart(two_gpus: None):
-    """Models that share and would part cannot be moved; where they stay together they may."""
+def test_shared_parameters_stay_together(two_gpus: None):
+    """Models that share parameters must get the same device."""
     first, second = linear(), linear()
     second.weight = first.weight
     with pytest.raises(ValueError, match=r"models\[0\] and models\[1\] share a parameter"):
@@ -172,7 +172,7 @@ def test_shared_parameters_are_not_torn_apart(two_gpus: None):
 
 @pytest.mark.exhaustive
 def test_any_mode_of_the_caller():
-    """Inference mode, another default device and dtype change nothing."""
+    """Inference mode, default device and default dtype of the caller have no effect."""
     models = [linear(i + 1) for i in range(4)]
     expected = ModelAssigner(models, {(0, 1): 2}, ["cpu"] * 20).placement
     with torch.inference_mode(), torch.device("meta"):
@@ -182,7 +182,7 @@ def test_any_mode_of_the_caller():
 
 
 def test_any_iterable_and_index():
-    """Generators of models and devices, numbers of numpy, an index that is left out."""
+    """Generators, numpy's numbers and devices without an index are accepted."""
     numpy = pytest.importorskip("numpy", reason="uses numpy's integers")
     connection = {(numpy.int64(0), numpy.int32(1)): numpy.float32(2)}
     assigner = ModelAssigner((linear() for _ in range(2)), connection, iter([torch.device("cpu")]))
@@ -190,13 +190,13 @@ def test_any_iterable_and_index():
 
 
 def test_repr():
-    """One line: where the models are, how that was found, and what it costs."""
+    """The repr shows devices, method and cost."""
     assigner = ModelAssigner([linear()], {}, ["cpu"])
     assert repr(assigner) == "<ModelAssigner cpu: [0]; exact, cost 0>"
 
 
 def test_too_large(monkeypatch: pytest.MonkeyPatch, two_gpus: None):
-    """More than all devices may give is an error that says how much, and what to change."""
+    """If the models do not fit, the error has the sizes and the option to change."""
     on_machine(monkeypatch, gpu_host(1), {"0": Spare(2**20 * 10, 1)})
     with pytest.raises(
         RuntimeError, match=r"the 2 models need about 16\.0 MiB, but cuda:0 may"
@@ -243,21 +243,21 @@ def test_too_large(monkeypatch: pytest.MonkeyPatch, two_gpus: None):
     ],
 )
 def test_bad_arguments(two_gpus: None, error: Any, message: str, options: dict[str, Any]):
-    """Each is named, with what there is."""
+    """Errors name the argument and the possible values."""
     given = {"models": [linear(), linear()], "model_connection": {}, "move_models": False}
     with pytest.raises(error, match=message):
         ModelAssigner(**(given | options))
 
 
 def test_the_same_model_twice():
-    """A model lies on one device, so it has one number."""
+    """One model cannot be placed twice."""
     model = linear()
     with pytest.raises(ValueError, match=r"models\[1\] is models\[0\] again"):
         ModelAssigner([model, model], {})
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch):
-    """A GPU where there is none: what is missing is said."""
+    """Without a GPU the error says what is missing."""
     monkeypatch.setattr(Host, "here", classmethod(lambda cls, **_: gpu_host(0)))
     with pytest.raises(xpool.DeviceError, match="no GPU that can be used"):
         ModelAssigner([linear()], {}, ["cuda"])
@@ -267,7 +267,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def arguments(n: int, m: int, dtype: Any = torch.float) -> list[Any]:
-    """Of `optimize_placement`, as code that calls it by itself has them."""
+    """Return arguments of `optimize_placement`, as a direct caller passes them."""
     placement = torch.zeros(n, m, dtype=dtype, requires_grad=True)
     ring = torch.zeros(n, n, dtype=dtype)
     ring[range(n - 1), range(1, n)] = 1
@@ -281,7 +281,8 @@ def arguments(n: int, m: int, dtype: Any = torch.float) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float, torch.double])
 def test_optimize_placement(dtype: Any):
-    """A step changes the logits by the learning rate; many of them decide."""
+    """A step changes the logits by at most the learning rate, and many steps decide the
+    placement."""
     given = arguments(4, 2, dtype)
     placement = given[1]
     with torch.no_grad():
@@ -297,7 +298,7 @@ def test_optimize_placement(dtype: Any):
 
 
 def test_optimize_placement_without_connections_or_distances():
-    """Zeros everywhere give no gradient, not one that is no number."""
+    """Without connections and distances the gradient is zero, not NaN."""
     given = arguments(2, 1)
     given[6] = torch.zeros(2, 2)
     for _ in range(3):
@@ -316,7 +317,7 @@ def test_optimize_placement_without_connections_or_distances():
     ],
 )
 def test_optimize_placement_with_other_shapes(which: int, shape: tuple[int, ...], message: str):
-    """The argument is named, with the shape that it should have."""
+    """The error names the argument and its expected shape."""
     given = arguments(4, 2)
     given[which] = torch.zeros(shape, requires_grad=True)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""How large models are, and how much they have to do."""
+"""Estimates of models' sizes and operations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def operations(model: nn.Module, inputs: Any = None) -> float:
 
 
 def test_sizes_in_mebibytes():
-    """Parameters and buffers by their element size; the estimate is their sum times two."""
+    """The estimate is two times the bytes of parameters and buffers."""
     model = nn.Sequential(nn.Linear(1023, 1024), nn.BatchNorm1d(1024))
     estimator = ModelSizeEstimator(model)
     assert estimator.get_parameter_sizes() == 4 + 2 * 1024 * 4 / MIB
@@ -42,27 +42,27 @@ def test_sizes_in_mebibytes():
     [("float16", 2), ("bfloat16", 2), ("float64", 8), ("complex64", 8), ("float8_e4m3fn", 1)],
 )
 def test_every_dtype_has_a_size(dtype: str, size: int):
-    """Also those that came after most estimators were written."""
+    """Every dtype has a size, new ones too."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(MIB, dtype=getattr(torch, dtype)), requires_grad=False)
     assert ModelSizeEstimator(model).get_parameter_sizes() == size
 
 
-def test_what_is_shared_counts_once():
-    """Tied weights take the memory of one."""
+def test_shared_weights_count_once():
+    """Tied weights count once."""
     first, second = nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)
     second.weight = first.weight
     assert ModelSizeEstimator(nn.Sequential(first, second)).get_parameter_sizes() == 4
 
 
-def test_nothing_and_meta():
-    """A model without parameters takes nothing; one on "meta" what it would take."""
+def test_no_parameters_and_meta():
+    """A model without parameters has size 0; a model on "meta" has its size on a real device."""
     assert ModelSizeEstimator(nn.ReLU()).estimate_size() == 0
     assert ModelSizeEstimator(nn.Linear(1023, 1024, device="meta")).get_parameter_sizes() == 4
 
 
 def test_bad_sizes():
-    """A class, no model, no number, no shape yet."""
+    """A class instead of a model, an invalid multiplier and lazy parameters are refused."""
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not <class"):
         ModelSizeEstimator(nn.ReLU)
     with pytest.raises(TypeError, match="size_multiplier must be a number, not '2'"):
@@ -94,7 +94,7 @@ def lstm_operations(length: int, batch: int, features: int, hidden: int) -> int:
     ids=["linear", "convolution", "recurrent", "lookup", "two arguments"],
 )
 def test_operations(model: nn.Module, inputs: Any, expected: int):
-    """As counted by hand: two for each multiplication in a matrix product."""
+    """Operations are counted as by hand: two for each multiplication in a matrix product."""
     assert operations(model, inputs) == expected
 
 
@@ -104,7 +104,7 @@ class Attention(nn.Module):
 
 
 class Hesitant(nn.Module):
-    """What it does depends on values, which no shape tells."""
+    """Its control flow depends on values, so shapes are not enough to count."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Hesitant(nn.Module):
 
 @pytest.mark.parametrize("wrap", [nn.Sequential, Hesitant])
 def test_attention_is_counted(wrap: Any):
-    """Fused attention does two matrix products too, by shapes or in a real run."""
+    """Fused attention counts as two matrix products, by shapes and in a real run."""
     assert operations(wrap(Attention()), torch.zeros(2, 2, 64, 32)) == 2 * 2 * 4 * 64 * 64 * 32
 
 
@@ -130,13 +130,13 @@ def test_attention_is_counted(wrap: Any):
     ids=["lstm", "gru", "batchnorm"],
 )
 def test_control_flow_that_depends_on_values(model: nn.Module, inputs: Tensor):
-    """Such a model is run, and the count is that of the branch that was taken."""
+    """Such a model is run, and only the branch taken is counted."""
     assert operations(Hesitant(model), inputs) == operations(model, inputs) > 0
     assert operations(Hesitant(model), -inputs) == 0
 
 
 def test_encoders_count_the_same_when_evaluated():
-    """The fused path of an encoder layer in eval mode hides nothing."""
+    """The fused path of an encoder layer in eval mode counts the same."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     inputs = torch.zeros(3, 5, 16)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_encoders_count_the_same_when_evaluated():
 
 @pytest.mark.parametrize("wrap", [nn.Sequential, Hesitant])
 def test_counting_changes_nothing(wrap: Any):
-    """Neither buffers, gradients and inputs, nor the generator and the choice of kernels."""
+    """Counting changes no buffer, gradient, input, generator state or choice of kernels."""
     model = wrap(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.ReLU(True)))
     before, seed = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
     inputs = torch.ones(4, 8)
@@ -161,14 +161,15 @@ def test_counting_changes_nothing(wrap: Any):
 
 
 def test_without_inputs():
-    """Two operations for each element of a parameter, what linear layers do for a sample."""
+    """Without inputs each parameter counts as two operations, as for one sample of a linear
+    layer."""
     assert operations(nn.Linear(8, 16, bias=False)) == 2 * 8 * 16
     assert operations(nn.Linear(8, 16, bias=False), torch.zeros(1, 8)) == 2 * 8 * 16
     assert operations(nn.ReLU()) == 0
 
 
 def test_inputs_in_containers():
-    """Tensors in lists and dicts are found."""
+    """Tensors in lists and dicts are used."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -182,7 +183,7 @@ def test_inputs_in_containers():
 
 
 def test_inputs_that_do_not_fit():
-    """The model's own error is the cause, and the message says what to give."""
+    """The error has the model's own error as its cause, and says what to pass."""
     with pytest.raises(
         ValueError, match="forward pass of Linear fails.*tuple of arguments"
     ) as info:
@@ -197,7 +198,7 @@ def test_inputs_that_do_not_fit():
 
 
 def test_under_inference_mode():
-    """The caller's modes do not matter."""
+    """Counting works in inference mode."""
     with torch.inference_mode():
         assert operations(nn.Linear(8, 16), torch.zeros(4, 8)) == 2 * 4 * 8 * 16
         assert operations(Hesitant(nn.Linear(8, 16)), torch.zeros(4, 8)) == 2 * 4 * 8 * 16

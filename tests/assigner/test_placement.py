@@ -1,4 +1,4 @@
-"""The search: exact where it can be, never worse than greedy, and one cost for all of it."""
+"""The search is exact if possible and never worse than greedy, with one cost function."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def problems(draw: Any, most_models: int = 7, most_devices: int = 4) -> Problem:
 
 
 def plain_cost(placement: list[int], given: Problem) -> float:
-    """The formula of the docs for a decided placement, in plain Python."""
+    """Return the cost by the documented formula, in plain Python."""
     n, m = len(placement), given.device_distance.shape[0]
     sent, way = given.model_connection.tolist(), given.device_distance.tolist()
     between = [(i, j) for i in range(n) for j in range(n) if i != j]
@@ -97,7 +97,7 @@ def close(a: float, b: float) -> bool:
 @given(given=problems(most_models=5, most_devices=3))
 @settings(deadline=None, max_examples=100)
 def test_the_exact_search_finds_the_least_cost(given: Problem):
-    """Compared with a loop over all placements, in plain Python."""
+    """The result is the same as that of a loop over all placements."""
     n, m = given.model_connection.shape[0], given.device_distance.shape[0]
     with plain_torch():
         found = search(given, 0, 0.01)
@@ -111,7 +111,7 @@ def test_the_exact_search_finds_the_least_cost(given: Problem):
 @given(given=problems(), limit=st.sampled_from([0, 10**6]), iterations=st.sampled_from([0, 20]))
 @settings(deadline=None, max_examples=100)
 def test_never_worse_than_greedy(given: Problem, limit: int, iterations: int):
-    """Whichever way is taken, and with no descent at all."""
+    """With either method and any number of steps, the cost is at most that of greedy."""
     with plain_torch():
         found = search(given, iterations, 0.1, limit)
         assert found.method == ("exact" if limit else "gradient")
@@ -123,8 +123,8 @@ def test_never_worse_than_greedy(given: Problem, limit: int, iterations: int):
 @pytest.mark.exhaustive
 @given(given=problems())
 @settings(deadline=None, max_examples=100)
-def test_no_move_and_no_swap_is_left(given: Problem):
-    """What the descent ends in cannot be bettered by moving a model, or swapping two."""
+def test_no_move_or_swap_improves(given: Problem):
+    """No move of one model and no swap of two lowers the cost of the result."""
     n, m = given.model_connection.shape[0], given.device_distance.shape[0]
     with plain_torch():
         found = search(given, 5, 0.1, limit=0)
@@ -141,7 +141,7 @@ def test_no_move_and_no_swap_is_left(given: Problem):
 @given(given=problems(), data=st.data())
 @settings(deadline=None, max_examples=100)
 def test_changes_are_differences_of_costs(given: Problem, data: Any):
-    """What moves and swaps are said to change is what they do change."""
+    """The computed changes of moves and swaps equal the differences of costs."""
     n, m = given.model_connection.shape[0], given.device_distance.shape[0]
     placement = data.draw(st.lists(st.integers(0, m - 1), min_size=n, max_size=n))
     now = plain_cost(placement, given)
@@ -173,7 +173,7 @@ def random_problem(n: int, m: int, seed: int = 0) -> Problem:
 
 @pytest.mark.parametrize("batch", [1, 100, 2**19])
 def test_exact_search_in_batches(monkeypatch: pytest.MonkeyPatch, batch: int):
-    """However many placements are compared at once, the least cost is that of all."""
+    """The batch size does not change the result of the exact search."""
     given = random_problem(6, 3)
     monkeypatch.setattr(placing, "BATCH", batch)
     with plain_torch():
@@ -185,7 +185,7 @@ def test_exact_search_in_batches(monkeypatch: pytest.MonkeyPatch, batch: int):
 
 @pytest.mark.exhaustive
 def test_the_better_of_two_starts():
-    """Now greedy is the better start, now the descent; the result is the better one's."""
+    """The result is the better of the starts by greedy and by descent."""
     better = []
     with plain_torch():
         for seed in range(8):
@@ -199,7 +199,7 @@ def test_the_better_of_two_starts():
 
 @pytest.mark.parametrize(("n", "m"), [(60, 8), (18, 2)])
 def test_many_models(n: int, m: int):
-    """Beyond exact search it is better than greedy, and the same each time."""
+    """Without exact search the result is better than greedy, and the same each time."""
     given = random_problem(n, m)
     with plain_torch():
         found = search(given, 100, 0.01)
@@ -213,7 +213,7 @@ def test_many_models(n: int, m: int):
 
 
 def test_where_exact_search_ends():
-    """17 models on 2 devices are tried in all 131,072 ways; one device takes any number."""
+    """17 models on 2 devices are searched exactly in 131,072 placements, 18 are not."""
     with plain_torch():
         assert search(random_problem(17, 2), 0, 0.01).method == "exact"
         assert search(random_problem(18, 2), 0, 0.01).method == "gradient"
@@ -222,7 +222,7 @@ def test_where_exact_search_ends():
 
 
 def test_the_descent_alone_goes_down():
-    """The cost of the probabilities falls with the steps, and decides them."""
+    """Descent lowers the cost, and the probabilities become decisive."""
     given = random_problem(12, 3)
     with plain_torch():
         logits = torch.zeros(12, 3, dtype=torch.double)
@@ -238,8 +238,8 @@ def test_the_descent_alone_goes_down():
         assert float(surest.median()) > 0.99
 
 
-def test_threads_are_given_back():
-    """The search takes one thread, and leaves the number as it was, also after an error."""
+def test_threads_are_restored():
+    """The search uses one thread, then restores the number of threads, also after an error."""
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

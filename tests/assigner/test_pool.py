@@ -1,4 +1,4 @@
-"""A pool in which each worker holds the models that were placed on its device."""
+"""A pool whose workers hold the models that were placed on their devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.torch
 
 
 class AddressedPool(CtxPool, P2PPool):
-    """Workers own contexts, and tasks can be sent to one of them."""
+    """A pool with contexts, whose tasks can be sent to one worker."""
 
 
 def held(context: ModelContext) -> tuple[int, list[int], str, int]:
@@ -49,13 +49,13 @@ def same_weight(context: ModelContext) -> bool:
 
 @pytest.fixture
 def placed() -> ModelAssigner:
-    """Six models for three workers, two each."""
+    """Six models for three workers, two for each."""
     models = [nn.Linear(8, 4) for _ in range(6)]
     return ModelAssigner(models, {(0, 3): 1, (1, 4): 1, (2, 5): 1}, ["cpu"] * 3)
 
 
 def test_workers_hold_their_models(make_pool: Callable[..., Any], placed: ModelAssigner):
-    """Worker i has those of the i-th device, and gives what they give here."""
+    """Worker i holds the models of device i, and they return the same results as here."""
     pool = make_pool(AddressedPool, worker_contexts=placed)
     assert pool.size() == 3
     for worker in range(3):
@@ -72,8 +72,8 @@ def test_workers_hold_their_models(make_pool: Callable[..., Any], placed: ModelA
         assert torch.allclose(result.get(), model(inputs))
 
 
-def test_any_worker_of_a_ctx_pool(make_pool: Callable[..., Any], placed: ModelAssigner):
-    """A plain `CtxPool` takes an assigner, or the list of its contexts."""
+def test_contexts_of_a_ctx_pool(make_pool: Callable[..., Any], placed: ModelAssigner):
+    """A `CtxPool` takes an assigner or the list of its contexts."""
     for contexts in (placed, list(placed)):
         pool = make_pool(CtxPool, worker_contexts=contexts)
         index, numbers, _, _ = pool.apply(held)
@@ -81,7 +81,7 @@ def test_any_worker_of_a_ctx_pool(make_pool: Callable[..., Any], placed: ModelAs
 
 
 def test_a_replacement_holds_the_same(make_pool: Callable[..., Any], placed: ModelAssigner):
-    """A worker that replaces another has its models, as they were at first."""
+    """A replacement worker holds the same models in their original state."""
     pool = make_pool(AddressedPool, worker_contexts=placed)
     number, worker = 0, placed.placement[0]
     _, before, _, pid = pool.apply(held, worker=worker)
@@ -96,23 +96,23 @@ def test_a_replacement_holds_the_same(make_pool: Callable[..., Any], placed: Mod
 
 
 def test_a_worker_without_models(make_pool: Callable[..., Any]):
-    """More devices than models leaves workers that hold none."""
+    """With more devices than models some workers hold no model."""
     assigner = ModelAssigner([nn.Linear(8, 4)], {}, ["cpu"] * 2)
     pool = make_pool(AddressedPool, worker_contexts=assigner)
     found = [pool.apply(held, worker=worker)[1] for worker in range(2)]
     assert sorted(found) == [[], [0]]
 
 
-def test_sharing_survives(make_pool: Callable[..., Any]):
-    """Models of one worker that share a parameter share it there."""
+def test_shared_parameters_stay_shared(make_pool: Callable[..., Any]):
+    """Models of one worker still share a parameter."""
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     second.weight = first.weight
     pool = make_pool(CtxPool, worker_contexts=ModelAssigner([first, second], {}, ["cpu"]))
     assert pool.apply(same_weight)
 
 
-def test_what_a_binding_has_is_passed_on():
-    """Variables and cores of the device's own context reach the worker."""
+def test_the_binding_is_passed_on():
+    """A worker gets the variables and cores of its device's context."""
     binding = DeviceContext("cuda", 3, 4, {"CUDA_VISIBLE_DEVICES": "3"}, cpus=(4, 5))
     context = ModelContext(binding, {})
     assert context.env == {"CUDA_VISIBLE_DEVICES": "3"}
@@ -122,8 +122,8 @@ def test_what_a_binding_has_is_passed_on():
 
 
 def test_models_on_a_device_cannot_be_sent():
-    """What lies on a device of this process's is refused as the pool is made, with the way out."""
-    model = nn.Linear(8, 4, device="meta")  # stands for any device that is not the CPU
+    """Models on a device are refused when the pool is made, with a remedy."""
+    model = nn.Linear(8, 4, device="meta")  # any device except the CPU
     assigner = ModelAssigner([model], {}, ["cpu"], move_models=False)
     with pytest.raises(ValueError, match="model 0 is on meta.*move_models=False"):
         CtxPool(worker_contexts=assigner)
@@ -131,7 +131,7 @@ def test_models_on_a_device_cannot_be_sent():
 
 @pytest.mark.gpu
 def test_on_a_gpu(make_pool: Callable[..., Any]):
-    """Placed and run on a real GPU, with this process starting no runtime."""
+    """Models are placed and run on a GPU without starting a runtime in this process."""
     models = [nn.Linear(8, 4) for _ in range(2)]
     assigner = ModelAssigner(models, {}, ["cuda:0", "cpu"], move_models=False, cpu_weight=1)
     assert not torch.cuda.is_initialized()

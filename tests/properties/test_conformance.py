@@ -1,4 +1,4 @@
-"""The checks for hooks and channels of people's own: good ones pass, each fault is named."""
+"""The checks of custom hooks and channels: correct ones pass, and each fault is named."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
 
 @pytest.mark.parametrize("pool", [QueueThreadPool, QueueProcessPool])
 def test_good_hooks_pass(pool):
-    """Pools that do as the hooks' descriptions say conform."""
+    """Pools whose hooks follow their descriptions pass."""
     check_hooks(pool)
 
 
-def test_the_pool_of_the_page_passes():
-    """The pool that docs/own_pools.md shows conforms, quick as it is."""
+def test_the_documented_pool_passes():
+    """The pool in docs/own_pools.md passes."""
     page = (Path(__file__).parents[2] / "docs" / "own_pools.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```python\n(.*?)if __name__", page, re.DOTALL)
     space = {"__name__": "page"}
@@ -50,7 +50,7 @@ def test_the_pool_of_the_page_passes():
 
 
 def test_later_histories_wait_less(monkeypatch):
-    """After the first hang, whether of an answer or of `join`, the limit is one of that pool."""
+    """After the first hang of an answer or of `join`, later histories have a short limit."""
     for act in ("expect", "ends"):
         made = PoolStateMachine.for_pool(ThreadPool, limit=9)
         one = made()
@@ -93,7 +93,7 @@ class Slow(QueueThreadPool):
 
 
 class Forgetful(QueueThreadPool):
-    """Loses what waits when it is closed."""
+    """Loses waiting tasks at close."""
 
     def pool_inqueue_put(self, task):
         if task is None:
@@ -106,14 +106,14 @@ class Forgetful(QueueThreadPool):
 
 
 class Mortal(QueueThreadPool):
-    """Does not replace workers whose life is over."""
+    """Does not replace workers that have ended."""
 
     def maintain_pool(self):
         return False
 
 
 class Twice(QueueThreadPool):
-    """Has no idea of errors."""
+    """Reports errors as results."""
 
     def pool_outqueue_get(self, timeout=None):
         job, chunk, (_, value) = super().pool_outqueue_get(timeout)
@@ -132,7 +132,7 @@ class Twice(QueueThreadPool):
     ],
 )
 def test_faults_of_hooks_are_named(pool, message):
-    """Each hook that does not do as described is named, with what it did."""
+    """Each hook that breaks its description is named, with its fault."""
     with pytest.raises(AssertionError, match=message):
         check_hooks(pool, limit=2)
 
@@ -173,7 +173,7 @@ class Nothing(Channel):
 
 
 def test_a_good_channel_passes():
-    """A queue that does as described conforms."""
+    """A correct queue passes."""
     check_channel(Channel)
 
 
@@ -186,7 +186,7 @@ def test_a_good_channel_passes():
     ],
 )
 def test_faults_of_channels_are_named(make, message):
-    """A channel that loses, or does not wait as told, does not conform."""
+    """A channel fails if it loses objects or does not wait for its timeout."""
     with pytest.raises(AssertionError, match=message):
         check_channel(make, limit=5)
 
@@ -194,7 +194,7 @@ def test_faults_of_channels_are_named(make, message):
 @pytest.mark.parametrize("how", ["raise", *EXITS])
 @pytest.mark.parametrize("stage", ["task unpickle", "run", "result pickle"])
 def test_sabotage(make_pool, stage, how):
-    """A saboteur costs its own task, at every stage and in every way."""
+    """A saboteur affects only its own task, at every stage and in every way."""
     from xpool import WorkerDied
 
     pool = make_pool(Pool, 1)
@@ -208,7 +208,7 @@ def test_sabotage(make_pool, stage, how):
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "hang", "spin"])
 def test_sabotage_that_never_ends(how):
-    """What does not go on by itself is ended with the pool."""
+    """A task that never ends is ended with the pool."""
     with no_leaks(), Pool(1) as pool:
         pool.apply(len, ((),))
         victim = pool.apply_async(*sabotage("run", how))
@@ -217,7 +217,7 @@ def test_sabotage_that_never_ends(how):
 
 
 def test_sabotage_names_what_there_is():
-    """A stage or way that does not exist is refused, and the message lists all."""
+    """An unknown stage or way is refused, and the error lists the known ones."""
     with pytest.raises(ValueError, match="result unpickle"):
         sabotage("lunch", "raise")
     with pytest.raises(ValueError, match=WAYS[-1]):
@@ -225,7 +225,7 @@ def test_sabotage_names_what_there_is():
 
 
 def test_descriptors_from_1024_on():
-    """Where a program holds very many, mailboxes and gates work: `select` would refuse theirs."""
+    """Mailboxes and gates work with descriptors above 1024, which `select` refuses."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert before[1] == resource.RLIM_INFINITY or before[1] > 1200, before
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 1200), before[1]))
@@ -242,7 +242,7 @@ def test_descriptors_from_1024_on():
 
 
 def test_no_leaks_names_what_is_left(tmp_path):
-    """The leak guard lists what a block left behind, but not over the block's own error."""
+    """The guard lists leaks of its block, but does not replace the block's own error."""
     with pytest.raises(LeakError, match="descriptor .*left"):
         with no_leaks(limit=0.1):
             file = (tmp_path / "left").open("w")
@@ -254,7 +254,7 @@ def test_no_leaks_names_what_is_left(tmp_path):
 
 
 def test_the_fixture(tmp_path):
-    """The pytest fixture fails the test that leaks, and that test alone."""
+    """The fixture fails only the test that leaks."""
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["xpool.testing.plugin"]\n')
     (tmp_path / "test_it.py").write_text(
         "import threading\n"
@@ -278,7 +278,7 @@ def _root():
 
 
 def test_without_hypothesis():
-    """`xpool.testing` needs neither hypothesis nor pytest, and says so when a machine is wanted."""
+    """`xpool.testing` works without hypothesis and pytest, except the state machine."""
     code = (
         "import sys; sys.modules['hypothesis'] = None; sys.modules['pytest'] = None\n"
         "import xpool.testing as t\n"

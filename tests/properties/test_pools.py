@@ -1,4 +1,4 @@
-"""Every kind of pool, used in every order that hypothesis can think of."""
+"""Hypothesis calls every kind of pool in random orders."""
 
 from __future__ import annotations
 
