@@ -1,13 +1,13 @@
-"""Every block of Python in the pages runs as it is shown, or says why it cannot.
+"""Every Python block in the pages runs as shown, or has a reason why it cannot.
 
-A comment right above a block, which the page does not show, says how:
+A hidden comment above a block says how to run it:
 
-* ``<!-- not run: needs a TPU -->``: why it cannot be run here; the test is skipped for this reason.
-* ``<!-- with: import torch -->``: what the reader's program has already (may be many lines).
-* ``<!-- goes on -->``: the block is one program with the block before it.
-* ``<!-- my_pool.py -->``: the blocks below import it by this name.
+* ``<!-- not run: needs a TPU -->``: the block cannot run; its test is skipped for this reason.
+* ``<!-- with: import torch -->``: code that the reader's program already has; any number of lines.
+* ``<!-- goes on -->``: the block continues the program of the block before it.
+* ``<!-- my_pool.py -->``: the blocks below can import this block by that name.
 
-A block of kind ``text`` that follows is what the program prints, word for word.
+A block of kind ``text`` that follows has the program's exact output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BLOCK = re.compile(r"(?:^<!-- ((?:(?!-->).)*) -->\n)?^```([^\n]*)\n(.*?)^```$", 
 
 @dataclass
 class Program:
-    """A block, or several that go on from each other."""
+    """A block, or several that continue each other."""
 
     place: str
     text: str
@@ -45,7 +45,6 @@ class Program:
 
 
 def programs(page: Path) -> list[Program]:
-    """Return the programs of a page."""
     found: list[Program] = []
     files: dict[str, str] = {}
     text, end = page.read_text(encoding="utf-8"), -1
@@ -68,7 +67,7 @@ def programs(page: Path) -> list[Program]:
         elif comment.endswith(".py"):
             files[comment] = code
         else:
-            assert kind in ("", "with", "goes on"), f"{page.name}: what is <!-- {comment} -->?"
+            assert kind in ("", "with", "goes on"), f"{page.name}: unknown <!-- {comment} -->"
         end = match.end()
     return found
 
@@ -85,14 +84,14 @@ PROGRAMS = [
 
 
 def test_every_block_is_found():
-    """No block of Python is overlooked, however it is indented."""
+    """No Python block is missed, also if it is indented."""
     there = sum(page.read_text(encoding="utf-8").count("```python\n") for page in PAGES)
     joined = sum(page.read_text(encoding="utf-8").count("<!-- goes on -->\n") for page in PAGES)
     assert len(PROGRAMS) + joined == there > 20
 
 
 def test_all_keywords_are_listed():
-    """The tables of docs/api.md have each keyword of the verbs, and each argument of `Pool`."""
+    """The tables of docs/api.md have all keywords of the verbs, and all arguments of `Pool`."""
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("```{eval-rst}")[0]
     functions = Pool, Pool.map, Pool.imap, Pool.apply_async
     wanted = {name for one in functions for name in inspect.signature(one).parameters}
@@ -100,8 +99,8 @@ def test_all_keywords_are_listed():
     assert wanted <= set(re.findall(r"\w+", text)), wanted - set(re.findall(r"\w+", text))
 
 
-def test_help_is_read_in_a_minute():
-    """`help(Pool)` begins with each argument, in 300 words; `help(Pool.map)` has each keyword."""
+def test_help_is_short():
+    """`help(Pool)` has all arguments in 300 words; `help(Pool.map)` has all keywords."""
     text = inspect.getdoc(Pool) or ""
     assert len(text.split()) <= 300
     assert set(inspect.signature(Pool).parameters) <= set(re.findall(r"\w+", text))
@@ -112,14 +111,14 @@ def test_help_is_read_in_a_minute():
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_block(tmp_path: Path, program: Program):
-    """The block runs without an error or a warning, and prints what is shown below it."""
+    """The block runs without an error or a warning, and prints the text shown below it."""
     if program.why_not:
         pytest.skip(program.why_not)
     for name, text in {**program.files, "program.py": program.text}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-W", "error", "program.py"],
-        # torch tells of each connection that a rank closes when it leaves.
+        # torch would log each connection that a leaving rank closes.
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The examples do their job on real data, and the same with one worker and with eight."""
+"""The examples are correct on real data, with one worker and with eight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("PIL", reason="the examples use pillow")
 
 from PIL import Image
 
-pytestmark = [pytest.mark.torch, pytest.mark.exhaustive]  # `make run` has the main ones
+pytestmark = [pytest.mark.torch, pytest.mark.exhaustive]  # `make run` runs the main ones
 
 ONE = pytest.param(1, marks=pytest.mark.exhaustive)
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_example(name: str, *arguments: str) -> str:
-    """Run the example as a user would, warnings being errors; return what it prints."""
+    """Run the example as a user would, with warnings as errors; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", str(ROOT / "examples" / name), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -40,7 +40,7 @@ def run_example(name: str, *arguments: str) -> str:
 
 
 def test_tour(folder: Path):
-    """The main job: same bytes as a plain loop in spite of a killed worker, and a page to see."""
+    """Despite a killed worker the results equal a plain loop's, and the page shows pictures."""
     page = folder / "tour" / "page.html"
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "tour.py"), f"--out={page}"],
@@ -58,7 +58,7 @@ def test_tour(folder: Path):
     for picture in re.findall(r"<svg.*?</svg>", text, re.S):
         ElementTree.fromstring(picture)
     assert f"process {killed[1]} was killed" in text
-    assert text.count('stroke="#c22"') == 1  # the death, in the timeline
+    assert text.count('stroke="#c22"') == 1  # the death in the timeline
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("workers", [ONE, 8])
 def test_evaluate(workers: int):
-    """Every image is evaluated once in each pass, well, and each worker has a line of its own."""
+    """Each pass evaluates every image once, and the output has a line for each worker."""
     out = evaluated(workers)
     assert len(re.findall(r"pass.*: 898 images in [\d.]+ s, [\d,]+ items/s\n", out)) == 2
     accuracy = re.search(r"^accuracy (0\.\d{4})$", out, re.M)
@@ -94,7 +94,7 @@ def test_evaluate(workers: int):
 
 @pytest.mark.exhaustive
 def test_evaluate_is_the_same_with_8_workers():
-    """The number of workers changes the speed and nothing else."""
+    """The number of workers does not change the results."""
     ends = [evaluated(workers).splitlines()[-2:] for workers in (1, 8)]
     assert ends[0][0].startswith("accuracy ")
     assert ends[0] == ends[1]
@@ -102,7 +102,7 @@ def test_evaluate_is_the_same_with_8_workers():
 
 @pytest.mark.parametrize("workers", [ONE, 8])
 def test_preprocess(folder: Path, workers: int):
-    """All tiles come back in order, and the picture has input and both outputs."""
+    """All tiles come back in order; the picture has the input and both outputs."""
     out, picture = preprocessed(workers, folder)
     assert len(re.findall(r"pass.*: 108 tiles in [\d.]+ s, [\d,]+ tiles/s\n", out)) == 2
     assert "checked: a plain loop finds the same" in out
@@ -113,7 +113,7 @@ def test_preprocess(folder: Path, workers: int):
 
 @pytest.mark.exhaustive
 def test_preprocess_is_the_same_with_8_workers(folder: Path):
-    """The number of workers changes neither the tensors nor the picture."""
+    """The number of workers changes neither tensors nor picture."""
     (out1, picture1), (out8, picture8) = (preprocessed(n, folder) for n in (1, 8))
     assert out1.splitlines()[2] == out8.splitlines()[2]
     assert picture1.read_bytes() == picture8.read_bytes()
@@ -121,7 +121,7 @@ def test_preprocess_is_the_same_with_8_workers(folder: Path):
 
 @pytest.mark.parametrize("workers", [ONE, 4])
 def test_versions(folder: Path, workers: int):
-    """Versions are evaluated while the model is being trained, and the last; all are plotted."""
+    """Versions are evaluated during training and at its end, and all are plotted."""
     plot = folder / "plots" / f"{workers}.svg"
     out = run_example("versions.py", f"--workers={workers}", f"--out={plot}")
     versions = re.findall(
@@ -138,7 +138,7 @@ def test_versions(folder: Path, workers: int):
 
 
 def test_train(folder: Path):
-    """A training that was killed has the losses of torch's, batch for batch; both are plotted."""
+    """After a kill, training continues with the same losses as torch's; both are plotted."""
     plot = folder / "plots" / "training.svg"
     out = run_example("train.py", f"--out={plot}")
     assert "xpool: kill -9 after batch 80\nxpool: goes on after batch" in out
@@ -159,7 +159,7 @@ def test_train(folder: Path):
     ],
 )
 def test_placement(workers: int, method: str):
-    """Every model runs on the worker that the assigner gave it, and the ensemble is good."""
+    """Every model runs on its assigned worker, and the ensemble is accurate."""
     out = run_example("placement.py", f"--workers={workers}")
     held = re.search(rf"^<ModelAssigner (cpu: .*); {method}, cost [\d.]+>$", out, re.M)
     assert held
@@ -177,7 +177,7 @@ def test_placement(workers: int, method: str):
 
 @pytest.mark.parametrize("workers", [3, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_pipeline(workers: int):
-    """Every batch passes all stages of one pipeline, and what comes out is right."""
+    """Every batch passes all stages of one pipeline, and the results are right."""
     out = run_example("pipeline.py", f"--workers={workers}")
     lines = re.findall(r"^worker (\d+): pipeline (\d+), stage (\d+), (\d+) batches", out, re.M)
     stages = [(int(pipeline), int(stage)) for _, pipeline, stage, _ in lines]
@@ -191,7 +191,7 @@ def test_pipeline(workers: int):
 
 @pytest.mark.parametrize("workers", [ONE, 8])
 def test_share_handle(workers: int):
-    """Each batch's activations are used by ten tasks, which together find what one process does."""
+    """Ten tasks use each batch's activations, and find the same as one process."""
     out = run_example("share_handle.py", f"--workers={workers}")
     assert re.search(r"^7\.0 MiB of activations, used 10 times in [\d.]+ s$", out, re.M)
     lines = re.findall(
@@ -215,7 +215,7 @@ def swept(workers: int) -> str:
 
 @pytest.mark.parametrize("workers", [ONE, 4])
 def test_tpu_sweep(workers: int):
-    """Every trial is run once; the best setting is good, and one process finds the same."""
+    """Every trial runs once, the best setting is accurate, and one process finds the same."""
     out = swept(workers)
     trials = re.findall(r"^ +\d+ of 18: rate (\S+), width (\d+), without fold (\d):", out, re.M)
     assert len(trials) == len(set(trials)) == 18
@@ -231,7 +231,7 @@ def test_tpu_sweep(workers: int):
 
 @pytest.mark.exhaustive
 def test_tpu_sweep_is_the_same_with_4_workers():
-    """Which worker runs a trial makes no difference to what it finds."""
+    """The results do not depend on which worker runs a trial."""
     ends = [[line for line in swept(n).splitlines() if "accuracy" in line] for n in (1, 4)]
     assert ends[0] == ends[1]
     assert len(ends[0]) == 7
@@ -242,7 +242,7 @@ SHOWN = re.findall(r"^\$ python examples/(\w+\.py)\n(.*?)^```$", GALLERY, re.M |
 
 
 def test_gallery_has_every_example():
-    """The gallery shows each program there is, its text and what it prints."""
+    """The gallery has the text and output of each example."""
     names = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
     assert sorted(name for name, _ in SHOWN) == names
     assert sorted(re.findall(r"literalinclude} \.\./examples/(\S+)$", GALLERY, re.M)) == names
@@ -251,7 +251,7 @@ def test_gallery_has_every_example():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "shown"),
-    # `test_on_ray` runs the first two, and tests of their own the others.
+    # `test_on_ray` runs the first two; the others have tests above.
     [
         one
         for one in SHOWN
@@ -260,7 +260,7 @@ def test_gallery_has_every_example():
     ids=lambda text: text if text.endswith(".py") else "",
 )
 def test_gallery_shows_what_is_printed(folder: Path, name: str, shown: str):
-    """But for its numbers, each line that the gallery shows is one that the program prints."""
+    """Each line in the gallery is printed by its program, numbers aside."""
     out = (
         [f"--out={folder / 'shown'}.png"]
         if name in ("preprocess.py", "versions.py", "train.py")
@@ -271,13 +271,13 @@ def test_gallery_shows_what_is_printed(folder: Path, name: str, shown: str):
 
 
 def without_numbers(line: str) -> str:
-    """Return a line without what differs from run to run."""
+    """Replace parts that differ between runs."""
     line = re.sub(r"^(picture|plot): .*|(sha256) \w+", r"\1\2", line)
     return " ".join(re.sub(r"[\d,.]*\d( and \d)?", " 0 ", line).split())
 
 
 def test_no_workers():
-    """A number of workers that makes no sense ends in the library's own message."""
+    """An invalid number of workers ends with xpool's error message."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples/evaluate.py"), "--workers", "0"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

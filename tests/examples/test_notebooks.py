@@ -1,4 +1,4 @@
-"""The notebooks of the examples run from the first cell to the last, as a kernel runs them."""
+"""A kernel runs the examples' notebooks from the first cell to the last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAST = {
     "preprocess_images": ["torch.Size([108, 3, 32, 32]) torch.float32", "checked: a plain loop"],
     "grid_search": ["rate 0.5   width 64", "{'max_depth': 12}"],
 }
-"""What each prints, among other things."""
+"""Some lines of each notebook's output."""
 
 
 def cells(path: Path) -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def cells(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.pure
 @with_notebooks
 def test_nothing_is_stored(path: Path):
-    """No output and no count is in the file, and the first cell installs what is not there."""
+    """The file has no output and no count, and the first cell installs missing packages."""
     assert path.stem in LAST
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells(path))
     first = "".join(cells(path)[0]["source"])
@@ -40,7 +40,7 @@ def test_nothing_is_stored(path: Path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["first_steps", "preprocess_images", "grid_search"])
 def test_notebook_runs(tmp_path: Path, name: str):
-    """Each cell runs without an error, and the notebook prints what it is about."""
+    """Each cell runs without an error, and the notebook prints its results."""
     for module in ("torch", "sklearn", "PIL", "joblib", "jupyter_client", "ipykernel"):
         pytest.importorskip(module, reason=f"{module} is not installed")
     path = scripts.ROOT / "examples" / "notebooks" / f"{name}.ipynb"

@@ -1,4 +1,4 @@
-"""The pool on Ray, made of hooks alone: its verbs, errors, and a worker that dies."""
+"""The example of a pool on Ray, made with hooks only: verbs, errors, a dying worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("ray", reason="ray is not installed: pip install xpool[ray]"
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# On loopback alone, and without what nobody looks at.
+# Only on loopback, and without unused services.
 CLUSTER = """
 import ray
 ray.init(
@@ -26,7 +26,7 @@ ray.init(
 
 
 def run(code: str) -> list[str]:
-    """Run code with a cluster of its own; return what it prints, without what Ray adds."""
+    """Run code with its own cluster; return its output without Ray's lines."""
     done = subprocess.run(
         [sys.executable, "-c", CLUSTER + textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])},
@@ -37,18 +37,18 @@ def run(code: str) -> list[str]:
 
 
 def test_the_example():
-    """It prints what the gallery shows."""
+    """The example prints what the gallery shows."""
     shown = (ROOT / "docs/gallery.md").read_text(encoding="utf-8").split("pool_on_ray.py\n")[1]
     assert run("import pool_on_ray; pool_on_ray.main()") == (shown.partition("```")[0].splitlines())
 
 
-def test_a_host_that_is_lost():
-    """Of an evaluation on two hosts nothing is missing when one of them is killed in the middle."""
+def test_a_lost_host():
+    """When one of two hosts is killed, no result of the evaluation is missing."""
     for module in ("torch", "sklearn"):
         pytest.importorskip(module, reason=f"examples/cluster.py uses {module}")
     done = subprocess.run(
         [sys.executable, ROOT / "examples/cluster.py"],
-        # Seen to be dead in a second, not in ten.
+        # A death is noticed after one second instead of ten.
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -68,7 +68,7 @@ def test_a_host_that_is_lost():
 
 
 def test_the_verbs():
-    """Results, their order, callbacks, errors, lambdas, an initializer, and a death among them."""
+    """Results, order, callbacks, errors, lambdas, an initializer, and a worker's death."""
     out = run(
         """
         import os

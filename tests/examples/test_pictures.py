@@ -1,4 +1,4 @@
-"""The pictures in the pages are those that `docs/draw.py` draws of what stands in the pages."""
+"""`docs/draw.py` draws the pictures in the pages from the pages' tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def draw() -> ModuleType:
 
 
 def test_pictures_are_those_of_the_tables(draw: ModuleType):
-    """Whoever changes a table runs ``python docs/draw.py``, and each picture stands in a page."""
+    """The pictures match the tables (run ``python docs/draw.py``), and a page shows each
+    picture."""
     pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
     for name, text in draw.pictures().items():
         assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == text, name
@@ -34,7 +35,8 @@ def test_pictures_are_those_of_the_tables(draw: ModuleType):
 
 
 def test_every_task_and_death_of_a_trace_is_drawn(draw: ModuleType):
-    """A bar tells each task that was done, a cross each worker that died, one task ran again."""
+    """The drawing has a bar for each finished task, a cross for each death, and one repeated
+    task."""
     events = json.loads((DOCS / "pictures" / "trace.json").read_text(encoding="utf-8"))
     picture = ElementTree.fromstring(draw.trace(events["traceEvents"]))
     told = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]
@@ -46,6 +48,6 @@ def test_every_task_and_death_of_a_trace_is_drawn(draw: ModuleType):
 
 
 def test_a_cell_without_a_figure_is_no_bar(draw: ModuleType):
-    """What could not be measured is told in words, and a note behind a figure is none of it."""
+    """A cell without a number has no bar, and a note after a number is ignored."""
     cells = ("293,000", "14.3 M", "23.8 (3)", "cannot", "breaks (BrokenProcessPool)", "")
     assert [draw.number(cell) for cell in cells] == [293_000, 14_300_000, 23.8, None, None, None]

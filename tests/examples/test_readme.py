@@ -1,4 +1,4 @@
-"""What the README and the guides show is what happens."""
+"""The README and the guides show what really happens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def fenced_blocks(text: str) -> list[Block]:
 
 
 def test_first_screen():
-    """Install line, script and output are there within the first 40 lines, as a screen shows."""
+    """The first 40 lines have an install line, a script and its output."""
     first = "\n".join(README.splitlines()[:40])
     assert [language for language, _ in fenced_blocks(first)] == ["sh", "python", "text"]
 
 
 def test_commands_exist():
-    """The two commands, and every other target that is named, are in the Makefile."""
+    """All make targets that the README names exist."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.M))
     assert {"run", "test"} <= named
@@ -35,14 +35,14 @@ def test_commands_exist():
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what links may name of a page: its headings, as GitHub and the site name them."""
+    """Return the anchors of a page's headings, as GitHub and the site build them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^a-z0-9_ -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path):
-    """Links to files lead to files that exist, links to headings to headings."""
+def test_links_have_targets(page: Path):
+    """Links to files and headings have targets."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" not in target:
@@ -57,7 +57,7 @@ def test_links_lead_somewhere(page: Path):
     sorted(set(re.findall(r"`(xpool(?:\.\w+)*)\.(\w+)[`(]", GUIDE))),
 )
 def test_names_in_the_guide_exist(module: str, name: str):
-    """Each name that the guide offers can be imported, or is marked as missing there."""
+    """Each name in the guide can be imported, or is marked as missing."""
     if re.search(rf"`{module}\.{name}[^`]*`, \*not in this version\*", GUIDE):
         pytest.skip(f"{module}.{name} is marked as not in this version")
     assert hasattr(importlib.import_module(module), name)
@@ -65,7 +65,7 @@ def test_names_in_the_guide_exist(module: str, name: str):
 
 @pytest.mark.torch
 def test_imports_in_the_guide_work():
-    """The import lines that the guide puts in place of others work."""
+    """The guide's import lines work."""
     pytest.importorskip("torch", reason="the guide is for programs that use torch")
     for language, text in fenced_blocks(GUIDE):
         if language == "python":

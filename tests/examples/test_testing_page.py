@@ -1,4 +1,4 @@
-"""The example of docs/testing.md: its bug is found, and the pool passes when it is mended."""
+"""The example of docs/testing.md: the bug is found, and the fixed pool passes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TestRoundPool.settings = settings(
     TestRoundPool.settings, derandomize=True, phases=[Phase.generate], database=None
 )
 """
-"""Added to the page's test: the first history that fails will do, it need not be the shortest."""
+"""Added to the page's test: stop at the first failing history, without shortening it."""
 
 
 def play(folder: Path, mend: bool, quick: bool = True) -> str:
-    """Write the page's files into a folder, run pytest there, and return what it said."""
+    """Write the page's files into a folder, run pytest there, and return its output."""
     for name, text in re.findall(r"<!-- (\S+) -->\n```python\n(.*?)```", PAGE, re.DOTALL):
         if mend and name == "my_pool.py":
             assert text.count("put((job, 0, (False, error)))") == 1
@@ -43,7 +43,7 @@ def play(folder: Path, mend: bool, quick: bool = True) -> str:
 
 
 def test_the_bug_is_found(tmp_path):
-    """The machine finds the planted bug, and tells a history with `imap` and an error."""
+    """The machine finds the planted bug in a history with `imap` and an error."""
     said = play(tmp_path, mend=False)
     assert "1 failed" in said, said
     assert re.search(r"imap of \[.*'error'.*\] is not answered within", said), said
@@ -52,13 +52,13 @@ def test_the_bug_is_found(tmp_path):
 
 @pytest.mark.slow
 def test_the_shortest_history(tmp_path):
-    """Left to itself, hypothesis finds the history that the page shows."""
+    """With shortening, hypothesis finds the history that the page shows."""
     said = play(tmp_path, mend=False, quick=False)
     assert "imap of [('value', 1), ('error', 2)] is not answered" in said, said
     assert "state.stream(chunk=1, verb='imap', whats=['value', 'error'])" in said, said
 
 
-def test_the_mended_pool_passes(tmp_path):
-    """What the page says to write instead is right."""
+def test_the_fixed_pool_passes(tmp_path):
+    """The fix that the page shows is right."""
     said = play(tmp_path, mend=True)
     assert "1 passed" in said, said

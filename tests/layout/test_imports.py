@@ -1,4 +1,4 @@
-"""Imports point one way, the policy is pure, and a worker starts with little."""
+"""Imports go one way, the policy is pure, and a worker imports little."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.pure
 
 PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
 
-# Lower first; a room may import from lower rows and, where no circle arises, from its own.
+# Lower rows first: a package may import from lower rows, and from its own row without cycles.
 ROWS = [
     {"errors", "_python"},
     {"_calls", "_memory", "devices"},
@@ -48,12 +48,13 @@ def module_name(path: Path) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every import of a tree, also in functions and for type checkers: its line and module."""
+    """Yield line and module of every import in a tree, in functions and type-checking blocks
+    too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: a relative import hides where it goes"
+            assert node.level == 0, f"line {node.lineno}: a relative import hides its target"
             assert node.module is not None
             if node.module == "xpool":
                 yield from ((node.lineno, f"xpool.{alias.name}") for alias in node.names)
@@ -66,10 +67,10 @@ def room_of(module: str) -> str:
 
 
 def inner_imports() -> Iterator[tuple[str, str, str]]:
-    """Imports of xpool by xpool: importing module, imported module, where it is written."""
+    """Yield xpool's imports of itself: importing module, imported module, file and line."""
     for path in FILES:
         module = module_name(path)
-        if module == "xpool":  # its names are lazy; a test below holds that
+        if module == "xpool":  # its names are lazy, as `test_import_xpool_is_light` checks
             continue
         for line, target in imports(ast.parse(path.read_text(encoding="utf-8"))):
             if target.split(".")[0] == "xpool":
@@ -87,15 +88,15 @@ def run_python(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_every_room_has_a_rank():
-    """A new file or folder of the package is given its place in the order of imports."""
+def test_every_package_has_a_row():
+    """Every file and folder of the package has a row."""
     rooms = {room_of(module_name(path)) for path in FILES if path.parent != PACKAGE}
     rooms |= {path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
-    assert rooms == set(RANK), f"rooms without a row, or rows without a room: {rooms ^ set(RANK)}"
+    assert rooms == set(RANK), f"packages and rows differ: {rooms ^ set(RANK)}"
 
 
 def test_imports_point_one_way():
-    """No module imports, lazily or for its types, from a room that stands above its own."""
+    """No module imports from a higher row, also not lazily or for types."""
     wrong = []
     for module, target, where in inner_imports():
         if target == "xpool" or room_of(target) not in RANK:
@@ -106,8 +107,8 @@ def test_imports_point_one_way():
 
 
 @pytest.mark.starts
-def test_the_fields_of_named_tuples_are_no_texts():
-    """What each pool imports makes no texts of a NamedTuple's fields: to compile them takes ms."""
+def test_fields_of_named_tuples_are_not_strings():
+    """Fields of a NamedTuple are not written as strings, which take milliseconds to compile."""
     imported = run_python(
         "from xpool import Pool\n"
         "import xpool._pools.assembly, xpool._worker.loop, xpool._pickling.by_value.units"
@@ -123,8 +124,8 @@ def test_the_fields_of_named_tuples_are_no_texts():
     assert not wrong, f"leave `from __future__ import annotations` out of {wrong}"
 
 
-def test_rooms_form_no_circle():
-    """Rooms of one row may import one another, but never in a circle."""
+def test_packages_form_no_cycle():
+    """Packages of one row may import one another, but not in a cycle."""
     graph: dict[str, set[str]] = defaultdict(set)
     for module, target, _ in inner_imports():
         if target != "xpool" and room_of(target) != room_of(module):
@@ -132,9 +133,8 @@ def test_rooms_form_no_circle():
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_files_form_no_circle():
-    """No file imports itself through others, in a function or for its types either: each can be
-    read alone."""
+def test_files_form_no_cycle():
+    """Files do not import each other in a cycle, also not in functions or for types."""
     names = {module_name(path): path for path in FILES}
     graph: dict[str, set[str]] = {}
     for module, path in names.items():
@@ -146,14 +146,14 @@ def test_files_form_no_circle():
                 found.add(node.module)
                 found.update(f"{node.module}.{alias.name}" for alias in node.names)
         graph[module] = found & set(names) - {module}
-    del graph["xpool"]  # its names are lazy; what it imports is for type checkers
+    del graph["xpool"]  # its names are lazy; its imports are for type checkers
     for targets in graph.values():
         targets.discard("xpool")
     graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_jobs_are_pure():
-    """The policy knows no threads, no clock, no pickle and no operating system."""
+    """The policy imports neither threads, clock, pickle nor the operating system."""
     wrong = []
     for path in sorted((PACKAGE / "_engine" / "jobs").rglob("*.py")):
         for line, target in imports(ast.parse(path.read_text(encoding="utf-8"))):
@@ -165,8 +165,9 @@ def test_jobs_are_pure():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_forks_are_told_in_one_place():
-    """Hooks of forks are registered with `xpool._python.at_fork`, so their order can be seen."""
+def test_fork_hooks_are_in_one_place():
+    """Fork hooks are registered in `xpool._python.at_fork` alone, so that their order is
+    visible."""
     telling = [path.name for path in FILES if "register_at_fork" in path.read_text("utf-8")]
     assert telling == ["at_fork.py"]
 
@@ -181,22 +182,22 @@ def test_import_xpool_is_light():
 @pytest.mark.starts
 @pytest.mark.parametrize("name", ["Pool", "CtxPool", "P2PPool", "ThreadPool", "BasePool"])
 def test_pools_load_without_heavy_packages(name: str):
-    """A program that uses no tensors never pays for torch, and imports dill when it needs it."""
+    """A pool without tensors imports neither torch nor numpy, and dill only when needed."""
     loaded = run_python(f"from xpool import {name}")
     assert not loaded & {"torch", "dill", "numpy"}
 
 
 @pytest.mark.starts
 def test_worker_entry_is_light():
-    """A worker binds its device before anything heavy or of the parent's side is imported."""
+    """A worker binds its device before it imports torch or the parent's side."""
     loaded = run_python("import xpool._worker.entry")
     heavy = {"torch", "dill", "numpy", "xpool._pools", "xpool._engine", "xpool._calls"}
     assert not loaded & heavy
 
 
 @pytest.mark.starts
-def test_the_codec_knows_no_kind_of_object():
-    """The codec imports nothing of the families, which register their reducers with it."""
+def test_the_codec_imports_no_family():
+    """The codec does not import the families, which register their reducers with it."""
     loaded = run_python("import xpool._pickling.pickler")
     assert not {
         name
@@ -207,13 +208,13 @@ def test_the_codec_knows_no_kind_of_object():
 
 @pytest.mark.starts
 def test_devices_import_no_framework():
-    """`xpool.devices` describes devices; opening one is the worker's."""
+    """`xpool.devices` describes devices without importing a framework."""
     assert "torch" not in run_python("import xpool.devices; xpool.devices.devices(n=2)")
 
 
 @pytest.mark.starts
 def test_a_first_worker_imports_little():
-    """What takes long to import, and no first task needs, the fork server imports later."""
+    """The fork server imports slow modules only after the first worker has started."""
     loaded = run_python("import xpool._worker.server, xpool._worker.loop")
     late = {"multiprocessing.pool", "multiprocessing.util", "multiprocessing.resource_tracker"}
     late |= {
@@ -229,13 +230,13 @@ def test_a_first_worker_imports_little():
     late |= {"xpool._pools", "xpool._pickling.by_value.source", "xpool._pickling.by_value.units"}
     late |= {"ctypes", "xpool._pickling.tensors"}
     if sys.version_info >= (3, 14):
-        late -= {"ast"}  # dataclasses import it there, for annotations
+        late -= {"ast"}  # there dataclasses import it for annotations
     assert not loaded & late
 
 
 @pytest.mark.starts
-def test_the_name_of_the_pool_imports_little():
-    """The engine and the pickler are imported when a pool is made, after its fork server began."""
+def test_importing_pool_is_light():
+    """`from xpool import Pool` imports neither engine nor pickler."""
     loaded = run_python("from xpool import Pool")
     assert not loaded & {
         "xpool._engine.engine",
@@ -250,7 +251,7 @@ _DOCUMENTED = {"sys._getframe", "sys._current_frames", "os._exit"}
 
 
 def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Private names of imported modules of the standard library, with their lines."""
+    """Yield line and name of private names of the standard library."""
     modules = {name for _, name in imports(tree)} & sys.stdlib_module_names
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -262,8 +263,8 @@ def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield from ((node.lineno, f"{module}.{one.name}") for one in node.names)
 
 
-def test_insides_of_python_are_in_one_place():
-    """Private names of the standard library are used in `_python` alone."""
+def test_private_names_of_python_are_in_one_place():
+    """Private names of the standard library are used in `_python` only."""
     wrong = [
         f"{module_name(path)}:{line}: {name}"
         for path in FILES
@@ -277,7 +278,7 @@ def test_insides_of_python_are_in_one_place():
 
 @pytest.mark.starts
 def test_a_first_map_imports_no_more_than_it_needs(tmp_path: Path):
-    """What only some programs need is imported when they need it: it would cost each of them."""
+    """Rarely needed modules are not imported for a first map."""
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\nfrom xpool import Pool\n"
@@ -294,7 +295,7 @@ def test_a_first_map_imports_no_more_than_it_needs(tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     late = {"multiprocessing.pool", "tempfile", "shutil", "lzma", "bz2", "random", "traceback"}
     late |= {"dataclasses", "inspect", "pathlib", "urllib.parse"}
-    # A fork server that waits 0.2 s for a slow program imports more: then the program runs again.
+    # A slow program makes the fork server wait 0.2 s and then import more: run the program again.
     for _ in range(5):
         done = subprocess.run(
             [sys.executable, str(program)],

@@ -1,4 +1,4 @@
-"""Files, classes and functions stay small enough to read at one sitting."""
+"""Files, classes and functions have limited sizes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def test_no_file_is_too_long():
-    """A file of the package over 500 lines wants splitting."""
+    """A file of the package has at most 500 lines."""
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     long = [f"{path}: {n} lines" for path, n in lines.items() if n > FILE_LINES]
     assert not long, "\n" + "\n".join(long)
 
 
 def test_no_function_is_too_long():
-    """A function over 75 lines, docstring and all, wants splitting."""
+    """A function has at most 75 lines with its docstring."""
     long = []
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -37,7 +37,7 @@ def test_no_function_is_too_long():
 
 
 def test_no_class_has_too_many_methods():
-    """A class with more than 25 methods of its own wants parts."""
+    """A class has at most 25 methods of its own."""
     large = []
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

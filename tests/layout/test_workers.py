@@ -1,4 +1,4 @@
-"""A worker's fields are its own: other parts call its events."""
+"""Only a worker writes its own fields; other parts call its methods."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fields() -> set[str]:
 
 
 def test_a_worker_writes_its_own_fields():
-    """No part of the engine assigns a field of a worker, or a word of its page."""
+    """No part of the engine assigns a worker's field or a word of its page."""
     own = fields()
     assert {"state", "interrupted", "protocol_error", "attachment"} <= own
     parts = [path for path in sorted(ENGINE.rglob("*.py")) if "WorkerProcess" in path.read_text()]
@@ -54,8 +54,8 @@ def test_a_worker_writes_its_own_fields():
 
 
 @pytest.mark.parametrize("code", ["worker.state = 1", "a.worker.interrupted = None"])
-def test_the_check_sees(code):
-    """Assignments to another object are found."""
+def test_the_check_finds_assignments(code):
+    """Assignments to another object's fields are found."""
     (node,) = assigned(ast.parse(code))
     assert not is_own(node) and node.attr in fields()
 
@@ -65,7 +65,7 @@ def parameters(init: ast.FunctionDef) -> int:
     return len(args.posonlyargs) + len(args.args) + len(args.kwonlyargs) - 1
 
 
-def test_parts_are_made_of_few_things():
+def test_constructors_take_few_arguments():
     """No constructor in the engine takes more than six arguments."""
     found = []
     for path in sorted(ENGINE.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The hosted workflows parse, call what the Makefile has, and give each job the rights it needs."""
+"""The hosted workflows parse, call existing targets, and give each job minimal permissions."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def commands(job: dict[str, Any]) -> list[str]:
     return [step["run"] for step in job["steps"] if "run" in step]
 
 
-def test_both_are_there():
+def test_the_two_workflows():
     """There is a workflow for changes and one for releases."""
     assert set(WORKFLOWS) == {"ci.yml", "release.yml"}
 
 
 @pytest.mark.parametrize(("workflow", "name"), JOBS)
 def test_job_is_sound(workflow: str, name: str):
-    """A job ends in time, waits for jobs there are, and calls targets and scripts there are."""
+    """A job has a timeout, and its jobs, make targets and scripts exist."""
     job = job_of(workflow, name)
     assert isinstance(job["timeout-minutes"], int)
     needs = job.get("needs", [])
@@ -58,14 +58,15 @@ def test_job_is_sound(workflow: str, name: str):
         assert "actions/checkout" in uses(job)
 
 
-def test_no_text_of_others_is_a_command():
-    """What whoever opens a pull request can name is in no command: it comes by the environment."""
+def test_commands_have_no_expressions():
+    """Commands contain no expressions, because the author of a pull request can choose their
+    text."""
     for workflow, name in JOBS:
         assert not [one for one in commands(job_of(workflow, name)) if "${{" in one]
 
 
 def test_every_python_is_tried():
-    """Each Python that the classifiers name is in the matrix on Linux, which may not fail."""
+    """The matrix on Linux has each Python of the classifiers, and none may fail."""
     job = job_of("ci.yml", "linux")
     named = set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT))
     assert named <= set(job["strategy"]["matrix"]["python"])
@@ -73,17 +74,17 @@ def test_every_python_is_tried():
 
 
 @pytest.mark.parametrize("name", ["macos", "windows"])
-def test_what_was_never_run_may_fail(name: str):
-    """Systems on which nothing was ever run are tried, and break nobody's change."""
+def test_untested_systems_may_fail(name: str):
+    """Jobs on untested systems may fail."""
     job = job_of("ci.yml", name)
     assert name in job["runs-on"] and job["continue-on-error"] is True
     assert f":: {name}".lower() not in PROJECT.lower()
 
 
 def test_a_release_is_built_once():
-    """A tag of a version starts it; one job builds, and the others take what that job checked."""
+    """A version's tag starts a release; one job builds, and the others use its files."""
     release = WORKFLOWS["release.yml"]
-    trigger = release[True]  # YAML 1.1 reads the key ``on`` as true
+    trigger = release[True]  # YAML 1.1 reads the key ``on`` as true.
     assert trigger == {"push": {"tags": ["v*"]}}
     builds = [name for name in release["jobs"] if "make dist" in commands(release["jobs"][name])]
     assert builds == ["build"]
@@ -93,7 +94,7 @@ def test_a_release_is_built_once():
 
 
 def test_only_the_publisher_may_publish():
-    """One job gets a token of the index, in an environment, attests, and runs no command."""
+    """One job has the index's token and an environment, attests, and runs no command."""
     release = WORKFLOWS["release.yml"]
     assert release["permissions"] == {}
     rights = {name: job.get("permissions", {}) for name, job in release["jobs"].items()}
@@ -121,7 +122,7 @@ CHANGELOG = """# Changelog
 
 
 def test_notes_are_the_section_of_the_version():
-    """The text of a release is its section of the changelog, and no more."""
+    """The text of a release is its section of the changelog."""
     assert notes("v1.2.0", 'version = "1.2.0"', CHANGELOG) == "### Added\n\n- A thing."
     assert notes("v1.1.0", 'version = "1.1.0"', CHANGELOG) == "- Older."
 
@@ -131,6 +132,6 @@ def test_notes_are_the_section_of_the_version():
     [("v1.2.0", "1.3.0", "has version '1.3.0'"), ("v1.3.0", "1.3.0", "has no section of 1.3.0")],
 )
 def test_notes_refuse_another_version(tag: str, version: str, says: str):
-    """A tag of another version, or of one without a section, stops the release."""
+    """A tag of another version or without a section stops the release."""
     with pytest.raises(SystemExit, match=says):
         notes(tag, f'version = "{version}"', CHANGELOG)
