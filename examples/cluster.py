@@ -1,12 +1,12 @@
-"""Evaluate a model on the hosts of a Ray cluster, and lose one of them in the middle.
+"""Evaluate a model on two hosts of a Ray cluster, while one of them is killed.
 
     pip install xpool[ray,examples]; python examples/cluster.py
 
-A cluster of two hosts is made on this machine; on a real one, leave `Cluster` out.  A classifier is
-trained on half of scikit-learn's handwritten digits (1,797 images of 8 x 8 pixels), broadcast to
-all workers, and evaluated on the other half, batch by batch.  When a quarter of the batches is
-done, one of the two hosts is killed.  What it may have run is run again on the other, since
-``retries=1`` says so: no batch is missing in the result, and none is counted twice.
+The program makes a cluster of two hosts on this machine; for a real cluster, remove `Cluster`.  It
+trains a classifier on half of scikit-learn's handwritten digits (1,797 images of 8 x 8 pixels),
+broadcasts it to all workers, and evaluates it on the other half in batches.  After a quarter of the
+batches, one host is killed.  Because of ``retries=1``, the other host runs that host's unfinished
+batches again.  No batch is missing in the result, and none is counted twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCH = 8
 
 
 def train(images: torch.Tensor, labels: torch.Tensor) -> torch.nn.Module:
-    """Return a classifier of digits, trained by scikit-learn and moved to torch."""
+    """Train a classifier of digits with scikit-learn, and convert it to torch."""
     trained = MLPClassifier((64,), max_iter=300, random_state=7).fit(images, labels)
     layers = [torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)]
     for layer, weights, bias in zip(layers[::2], trained.coefs_, trained.intercepts_, strict=True):
@@ -35,13 +35,12 @@ def train(images: torch.Tensor, labels: torch.Tensor) -> torch.nn.Module:
 
 @torch.inference_mode()
 def evaluate(batch: tuple[torch.nn.Module, torch.Tensor, torch.Tensor]) -> int:
-    """Return how many images of a batch the model puts into their class."""
+    """Return how many images of a batch the model classifies correctly."""
     model, images, labels = batch
     return int((model(images).argmax(dim=1) == labels).sum())
 
 
 def main() -> None:
-    """Make a cluster, evaluate, and kill a host meanwhile."""
     digits = load_digits()
     images = torch.tensor(digits.data / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target)

@@ -1,8 +1,8 @@
-"""Evaluate a model on workers that each hold it: ``apply_async`` on a `CtxPool`.
+"""Evaluate a model on workers: ``apply_async`` on a `CtxPool`.
 
 A small classifier is trained on half of scikit-learn's handwritten digits (1,797 images of
-8 x 8 pixels).  Workers that were given the model once, when they started, evaluate it on the
-other half, batch by batch.  The same is done here in one process, and the two must agree.
+8 x 8 pixels).  Each worker gets the model once, when it starts, and evaluates batches of the other
+half.  The results must equal those of one process.
 
     python examples/evaluate.py --workers 2
     python examples/evaluate.py --device auto      # every device that the machine has
@@ -33,10 +33,10 @@ def make_model() -> nn.Module:
 
 
 class Evaluator:
-    """What each worker owns: its device, and the model living there.
+    """The context of a worker: its device, and the model on it.
 
-    The pool sets ``env`` in the worker before anything is imported, and calls ``enter``
-    there once.  A worker that replaces a dead one gets both again.
+    The pool sets ``env`` in the worker before any import, and then calls ``enter`` there once.
+    The successor of a dead worker gets both again.
     """
 
     def __init__(self, context: DeviceContext, weights: dict[str, Tensor]) -> None:
@@ -54,13 +54,13 @@ class Evaluator:
 
     @torch.no_grad()  # torch_xla has no inference mode
     def correct(self, images: Tensor, labels: Tensor) -> int:
-        """Number of images that the model puts into their class."""
+        """Return how many images the model classifies correctly."""
         classes = self.model(images.to(self.device)).argmax(dim=1)
         return int((classes == labels.to(self.device)).sum())
 
 
 class Score(NamedTuple):
-    """What one batch gave, and who did it."""
+    """The result of a batch, and its worker."""
 
     correct: int
     items: int
@@ -70,15 +70,15 @@ class Score(NamedTuple):
 
 
 def evaluate(evaluator: Evaluator, images: Tensor, labels: Tensor) -> Score:
-    """The task: one batch, on the worker's own model."""
+    """The task: evaluate a batch with the worker's model."""
     correct = evaluator.correct(images, labels)
     worker = current_worker().index
     return Score(correct, len(images), worker, str(evaluator.device), os.getpid())
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels for training, images and labels for the test, half and half."""
-    # Imported here, since workers run the top of this file as well and have no use for it.
+    """Return images and labels for training, and images and labels for the test: half each."""
+    # Imported here: workers run the top of this file and do not need it.
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -91,7 +91,7 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def train(images: Tensor, labels: Tensor) -> nn.Module:
     torch.manual_seed(SEED)
-    torch.set_num_threads(1)  # batches are so small that threads would cost more than they gain
+    torch.set_num_threads(1)  # the batches are too small for threads
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     for _ in range(EPOCHS):
@@ -103,7 +103,7 @@ def train(images: Tensor, labels: Tensor) -> nn.Module:
 
 
 def score(pool: CtxPool, batches: list[tuple[Tensor, Tensor]], name: str) -> list[Score]:
-    """Have all batches evaluated, gather the scores, and say how long it took."""
+    """Evaluate all batches on the pool, print the time, and return the scores."""
     begin = time.perf_counter()
     pending = [pool.apply_async(evaluate, batch) for batch in batches]
     scores = [result.get() for result in pending]
@@ -125,7 +125,7 @@ def report(scores: list[Score], workers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Evaluate a model on workers that hold it.")
+    parser = argparse.ArgumentParser(description="Evaluate a model on workers.")
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "xla", "cuda", "tpu"])
     parser.add_argument(
         "--workers",
@@ -146,7 +146,7 @@ def main() -> None:
 
     contexts = [Evaluator(context, weights) for context in bound]
     with CtxPool(worker_contexts=contexts) as pool:
-        first = score(pool, batches, "first pass, the workers being started")
+        first = score(pool, batches, "first pass, with the workers' start")
         scores = score(pool, batches, "second pass")
     report(scores, workers)
     accuracy = sum(score.correct for score in scores) / len(test_images)
@@ -156,13 +156,13 @@ def main() -> None:
     alone.enter()
     expected = [alone.correct(*batch) for batch in batches]
     assert sum(score.items for score in scores) == len(test_images) == 898
-    # A device rounds otherwise than the CPU: an image whose two best classes are about as likely
-    # may go to the other.
+    # Devices round in other ways than the CPU, so an image with two almost equal classes may get
+    # the other one.
     may_differ = 0 if bound[0].kind == "cpu" else 1
     for found in (first, scores):
         differences = [abs(score.correct - want) for score, want in zip(found, expected)]
-        assert max(differences) <= may_differ, "one process finds otherwise"
-    assert accuracy > 0.95, f"the model is bad: {accuracy}"
+        assert max(differences) <= may_differ, "one process has other results"
+    assert accuracy > 0.95, f"low accuracy: {accuracy}"
     print(f"checked: one process finds the same in each of the {len(batches)} batches")
 
 

@@ -1,8 +1,8 @@
-"""A pool whose workers are sub-interpreters, from the hooks of `BasePool` alone: Python 3.14.
+"""A pool of sub-interpreters, made with the hooks of `BasePool` alone.  Needs Python 3.14.
 
-Each worker is a thread that owns an interpreter with a lock of its own, so pure Python runs on all
-cores within one process. What cannot be imported there: numpy and Pillow raise ImportError, and
-torch crashes the process. So a script whose top imports these is for `Pool`.
+Each worker is a thread with its own interpreter and its own GIL, so pure Python runs on all cores
+within one process. In a sub-interpreter, importing numpy or Pillow raises ImportError, and
+importing torch crashes the process. Use `Pool` for scripts that import these at the top.
 
     python examples/interpreters.py --workers 2
 """
@@ -31,7 +31,7 @@ if {script!r}:
 
 
 def run(task: bytes) -> bytes:
-    """Return the answer to a pickled task: ``(ok, value)``, pickled. Runs in the interpreter."""
+    """Run a pickled task in the sub-interpreter; return the pickled answer ``(ok, value)``."""
     from xpool.pickle import dumps, loads
 
     func, args, kwds = loads(task)
@@ -42,7 +42,7 @@ def run(task: bytes) -> bytes:
 
 
 class InterpreterPool(BasePool):
-    """A pool of sub-interpreters, each in a thread of its own."""
+    """A pool of sub-interpreters, each in its own thread."""
 
     def setup_queues(self) -> None:
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -65,7 +65,7 @@ class InterpreterPool(BasePool):
             thread.start()
 
     def serve(self) -> None:
-        """Run tasks in an interpreter of this thread's own until None comes."""
+        """Run tasks in this thread's interpreter until the task is None."""
         from concurrent import interpreters  # type: ignore[attr-defined]
 
         interpreter = interpreters.create()
@@ -98,12 +98,12 @@ class InterpreterPool(BasePool):
 
 
 def count_primes(limit: int) -> int:
-    """Pure Python that holds the interpreter's lock."""
+    """Count primes in pure Python, which holds the GIL."""
     return sum(all(n % k for k in range(2, int(n**0.5) + 1)) for n in range(2, limit))
 
 
 def measure(make: Callable[[], BasePool], limits: list[int]) -> tuple[list[int], float]:
-    """Return the results, and the seconds without the start of the workers."""
+    """Return the results, and the seconds without the workers' start."""
     with make() as pool:
         pool.map(abs, range(100), chunksize=1)
         begin = time.perf_counter()

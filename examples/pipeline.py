@@ -1,10 +1,9 @@
-"""A three-stage pipeline over the workers of a `P2PPool`: batches go from worker to worker.
+"""A three-stage pipeline in a `P2PPool`: workers send batches to each other.
 
-The images are scikit-learn's handwritten digits (1,797 of 8 x 8 pixels).  A small convolutional
-network is cut into three stages; worker 0 draws and normalises batches, workers 1 and 2 compute the
-two halves of the network, and the last one counts what was found right.  Tensors travel between the
-workers in shared memory, never through the parent, and each stage works while the next one does.
-The same network in one process must find the same classes.
+The images are scikit-learn's handwritten digits (1,797 of 8 x 8 pixels).  Worker 0 normalises
+batches, and workers 1 and 2 compute the two halves of a small convolutional network.  Worker 2 also
+counts the correct classes.  Tensors pass between workers in shared memory, not through the parent,
+and all stages work at the same time.  The number must equal that of one process.
 
     python examples/pipeline.py
     python examples/pipeline.py --workers 6        # two pipelines side by side
@@ -28,14 +27,14 @@ STAGES = 3
 
 
 class Model(NamedTuple):
-    """The network, cut in two."""
+    """The two halves of the network."""
 
     features: nn.Module
     classifier: nn.Module
 
 
 class Done(NamedTuple):
-    """What one worker did."""
+    """The work of one worker."""
 
     stage: int
     batches: int
@@ -55,14 +54,14 @@ def make_model() -> Model:
 
 
 def prepare(images: Tensor) -> Tensor:
-    """Give a batch a channel, and each image a mean of zero."""
+    """Add a channel dimension to a batch, and normalise it."""
     batch = images.unsqueeze(1) / 16
     return (batch - batch.mean(dim=(2, 3), keepdim=True)) / (batch.std() + 1e-6)
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels for training, images and labels for the test, half and half."""
-    # Imported here, since workers run the top of this file as well and have no use for it.
+    """Return images and labels for training, and images and labels for the test: half each."""
+    # Imported here: workers run the top of this file and do not need it.
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -75,7 +74,7 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def train(images: Tensor, labels: Tensor) -> Model:
     torch.manual_seed(SEED)
-    torch.set_num_threads(1)  # batches are so small that threads would cost more than they gain
+    torch.set_num_threads(1)  # the batches are too small for threads
     model = make_model()
     network = nn.Sequential(*model)
     optimizer = torch.optim.Adam(network.parameters(), lr=0.003)
@@ -90,7 +89,7 @@ def train(images: Tensor, labels: Tensor) -> Model:
 
 @torch.inference_mode()
 def run_stage(model: Model, images: Tensor, labels: Tensor, pipelines: int) -> Done:
-    """What each worker does in the call of all: its stage, on all batches of its pipeline."""
+    """Run the worker's stage on all batches of its pipeline.  All workers run this at once."""
     me = current_worker()
     pipeline, stage = divmod(me.index, STAGES)
     begin = time.perf_counter()
@@ -120,9 +119,9 @@ def main() -> None:
     pipelines = args.workers // STAGES
 
     with P2PPool(args.workers) as pool:
-        # Both lie in the memory of this machine once, for all workers.
+        # All workers share one copy of these in memory.
         sent = pool.broadcast(model), pool.broadcast(test_images), pool.broadcast(test_labels)
-        pool.run_all(run_stage, *sent, pipelines)  # the workers being started
+        pool.run_all(run_stage, *sent, pipelines)  # starts the workers
         begin = time.perf_counter()
         done = pool.run_all(run_stage, *sent, pipelines)
         seconds = time.perf_counter() - begin
@@ -142,8 +141,8 @@ def main() -> None:
             for batch, truth in zip(test_images.split(BATCH), test_labels.split(BATCH))
         )
     assert items == len(test_images) == 898
-    assert correct == expected, f"one process finds {expected} right, the pipeline {correct}"
-    assert correct / items > 0.95, f"the model is bad: {correct / items}"
+    assert correct == expected, f"correct in one process: {expected}, in the pipeline: {correct}"
+    assert correct / items > 0.95, f"low accuracy: {correct / items}"
     print(f"checked: one process finds the same {expected} of {items}")
 
 

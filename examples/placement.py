@@ -1,10 +1,10 @@
 """Place the models of an ensemble on workers, and evaluate it there: `xpool.assigner`.
 
-Two networks that see scikit-learn's handwritten digits, one by convolutions and one row by row,
-have two classifiers each, which get what the network has seen. These six models are placed on
-workers: by how many operations each takes for a batch, as torch counts them, and by how much
-data goes from one to the other. Then each worker of a pool holds its models, every model runs
-where it lies, and the average of the four opinions is the ensemble's.
+Two networks extract features of scikit-learn's handwritten digits: one by convolutions, one row by
+row. Each network feeds two classifiers. The assigner places these six models on workers by the
+number of operations that torch counts for a batch, and by the amount of data between the models.
+Each worker of a pool holds its models and runs them. The mean of the four classifiers is the
+ensemble's result.
 
     python examples/placement.py --workers 2
     python examples/placement.py --device auto     # every GPU that the machine has
@@ -33,11 +33,11 @@ BATCH = 64
 
 
 class AddressedPool(CtxPool, P2PPool):
-    """Every worker owns a context, and a task is sent to the worker that it names."""
+    """A pool in which each worker has a context, and each task names its worker."""
 
 
 class Rows(nn.Module):
-    """Sees an image row by row."""
+    """A network that reads an image row by row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Rows(nn.Module):
 
 
 class Ensemble(NamedTuple):
-    """The models by name, and the ways that an image takes through them, by number."""
+    """The models and their names; a chain is the numbers of the models that an image passes."""
 
     names: list[str]
     models: list[nn.Module]
@@ -77,8 +77,8 @@ def make_ensemble() -> Ensemble:
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels for training, images and labels for the test, half and half."""
-    # Imported here, since workers run the top of this file as well and have no use for it.
+    """Return images and labels for training, and images and labels for the test: half each."""
+    # Imported here: workers run the top of this file and do not need it.
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -90,7 +90,7 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train(ensemble: Ensemble, images: Tensor, labels: Tensor) -> None:
-    torch.set_num_threads(1)  # batches are so small that threads would cost more than they gain
+    torch.set_num_threads(1)  # the batches are too small for threads
     models = nn.ModuleList(ensemble.models).train()
     optimizer = torch.optim.Adam(models.parameters(), lr=0.005)
     for _ in range(EPOCHS):
@@ -105,7 +105,7 @@ def train(ensemble: Ensemble, images: Tensor, labels: Tensor) -> None:
 
 
 def place(ensemble: Ensemble, images: Tensor, devices: list[str] | None) -> ModelAssigner:
-    """Count what each model has to do and to send for these images, and place them."""
+    """Place the models by their operations and their output for these images."""
     with torch.no_grad():
         seen = {network: ensemble.models[network](images) for network, _ in ensemble.chains}
     inputs = [images] * len(ensemble.models)
@@ -116,7 +116,7 @@ def place(ensemble: Ensemble, images: Tensor, devices: list[str] | None) -> Mode
         {chain: seen[chain[0]].nbytes for chain in ensemble.chains},
         devices,
         example_inputs=inputs,
-        move_models=False,  # they move in the workers
+        move_models=False,  # the workers move them
     )
     print(assigner)
     for i, name in enumerate(ensemble.names):
@@ -133,7 +133,7 @@ def place(ensemble: Ensemble, images: Tensor, devices: list[str] | None) -> Mode
 
 @torch.no_grad()
 def run(context: ModelContext, numbers: list[int], inputs: Tensor) -> Tensor:
-    """The task: send a batch through models that lie here, one after the other."""
+    """The task: run a batch through one or more models of this worker."""
     for number in numbers:
         inputs = context.models[number](inputs.to(context.device))
     return inputs.cpu()
@@ -142,7 +142,7 @@ def run(context: ModelContext, numbers: list[int], inputs: Tensor) -> Tensor:
 def opinions_of(
     pool: AddressedPool, assigner: ModelAssigner, chain: tuple[int, int], batches: list[Tensor]
 ) -> Tensor:
-    """What one chain of models says to all batches: a task for each worker that it touches."""
+    """Run all batches through a chain, with one task for each worker of the chain."""
     values = batches
     for worker, numbers in groupby(chain, key=lambda number: assigner.placement[number]):
         own = list(numbers)
@@ -154,7 +154,7 @@ def opinions_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Place models on workers, and run them there.")
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu"])
-    parser.add_argument("--workers", type=int, default=2, help="on the CPU (default: 2)")
+    parser.add_argument("--workers", type=int, default=2, help="CPU workers (default: 2)")
     options = parser.parse_args()
 
     images, labels, test_images, test_labels = load()
@@ -176,7 +176,7 @@ def main() -> None:
     together = torch.stack([opinion.softmax(1) for opinion in found]).mean(0)
     accuracy = (together.argmax(1) == test_labels).double().mean().item()
     print(f"ensemble: accuracy {accuracy:.4f}")
-    assert accuracy > 0.95, f"the ensemble is bad: {accuracy}"
+    assert accuracy > 0.95, f"low accuracy: {accuracy}"
     print(f"checked: one process finds the same for all {len(test_images)} images")
 
 

@@ -1,10 +1,10 @@
-"""A pool on Ray from the hooks of `BasePool` alone: each worker is an actor.
+"""A pool whose workers are Ray's actors, made with the hooks of `BasePool` alone.
 
     pip install xpool[ray]; python examples/pool_on_ray.py
 
-All verbs, results, callbacks, progress and executors are there, on every node of the cluster that
-`ray.init` finds.  What only xpool's own engine has is not: time limits, retries, `cancel` of what
-runs, binding to devices, many tasks in one message, and tensors in shared memory.
+It has all verbs, results, callbacks, progress and executors, on all nodes of the cluster that
+`ray.init` finds.  It lacks the features of xpool's own engine: time limits, retries, `cancel` of
+running tasks, binding to devices, several tasks in one message, and tensors in shared memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from xpool import BasePool, WorkerDied
 
 
 class Actor:
-    """What runs in a worker's process."""
+    """Runs in a worker's process."""
 
     def __init__(self, initializer: Any, initargs: tuple[Any, ...]) -> None:
         if initializer is not None:
             initializer(*initargs)
 
     def run(self, task: Any) -> Any:
-        """Return the task's answer, an error too."""
+        """Return the task's answer, which may be an error."""
         answers: list[Any] = []
         BasePool.worker(iter([task, None]).__next__, answers.append)
         return answers[0]
@@ -40,7 +40,7 @@ class RayPool(BasePool):
     def setup_queues(self) -> None:
         if not ray.is_initialized():
             ray.init(log_to_driver=False, logging_level="ERROR")
-        self.lock = threading.Lock()  # guards what waits, and who is idle
+        self.lock = threading.Lock()  # guards `tasks` and `idle`
         self.tasks: deque[Any] = deque()
         self.idle: list[Any] = []
         self.actors: list[Any] = []
@@ -52,7 +52,7 @@ class RayPool(BasePool):
             self.give(task=obj)
 
     def give(self, actor: Any = None, task: Any = None) -> None:
-        """Bring an actor that has nothing, or a task, together with what waits for it."""
+        """Add an idle actor or a new task; if there are both, send a task to an actor."""
         with self.lock:
             self.idle += [actor] if actor is not None else []
             self.tasks += [task] if task is not None else []
@@ -63,7 +63,7 @@ class RayPool(BasePool):
         future.add_done_callback(lambda done: self.answered(actor, task, done))
 
     def answered(self, actor: Any, task: Any, done: Any) -> None:
-        """Keep an answer; in a thread of Ray's."""
+        """Store an answer.  A thread of Ray calls this."""
         try:
             self.results.put(done.result())
         except ray.exceptions.RayActorError:
@@ -99,14 +99,13 @@ class RayPool(BasePool):
 
 
 def evaluate(seed: int) -> float:
-    """Say what a model is worth; here a made-up one."""
+    """Return the score of an imaginary model."""
     import random
 
     return max(random.Random(seed).random() for _ in range(10_000))
 
 
 def main() -> None:
-    """Find the best of some candidates."""
     with RayPool(2) as pool:
         scores = pool.map(evaluate, range(20))
         best = max(range(20), key=scores.__getitem__)

@@ -1,9 +1,9 @@
 """Preprocess images on workers: ``map`` of a closure that returns tensors.
 
-scikit-learn's two sample photographs are cut into tiles.  Each tile is shifted and flipped
-at random (from a seed of its own, so that every run gives the same), normalised with the
-mean and deviation of all tiles, and filtered for edges.  A picture shows what went in and
-what came out; the results must equal those of a plain loop.
+scikit-learn's two sample photographs are cut into tiles.  Each tile is shifted and flipped at
+random, normalised with the mean and deviation of all tiles, and filtered for edges.  Each tile has
+its own seed, so all runs have the same results.  They must equal those of a plain loop.  A picture
+shows the input and the output.
 
     python examples/preprocess.py --workers 2 --out examples/out/tiles.png
 """
@@ -29,8 +29,8 @@ SEED = 7
 
 
 def load_tiles() -> tuple[list[Tensor], int]:
-    """The tiles of both photographs, row by row (uint8, 3 x SIDE x SIDE), and tiles in a row."""
-    # Imported here, since workers run the top of this file as well and have no use for it.
+    """Return the tiles row by row (uint8, 3 x SIDE x SIDE), and the number of tiles in a row."""
+    # Imported here: workers run the top of this file and do not need it.
     from sklearn.datasets import load_sample_images
 
     tiles: list[Tensor] = []
@@ -52,7 +52,7 @@ def make_transform(tiles: list[Tensor]) -> Callable[[tuple[int, Tensor]], Tensor
     deviation = everything.std(dim=(0, 2, 3)).float().reshape(3, 1, 1)
 
     def transform(numbered: tuple[int, Tensor]) -> Tensor:
-        """Three normalised channels and one of edges, float32, 4 x SIDE x SIDE."""
+        """Return three normalised channels and one of edges (float32, 4 x SIDE x SIDE)."""
         number, tile = numbered
         random = torch.Generator().manual_seed(SEED + number)
         padded = torch.nn.functional.pad(tile.float() / 255, (SHIFT,) * 4, mode="reflect")
@@ -66,7 +66,7 @@ def make_transform(tiles: list[Tensor]) -> Callable[[tuple[int, Tensor]], Tensor
 
 
 def edges(image: Tensor) -> Tensor:
-    """Strength of the edges (Sobel's filter on the grey values), 1 x height x width."""
+    """Apply Sobel's filter to the grey values; return the edges (1 x height x width)."""
     grey = torch.nn.functional.pad(image.mean(dim=0, keepdim=True), (1, 1, 1, 1), mode="reflect")
     rows = grey[:, :-2] + 2 * grey[:, 1:-1] + grey[:, 2:]
     columns = grey[:, :, :-2] + 2 * grey[:, :, 1:-1] + grey[:, :, 2:]
@@ -76,7 +76,7 @@ def edges(image: Tensor) -> Tensor:
 
 
 def mosaic(tiles: list[Tensor], across: int) -> Tensor:
-    """Lay tiles (uint8, 3 x SIDE x SIDE) out in rows, with a thin line between them."""
+    """Arrange tiles (uint8, 3 x SIDE x SIDE) in rows, with thin lines between them."""
     height, width = (len(tiles) // across) * (SIDE + 2), across * (SIDE + 2)
     canvas = torch.full((3, height, width), 255, dtype=torch.uint8)
     for number, tile in enumerate(tiles):
@@ -86,7 +86,7 @@ def mosaic(tiles: list[Tensor], across: int) -> Tensor:
 
 
 def picture(tiles: list[Tensor], results: list[Tensor], across: int) -> Image.Image:
-    """Input, normalised tiles and edges, side by side."""
+    """Show the input, the normalised tiles and the edges side by side."""
     colours = [(128 + 50 * result[:3]).clamp(0, 255).byte() for result in results]
     outlines = [
         (255 - 255 * result[3:]).clamp(0, 255).byte().expand(3, -1, -1) for result in results
@@ -100,14 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Preprocess images on workers.")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
     default = Path(__file__).parent / "out" / "tiles.png"
-    parser.add_argument("--out", type=Path, default=default, help="the picture to write")
+    parser.add_argument("--out", type=Path, default=default, help="write the picture to this file")
     options = parser.parse_args()
 
     tiles, across = load_tiles()
     transform = make_transform(tiles)
     results: list[Tensor] = []
     with Pool(options.workers) as pool:
-        for name in ("first pass, the workers being started", "second pass"):
+        for name in ("first pass, with the workers' start", "second pass"):
             begin = time.perf_counter()
             results += pool.map(transform, list(enumerate(tiles)))
             seconds = time.perf_counter() - begin

@@ -1,10 +1,10 @@
-"""A model's activations stay on their device between two tasks: share mode.
+"""Keep a model's activations on their device between two tasks: share mode.
 
-Scikit-learn's handwritten digits go through a trunk, which every worker has on its device, in one
-task for each batch. Heads, one for each digit, judge these activations in tasks of their own. What
-the first kind of task returns is a handle: the activations stay where they are, and a task that is
-given the handle goes there. On the CPU there is no such place: the activations lie in memory that
-all workers share, so any of them can do the second task, and nothing is copied either.
+Each worker has the trunk of a model on its device. A task runs a batch of scikit-learn's
+handwritten digits through the trunk, and returns a handle to the activations, which stay on the
+device. Ten more tasks for each batch, one for each digit, apply a head to the activations. They get
+the handle, and the pool runs them on the worker with that device. On the CPU, all workers share the
+memory of the activations, so any worker can run these tasks, also without a copy.
 
     python examples/share_handle.py                  # on the CPU
     python examples/share_handle.py --device auto    # on every device that the machine has
@@ -28,10 +28,10 @@ WIDTH = 2048
 
 
 class Trunk:
-    """What each worker owns: its device, and the trunk living there.
+    """The context of a worker: its device, and the trunk on it.
 
-    The pool sets ``env`` in the worker before anything is imported, and calls ``enter``
-    there once.  A worker that replaces a dead one gets both again.
+    The pool sets ``env`` in the worker before any import, and then calls ``enter`` there once.
+    The successor of a dead worker gets both again.
     """
 
     def __init__(self, context: DeviceContext, weights: dict[str, Tensor]) -> None:
@@ -53,42 +53,42 @@ class Trunk:
 
 
 def make_trunk() -> nn.Module:
-    """Random features, which need no training: images (n, 64) to activations (n, WIDTH)."""
+    """Return random features, which need no training: images (n, 64) to activations (n, WIDTH)."""
     torch.manual_seed(SEED)
     return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU())
 
 
 class Made(NamedTuple):
-    """The activations of one batch, and who made them."""
+    """The activations of a batch, and the worker that computed them."""
 
-    activations: Any  # a tensor in the worker; here a TensorHandle, or a shared tensor
+    activations: Any  # in the worker a tensor; in the parent a TensorHandle, or a shared tensor
     worker: int
     device: str
 
 
 class Judged(NamedTuple):
-    """How many images of a batch one head has put on the right side, and where it ran."""
+    """How many images of a batch a head judged correctly, and its worker."""
 
     correct: int
     worker: int
 
 
 def activate(trunk: Trunk, images: Tensor) -> Made:
-    """The first task: a batch through the trunk."""
+    """The first task: run a batch through the trunk."""
     return Made(trunk.activations(images), current_worker().index, str(trunk.device))
 
 
 @torch.no_grad()
 def judge(trunk: Trunk, activations: Tensor, head: Tensor, is_digit: Tensor) -> Judged:
-    """The second task: is each image of a batch this digit?"""
+    """The second task: judge for each image of a batch whether it is a certain digit."""
     assert activations.device == trunk.device
     says = activations @ head.to(trunk.device) > 0
     return Judged(int((says == is_digit.to(trunk.device)).sum()), current_worker().index)
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels for training, images and labels for the test, half and half."""
-    # Imported here, since workers run the top of this file as well and have no use for it.
+    """Return images and labels for training, and images and labels for the test: half each."""
+    # Imported here: workers run the top of this file and do not need it.
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -101,7 +101,7 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def fit(trunk: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Heads of shape (10, WIDTH): ridge regression of +1 (this digit) and -1 (another)."""
+    """Fit heads of shape (10, WIDTH) by ridge regression to +1 (this digit) and -1 (another)."""
     features = trunk(images).double()
     targets = 2.0 * nn.functional.one_hot(labels, 10).double() - 1
     kernel = features @ features.T + torch.eye(len(features), dtype=torch.float64)
@@ -109,7 +109,7 @@ def fit(trunk: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def report(made: list[Made], judged: list[list[Judged]], workers: int) -> None:
-    """Print a line for each worker, and what became of the activations."""
+    """Print a line for each worker, and where the activations were used."""
     for worker in range(workers):
         own = [one for one in made if one.worker == worker]
         heads = sum(result.worker == worker for results in judged for result in results)
@@ -122,12 +122,12 @@ def report(made: list[Made], judged: list[list[Judged]], workers: int) -> None:
         print(f"{len(pairs)} tasks went to the device that had their activations")
         assert not moved
     else:
-        print("the activations lie in shared memory: a CPU worker can use those of any other")
+        print("the activations are in shared memory: a CPU worker can use those of any other")
         print(f"{len(pairs)} tasks used them in place, {moved} of them in another worker")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Activations stay where they are between tasks.")
+    parser = argparse.ArgumentParser(description="Keep activations on their device between tasks.")
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "xla", "cuda", "tpu"])
     parser.add_argument(
         "--workers",
@@ -147,7 +147,7 @@ def main() -> None:
     batches = test_images.split(BATCH)
     contexts = [Trunk(context, trunk.state_dict()) for context in bound]
     with CtxPool(worker_contexts=contexts, is_copy_tensor=False) as pool:
-        pool.run_all(activate, batches[0])  # they have started, and compiled
+        pool.run_all(activate, batches[0])  # all workers start and compile
         begin = time.perf_counter()
         made = pool.map(activate, batches, 1)
         pending = [
@@ -162,7 +162,7 @@ def main() -> None:
         report(made, judged, len(bound))
         first = made[0].activations
         if isinstance(first, TensorHandle):
-            first = first.cpu()  # a copy, for this process
+            first = first.cpu()
     total = 10 * len(test_images)
     correct = sum(result.correct for results in judged for result in results)
     print(f"accuracy of the heads {correct / total:.4f}")
@@ -172,9 +172,9 @@ def main() -> None:
     torch.testing.assert_close(first, alone[:BATCH], rtol=1e-2, atol=1e-2)
     says = alone @ heads.T > 0
     expected = int((says == nn.functional.one_hot(test_labels, 10).bool()).sum())
-    # A device rounds otherwise than the CPU: an image near a head's border may cross it.
-    assert abs(correct - expected) <= total // 1000, f"{correct}, alone {expected}"
-    assert correct / total > 0.97, "the heads are bad"
+    # Devices round in other ways than the CPU, so an image close to a head's border may cross it.
+    assert abs(correct - expected) <= total // 1000, f"{correct}, one process: {expected}"
+    assert correct / total > 0.97, "low accuracy of the heads"
     print(f"checked: one process finds the same for {len(test_images)} images and 10 heads")
 
 

@@ -1,11 +1,11 @@
-"""The main job: preprocess photographs on workers, lose one, and evaluate a model in training.
+"""The main job: preprocess photographs on workers, and evaluate a model while it is trained.
 
-1. Two photographs are decoded, turned, cropped and blurred 480 times: by a plain loop, then by the
-   workers of a `Pool`, with a progress bar. A worker is killed half-way, and the results are equal.
+1. A plain loop makes 480 variants of two photographs: decoded, rotated, cropped and blurred. Then
+   the workers of a `Pool` do the same. One worker is killed half-way. The results must be equal.
 2. A classifier of handwritten digits is trained while workers evaluate its newest version
    (`versions.py`).
 
-All pictures go to one page of HTML.
+The program writes all pictures to one HTML page.
 
     python examples/tour.py --workers 2 --out examples/out/tour.html
 """
@@ -40,7 +40,7 @@ SEED = 7
 
 
 def load_photographs() -> list[bytes]:
-    """Return scikit-learn's two sample photographs, as JPEG files."""
+    """Return scikit-learn's two sample photographs as JPEG files."""
     folder = resources.files("sklearn.datasets.images")
     return [(folder / name).read_bytes() for name in ("china.jpg", "flower.jpg")]
 
@@ -67,7 +67,7 @@ def make_augment(photographs: list[bytes]) -> Callable[[int], Tensor]:
 
 
 def by_a_plain_loop(augment: Callable[[int], Tensor]) -> tuple[list[Tensor], float]:
-    """Return the results and the seconds they took."""
+    """Return the results and the seconds."""
     begin = time.perf_counter()
     results = [augment(number) for number in range(ITEMS)]
     return results, time.perf_counter() - begin
@@ -76,7 +76,7 @@ def by_a_plain_loop(augment: Callable[[int], Tensor]) -> tuple[list[Tensor], flo
 def by_a_pool(
     augment: Callable[[int], Tensor], workers: int, trace: Path
 ) -> tuple[list[Tensor], float, int]:
-    """Return the results, the seconds with the workers' start, and the killed worker's pid."""
+    """Return the results, the seconds including the workers' start, and the killed worker's pid."""
     begin = time.perf_counter()
     results: list[Tensor] = []
     killed = 0
@@ -95,7 +95,7 @@ def digest(results: list[Tensor]) -> str:
 
 
 def embedded(images: list[Image.Image], height: int) -> str:
-    """Return the images beside each other as one ``<img>`` element that needs no file."""
+    """Return the images side by side, as one ``<img>`` element with embedded data."""
     resized = [image.resize((image.width * height // image.height, height)) for image in images]
     sheet = Image.new("RGB", (sum(i.width + 4 for i in resized) - 4, height), "white")
     left = 0
@@ -108,7 +108,7 @@ def embedded(images: list[Image.Image], height: int) -> str:
 
 
 def timeline(events: list[dict[str, Any]], workers: int) -> str:
-    """Return a picture (SVG) of what each worker did when: from `Pool.trace`'s events."""
+    """Return a timeline of the workers (SVG), made from the events of `Pool.trace`."""
     spans = [event for event in events if event["ph"] == "X"]
     deaths = [event for event in events if event["ph"] == "i" and event["s"] == "t"]
     end = max(span["ts"] + span["dur"] for span in spans)
@@ -163,7 +163,7 @@ svg rect[fill="white"] {{ fill: none; }}
 
 
 def page(figures: list[tuple[str, str]]) -> str:
-    """Return the page: each figure is a picture and its caption."""
+    """Return the page; a figure is a pair of picture and caption."""
     parts = [f"<figure>{p}<figcaption>{caption}</figcaption></figure>" for p, caption in figures]
     return PAGE.format(figures="\n".join(parts))
 
@@ -172,10 +172,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Preprocess and evaluate on workers.")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
     default = Path(__file__).parent / "out" / "tour.html"
-    parser.add_argument("--out", type=Path, default=default, help="the page to write")
+    parser.add_argument("--out", type=Path, default=default, help="write the page to this file")
     options = parser.parse_args()
 
-    xpool.preload("torch", "PIL.ImageFilter")  # imported for the workers while the plain loop runs
+    xpool.preload("torch", "PIL.ImageFilter")  # the fork server imports these during the plain loop
     photographs = load_photographs()
     augment = make_augment(photographs)
     alone, plain_seconds = by_a_plain_loop(augment)
@@ -189,7 +189,7 @@ def main() -> None:
         f"{options.workers} workers: {ITEMS} photographs in {pool_seconds:.2f} s, "
         f"{speed_up:.2f} times as fast, though process {killed} was killed half-way"
     )
-    assert digest(results) == digest(alone), "the plain loop finds otherwise"
+    assert digest(results) == digest(alone), "the results differ from the plain loop's"
     print(f"checked: both have the same bytes, sha256 {digest(results)}")
 
     reports = versions.run(options.workers)
@@ -201,17 +201,17 @@ def main() -> None:
     went_in = [Image.open(io.BytesIO(photograph)) for photograph in photographs]
     came_out = [Image.fromarray(result.numpy()) for result in results[:8]]
     what_workers_did = (
-        f"What each of {options.workers} workers did. The red mark is where process {killed} was "
-        f"killed; its task was run again. The plain loop took {plain_seconds:.1f} s, the pool "
-        f"{pool_seconds:.1f} s with its start: {speed_up:.2f} times as fast."
+        f"The tasks of each of {options.workers} workers. The red mark shows when process {killed} "
+        f"was killed; its task ran again. The plain loop took {plain_seconds:.1f} s, and the pool "
+        f"took {pool_seconds:.1f} s including its start: {speed_up:.2f} times as fast."
     )
     evaluated = (
         f"Accuracy of {len(accuracies)} versions of a model on 898 digits: {options.workers} "
         "workers evaluated the newest version while the model was trained."
     )
     figures = [
-        (embedded(went_in, 240), "What went in: two photographs."),
-        (embedded(came_out, 112), f"What came out: the first 8 of {ITEMS} variants."),
+        (embedded(went_in, 240), "Input: two photographs."),
+        (embedded(came_out, 112), f"Output: the first 8 of {ITEMS} variants."),
         (timeline(events, options.workers), what_workers_did),
         (versions.plot(accuracies), evaluated),
     ]

@@ -1,8 +1,8 @@
-"""Hyper-parameters by cross-validation: a trial on each device, and the next when it is free.
+"""Find hyper-parameters by cross-validation, with one trial at a time on each device.
 
-A trial trains a small classifier of scikit-learn's handwritten digits on all folds but one, with
-one setting, on the worker's own device. There are many more trials than devices: each worker takes
-the next when it has done one. The setting that is best on the folds left out is the result.
+A trial trains a small classifier of scikit-learn's handwritten digits on the worker's device, with
+one setting and on all folds except one. When a worker has done a trial, it takes the next. The
+result is the setting with the best accuracy on the folds left out.
 
     python examples/tpu_sweep.py                   # on the CPU
     python examples/tpu_sweep.py --device tpu      # a trial on each chip of a TPU VM
@@ -40,7 +40,7 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a trial gave, and who ran it."""
+    """The result of a trial, and its worker."""
 
     trial: Trial
     correct: int
@@ -50,10 +50,10 @@ class Outcome(NamedTuple):
 
 
 class Trainer:
-    """What each worker owns: its device, and all images there, by folds.
+    """The context of a worker: its device, and all images on it.
 
-    The pool sets ``env`` in the worker before anything is imported, and calls ``enter``
-    there once.  A worker that replaces a dead one gets both again.
+    The pool sets ``env`` in the worker before any import, and then calls ``enter`` there once.
+    The successor of a dead worker gets both again.
     """
 
     def __init__(self, context: DeviceContext, images: Tensor, labels: Tensor) -> None:
@@ -65,22 +65,22 @@ class Trainer:
     def enter(self) -> None:
         self.context.enter()
         self.device = self.context.device
-        torch.set_num_threads(1)  # batches are so small that threads cost more than they gain
+        torch.set_num_threads(1)  # the batches are too small for threads
         self.images, self.labels = (part.to(self.device) for part in self.data)
 
     def step_done(self) -> None:
-        """Have what was recorded computed: torch_xla runs a graph when it is told to."""
+        """Run the recorded graph, because torch_xla runs it only on request."""
         if self.context.framework == "torch_xla":
             import torch_xla
 
             torch_xla.sync()
 
     def fold(self, number: int) -> tuple[Tensor, Tensor]:
-        """Images and labels number, number + FOLDS, ..."""
+        """Return the images and labels with indices number, number + FOLDS, ..."""
         return self.images[number::FOLDS], self.labels[number::FOLDS]
 
     def train(self, trial: Trial) -> nn.Module:
-        """Train on all folds but one; the same on every worker."""
+        """Train on all folds except one.  All workers get the same model."""
         generator = torch.Generator().manual_seed(SEED + trial.fold)
         torch.manual_seed(SEED)
         width = trial.setting.width
@@ -91,7 +91,7 @@ class Trainer:
         images, labels = (torch.cat(parts) for parts in zip(*folds))
         for _ in range(EPOCHS):
             order = torch.randperm(len(images), generator=generator)
-            # Batches of one size: each other one would be compiled anew.
+            # All batches have one size, because torch_xla compiles each size anew.
             for batch in order[: len(order) // BATCH * BATCH].split(BATCH):
                 batch = batch.to(self.device)
                 optimizer.zero_grad()
@@ -102,20 +102,20 @@ class Trainer:
 
     @torch.no_grad()  # torch_xla has no inference mode
     def correct(self, model: nn.Module, number: int) -> tuple[int, int]:
-        """Images of one fold that the model puts into their class, and how many there are."""
+        """Return how many images of a fold the model classifies correctly, and their number."""
         images, labels = self.fold(number)
         return int((model(images).argmax(dim=1) == labels).sum()), len(labels)
 
 
 def run(trainer: Trainer, trial: Trial) -> Outcome:
-    """The task: one trial, on the worker's own device."""
+    """The task: one trial on the worker's device."""
     correct, items = trainer.correct(trainer.train(trial), trial.fold)
     return Outcome(trial, correct, items, current_worker().index, str(trainer.device))
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """Images of shape (1797, 64) and their labels, in random order."""
-    # Imported here, since workers run the top of this file as well and have no use for it.
+    """Return images of shape (1797, 64) and their labels, in random order."""
+    # Imported here: workers run the top of this file and do not need it.
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -125,7 +125,7 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def accuracies(outcomes: list[Outcome]) -> dict[Setting, float]:
-    """Accuracy of each setting over all folds, the best first."""
+    """Return the accuracy of each setting over all folds, the best first."""
     found: dict[Setting, Any] = {}
     for outcome in outcomes:
         found.setdefault(outcome.trial.setting, []).append(outcome)
@@ -147,7 +147,7 @@ def report(outcomes: list[Outcome], workers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cross-validate settings, a trial on each device.")
+    parser = argparse.ArgumentParser(description="Cross-validate settings on all devices.")
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "xla", "cuda", "tpu"])
     parser.add_argument(
         "--workers",
@@ -163,7 +163,7 @@ def main() -> None:
     print("\n".join(str(context) for context in bound))
     images, labels = load()
     settings = [Setting(*values) for values in itertools.product(RATES, WIDTHS)]
-    # The folds of one setting one after the other: a worker that has compiled it may get the next.
+    # The folds of a setting are adjacent, so that a worker that has compiled it may get the next.
     trials = [Trial(setting, fold) for setting in settings for fold in range(FOLDS)]
     contexts = [Trainer(context, images, labels) for context in bound]
     begin = time.perf_counter()
@@ -176,7 +176,7 @@ def main() -> None:
                   f"width {setting.width}, without fold {fold}: {outcome.correct} of "
                   f"{outcome.items} by worker {outcome.worker}")  # fmt: skip
     seconds = time.perf_counter() - begin
-    print(f"{len(trials)} trials in {seconds:.1f} s, the workers being started")
+    print(f"{len(trials)} trials in {seconds:.1f} s, with the workers' start")
     report(outcomes, len(bound))
 
     assert sorted(outcome.trial for outcome in outcomes) == sorted(trials)
@@ -186,16 +186,16 @@ def main() -> None:
     alone.enter()
     again = [run_alone(alone, Trial(best, fold)) for fold in range(FOLDS)]
     found = {o.trial.fold: o.correct for o in outcomes if o.trial.setting == best}
-    # A device rounds otherwise than the CPU, and training carries that on.
+    # Devices round in other ways than the CPU, and training amplifies the differences.
     may_differ = 0 if bound[0].kind == "cpu" else 10
     differences = [abs(found[fold] - correct) for fold, correct in enumerate(again)]
-    assert max(differences) <= may_differ, f"one process finds otherwise: {differences}"
-    assert accuracy > 0.95, f"the best setting is bad: {accuracy}"
+    assert max(differences) <= may_differ, f"one process has other results: {differences}"
+    assert accuracy > 0.95, f"low accuracy of the best setting: {accuracy}"
     print(f"checked: one process finds the same in each of the {FOLDS} folds")
 
 
 def run_alone(trainer: Trainer, trial: Trial) -> int:
-    """A trial in this process."""
+    """Run a trial in this process."""
     return trainer.correct(trainer.train(trial), trial.fold)[0]
 
 

@@ -1,12 +1,12 @@
-"""Train a small network on JPEG files: torch's loader beside xpool's, which survives ``kill -9``.
+"""Train a small network on JPEG files with torch's loader and with xpool's.
 
 The images are scikit-learn's handwritten digits, written as 1,797 JPEG files.  The same training
-runs with each loader.  The one with xpool's is killed with SIGKILL in the middle of its second
-epoch; a new process goes on from the last checkpoint.  Both must give the same losses, and the plot
-shows them by time.
+runs with each loader.  The training with xpool's is killed in the middle of its second epoch, and a
+new process continues from the last checkpoint.  Both must have the same losses.  The plot shows
+them by time.
 
     python examples/train.py
-    python examples/train.py --loader xpool --folder digits    # one training, or the rest of it
+    python examples/train.py --loader xpool --folder digits    # one training, from its checkpoint
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Point = tuple[int, float, float]
 
 
 class Digits(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """The JPEG files of a folder; the label is the last character of a file's name."""
+    """The JPEG files of a folder.  The last character of a file's stem is its label."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = sorted(folder.glob("*.jpg"))
@@ -75,18 +75,18 @@ def make_network() -> nn.Module:
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint; a kill at any moment leaves the old one or the new one."""
+    """Write a checkpoint.  A kill at any moment leaves the old one or the new one."""
     torch.save(state, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
 
 def train(kind: str, folder: Path) -> list[Point]:
-    """Train with this loader, from the checkpoint if there is one; return all losses."""
+    """Train with this loader; continue from the checkpoint if it exists; return all losses."""
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     network = make_network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    # The shuffling has a generator of its own, which the loader's state includes.
+    # The shuffling has its own generator, which the loader's state includes.
     loader = LOADERS[kind](
         Digits(folder), BATCH, shuffle=True, num_workers=2, persistent_workers=True,
         drop_last=True, generator=torch.Generator().manual_seed(SEED),
@@ -123,7 +123,7 @@ def mean(points: list[Point]) -> float:
 
 
 def run(kind: str, folder: Path, kill_after: int = 0) -> list[Point]:
-    """Train in a process of its own; kill it once it has saved batch ``kill_after``."""
+    """Train in another process; kill it after it has saved batch ``kill_after``."""
     with subprocess.Popen(
         [sys.executable, __file__, "--loader", kind, "--folder", str(folder)],
         stdout=subprocess.PIPE, text=True,
@@ -143,7 +143,7 @@ def run(kind: str, folder: Path, kill_after: int = 0) -> list[Point]:
 
 
 def plot(series: dict[str, list[Point]]) -> str:
-    """Return a picture (SVG) of the losses by time: the mean of the last ten batches."""
+    """Plot the losses by time (SVG).  Each point is the mean of the last ten batches."""
     width, height, left, bottom = 640, 320, 50, 270
     colours = {"torch": "#8c959f", "xpool": "#0969da"}
     last = max(points[-1][1] for points in series.values())
@@ -181,7 +181,7 @@ def plot(series: dict[str, list[Point]]) -> str:
 
 
 def compare(folder: Path, out: Path) -> None:
-    """Train with both loaders, and kill the training with xpool's once."""
+    """Train with both loaders; kill the training with xpool's once."""
     write_digits(folder)
     torchs = run("torch", folder)
     batches = len(torchs) // EPOCHS
@@ -201,9 +201,9 @@ def losses(points: Iterable[Point]) -> list[tuple[int, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = Path(__file__).parent / "out" / "training.svg"
-    parser.add_argument("--out", type=Path, default=default, help="the plot")
+    parser.add_argument("--out", type=Path, default=default, help="write the plot to this file")
     parser.add_argument("--loader", choices=list(LOADERS), help="train once, in this process")
-    parser.add_argument("--folder", type=Path, help="of the JPEG files and the checkpoint")
+    parser.add_argument("--folder", type=Path, help="has the JPEG files and the checkpoint")
     args = parser.parse_args()
     if args.loader:
         train(args.loader, args.folder)

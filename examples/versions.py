@@ -1,9 +1,8 @@
-"""Evaluate each version of a model while it is still being trained: `xpool.server` with a pool.
+"""Evaluate the versions of a model while it is trained: `xpool.server` with a pool.
 
-A trainer, this process, pushes a version of its model after each epoch on scikit-learn's
-handwritten digits. Evaluators, the workers of a `CtxPool`, pull the newest version when they
-have nothing to do, and report its accuracy on the other half of the digits. Both are members of
-one `xpool.distributed.World`. A plot shows the accuracy by version.
+This process trains a model on half of scikit-learn's handwritten digits, and pushes a version after
+each epoch. The workers of a `CtxPool` pull the newest version, and report its accuracy on the other
+half. All are members of one `xpool.distributed.World`. A plot shows the accuracy by version.
 
     python examples/versions.py --workers 2 --out examples/out/versions.svg
 """
@@ -33,8 +32,8 @@ def make_model() -> nn.Module:
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels for training, images and labels for the test, half and half."""
-    # Imported here, since workers run the top of this file as well and have no use for it.
+    """Return images and labels for training, and images and labels for the test: half each."""
+    # Imported here: workers run the top of this file and do not need it.
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -47,15 +46,15 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.inference_mode()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of the images that the model puts into their class."""
+    """Return the share of images that the model classifies correctly."""
     return (model(images).argmax(dim=1) == labels).double().mean().item()
 
 
 class Evaluator:
-    """What each worker owns: the test's data, its place in the world, and access to the server.
+    """The context of a worker: the test data, its member of the world, and access to the server.
 
-    The pool calls ``enter`` in the worker once, before its first task, of contexts with an
-    ``env``: what to set in the worker's environment.
+    The pool sets ``env`` in the worker's environment, and calls ``enter`` there once, before the
+    first task.
     """
 
     env: Mapping[str, str] = {}
@@ -71,13 +70,13 @@ class Evaluator:
             f"evaluator-{rank}", rank, self.world_size, dist_init_method=self.address
         )
         group = self.world.create_rpc_group("versions", self.world.get_members())
-        group.barrier()  # the trainer has its server then
+        group.barrier()  # waits until the trainer has made its server
         self.server = group.get_paired("model").to_here()
         self.model = make_model()
 
 
 class Report(NamedTuple):
-    """What one evaluation gave, and who did it."""
+    """The result of an evaluation, and its worker."""
 
     version: int
     accuracy: float
@@ -85,19 +84,19 @@ class Report(NamedTuple):
 
 
 def evaluate(evaluator: Evaluator) -> Report:
-    """The task: pull the newest version there is, and evaluate that."""
+    """The task: pull the newest version, and evaluate it."""
     evaluator.server.pull(evaluator.model)
     found = accuracy(evaluator.model, evaluator.images, evaluator.labels)
     return Report(evaluator.model.pp_version, found, current_worker().index)
 
 
 def leave(evaluator: Evaluator) -> None:
-    """Leave the world; it returns when all have, so each worker gets one of these."""
+    """Leave the world.  Returns when all members have left, so each worker runs one of these."""
     evaluator.world.stop()
 
 
 def train(images: Tensor, labels: Tensor, model: nn.Module) -> Iterator[None]:
-    """Train for one epoch at each step of the iteration."""
+    """Train, and yield after each epoch."""
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -110,7 +109,7 @@ def train(images: Tensor, labels: Tensor, model: nn.Module) -> Iterator[None]:
 
 
 def scale(low: float, high: float) -> list[float]:
-    """At most seven round numbers that begin at or below ``low`` and end at or above ``high``."""
+    """Return at most seven round numbers that cover ``low`` to ``high``."""
     for step in (0.01, 0.02, 0.05, 0.1, 0.2):
         first, last = math.floor(low / step), math.ceil(high / step)
         if last - first < 7:
@@ -119,7 +118,7 @@ def scale(low: float, high: float) -> list[float]:
 
 
 def plot(found: Mapping[int, float]) -> str:
-    """Accuracy by version, as a picture (SVG)."""
+    """Plot the accuracy by version (SVG)."""
     width, height, left, bottom = 640, 360, 60, 320
     marks = scale(min(found.values()), 1.0)
     low, high = marks[0], marks[-1]
@@ -164,7 +163,7 @@ def plot(found: Mapping[int, float]) -> str:
 
 
 def run(workers: int) -> list[Report]:
-    """Train, have versions evaluated meanwhile, and check each accuracy against one process's."""
+    """Train while workers evaluate, and compare each accuracy with this process's own."""
     images, labels, test_images, test_labels = load()
     model = make_model()
     alone: dict[int, float] = {}
@@ -188,7 +187,9 @@ def run(workers: int) -> list[Report]:
             for result in leaving:
                 result.get()
     for report in reports:
-        assert report.accuracy == alone[report.version], f"one process finds otherwise: {report}"
+        assert report.accuracy == alone[report.version], (
+            f"one process has another accuracy: {report}"
+        )
     return reports
 
 
@@ -196,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluate a model while it is being trained.")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
     default = Path(__file__).parent / "out" / "versions.svg"
-    parser.add_argument("--out", type=Path, default=default, help="the plot to write")
+    parser.add_argument("--out", type=Path, default=default, help="write the plot to this file")
     options = parser.parse_args()
 
     reports = run(options.workers)
@@ -206,7 +207,7 @@ def main() -> None:
         names = " and ".join(map(str, by))
         print(f"version {version:2}: accuracy {found[version]:.4f}, by worker {names}")
     assert max(found) == EPOCHS, "the last version was not evaluated"
-    assert found[EPOCHS] > 0.95, f"the model is bad: {found[EPOCHS]}"
+    assert found[EPOCHS] > 0.95, f"low accuracy: {found[EPOCHS]}"
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(plot(found), encoding="utf-8")
     print(f"checked: one process finds the same in each of the {len(found)} versions evaluated")

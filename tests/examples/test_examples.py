@@ -200,7 +200,7 @@ def test_share_handle(workers: int):
     assert len(lines) == workers
     assert sum(int(batches) for batches, _ in lines) == 15
     assert sum(int(judged) for _, judged in lines) == 150
-    assert "the activations lie in shared memory" in out
+    assert "the activations are in shared memory" in out
     assert re.search(r"^150 tasks used them in place, \d+ of them in another worker$", out, re.M)
     accuracy = re.search(r"^accuracy of the heads (0\.\d{4})$", out, re.M)
     assert accuracy
