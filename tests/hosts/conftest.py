@@ -1,5 +1,3 @@
-"""Pools over the hosts of a Ray cluster."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from xpool import Pool
 
 @pytest.fixture(scope="module")
 def pool(cluster: Any, warm: None) -> Iterator[Any]:
-    """A pool of two hosts with two workers each, shared by the tests of a module."""
+    """A pool of two hosts with two workers each. The tests of a module share it."""
     import xpool.ray
 
     with Pool(hosts=xpool.ray.hosts(n=2, per_host=2)) as shared:

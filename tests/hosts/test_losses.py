@@ -1,5 +1,5 @@
-"""What the loss of a worker, an agent or a host costs: each task is answered once, none runs beside
-itself, and what is lost is said with the host's name."""
+"""The loss of a worker, an agent or a host. Each task gets one answer and never runs twice at the
+same time. The error of a lost task names the host."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from xpool.errors import HostLost
 pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
 
 LEASE = 3.0
-"""Seconds; ten are for networks, and there is none here."""
+"""Seconds. The default is 10 for slow networks, which these tests do not have."""
 
 
 @pytest.fixture(autouse=True)
 def short_lease(monkeypatch):
-    """The lease is short, so that the tests are."""
+    """Make the lease short, so that the tests are short."""
     monkeypatch.setattr(xpool._hosts.assembly, "LEASE", LEASE)
 
 
 class Stage:
-    """Two hosts of the cluster that are for these tests; one of them is hurt."""
+    """Two hosts of the cluster for these tests. The tests kill or stop `victim`."""
 
     def __init__(self, cluster):
         self.cluster = cluster
@@ -45,24 +45,24 @@ class Stage:
         self.victim = cluster.add(losses=100)
 
     def whole(self):
-        """See to it that both are there and well."""
+        """Replace the victim if it has ended."""
         if not clusters.is_alive(self.victim):
-            self.cluster.remove(self.victim)  # it may have ended by itself: nobody waited for it
+            self.cluster.remove(self.victim)  # the victim may have ended without a call of `remove`
             self.victim = self.cluster.add(losses=100)
 
     def pool(self, **options):
-        """Build a pool of two workers on each, and wait for all of them."""
+        """Make a pool of two workers on each host. Wait for all of them."""
         import xpool.ray
 
         pool = Pool(hosts=xpool.ray.hosts(per_host=2, resources={"losses": 1}), **options)
         assert len(pool.run_all(os.getpid)) == 4
-        eventually(lambda: len(workers(pool, self.victim)) == 2, "its workers are known", WAIT)
+        eventually(lambda: len(workers(pool, self.victim)) == 2, "the workers are known", WAIT)
         return pool
 
 
 @pytest.fixture(scope="module")
 def hosts(cluster, warm):
-    """Two hosts more."""
+    """Two more hosts."""
     stage = Stage(cluster)
     yield stage
     for node in (stage.safe, stage.victim):
@@ -71,20 +71,20 @@ def hosts(cluster, warm):
 
 @pytest.fixture
 def stage(hosts):
-    """Two hosts that are well."""
+    """Two running hosts."""
     hosts.whole()
     return hosts
 
 
 def write(path, *words):
-    """Append a line, in one system call."""
+    """Append a line in one system call."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(fd, f"{' '.join(map(str, words))}\n".encode())
     os.close(fd)
 
 
 def work(path, seconds, i):
-    """Write when it begins, that it goes on, and when it ends."""
+    """Log when the task begins, that it still runs, and when it ends."""
     begin = time.monotonic()
     write(path, i, os.getpid(), "begin", begin)
     while (now := time.monotonic()) < begin + seconds:
@@ -95,7 +95,7 @@ def work(path, seconds, i):
 
 
 def history(path):
-    """Return what was written: of each task its runs, each (begin, last seen, whether it ended)."""
+    """Return the runs of each task: (begin, last seen, whether it ended)."""
     runs = defaultdict(list)
     for line in Path(path).read_text().splitlines() if os.path.exists(path) else ():
         i, pid, what, when = line.split()
@@ -109,7 +109,7 @@ def history(path):
 
 
 def check(path, results, tries, victim):
-    """Hold what was run against what was answered; return the errors."""
+    """Compare the runs with the results. Return the errors."""
     runs = history(path)
     errors = {}
     for i, found in enumerate(results):
@@ -119,7 +119,7 @@ def check(path, results, tries, victim):
             assert address(victim) in found.host and found.host in str(found)
         else:
             assert found == i
-            assert runs[i][-1][3], f"task {i} was answered and had not ended"
+            assert runs[i][-1][3], f"task {i} was answered before its end"
         assert len(runs[i]) <= tries, f"task {i} was begun {len(runs[i])} times"
         for before, after in zip(runs[i], runs[i][1:]):
             assert before[2] < after[1], f"task {i} ran twice at once: {before}, {after}"
@@ -127,7 +127,8 @@ def check(path, results, tries, victim):
 
 
 def strike(what, how, stage, pool):
-    """Kill or stop a worker, the agent or the raylet of the victim; return how to undo it."""
+    """Kill or stop a worker, the agent or the raylet of the victim. Return a function that undoes
+    it."""
     victims = workers(pool, stage.victim)
     pid = {
         "worker": lambda: victims[0],
@@ -143,7 +144,7 @@ def strike(what, how, stage, pool):
 
 
 def goes_on(pid):
-    """Let a process go on that was stopped, if it was not killed for it."""
+    """Continue a stopped process, unless it has been killed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 
@@ -174,8 +175,8 @@ CELLS = [
 
 @pytest.mark.parametrize(("what", "how", "when"), CELLS)
 def test_a_loss(stage, tmp_path, what, how, when):
-    """Each task is answered once: without retries at most those fail that were permitted there, and
-    none is begun twice; with retries, none fails, and none runs beside itself."""
+    """Each task gets one answer. Without retries, none begins twice, and only those fail that may
+    have run on the lost host. With retries, none fails or runs twice at the same time."""
     once, again = str(tmp_path / "once"), str(tmp_path / "again")
     n, seconds = {"idle": (8, 0.01), "running": (2, 1.0), "staged": (150, 0.02)}[when]
     limit = 8 if what == "worker" and how == signal.SIGSTOP else None
@@ -185,7 +186,8 @@ def test_a_loss(stage, tmp_path, what, how, when):
     try:
         pids = workers(pool, stage.victim)
         pids += [agent(pids[0])]
-        if when == "staged":  # how long tasks take is known, so that many are sent ahead
+        # The pool learns how long the tasks are, so it sends many ahead.
+        if when == "staged":
             pool.starmap(work, [(once + ".before", seconds, i) for i in range(20)], 1)
         if when == "idle":
             undo = strike(what, how, stage, pool)
@@ -198,7 +200,7 @@ def test_a_loss(stage, tmp_path, what, how, when):
             eventually(
                 lambda: any(run[0] in pids for runs in history(once).values() for run in runs)
                 or any(run[0] in pids for runs in history(again).values() for run in runs),
-                "a task runs there", WAIT,
+                "a task runs on the victim", WAIT,
             )  # fmt: skip
             undo = strike(what, how, stage, pool)
         lost = check(once, first.get(WAIT), 1, stage.victim)
@@ -222,8 +224,8 @@ def test_a_loss(stage, tmp_path, what, how, when):
 
 @pytest.mark.parametrize("seconds", [0.2, *also(30)])
 def test_a_loss_after_short_calls(stage, tmp_path, seconds):
-    """What a host was permitted because tasks were short so far is taken back when tasks are long:
-    few are lost with it, also if none of them has ended yet."""
+    """If tasks become long, the pool recalls those that it sent ahead while they were short. So the
+    loss of a host fails few tasks."""
     path = str(tmp_path / "log")
     with stage.pool() as pool:
         pids = workers(pool, stage.victim)
@@ -238,7 +240,7 @@ def test_a_loss_after_short_calls(stage, tmp_path, seconds):
             there = any(run[0] in pids for run in runs)
             return there and (len(runs) >= 12 or time.monotonic() > min(r[1] for r in runs) + 2)
 
-        eventually(some, "tasks run there", WAIT)
+        eventually(some, "tasks run on the victim", WAIT)
         os.kill(raylet(stage.victim), signal.SIGKILL)
         if seconds < 1:
             found = result.get(WAIT)
@@ -246,23 +248,23 @@ def test_a_loss_after_short_calls(stage, tmp_path, seconds):
         else:
             eventually(lambda: len(pool.statistics()["hosts"]) == 1, "the host is gone", WAIT)
             statistics = pool.statistics()
-            # The two that ran there have failed, and no other.
+            # Only the two tasks that ran on the lost host have failed.
             assert statistics["running"] + statistics["waiting"] >= 58
             pool.terminate()
     stage.cluster.remove(stage.victim)
 
 
 def test_a_host_that_joins(stage, tmp_path):
-    """A host that the cluster gets while a pool works, gets its share."""
+    """A host that joins the cluster while a pool works gets tasks."""
     path = str(tmp_path / "log")
     with stage.pool() as pool:
         result = pool.starmap_async(work, [(path, 0.02, i) for i in range(2000)], chunksize=1)
         new = stage.cluster.add(losses=100)
         try:
-            pids = eventually(lambda: len(p := workers(pool, new)) == 2 and p, "it joins", WAIT)
+            pids = eventually(lambda: len(p := workers(pool, new)) == 2 and p, "a host joins", WAIT)
             eventually(
                 lambda: any(run[0] in pids for runs in history(path).values() for run in runs),
-                "a task runs there", WAIT,
+                "a task runs on the new host", WAIT,
             )  # fmt: skip
             assert result.get(WAIT) == list(range(2000))
             assert len(pool.statistics()["hosts"]) == 3
@@ -273,8 +275,8 @@ def test_a_host_that_joins(stage, tmp_path):
 
 
 def test_an_agent_that_dies_is_replaced(stage, tmp_path):
-    """A host that has lost its agent alone gets another, also when it was the only host, and what
-    may be tried again is run there; one that loses agent after agent gets no more."""
+    """A host whose agent dies gets another agent, even if it is the only host. Tasks with retries
+    run there. After several such deaths, the host gets no more agents."""
     import xpool.ray
 
     only = xpool.ray.hosts(per_host=1, resources={"losses": 1}, n=1)
@@ -295,8 +297,7 @@ def test_an_agent_that_dies_is_replaced(stage, tmp_path):
 
 
 def test_an_end_that_is_reported_twice(stage, monkeypatch):
-    """While an agent is being replaced, another failed call of it does not report that it is gone:
-    the pool would see no host left."""
+    """While an agent is being replaced, a second failed call to it does not report a lost host."""
     node = ray_fleet.Node("an id", "a name", 1, 1)
     fleet = ray_fleet.RayFleet(None, [node], None)
     fleet._nodes[0] = node
@@ -319,7 +320,7 @@ def where(_):
 
 
 def test_a_host_that_drains(stage):
-    """A host that is about to go, and of which the cluster says so, gets no more tasks."""
+    """A host that the cluster reports as draining gets no more tasks."""
     from ray._raylet import GcsClient
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
@@ -342,7 +343,7 @@ def test_a_host_that_drains(stage):
 
 
 def test_all_hosts_go(stage, tmp_path):
-    """A pool whose hosts are all gone fails each task, says so at once, and ends."""
+    """If all hosts are gone, each task fails at once, and the pool ends."""
     import xpool.ray
 
     stage_only = stage.cluster.add(alone=1)
@@ -383,14 +384,14 @@ if __name__ == "__main__":
 
 
 def test_the_object_store_is_full(stage):
-    """What is large has to wait for room in Ray's store, for longer than the lease: no host is lost
-    by that."""
+    """A large array waits for room in Ray's object store, even longer than the lease. No host is
+    lost."""
     import numpy
     import ray
 
     mib = 1 << 20
     array = numpy.ones(mib // 2)  # 4 MiB
-    # Looked at, these cannot be moved to the disk.
+    # These arrays are in use, so Ray cannot move them to the disk.
     held = ray.get([ray.put(numpy.ones(mib // 8)) for _ in range(196)])
     with stage.pool() as pool:
         assert [back[-1] for back in pool.imap(abs, [array] * 16)] == [1] * 16
@@ -399,7 +400,7 @@ def test_the_object_store_is_full(stage):
 
 @pytest.mark.parametrize("seconds", [30, *also(0.05)])
 def test_the_driver_is_killed(stage, tmp_path, seconds):
-    """No worker, fork server or agent of its pool is left; the cluster's hosts are well."""
+    """After the driver's death, none of its pool's processes is left. The hosts stay usable."""
     path = str(tmp_path / "log")
     text = DRIVER.format(address=stage.cluster.address, path=path, seconds=seconds)
     with scripts.popen([scripts.write(tmp_path / "driver.py", text)]) as driver:
@@ -413,7 +414,8 @@ def test_the_driver_is_killed(stage, tmp_path, seconds):
 
 
 def test_the_driver_stops_for_longer_than_its_lease(stage, tmp_path):
-    """Its agents end their work; when it goes on, it is told that the hosts are lost."""
+    """If the driver is stopped beyond its lease, its agents end. When it continues, the hosts are
+    lost."""
     path = str(tmp_path / "log")
     text = DRIVER.replace("range(40)", "range(4)")
     text = text.format(address=stage.cluster.address, path=path, seconds=30).replace(

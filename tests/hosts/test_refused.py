@@ -1,4 +1,4 @@
-"""What is wrong with a cluster, a host or a program is said once, clearly, and with the remedy."""
+"""Faults of a cluster, a host or a program raise one error, which says what to do."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
 
 
 def over(**where):
-    """Build a pool over the cluster."""
+    """Make a pool over the cluster."""
     import xpool.ray
 
     return Pool(hosts=xpool.ray.hosts(**where))
 
 
 def test_no_ray(monkeypatch):
-    """Without Ray, the message says what to install; and `import xpool.ray` does not need it."""
+    """Without Ray, the error says what to install. `import xpool.ray` works without Ray."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install xpool\[ray\]"):
         over()
 
 
 def test_no_cluster():
-    """Where no cluster is, the message names the address and says how to start one."""
+    """Without a cluster, the error names the address and says how to start one."""
     out = scripts.run(
         ["-"],
         """
@@ -48,7 +48,7 @@ def test_no_cluster():
 
 
 def test_a_client_of_ray(monkeypatch):
-    """A Ray Client driver is refused, with the reason and where to run the program."""
+    """A Ray Client driver is refused. The error says where to run the program."""
     import ray.util.client
 
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
@@ -68,15 +68,15 @@ def test_a_client_of_ray(monkeypatch):
     ],
     ids=str,
 )
-def test_hosts_that_are_not_there(cluster, where, why):
-    """What no host has is refused when the pool is made, and what there is, is said."""
+def test_requests_that_no_host_fulfils(cluster, where, why):
+    """A request that no host fulfils is refused when the pool is made."""
     with pytest.raises((OptionError, TypeError, ValueError), match=why):
         over(**where)
 
 
 @pytest.mark.parametrize("what", ["Python", "xpool", "numpy"])
 def test_versions_differ(cluster, make_pool, monkeypatch, what):
-    """A host whose Python, xpool or package is another fails the pool; it is named, with both."""
+    """If a host has another version of Python or a package, the error names both versions."""
     monkeypatch.setattr(
         xpool._hosts.assembly, "facts", lambda modules: {**facts(modules), what: "0.0.1"}
     )
@@ -86,7 +86,7 @@ def test_versions_differ(cluster, make_pool, monkeypatch, what):
 
 
 def test_a_host_without_a_module(cluster, make_pool, tmp_path, monkeypatch):
-    """A function of a module that a host lacks fails its task alone, and says the host."""
+    """If a host lacks the function's module, only this task fails. The error names the host."""
     (tmp_path / "only_here.py").write_text("def double(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     only_here = importlib.import_module("only_here")
@@ -98,13 +98,13 @@ def test_a_host_without_a_module(cluster, make_pool, tmp_path, monkeypatch):
 
 
 def test_variables_by_runtime_env(cluster, make_pool):
-    """runtime_env= brings variables to the workers."""
+    """`runtime_env` sets variables of the workers."""
     pool = make_pool(over, n=1, per_host=1, runtime_env={"env_vars": {"BROUGHT": "yes"}})
     assert pool.apply_async(os.getenv, ("BROUGHT",)).get(WAIT) == "yes"
 
 
 def test_contexts_of_this_program(cluster):
-    """Contexts that are not made for the cluster's hosts are refused."""
+    """Contexts that were not made for the hosts are refused."""
     import xpool.ray
 
     with pytest.raises(OptionError, match=r"xpool\.ray\.devices\(\)"):

@@ -1,4 +1,4 @@
-"""What a pool on one machine does, a pool over the hosts of a Ray cluster does too."""
+"""Pools over the hosts of a Ray cluster work like pools on one machine."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from xpool import (
 )
 from xpool.errors import TaskNotPicklable
 
-np = pytest.importorskip("numpy", reason="arrays are sent")
+np = pytest.importorskip("numpy", reason="the tests send arrays")
 
 pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
 
 
 def over(cluster, **options):
-    """Build a pool of one worker on each of two hosts."""
+    """Make a pool of one worker on each of two hosts."""
     import xpool.ray
 
     return Pool(hosts=xpool.ray.hosts(n=2, per_host=1), **options)
 
 
 def where(_=None):
-    """Return the worker's index, its host, and its process id."""
+    """Return the worker's index, host and process id."""
     return current_worker().index, current_worker().host, os.getpid()
 
 
 def fail_at(bad, x):
-    """Raise for one number."""
+    """Raise for one number, return the others."""
     if x == bad:
         raise LookupError(f"no {x}")
     return x
@@ -59,14 +59,13 @@ def fail_at(bad, x):
 
 
 def slowly(x):
-    """Take so long that the input is drawn ahead of the workers, as far as it may be."""
+    """Sleep, so that the input is drawn far ahead of the workers."""
     time.sleep(0.002)
     return x
 
 
-def test_calls_pass_a_stream_that_goes_on(pool):
-    """Calls, maps and other streams are answered while an `imap` without an end keeps all hosts
-    busy."""
+def test_calls_overtake_an_endless_imap(pool):
+    """Calls, maps and other streams get results while an endless `imap` keeps all hosts busy."""
     over = threading.Event()
     numbers = itertools.takewhile(lambda _: not over.is_set(), itertools.count())
     stream = pool.imap(slowly, numbers)
@@ -84,7 +83,7 @@ def test_calls_pass_a_stream_that_goes_on(pool):
 
 
 def test_every_verb(pool):
-    """Each verb returns what it does on one machine, in its order."""
+    """Each verb returns the same results, in the same order, as on one machine."""
     squares = [x * x for x in range(500)]
     assert pool.apply(work.add, (2,), {"b": 3}) == 5
     assert pool.apply_async(work.square, (7,)).get(WAIT) == 49
@@ -104,7 +103,7 @@ def test_every_verb(pool):
 
 
 def test_input_is_drawn_as_far_as_buffersize(pool):
-    """With buffersize=3, no more than three items are drawn that nobody has taken answers of."""
+    """With ``buffersize=3``, at most three items are drawn ahead of the taken results."""
     drawn = []
     found = pool.imap(work.square, (drawn.append(x) or x for x in range(50)), buffersize=3)
     for taken, answer in enumerate(found):
@@ -113,7 +112,7 @@ def test_input_is_drawn_as_far_as_buffersize(pool):
 
 
 def test_an_error_of_a_task(pool):
-    """A task's error arrives with the worker's traceback, and others are answered."""
+    """A task's error arrives with the worker's traceback. Other tasks get results."""
     with pytest.raises(LookupError, match="no 3") as caught:
         pool.map(lambda x: fail_at(3, x), range(9), chunksize=1)
     assert "in fail_at" in "".join(traceback.format_exception(caught.value))
@@ -122,7 +121,7 @@ def test_an_error_of_a_task(pool):
 
 
 def test_a_time_limit_is_kept_on_any_host(pool):
-    """A stuck task is stopped within a second of its limit, said with its place, on each host."""
+    """On each host, a stuck task is stopped soon after its limit. The error names the host."""
     begin = time.monotonic()
     found = pool.starmap(work.spin, [()] * 4, timeout=1, on_error="return", chunksize=1)
     assert time.monotonic() - begin < 2 + 1
@@ -131,8 +130,8 @@ def test_a_time_limit_is_kept_on_any_host(pool):
     assert all("on host" in str(error) and "in spin" in error.stack for error in found)
 
 
-def test_a_worker_that_dies_costs_its_task(pool):
-    """The error names worker and host; the next task of that worker finds another in its place."""
+def test_a_worker_dies(pool):
+    """The error names the worker and its host. A new worker replaces it."""
     before = pool.run_all(where)
     with pytest.raises(WorkerDied) as caught:
         pool.apply(os._exit, (5,))
@@ -145,7 +144,7 @@ def test_a_worker_that_dies_costs_its_task(pool):
 
 
 def test_retries(pool, log):
-    """A task is tried again after its worker's death, and after an error that is named."""
+    """A task runs again after its worker's death, and after an error named in `retry_on`."""
     path = str(log)
     assert pool.apply(work.end_once, ("SIGKILL", path + ".1", "again"), retries=1) == "again"
     options = {"retries": 3, "retry_on": LookupError}
@@ -156,7 +155,7 @@ def test_retries(pool, log):
 
 
 def test_cancel(pool, mailbox, gate):
-    """A task that waits or runs on another host is cancelled, and its worker takes the next."""
+    """Waiting and running tasks can be cancelled. Their workers run other tasks."""
     results = [pool.apply_async(work.post_and_sleep, (mailbox.path,)) for _ in range(4)]
     mailbox.lines(4)
     results.append(pool.apply_async(work.square, (2,)))
@@ -168,7 +167,7 @@ def test_cancel(pool, mailbox, gate):
 
 
 def test_progress(pool):
-    """progress= is told when the last item is done."""
+    """`progress` is called when the last item is done."""
     seen = []
     pool.map(work.square, range(20), progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (20, 20)
@@ -184,12 +183,12 @@ def test_callbacks(pool):
     assert values == [9] and type(errors[0]) is KeyError
 
 
-# What travels -------------------------------------------------------------------------------------
+# What is sent ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1 << 10, 100_000, 1 << 20, 20 << 20])
 def test_arrays(pool, size):
-    """An array arrives whole, may be written to, and comes back so."""
+    """An array arrives whole and writable, and returns with its changes."""
     array = np.random.default_rng(size).integers(0, 256, size, "uint8")
 
     def invert(array):
@@ -202,13 +201,13 @@ def test_arrays(pool, size):
 
 
 def test_many_large_results_at_once(pool):
-    """Answers of more bytes than a call carries, and than the object store keeps, all arrive."""
+    """Results arrive although together they exceed a call's limit and the object store."""
     found = pool.imap_unordered(lambda x: np.full(4 << 20, x, "uint8"), range(80), buffersize=8)
     assert sorted(int(array[-1]) for array in found) == list(range(80))
 
 
 def test_functions_of_any_kind(pool):
-    """Lambdas, closures, methods, partials and classes of a function's body go by value."""
+    """Lambdas, closures, methods, partials and local classes are sent by value."""
     base = 10
 
     class Adder:
@@ -248,7 +247,7 @@ def main():
 
 @pytest.mark.parametrize("how", ["script", "stdin"])
 def test_main(cluster, tmp_path, how):
-    """Functions and classes of ``__main__``: of a script with a guard, and of ``python -``."""
+    """Functions and classes of ``__main__`` work, in a guarded script and with ``python -``."""
     text = CONNECT.format(address=cluster.address)
     if how == "script":
         guard = 'if __name__ == "__main__":\n    main()\n'
@@ -262,7 +261,7 @@ def test_main(cluster, tmp_path, how):
 
 
 def test_workers_know_their_host(pool):
-    """Indices are the pool's, and go through the hosts one after the other."""
+    """The indices of workers count through the hosts one after the other."""
     found = pool.run_all(where)
     assert [index for index, _, _ in found] == [0, 1, 2, 3]
     hosts = [host for _, host, _ in found]
@@ -271,7 +270,7 @@ def test_workers_know_their_host(pool):
 
 
 def test_two_hosts_of_one_machine(cluster):
-    """Their names differ, by the port of each."""
+    """The names of two hosts on one machine differ by their ports."""
     import xpool.ray
 
     one = cluster.add(twins=1)
@@ -287,7 +286,7 @@ def test_two_hosts_of_one_machine(cluster):
 
 
 def test_a_pool_that_waits_for_processors(cluster, make_pool, caplog):
-    """A pool for which a host has no CPUs free says so, and works when it has them."""
+    """If a host has too few free CPUs, the pool logs it, and works once they are free."""
     import xpool.ray
 
     node = cluster.add(crowded=2)
@@ -297,7 +296,7 @@ def test_a_pool_that_waits_for_processors(cluster, make_pool, caplog):
         assert first.apply_async(abs, (-1,)).get(WAIT) == 1
         second = make_pool(Pool, hosts=hosts)
         result = second.apply_async(abs, (-2,))
-        eventually(lambda: "has not begun" in caplog.text, "it says so", WAIT)
+        eventually(lambda: "has not begun" in caplog.text, "the log says so", WAIT)
         assert clusters.address(node) in caplog.text
         assert f"needs {clusters.CPUS - 1} CPUs, and 1 of them are free" in caplog.text
         first.terminate()
@@ -310,7 +309,7 @@ def test_a_pool_that_waits_for_processors(cluster, make_pool, caplog):
 
 
 def test_arguments_of_rays_pool(cluster):
-    """`xpool.ray.Pool` takes the arguments of Ray's, and refuses what it cannot do, by name."""
+    """`xpool.ray.Pool` takes the arguments of Ray's pool. It refuses unsupported ones by name."""
     import xpool.ray
 
     with pytest.raises(OptionError, match="ray_remote_args=.*'num_gpus'.*hosts"):
@@ -318,7 +317,7 @@ def test_arguments_of_rays_pool(cluster):
     with pytest.raises(OptionError, match=r"xpool\.ray\.hosts\(\)"):
         xpool.ray.Pool(hosts=xpool.ray.hosts(), ray_address=cluster.address)
     if shlex.quote(sys.executable) != sys.executable:
-        pytest.skip("Ray starts what has a runtime_env by a shell, which does not take this path")
+        pytest.skip("Ray starts workers with a runtime_env by a shell, which rejects this path")
     remote = {"num_cpus": 1, "runtime_env": {"env_vars": {"GIVEN": "yes"}}}
     with xpool.ray.Pool(1, None, None, None, None, cluster.address, remote) as pool:
         assert pool.apply_async(os.getenv, ("GIVEN",)).get(WAIT) == "yes"
@@ -348,7 +347,7 @@ if __name__ == "__main__":
 
 @pytest.mark.exhaustive
 def test_ray_is_shut_down_under_two_pools(cluster, tmp_path):
-    """Each task fails and says why, Ray is not started anew, and the program ends."""
+    """Each task fails with the reason, Ray is not started again, and the program ends."""
     text = SHUT_DOWN.format(address=cluster.address)
     with scripts.popen([scripts.write(tmp_path / "program.py", text)]) as program:
         out, err = program.communicate(timeout=WAIT)
@@ -357,7 +356,7 @@ def test_ray_is_shut_down_under_two_pools(cluster, tmp_path):
 
 
 def test_statistics_and_report(pool):
-    """They count all hosts together, and each by its name."""
+    """Statistics and the report count all hosts together. Statistics list each host by name."""
     pool.map(work.square, range(100))
     found = eventually(
         lambda: (it := pool.statistics())["running"] == 0 and it["ready"] == 4 and it, "all idle"
@@ -367,11 +366,11 @@ def test_statistics_and_report(pool):
     assert len(found["hosts"]) == 2
     assert sum(len(one["pids"]) for one in found["hosts"].values()) == 4
     assert sorted(one.index for one in pool.report().workers) == [0, 1, 2, 3]
-    eventually(lambda: {one.pid for one in pool.report().workers} == pids, "its pids", WAIT)
+    eventually(lambda: {one.pid for one in pool.report().workers} == pids, "all pids", WAIT)
 
 
 def total(value):
-    """Add up what all ranks have."""
+    """Return the sum of all ranks' values."""
     import torch
 
     from xpool.distributed import get_world
@@ -382,7 +381,7 @@ def total(value):
 
 
 def test_a_group(cluster, make_pool):
-    """The workers of all hosts are one world, which is made anew when one of them has died."""
+    """The workers of all hosts form one group. It is rebuilt after a worker's death."""
     pytest.importorskip("torch", reason="the group is one of torch.distributed")
     pool = make_pool(over, cluster)
     group = pool.create_group()
@@ -395,13 +394,13 @@ def test_a_group(cluster, make_pool):
 
 
 def test_initializer(cluster, make_pool):
-    """It runs once in each worker, before its first task."""
+    """The initializer runs once in each worker, before its first task."""
     pool = make_pool(over, cluster, initializer=work.remember, initargs=("a", 1))
     assert pool.run_all(work.recall) == [[("a", 1)]] * 2
 
 
 def test_initializer_that_fails(cluster, make_pool):
-    """A pool whose initializer raises fails with its error, and says so to each task."""
+    """If the initializer raises, each task fails with WorkerStartFailed, which has the error."""
     pool = make_pool(over, cluster, initializer=work.fail, initargs=("why",))
     with pytest.raises(WorkerStartFailed) as caught:
         pool.apply_async(work.square, (2,)).get(WAIT)
@@ -409,7 +408,7 @@ def test_initializer_that_fails(cluster, make_pool):
 
 
 def test_two_pools_at_once_and_one_after(cluster, make_pool, pool):
-    """Pools do not disturb each other."""
+    """Several pools on the same hosts do not affect each other."""
     for _ in range(2):
         other = make_pool(over, cluster)
         assert other.map(work.square, range(50)) == pool.map(work.square, range(50))
@@ -419,17 +418,17 @@ def test_two_pools_at_once_and_one_after(cluster, make_pool, pool):
 
 
 def agents_of(pool):
-    """Return the process ids of a pool's agents and workers, once all are there."""
+    """Return the process ids of a pool's agents and workers."""
     pids = {pid for _, _, pid in pool.run_all(where)}
     return pids | {clusters.agent(pid) for pid in pids}
 
 
 @pytest.mark.parametrize("end", ["close", "terminate", "drop", "start"])
 def test_an_end_leaves_nothing(cluster, end, mailbox):
-    """After close, terminate, or when the pool is dropped, agents and workers are gone."""
+    """After the pool's end, no agent, worker or thread is left."""
     before = Snapshot.take()
     pool = over(cluster)
-    if end == "start":  # its agents are not there yet
+    if end == "start":  # its agents have not started yet
         result = pool.map_async(work.square, range(9))
         pool.terminate()
         pool.join()
@@ -455,7 +454,7 @@ def test_an_end_leaves_nothing(cluster, end, mailbox):
 
 
 def test_descriptors_do_not_pile_up(cluster):
-    """The fourth pool leaves no more descriptors than the second."""
+    """The fourth pool leaves no more descriptors open than the second."""
     counts = []
     for _ in range(4):
         with over(cluster) as pool:
@@ -465,11 +464,11 @@ def test_descriptors_do_not_pile_up(cluster):
     assert counts[-1] <= counts[1] + 6, counts
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Errors ------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_pickled(pool):
-    """The task fails alone, by an error that says what it is."""
+    """A task that cannot be pickled fails alone."""
     with pytest.raises(TaskNotPicklable):
         pool.apply_async(work.same, (threading.Lock(),)).get(WAIT)
     assert pool.apply(work.square, (2,)) == 4
@@ -484,15 +483,15 @@ def test_what_cannot_be_pickled(pool):
     ],
 )
 def test_options_that_do_not_fit(cluster, kind, options, why):
-    """Each is refused with the reason, before anything starts."""
+    """Each option is refused with the reason, before a process starts."""
     import xpool.ray
 
     with pytest.raises(OptionError, match=why):
         kind(hosts=xpool.ray.hosts(n=1, per_host=1), **options)
 
 
-def test_stacks_say_host_task_item_and_calls(pool, tmp_path):
-    """`stacks` tells of each worker where it is, on whichever host; those without a task wait."""
+def test_stacks(pool, tmp_path):
+    """`stacks` shows host, task, item and calls of each worker, or that it waits for a task."""
 
     def hold(path):
         while not os.path.exists(path):
@@ -517,7 +516,7 @@ def test_stacks_say_host_task_item_and_calls(pool, tmp_path):
 
 
 def test_stacks_of_a_silent_host(pool, monkeypatch):
-    """The workers of a host that does not answer in time are told of, with that."""
+    """`stacks` lists the workers of a host that does not answer in time, and says so."""
     monkeypatch.setattr("xpool._hosts.engine.LOOK_SECONDS", 0.0)
     found = pool.stacks()
     assert [one.index for one in found] == [0, 1, 2, 3] and all(one.pid for one in found)
@@ -525,11 +524,11 @@ def test_stacks_of_a_silent_host(pool, monkeypatch):
 
 
 def test_files_of_tasks(cluster, warm, tmp_path, monkeypatch):
-    """``output="files"``: a worker's host has its files in the folder that the pool names."""
+    """With ``output="files"``, workers write to files in the pool's folder on their hosts."""
     monkeypatch.chdir(tmp_path)
     with over(cluster, output="files") as pool:
         pool.map(print, range(4), 1)
         pool.run_all(print, "all")
         found = [path.read_text() for path in Path(pool.output_folder or "").iterdir()]
-    # Here the hosts have one file system.
+    # These hosts share one file system.
     assert sorted(found) == ["0\n", "1\n", "2\n", "3\n", "all\n", "all\n"]
