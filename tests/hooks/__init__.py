@@ -1,1 +1,1 @@
-"""Pools built by overriding the hooks of `BasePool` alone."""
+"""Pools that override only the hooks of `BasePool`."""

@@ -1,4 +1,4 @@
-"""Two pools on `BasePool`, written from the description of its hooks alone."""
+"""Two subclasses of `BasePool`, written from the documentation of its hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xpool import BasePool
 
 
 class QueueThreadPool(BasePool):
-    """Threads and two `queue.SimpleQueue`."""
+    """Threads with two queues of `queue.SimpleQueue`."""
 
     def setup_queues(self) -> None:
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -64,7 +64,7 @@ class QueueThreadPool(BasePool):
 
 
 class QueueProcessPool(BasePool):
-    """Processes and two queues of `multiprocessing`."""
+    """Processes with two queues of `multiprocessing`."""
 
     def setup_queues(self) -> None:
         self.mp = multiprocessing.get_context("forkserver")
@@ -115,7 +115,7 @@ class QueueProcessPool(BasePool):
         for own in (self.tasks, self.answers):
             own.close()
             own.cancel_join_thread()
-        # Their semaphores and pipes go with the last reference.
+        # The last reference closes their semaphores and pipes.
         del self.tasks, self.answers, own
 
 
@@ -127,10 +127,10 @@ def run_worker(
     initargs: Any,
     maxtasks: int | None,
 ) -> None:
-    """Target of the processes: the default loop, over queues."""
+    """Run the default loop with queues, in a process."""
 
     def put(answer: Any) -> None:
-        # A `Queue` pickles in a thread of its own, where a failure would be lost.
+        # A `Queue` pickles in its own thread, where an error would be lost.
         pickle.dumps(answer)
         answers.put(answer)
 

@@ -1,4 +1,4 @@
-"""Pools that override only the hooks are working pools."""
+"""Pools that override only the hooks work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = ["QueueThreadPool", "QueueProcessPool"]
 
 @pytest.fixture(params=KINDS, scope="module")
 def own(request):
-    """The class of a pool built on the hooks."""
+    """The class of a pool that overrides the hooks."""
     from . import own_pools
 
     return getattr(own_pools, request.param)
@@ -39,7 +39,7 @@ def shared(own, make_pool):
 
 
 def test_verbs_that_wait(shared):
-    """`apply`, `map` and `starmap` work."""
+    """`apply`, `map` and `starmap` return the right results."""
     assert shared.apply(work.square, (3,)) == 9
     assert shared.apply(work.echo, (1,), {"a": 2}) == ((1,), {"a": 2})
     assert shared.map(work.square, range(100)) == [i * i for i in range(100)]
@@ -49,7 +49,7 @@ def test_verbs_that_wait(shared):
 
 
 def test_verbs_that_do_not_wait(shared):
-    """`apply_async`, `map_async` and `starmap_async` work, callbacks included."""
+    """The asynchronous verbs return the right results and call their callbacks."""
     got: list[object] = []
     results = [
         shared.apply_async(work.square, (3,), callback=got.append),
@@ -61,7 +61,7 @@ def test_verbs_that_do_not_wait(shared):
 
 
 def test_lazy_verbs(shared):
-    """`imap` and `imap_unordered` work, in chunks too."""
+    """`imap` and `imap_unordered` yield the right results, with chunks too."""
     assert list(shared.imap(work.square, range(50))) == [i * i for i in range(50)]
     assert list(shared.imap(work.square, range(50), chunksize=7)) == [i * i for i in range(50)]
     assert sorted(shared.imap_unordered(work.square, range(50))) == [i * i for i in range(50)]
@@ -69,7 +69,7 @@ def test_lazy_verbs(shared):
 
 
 def test_errors(shared):
-    """A task's exception is raised in the caller and goes to the error callback."""
+    """A task's exception is raised in the caller and given to the error callback."""
     with pytest.raises(KeyError, match="x"):
         shared.apply(work.fail, ("x",))
     with pytest.raises(ValueError, match="3"):
@@ -81,7 +81,7 @@ def test_errors(shared):
 
 
 def test_unpicklable_result(own, make_pool):
-    """A result that a process cannot send back is an error of its task."""
+    """A result that cannot be pickled fails its task."""
     if own.__name__ == "QueueThreadPool":
         pytest.skip("threads send references")
     pool = make_pool(own, 1)
@@ -101,7 +101,7 @@ def test_initializer(own, make_pool):
 
 
 def test_maxtasksperchild(own, make_pool):
-    """Workers that have done their share are replaced through `maintain_pool`."""
+    """After `maxtasksperchild` tasks, `maintain_pool` lets a worker be replaced."""
     pool = make_pool(own, 2, maxtasksperchild=3)
     assert pool.maxtasksperchild == 3
     assert pool.map(work.square, range(20), chunksize=1) == [i * i for i in range(20)]
@@ -109,7 +109,7 @@ def test_maxtasksperchild(own, make_pool):
 
 
 def test_close_and_join(own, make_pool):
-    """`close` and `join` finish what was submitted."""
+    """`close` and `join` finish all submitted tasks."""
     from xpool import PoolStates
 
     pool = make_pool(own, 2)
@@ -124,7 +124,7 @@ def test_close_and_join(own, make_pool):
 
 
 def test_terminate(own, make_pool, mailbox, gate):
-    """`terminate` answers what is pending with an error."""
+    """`terminate` fails pending tasks with an XPoolError."""
     from xpool import PoolStates, XPoolError
 
     pool = make_pool(own, 1)
@@ -142,7 +142,7 @@ def test_terminate(own, make_pool, mailbox, gate):
 
 
 def test_context_manager(own):
-    """The context manager terminates."""
+    """The end of the ``with`` block terminates the pool."""
     with own(1) as pool:
         assert pool.map(work.square, [1, 2]) == [1, 4]
     with pytest.raises(ValueError, match="(?i)pool"):
@@ -151,7 +151,7 @@ def test_context_manager(own):
 
 
 def test_submissions_from_threads(shared):
-    """Many threads may submit: the put hook is called from each of them."""
+    """Many threads may submit, so each of them calls the put hook."""
     wrong: list[object] = []
 
     def caller(n):
@@ -167,7 +167,7 @@ def test_submissions_from_threads(shared):
 
 
 def test_put_that_raises(own, make_pool, monkeypatch):
-    """A task that the put hook refuses fails with the hook's error; the pool goes on."""
+    """If the put hook raises, the task fails with its error. The pool stays usable."""
     pool = make_pool(own, 1)
     real = type(pool).pool_inqueue_put
 
@@ -210,13 +210,13 @@ def test_tasks_have_the_documented_shape(own, make_pool, monkeypatch):
 )
 @pytest.mark.parametrize("verb", VERBS)
 def test_terms_that_cannot_be_kept(shared, verb, terms):
-    """A pool with workers of its own cannot stop a task or run it again, and says so."""
+    """Time limits and retries are refused, because the pool can neither stop nor repeat tasks."""
     with pytest.raises(ValueError, match=f"retries= are not for {type(shared).__name__}"):
         getattr(shared, verb)(work.square, (1,), **terms)
 
 
 def test_cancel(shared, mailbox, gate):
-    """A job can be cancelled: the caller is free at once, its workers run on."""
+    """A cancelled job fails at once. Its workers finish their tasks."""
     from xpool import TaskCancelled
 
     victims = [shared.apply_async(work.post_and_gate, (mailbox.path, gate.path)) for _ in range(3)]
@@ -230,7 +230,7 @@ def test_cancel(shared, mailbox, gate):
 
 
 def test_terms_under_an_own_hook(make_pool, log):
-    """A subclass of `Pool` that overrides the hook keeps timeouts and second tries."""
+    """A subclass of `Pool` that overrides the put hook still supports time limits and retries."""
     from xpool import Pool, TaskTimeout
 
     class Watching(Pool):
@@ -247,7 +247,7 @@ def test_terms_under_an_own_hook(make_pool, log):
 
 
 def test_counting_subclass_of_the_built_in_pool(make_pool):
-    """A subclass of `Pool` may override `pool_inqueue_put` to watch the tasks go by."""
+    """A subclass of `Pool` may override `pool_inqueue_put` to count tasks."""
     from xpool import Pool
 
     class Counting(Pool):
@@ -270,7 +270,7 @@ def test_counting_subclass_of_the_built_in_pool(make_pool):
 
 
 def test_default_worker_loop():
-    """The static `worker` runs tasks from `get` until None, and puts ``(ok, value)``."""
+    """The static `worker` runs tasks until `get` returns None. It puts ``(ok, value)``."""
     from xpool import BasePool
 
     tasks = iter(
@@ -298,7 +298,7 @@ def test_default_worker_loop_with_a_limit():
 
 
 def test_incomplete_pool():
-    """A `BasePool` without hooks says which one is missing."""
+    """The error of a `BasePool` without hooks names a missing hook."""
     from xpool import BasePool
 
     with pytest.raises((NotImplementedError, TypeError)) as caught:
@@ -307,7 +307,7 @@ def test_incomplete_pool():
 
 
 class LateStarter(QueueThreadPool):
-    """Is terminated just when it is about to replace a worker."""
+    """Is terminated just before it replaces a worker."""
 
     def setup_queues(self):
         super().setup_queues()
@@ -325,7 +325,7 @@ class LateStarter(QueueThreadPool):
 
 
 def test_a_worker_started_during_terminate_ends_too(make_pool):
-    """`terminate` in one thread while another replaces a worker leaves nobody behind."""
+    """If `terminate` runs while another thread replaces a worker, that worker ends too."""
     pool = make_pool(LateStarter, 1, maxtasksperchild=1)
     assert pool.apply(work.square, (3,)) == 9
     assert pool.replacing.wait(WAIT)
@@ -335,7 +335,7 @@ def test_a_worker_started_during_terminate_ends_too(make_pool):
 
 
 def test_context_is_kept(make_pool):
-    """`BasePool` takes `context=`, as the fifth argument too, and keeps it for its hooks."""
+    """`BasePool` keeps `context`, which is also its fifth positional argument, for its hooks."""
     context = multiprocessing.get_context("spawn")
 
     class Looks(QueueThreadPool):
@@ -348,8 +348,8 @@ def test_context_is_kept(make_pool):
     assert make_pool(Looks, 1).seen is None
 
 
-def test_timeout_error_says_that_there_is_no_result(make_pool):
-    """`pool_outqueue_get` may raise Python's own TimeoutError where it has no result."""
+def test_timeout_error_means_no_result(make_pool):
+    """If it has no result, `pool_outqueue_get` may raise Python's TimeoutError."""
 
     class Patient(QueueThreadPool):
         def pool_outqueue_get(self, timeout=None):
@@ -365,8 +365,8 @@ def test_timeout_error_says_that_there_is_no_result(make_pool):
 
 
 @pytest.mark.parametrize("name", ["BasePool", "Pool", "ThreadPool"])
-def test_the_hook_that_takes_a_task_calls_it_obj(name):
-    """A subclass can pass it on by the name that machin's documentation has."""
+def test_the_put_hooks_parameter_is_obj(name):
+    """The parameter has the name that machin's documentation gives it."""
     assert list(inspect.signature(getattr(xpool, name).pool_inqueue_put).parameters)[1:] == ["obj"]
 
 
@@ -385,7 +385,7 @@ def test_worker_can_be_called_with_any_arguments(make_pool):
 
 
 def test_worker_of_a_thread_pool_sees_each_task(make_pool):
-    """A subclass of `ThreadPool` that overrides `worker` gets maps and streams task by task."""
+    """If a subclass of `ThreadPool` overrides `worker`, it gets the tasks of maps one by one."""
 
     class Wraps(xpool.ThreadPool):
         @staticmethod
