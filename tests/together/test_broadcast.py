@@ -1,4 +1,5 @@
-"""`broadcast`: one copy for the machine, one object for each worker, until nobody refers to it."""
+"""`broadcast`: one copy for the machine and one object for each worker, until the reference is
+gone."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="what is broadcast has tensors")
+pytest.importorskip("torch", reason="the tests broadcast tensors")
 
 import torch
 from support import work
@@ -32,12 +33,12 @@ def table(value: float = 1.0) -> dict[str, Any]:
 
 
 def seen(obj: Any, *rest: Any) -> tuple[int, float, int]:
-    """The worker, the sum, and which object it is there."""
+    """Return the worker's index, the sum, and the object's identity."""
     return current_worker().index, float(obj["w"].sum()), id(obj)
 
 
 def private_kb(obj: Any) -> int:
-    """KiB of the object's memory that are this process's own."""
+    """Return how many KiB of the object's memory are private to this process."""
     address = obj["w"].data_ptr()
     inside = False
     with open("/proc/self/smaps", encoding="ascii") as lines:
@@ -57,7 +58,7 @@ def write(obj: Any) -> float:
 
 
 def kept(*_: Any) -> int:
-    """How many objects this worker keeps, those apart to which there is no reference."""
+    """Return how many objects this worker keeps. Objects without a reference do not count."""
     objects = Objects.here.get()
     assert objects is not None
     objects.collect()
@@ -71,7 +72,7 @@ def model_output(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"memory_limit": 0}, {"is_copy_tensor": False}], ids=str)
 def test_each_worker_keeps_one(make_pool, options):
-    """All tasks of a worker get one object: as an argument, in one, in a closure, by any verb."""
+    """All tasks of a worker get the same object, as an argument, inside one, or in a closure."""
     pool = make_pool(Pool, 3, **options)
     ref = pool.broadcast(table())
     assert "dict" in repr(ref)
@@ -87,7 +88,7 @@ def test_each_worker_keeps_one(make_pool, options):
 
 
 def test_context_pools(make_pool):
-    """The context comes first, as always."""
+    """The context is still the first argument."""
     from xpool import CtxPool
 
     pool = make_pool(CtxPool, worker_contexts=["a", "b"])
@@ -96,7 +97,7 @@ def test_context_pools(make_pool):
 
 
 def test_one_copy_until_written(make_pool):
-    """The pages are shared; a worker that writes gets its own, and the others see nothing."""
+    """Workers share the pages. A worker that writes gets its own pages."""
     pool = make_pool(P2PPool, 3)
     ref = pool.broadcast(table())
     assert [one[1] for one in pool.run_all(seen, ref)] == [N] * 3
@@ -109,7 +110,7 @@ def test_one_copy_until_written(make_pool):
 
 
 def test_a_snapshot(make_pool):
-    """What the caller does to the object later is not seen."""
+    """Later changes by the caller are invisible to workers."""
     pool = make_pool(Pool, 2)
     obj = table()
     ref = pool.broadcast(obj)
@@ -118,7 +119,7 @@ def test_a_snapshot(make_pool):
 
 
 def test_a_model(make_pool):
-    """A module works, with views and shared parameters as they were."""
+    """A module works, with its views and shared parameters."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU(), torch.nn.Linear(300, 3))
     model[2].weight.data[:] = 0.5
@@ -131,7 +132,7 @@ def test_a_model(make_pool):
 
 
 def test_small_and_odd_objects(make_pool):
-    """It may be anything that pickles."""
+    """Any object that can be pickled may be broadcast."""
     pool = make_pool(Pool, 2)
     for obj in (None, 0, "text", [], b"x" * 100_000, lambda: 5):
         ref = pool.broadcast(obj)
@@ -140,8 +141,8 @@ def test_small_and_odd_objects(make_pool):
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_limit": 0}], ids=str)
-def test_a_replacement_finds_it(make_pool, options):
-    """The worker that comes after a dead one opens it anew."""
+def test_a_replacement_gets_the_object(make_pool, options):
+    """A worker that replaces a dead one unpickles the object again."""
     pool = make_pool(P2PPool, 2, **options)
     ref = pool.broadcast(table())
     pool.run_all(seen, ref)
@@ -150,8 +151,8 @@ def test_a_replacement_finds_it(make_pool, options):
     assert pool.run_all(kept) == [1, 1]
 
 
-def test_it_goes_with_the_reference(make_pool):
-    """Workers let go of what nobody refers to, and its memory is used again."""
+def test_workers_drop_an_object_without_references(make_pool):
+    """After the last reference, workers drop the object, and its memory is reused."""
     pool = make_pool(Pool, 2)
     arena = Arena.own()
     assert arena is not None
@@ -172,8 +173,8 @@ def test_it_goes_with_the_reference(make_pool):
     assert arena.statistics()["blocks"] <= before + 1
 
 
-def test_a_task_on_its_way_holds_it(make_pool, mailbox, gate):
-    """The reference may go when the task has been submitted."""
+def test_a_submitted_task_keeps_the_object(make_pool, mailbox, gate):
+    """A submitted task keeps the object after the caller has dropped the reference."""
     pool = make_pool(P2PPool, 1)
     held = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
     mailbox.line()
@@ -196,8 +197,8 @@ def kept_sum() -> float:
     return float(keep_tensor.tensor.sum())  # type: ignore[attr-defined]
 
 
-def test_what_a_task_keeps_of_it_stays(make_pool):
-    """A tensor that a task has put aside outlives the reference, with its values."""
+def test_a_stored_tensor_keeps_its_values(make_pool):
+    """A tensor that a task has stored keeps its values after the reference is gone."""
     pool = make_pool(P2PPool, 1)
     ref = pool.broadcast(table(3))
     pool.apply(keep_tensor, (ref,))
@@ -210,7 +211,7 @@ def test_what_a_task_keeps_of_it_stays(make_pool):
 
 
 def test_descriptors(make_pool):
-    """The pool's process opens nothing for a broadcast."""
+    """A broadcast opens no descriptor in the program."""
     pool = make_pool(Pool, 2)
     pool.run_all(kept)
     before = len(os.listdir("/proc/self/fd"))
@@ -220,7 +221,7 @@ def test_descriptors(make_pool):
 
 
 def test_refused(make_pool):
-    """Other pools, other processes, nested references, what does not pickle, too much."""
+    """Other pools, nested references, unpicklable objects and large objects are refused."""
     pool = make_pool(Pool, 1)
     other = make_pool(Pool, 1)
     ref = pool.broadcast(5)
@@ -239,7 +240,7 @@ def test_refused(make_pool):
 
 
 def test_the_interpreters_end():
-    """A reference that lives to the end of the program goes silently."""
+    """A reference that lives until the end of the program causes no message."""
     run_ok(
         ["-"],
         """
@@ -252,8 +253,8 @@ def test_the_interpreters_end():
     )
 
 
-def test_dropped_while_workers_open_it(make_pool):
-    """References come and go while tasks run; each task finds its object."""
+def test_dropped_while_tasks_use_it(make_pool):
+    """References are dropped while tasks still use them. Each task gets its object."""
     pool = make_pool(Pool, 2)
     results = []
     for i in range(60):

@@ -1,4 +1,4 @@
-"""`create_group`: workers of a running pool communicate, fail together, and go on."""
+"""`create_group`: workers communicate, fail together, and form a new group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xpool.distributed import get_world
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
-TIMEOUT = 3600  # seconds: far above the limit of a test, so no operation ends by it
+TIMEOUT = 3600  # seconds: above the time limit of a test, so no operation reaches it
 
 
 def total(value: float = 1.0) -> float:
@@ -40,7 +40,7 @@ def total_by_torch(*_: Any) -> float:
 
 
 def fails(how: str, by_torch: bool) -> Any:
-    """Worker 1 fails; the others wait for it in an operation."""
+    """Fail in worker 1. The others wait for it in an operation."""
     if current_worker().index == 1:
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -50,7 +50,7 @@ def fails(how: str, by_torch: bool) -> Any:
 
 @pytest.mark.parametrize("kind", [Pool, *also(P2PPool)])
 def test_all_reduce(make_pool, kind):
-    """Worker i is rank i; torch's own functions use the same group."""
+    """Worker i is rank i. Functions of torch use the same group."""
     pool = make_pool(kind, 3)
     group = pool.create_group(timeout=TIMEOUT)
     assert pool.run_all(total, 2.0) == [12.0] * 3
@@ -62,7 +62,7 @@ def test_all_reduce(make_pool, kind):
 
 
 def test_context_pools(make_pool):
-    """Functions get the context first, as always."""
+    """The context is still the first argument."""
     pool = make_pool(CtxPool, worker_contexts=["a", "b"])
     pool.create_group(timeout=TIMEOUT)
     assert pool.run_all(lambda context, x: (context, total(x)), 1.0) == [("a", 3.0), ("b", 3.0)]
@@ -70,8 +70,8 @@ def test_context_pools(make_pool):
 
 @pytest.mark.parametrize("by_torch", [False, True], ids=["group", "torch"])
 @pytest.mark.parametrize("how", ["die", "raise"])
-def test_a_failure_ends_what_is_pending(make_pool, how, by_torch):
-    """Not at its timeout, with the failed worker's error; the others live on, in a new group."""
+def test_a_failure_ends_pending_operations(make_pool, how, by_torch):
+    """If a worker fails, `run_all` raises its error at once. The others form a new group."""
     pool = make_pool(P2PPool, 4)
     group = pool.create_group(timeout=TIMEOUT)
     for turn in range(1, 4):
@@ -89,15 +89,15 @@ def test_a_failure_ends_what_is_pending(make_pool, how, by_torch):
         assert group.generation == turn + 1
         assert not group.broken
         after = pool.run_all(work.pid)
-        if not by_torch:  # else one may have to be killed in torch's code
+        if not by_torch:  # otherwise a worker may be killed in torch's code
             assert [pids[i] == after[i] for i in (0, 2, 3)] == [True] * 3
 
 
 class PickledLate(KeyError):
-    """An error that leaves its worker later than the others notice that this one has failed."""
+    """An error whose pickling takes longer than the others need to notice the failure."""
 
     def __reduce__(self) -> Any:
-        time.sleep(1.5)  # as of a large error, or of a worker that gets no processor
+        time.sleep(1.5)  # like a large error or a slow worker
         return super().__reduce__()
 
 
@@ -108,7 +108,7 @@ def fails_late() -> Any:
 
 
 def test_the_cause_comes_last(make_pool):
-    """The others' `PeerLost` comes first, and gives way to the error that it follows from."""
+    """`run_all` raises the first error, although a later `PeerLost` arrives earlier."""
     pool = make_pool(P2PPool, 3)
     pool.create_group(timeout=TIMEOUT)
     with pytest.raises(PickledLate, match="of worker 1"):
@@ -117,20 +117,20 @@ def test_the_cause_comes_last(make_pool):
 
 
 def test_a_death_between_calls(make_pool):
-    """The next call has a whole group."""
+    """After a death between calls, the next call has a complete group."""
     pool = make_pool(P2PPool, 3)
     group = pool.create_group(timeout=TIMEOUT)
     os.kill(pool.run_all(work.pid)[2], signal.SIGKILL)
     try:
         assert pool.run_all(total) == [6.0] * 3
-    except (WorkerDied, PeerLost) as exc:  # it was begun before the death was seen
+    except (WorkerDied, PeerLost) as exc:  # the call began before the death was noticed
         assert re.search("[Ww]orker.2", str(exc))
     assert pool.run_all(total) == [6.0] * 3
     assert group.generation >= 2
 
 
-def test_rebuild_by_hand_and_anew(make_pool):
-    """`rebuild` and a second `create_group` make it anew."""
+def test_rebuild_and_create_again(make_pool):
+    """`rebuild` and a second `create_group` make a new group."""
     pool = make_pool(Pool, 2)
     group = pool.create_group(timeout=TIMEOUT)
     group.rebuild()
@@ -142,7 +142,7 @@ def test_rebuild_by_hand_and_anew(make_pool):
 
 
 def test_a_timeout_breaks_it(make_pool):
-    """Members that do not take part within the call's limit: the call fails, the next works."""
+    """If members do not take part in time, the call fails. The next call works."""
     from xpool import TaskTimeout
 
     pool = make_pool(Pool, 2)
@@ -159,7 +159,7 @@ def one_does_not_come() -> None:
 
 
 def test_refused(make_pool):
-    """What does not fit is named."""
+    """The error of an invalid argument names it."""
     pool = make_pool(Pool, 2)
     with pytest.raises(OptionError, match="gloo"):
         pool.create_group("mpi")

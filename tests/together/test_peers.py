@@ -1,4 +1,4 @@
-"""Messages between workers: what arrives, in which order, and what a death does."""
+"""Messages between workers: their contents, their order, and the effects of a death."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from xpool import (
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
 LARGE = 1 << 18  # elements: 1 MiB
-FAR = 30.0  # seconds: more than a loaded machine needs, less than a test may take
+FAR = 30.0  # seconds: more than a busy machine needs, less than the time limit of a test
 
 
 def ring(n: int, obj: Any) -> Any:
-    """Send to the next, receive from the one before; all at once."""
+    """Send to the next worker, then receive from the previous one."""
     me = current_worker()
     me.send((me.index + 1) % n, (me.index, obj))
     return me.recv((me.index - 1) % n, FAR)
@@ -48,7 +48,7 @@ def ring(n: int, obj: Any) -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"memory_limit": 0}, {"is_copy_tensor": False}], ids=str)
 def test_ring(make_pool, options):
-    """Small and large objects go round, in copy and in share mode and without the arena."""
+    """Small and large objects arrive, in copy mode, in share mode and without the arena."""
     n = 4
     pool = make_pool(P2PPool, n, **options)
     for obj in (None, "text", b"x" * 300_000, list(range(50_000)), torch.ones(3)):
@@ -60,7 +60,7 @@ def test_ring(make_pool, options):
 
 
 def all_to_all(n: int, times: int) -> int:
-    """Everybody sends to everybody before anybody receives."""
+    """Send to all other workers before receiving from any."""
     me = current_worker()
     others = [i for i in range(n) if i != me.index]
     for k in range(times):
@@ -75,7 +75,7 @@ def all_to_all(n: int, times: int) -> int:
 
 
 def test_all_send_before_any_receives(make_pool):
-    """Nobody waits for anybody: what comes is taken out while one waits to send."""
+    """All workers send at once without a deadlock, because a waiting sender also receives."""
     pool = make_pool(P2PPool, 4)
     assert pool.run_all(all_to_all, 4, 20) == list(range(4))
 
@@ -89,24 +89,24 @@ def many_small(n: int, times: int) -> int:
     return sum(me.recv(other, FAR) for _ in range(times) for other in others)
 
 
-def write_nonsense(data: bytes) -> None:
-    """Write to the pool's own process what no worker writes there."""
+def send_invalid(data: bytes) -> None:
+    """Send data to the pool's process that no worker sends."""
     control: Any = next(o for o in gc.get_objects() if type(o).__name__ == "Peers")._control
     control.send(data)
     work.sleep_long()
 
 
 @pytest.mark.parametrize("data", [b"?", struct.pack("<IIQ", 1 << 20, 0, 0)])
-def test_nonsense_on_the_control_socket(make_pool, data):
-    """A worker that asks for a channel in a garbled message ends, and the pool goes on."""
+def test_an_invalid_message_on_the_control_socket(make_pool, data):
+    """A worker that sends an invalid request for a channel is ended. The pool stays usable."""
     pool = make_pool(P2PPool, 2)
     with pytest.raises(InternalError, match="sent an invalid message"):
-        pool.apply(write_nonsense, (data,))
+        pool.apply(send_invalid, (data,))
     assert pool.map(abs, range(20)) == list(range(20))
 
 
 def test_more_than_a_socket_holds(make_pool):
-    """Thousands of small messages in both directions, before the first is received."""
+    """Thousands of small messages may be sent in both directions before the first is received."""
     pool = make_pool(P2PPool, 3)
     assert pool.run_all(many_small, 3, 3000) == [2 * sum(range(3000))] * 3
 
@@ -123,8 +123,8 @@ def consume(times: int) -> tuple[float, int]:
     return total, arena_here().statistics()["bytes"]
 
 
-def test_memory_is_used_again(make_pool):
-    """A stream of 400 MiB lies in no more memory than what is under way."""
+def test_memory_is_reused(make_pool):
+    """A stream of 400 MiB needs only the memory of the messages in flight."""
     pool = make_pool(P2PPool, 2)
     sent = pool.apply_async(produce, (400,), worker=0)
     total, used = pool.apply(consume, (400,), worker=1)
@@ -134,7 +134,7 @@ def test_memory_is_used_again(make_pool):
 
 
 def keep_and_write(value: float) -> list[float]:
-    """The receiver's tensor is its own in copy mode."""
+    """Send a tensor, write to it in the receiver, and return both views."""
     me = current_worker()
     if me.index == 0:
         mine = torch.full((LARGE,), value)
@@ -148,7 +148,7 @@ def keep_and_write(value: float) -> list[float]:
 
 
 def test_copy_and_share(make_pool):
-    """Copy mode copies, share mode shares."""
+    """In copy mode the receiver gets its own tensor, in share mode the sender's."""
     assert make_pool(P2PPool, 2).run_all(keep_and_write, 5.0) == [[5, 5], [-1, 5]]
     shared = make_pool(P2PPool, 2, is_copy_tensor=False)
     assert shared.run_all(keep_and_write, 5.0) == [[-1, 5], [-1, 5]]
@@ -162,7 +162,7 @@ def closure_sent(n: int) -> Any:
 
 
 def test_functions_go_by_value(make_pool):
-    """What may be sent is what a task may be."""
+    """Lambdas may be sent."""
     assert make_pool(P2PPool, 3).run_all(closure_sent, 3) == [21, 1, 11]
 
 
@@ -178,7 +178,7 @@ def receive_from(peer: Any, timeout: Any = FAR) -> Any:
 
 
 def test_refused(make_pool):
-    """Errors name what exists."""
+    """The error of an invalid peer names the valid ones."""
     pool = make_pool(P2PPool, 3)
     for peer in (1, 3, -1, "0", None):
         with pytest.raises(OptionError, match=r"one of \[0, 2\]"):
@@ -194,7 +194,7 @@ def test_refused(make_pool):
 
 
 def test_timeouts(make_pool):
-    """A wait ends when its time is over; the message that comes then is the next."""
+    """A wait ends after its timeout. The next wait gets the late message."""
     pool = make_pool(P2PPool, 2)
     with pytest.raises(TimeoutError, match="worker 0 sent no message to worker"):
         pool.apply(receive_from, (0, 0.05), worker=1)
@@ -215,7 +215,7 @@ def flood() -> int:
 
 
 def test_a_full_channel(make_pool):
-    """Who sends to one that receives nothing is told so; all that was sent arrives."""
+    """If the peer receives nothing, `send` times out. All sent messages arrive."""
     pool = make_pool(P2PPool, 2)
     sent = pool.apply(flood, worker=0)
     assert sent > 50
@@ -236,7 +236,7 @@ def _fail() -> None:
 
 
 def test_a_message_that_does_not_unpickle(make_pool):
-    """Its receiver gets the error, and then the next message."""
+    """The receiver gets the error, and then the next message."""
     pool = make_pool(P2PPool, 2)
     pool.apply(bad_pickle, worker=0)
     pool.apply(send_to, (1, 2), worker=0)
@@ -259,7 +259,8 @@ def greet(peer: int) -> None:
 
 
 def test_a_dead_peer_ends_a_receive(make_pool, mailbox):
-    """Who waits for one that dies gets PeerLost; then the replacement is there, with nothing."""
+    """If a worker dies while another receives from it, that one gets PeerLost. Its replacement
+    works."""
     pool = make_pool(P2PPool, 2)
     pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
     for result in pair:
@@ -274,12 +275,12 @@ def test_a_dead_peer_ends_a_receive(make_pool, mailbox):
         result.get()
 
 
-def test_a_peer_that_dies_before_it_is_spoken_to(make_pool):
-    """Without a channel there is nothing to lose: the replacement answers."""
+def test_a_peer_that_dies_before_it_has_a_channel(make_pool):
+    """If a worker dies before it has a channel, its replacement gets the channel."""
     pool = make_pool(P2PPool, 2)
     dead = pool.apply(work.pid, worker=1)
     os.kill(dead, signal.SIGKILL)
-    # Until then it could be given a channel, and die with that.
+    # Until then, the dying worker could be given a channel.
     assert wait_gone([dead]) == []
     pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
     for result in pair:
@@ -299,7 +300,7 @@ def send_until_lost(box: str) -> int:
 
 
 def test_a_dead_peer_ends_a_send(make_pool, mailbox):
-    """Who waits for room in the channel to one that dies gets PeerLost, and memory comes back."""
+    """If a worker dies while another sends to it, that one gets PeerLost, and memory is freed."""
     from xpool._memory.arena import Arena
 
     pool = make_pool(P2PPool, 2)
@@ -334,8 +335,8 @@ def hear_last_words(gate: str) -> Any:
     return words
 
 
-def test_what_was_sent_before(make_pool, gate):
-    """What a dead peer had sent may still be received, then comes PeerLost."""
+def test_messages_sent_before_a_death(make_pool, gate):
+    """Messages sent before a death can be received. Then `recv` raises PeerLost."""
     pool = make_pool(P2PPool, 2)
     ends = pool.apply_async(send_and_die, (gate.path,), worker=1)
     assert pool.apply(hear_last_words, (gate.path,), worker=0) == "last words"
@@ -344,7 +345,7 @@ def test_what_was_sent_before(make_pool, gate):
 
 
 def chain(victim: int, n: int, rounds: int) -> int:
-    """A pipeline in which one is killed at some moment."""
+    """Pass tensors along a chain of workers. The victim dies half-way."""
     me = current_worker()
     for k in range(rounds):
         if me.index == victim and k == rounds // 2:
@@ -358,7 +359,7 @@ def chain(victim: int, n: int, rounds: int) -> int:
 
 @pytest.mark.parametrize("victim", [1, *also(0, 2)])
 def test_a_death_in_a_call_of_all(make_pool, victim):
-    """The call fails with the death; the next has nothing of it, and works."""
+    """If a worker dies, the call raises WorkerDied. The next call works."""
     pool = make_pool(P2PPool, 3)
     assert pool.run_all(chain, -1, 3, 10) == [0, 1, 2]
     with pytest.raises(WorkerDied) as caught:
@@ -376,8 +377,8 @@ def fails_half_way(n: int) -> None:
     me.recv((me.index + 1) % n)
 
 
-def test_what_a_failed_call_leaves_is_dropped(make_pool):
-    """The next call does not receive it, nor does a task receive what a call has sent."""
+def test_messages_of_a_failed_call_are_dropped(make_pool):
+    """Messages of a failed call are dropped. Later calls and tasks do not receive them."""
     pool = make_pool(P2PPool, 3)
     for _ in range(5):
         with pytest.raises(ValueError, match="half-way"):
@@ -388,7 +389,7 @@ def test_what_a_failed_call_leaves_is_dropped(make_pool):
 
 
 def test_calls_of_several_threads(make_pool):
-    """Their messages do not mix, though one worker may be a call ahead."""
+    """Messages of several calls do not mix, although a worker may be one call ahead."""
     pool = make_pool(P2PPool, 3)
     results: dict[int, Any] = {}
 
@@ -414,7 +415,7 @@ def stream_until_stopped(box: str) -> None:
 
 
 def test_stopped_anywhere(make_pool, mailbox):
-    """Tasks that are cancelled in the midst of a message leave the workers and channels whole."""
+    """Tasks cancelled in the middle of a message leave workers and channels usable."""
     pool = make_pool(P2PPool, 2)
     pids = pool.run_all(work.pid)
     for _ in range(8):
@@ -448,7 +449,7 @@ def free_descriptors() -> None:
 
 
 def test_no_descriptors(make_pool):
-    """A worker that can open nothing says so; when it can, the channel is made."""
+    """A worker without free descriptors raises an error. Later the channel is made."""
     pool = make_pool(P2PPool, 2)
     pool.apply(use_descriptors, worker=0)
     with pytest.raises(OSError, match="no channel to worker 1"):
@@ -466,7 +467,7 @@ def test_no_descriptors(make_pool):
 
 
 def test_no_descriptors_in_the_parent(make_pool):
-    """The worker that asks for a channel is told, and gets one when there are descriptors again."""
+    """If the parent has no free descriptors, workers get an error. Later they get a channel."""
     import resource
 
     pool = make_pool(P2PPool, 3)
@@ -488,7 +489,7 @@ def test_no_descriptors_in_the_parent(make_pool):
 
 
 def fork_and_send() -> tuple[int, str]:
-    """A child has no channels, and does not keep those of its parent open."""
+    """Try to send from a forked child. Return its exit code and the peer's answer."""
     me = current_worker()
     me.send(1, "from the parent")
     pid = os.fork()
@@ -503,7 +504,7 @@ def fork_and_send() -> tuple[int, str]:
 
 
 def test_a_forked_child(make_pool):
-    """It is refused, and its parent's channels work."""
+    """A forked child may not send. Its parent's channels work."""
     pool = make_pool(P2PPool, 2)
     other = pool.apply_async(greet_back, worker=1)
     assert pool.apply(fork_and_send, worker=0) == (7, "back")
@@ -519,13 +520,13 @@ def greet_back() -> Any:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["spawn", *also("fork")])
 def test_start_methods(make_pool, method):
-    """Channels are there however workers start."""
+    """Channels work with every start method."""
     pool = make_pool(P2PPool, 2, context=method)
     assert [sender for sender, _ in pool.run_all(ring, 2, torch.ones(LARGE))] == [1, 0]
 
 
 def churn(n: int, seed: int) -> str:
-    """Talk at random; some die."""
+    """Send and receive at random. Sometimes die."""
     import random
 
     me, draw = current_worker(), random.Random(seed)
@@ -543,7 +544,8 @@ def churn(n: int, seed: int) -> str:
 
 @pytest.mark.exhaustive
 def test_deaths_at_random(make_pool):
-    """Whatever dies when, every task is answered, and the workers can work together after it."""
+    """Although workers die at random, every task gets an answer. Afterwards all workers
+    communicate."""
     n = 4
     pool = make_pool(P2PPool, n)
     results = [

@@ -1,4 +1,4 @@
-"""`run_all`: once on each worker, and every way in which that can fail."""
+"""`run_all` calls a function once in each worker, or fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def index(*args: Any) -> tuple[Any, ...]:
 
 
 def raises_in(worker: int, box: str, gate: str) -> None:
-    """Raise in one worker when the gate opens; the others wait for what never comes."""
+    """Raise in one worker when the gate opens. The others wait for ever."""
     post(box, str(current_worker().index))
     if current_worker().index == worker:
         pass_gate(gate)
@@ -47,8 +47,8 @@ def dies_in(worker: int) -> None:
     threading.Event().wait()
 
 
-def follows(worker: int, gate: str) -> None:
-    """One dies when the others have missed it."""
+def raises_peer_lost(worker: int, gate: str) -> None:
+    """Raise PeerLost in all workers but one. Kill that one when the gate opens."""
     if current_worker().index != worker:
         raise PeerLost("it does not answer")
     pass_gate(gate)
@@ -56,13 +56,13 @@ def follows(worker: int, gate: str) -> None:
 
 
 def in_step(box: str, times: int) -> list[int]:
-    """Say which call this is, in the order in which this worker came to it."""
+    """Post this worker's index and the number of the call."""
     post(box, f"{current_worker().index} {times}")
     return [times]
 
 
 def when(mailbox: Any, lines: int, then: Callable[[], object]) -> threading.Thread:
-    """Do something in a thread when so many lines have come."""
+    """After that many lines, call a function in a thread."""
 
     def run() -> None:
         mailbox.lines(lines)
@@ -74,7 +74,7 @@ def when(mailbox: Any, lines: int, then: Callable[[], object]) -> threading.Thre
 
 
 def test_results_by_worker(process_kind, make_pool):
-    """Each worker runs it once, with its context where it has one."""
+    """Each worker calls the function once, with its context if it has one."""
     pool = make_pool(process_kind, 3)
     raw = getattr(pool, "_pool", pool)
     results = raw.run_all(index, "a", None)
@@ -85,14 +85,14 @@ def test_results_by_worker(process_kind, make_pool):
 
 
 def test_closures_and_one_worker(make_pool):
-    """It takes what any task may be."""
+    """The function may be a closure, and the pool may have one worker."""
     pool = make_pool(Pool, 1)
     base = 7
     assert pool.run_all(lambda x: base + x, 1) == [8]
 
 
-def test_busy_workers_come_to_it(make_pool, gate, mailbox):
-    """A worker that has work in hand runs it after that."""
+def test_busy_workers_call_it_later(make_pool, gate, mailbox):
+    """A busy worker calls the function after its task."""
     pool = make_pool(P2PPool, 2)
     held = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), worker=1)
     mailbox.line()
@@ -122,7 +122,7 @@ def test_many_callers_are_served_in_one_order(make_pool, mailbox):
 
 
 def test_an_error_stops_the_others_and_names_the_worker(make_pool, mailbox, gate):
-    """The exception is the function's own; the others are stopped, the pool is usable."""
+    """The function's exception is raised and names the worker. The others are stopped."""
     pool = make_pool(Pool, 3)
     thread = when(mailbox, 3, lambda: gate.open(1))
     with pytest.raises(KeyError, match="here") as caught:
@@ -136,7 +136,7 @@ def test_an_error_stops_the_others_and_names_the_worker(make_pool, mailbox, gate
 
 
 def test_a_death_is_an_error(make_pool):
-    """It names the worker, which is replaced; nobody waits."""
+    """If a worker dies, the error names it, and another replaces it."""
     pool = make_pool(Pool, 3)
     pids = pool.run_all(work.pid)
     with pytest.raises(WorkerDied) as caught:
@@ -147,8 +147,8 @@ def test_a_death_is_an_error(make_pool):
     assert pool.run_all(index) == [(0,), (1,), (2,)]
 
 
-def test_what_follows_from_a_death_gives_way_to_it(make_pool, gate):
-    """Of several errors the one is raised that the others come from, though it came last."""
+def test_a_death_is_raised_before_its_effects(make_pool, gate):
+    """If a death causes errors in other workers, `run_all` raises the death's error."""
     pool = make_pool(Pool, 3)
 
     def open_late() -> None:
@@ -159,13 +159,13 @@ def test_what_follows_from_a_death_gives_way_to_it(make_pool, gate):
     thread = threading.Thread(target=open_late)
     thread.start()
     with pytest.raises(WorkerDied) as caught:
-        pool.run_all(follows, 0, gate.path)
+        pool.run_all(raises_peer_lost, 0, gate.path)
     thread.join()
     assert caught.value.worker == 0
 
 
 def test_killed_before_it_begins(make_pool, mailbox, gate):
-    """Of a worker that dies of something else before, the replacement runs it."""
+    """If a worker dies before it begins the call, its replacement calls the function."""
     pool = make_pool(P2PPool, 2)
     pids = pool.run_all(work.pid)
     held = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), worker=1)
@@ -184,7 +184,7 @@ def test_killed_before_it_begins(make_pool, mailbox, gate):
 
 
 def test_timeout(make_pool):
-    """The limit is of each call; it says which worker took too long."""
+    """The limit is for each worker's call. The error names a worker that took too long."""
     pool = make_pool(Pool, 2)
     with pytest.raises(TaskTimeout) as caught:
         pool.run_all(work.sleep_long, timeout=0.3)
@@ -192,8 +192,8 @@ def test_timeout(make_pool):
     assert pool.run_all(index) == [(0,), (1,)]
 
 
-def test_what_cannot_be_sent(make_pool):
-    """Functions, arguments and results that do not pickle fail, and nothing hangs."""
+def test_unpicklable_and_invalid_arguments(make_pool):
+    """Functions, arguments and results that cannot be pickled raise an error."""
     pool = make_pool(Pool, 2)
     with pytest.raises(TaskNotPicklable):
         pool.run_all(index, threading.Lock())
@@ -207,7 +207,7 @@ def test_what_cannot_be_sent(make_pool):
 
 
 def test_interrupted(make_pool, mailbox):
-    """Ctrl-C ends the wait and what runs; the pool is usable."""
+    """Ctrl-C ends the wait and the running calls. The pool stays usable."""
     pool = make_pool(Pool, 2)
 
     thread = when(mailbox, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -218,7 +218,7 @@ def test_interrupted(make_pool, mailbox):
 
 
 def test_terminated_and_closed(make_pool, mailbox):
-    """The end of the pool ends the wait; afterwards it is refused."""
+    """`terminate` ends the wait. Later calls are refused."""
     pool = make_pool(Pool, 2)
     errors: list[BaseException] = []
 
