@@ -1,1 +1,1 @@
-"""Random programs, run over xpool's pools and over those of the standard library."""
+"""Random programs that run on xpool's pools and on those of the standard library."""

@@ -1,8 +1,8 @@
-"""A generator of programs: a seed gives the source of one, made of blocks of a few lines.
+"""A generator of random programs. A seed gives a program of several blocks of lines.
 
-Each block is one thing that a program may do with a pool.  What the standard library leaves to
-chance (which of several errors a `map` raises, say) is not done; where xpool differs and the
-documentation says so, the block names the difference and what is to be expected (`Recorder`).
+Each block does one thing with a pool. Blocks avoid results that the standard library leaves to
+chance, such as which of several errors `map` raises. If xpool differs and the documentation says
+so, the block names the difference and the expected outcome (`Recorder`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def program(seed: int, processes: bool) -> list[Block]:
 
 
 def blocks(parts: list[Block]) -> str:
-    """Return the source of the program that these blocks are."""
+    """Return the source of a program of these blocks."""
     body = [f"    {line}" for part in parts for line in part] or ["    pass"]
     return "\n".join(["def program(pool, t):", *body]) + "\n"
 
@@ -63,7 +63,7 @@ def _size_of(chunksize: str) -> int:
 
 
 def _iterable(draw: Draw, items: list[int]) -> str:
-    """Return an expression for something that yields these numbers, most of the time."""
+    """Return an expression for an iterable, usually of these numbers."""
     small = [abs(x) for x in items]
     return draw.choice(
         (
@@ -144,7 +144,7 @@ def _verb(draw: Draw, i: int, func: str, iterable: str, chunksize: str) -> Block
     call = f"pool.{verb}({func}, {iterable}{chunksize})"
     if verb.startswith("imap"):
         ordered = verb == "imap"
-        # Where chunks fail, the standard library ends the iterator: see `_goes_on`.
+        # If a chunk fails, the standard library ends the iterator. See `_goes_on`.
         return [
             f"t.each(lambda: {call}, in_order={ordered}, to_error={_size_of(chunksize) > 1})"
             if ordered
@@ -199,7 +199,7 @@ def _errors(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _no_exception(draw: Draw, i: int, processes: bool) -> Block:
-    """Errors that end the standard library's worker, so that nothing returns."""
+    """Errors that end the standard library's worker, so its call never returns."""
     error = draw.choice(NO_EXCEPTION)
     func, bad = f"functools.partial(fail_with, functools.partial({_made(error)}))", 0
     call = draw.choice((f"pool.apply({func})", f"pool.map({func}, [{bad}, 1])",
@@ -209,7 +209,7 @@ def _no_exception(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _stop_iteration(draw: Draw, i: int, processes: bool) -> Block:
-    """StopIteration in a chunk: the standard library loses what follows."""
+    """StopIteration in a chunk, after which the standard library loses results."""
     bad, size = draw.randint(0, 7), draw.choice(("", ", 1", ", 3", ", 100"))
     func = f"functools.partial(fail_at, {bad}, functools.partial(StopIteration, 'task'))"
     verb = draw.choice(("map", "starmap", "imap"))
@@ -230,7 +230,7 @@ def _stop_iteration(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _odd_errors(draw: Draw, i: int, processes: bool) -> Block:
-    """Errors that `pickle` cannot load, or not save."""
+    """Errors that `pickle` cannot load or save."""
     error = draw.choice(
         ("TwoArguments, 'what', 3", "KeywordOnly, code=5", "KeepsLock, 'with lock'")
     )
@@ -299,7 +299,7 @@ def _own_iter(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _results(draw: Draw, i: int, processes: bool) -> Block:
-    """What a result says before it is there, while it waits, and after."""
+    """The answers of a result before its arrival, during a wait, and after it."""
     verb = draw.choice(
         ("apply_async(through, (g{i}.path,))", "map_async(through, [g{i}.path])",
          "starmap_async(through, [[g{i}.path]], 3)")
@@ -336,7 +336,7 @@ def _iterators(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _dropped(draw: Draw, i: int, processes: bool) -> Block:
-    """Results that nobody takes, or not all."""
+    """Results that are not taken, or only in part."""
     return [
         f"it{i} = pool.imap(square, range({draw.randint(0, 30)}))",
         f"t.value([x for x, _ in zip(it{i}, range({draw.randint(0, 5)}))])",
@@ -348,7 +348,7 @@ def _dropped(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _copies(draw: Draw, i: int, processes: bool) -> Block:
-    """What is copied, what is one object, and who sees changes."""
+    """Copies and shared objects, and which side sees changes."""
     size = draw.choice((0, 65535, 65536, 10**6))
     return draw.choice(
         (
@@ -403,7 +403,7 @@ def _unpicklable(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _by_value(draw: Draw, i: int, processes: bool) -> Block:
-    """Functions that the standard library's processes cannot import."""
+    """Functions that a process of the standard library cannot import."""
     k = draw.randint(0, 9)
     func = draw.choice((f"lambda x: x + {k}", f"(lambda k: lambda x: x * k)({k})"))
     if not processes:
@@ -426,19 +426,19 @@ def _callbacks(draw: Draw, i: int, processes: bool) -> Block:
                 f"t.call(r{i}.get)",
                 f"t.call(more{i}[0].get)",
             ],
-            [  # what a callback sees of its result, and of its argument
+            [  # a callback changes its argument
                 f"seen{i} = []",
                 f"r{i} = pool.map_async(square, [1, 2], callback=lambda x: x.append('seen'))",
                 f"t.call(r{i}.get)",
             ],
-            [  # one error, one call
+            [  # one error, one call of the callback
                 f"seen{i} = []",
                 (f"r{i} = pool.map_async(fail_with, [functools.partial(ValueError, 1)] * 9, 2, "
                 f"seen{i}.append, lambda e: seen{i}.append(type(e).__name__))"),
                 f"t.call(r{i}.get)",
                 f"t.value(seen{i})",
             ],
-            [  # none
+            [  # no callbacks
                 "t.call(lambda: pool.apply_async(same, (1,), {}, None, None).get())",
             ],
         )
@@ -446,7 +446,7 @@ def _callbacks(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _killed(draw: Draw, i: int, processes: bool) -> Block:
-    """A worker that ends: its task is lost, the others return."""
+    """A worker ends: its task fails, the others return."""
     if not processes:
         return ["t.call(lambda: pool.map(square, range(4)))"]
     how = draw.choice(("exit", "_exit", "SIGKILL", "SIGTERM", "SIGSEGV"))
@@ -466,10 +466,10 @@ def _threads(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _life(draw: Draw, i: int, processes: bool) -> Block:
-    """A pool of its own: how it begins, what is left in it, how it ends.
+    """A separate pool: its options, its remaining work, and its end.
 
-    Chunks are given: the standard library divides by the number of workers that just live, and with
-    maxtasksperchild that may be none (ZeroDivisionError).
+    Chunksizes are given, because the standard library divides by the number of living workers. With
+    maxtasksperchild this number may be 0 (ZeroDivisionError).
     """
     size = draw.choice((1, 2, True))
     options = draw.choice(

@@ -1,4 +1,4 @@
-"""How a program's outcome is written down, and run: the same on both sides.
+"""Runs a program and records its outcomes, the same way for both libraries.
 
 A program is the source of ``def program(pool, t)``, where ``t`` is a `Recorder`.
 """
@@ -26,7 +26,7 @@ def _text(value: Any) -> str:
 
 
 def _raised(exc: BaseException) -> dict[str, Any]:
-    """Describe an exception; one that no task has raised ends the program instead."""
+    """Describe a task's exception. Raise any other exception that should end the program."""
     if not isinstance(exc, Exception) and exc.args != ("task",):
         raise exc  # Ctrl-C, or the time limit of the test
     cause = exc.__cause__
@@ -40,14 +40,14 @@ def _raised(exc: BaseException) -> dict[str, Any]:
 
 
 def _state(exc: BaseException) -> dict[str, Any]:
-    """Attributes of an exception, without the notes that xpool adds about items."""
+    """Return an exception's attributes without xpool's notes about items."""
     state = {k: v for k, v in vars(exc).items() if k != "lock"}
     notes = [note for note in state.pop("__notes__", ()) if not note.startswith("item ")]
     return {**state, **({"__notes__": notes} if notes else {})}
 
 
 class Recorder:
-    """Writes down what calls do."""
+    """Records the outcomes of calls."""
 
     def __init__(self, standard: bool, make_pool: Callable[..., Any], processes: bool) -> None:
         self.standard = standard
@@ -59,11 +59,11 @@ class Recorder:
         self.outcomes.append(list(what))
 
     def value(self, value: Any) -> None:
-        """Write down a value."""
+        """Record a value."""
         self._add("value", type(value).__name__, _text(value))
 
     def call(self, call: Callable[[], Any]) -> Any:
-        """Write down what a call returns or raises; return what it returns."""
+        """Record the value or error of a call. Return the value."""
         try:
             value = call()
         except BaseException as exc:
@@ -73,7 +73,7 @@ class Recorder:
         return value
 
     def start(self, call: Callable[[], Any]) -> Any:
-        """Return what a call returns, of which only that it did is written down."""
+        """Record only that a call returned. Return its value."""
         try:
             value = call()
         except BaseException as exc:
@@ -83,7 +83,7 @@ class Recorder:
         return value
 
     def refused(self, call: Callable[[], Any]) -> None:
-        """Write down the class of the error alone: of an argument that makes no sense."""
+        """Record only the class of a call's error, because its text may differ."""
         try:
             value = call()
         except BaseException as exc:
@@ -92,7 +92,7 @@ class Recorder:
             self.value(value)
 
     def each(self, call: Callable[[], Any], in_order: bool = True, to_error: bool = False) -> None:
-        """Write down all that an iterator yields and raises, or until it first raises."""
+        """Record all that an iterator yields and raises, optionally until its first error."""
         got: list[Outcome] = []
         try:
             iterator = iter(call())
@@ -112,9 +112,9 @@ class Recorder:
     def documented(
         self, difference: str, call: Callable[[], Any], expected: Callable[[], Any]
     ) -> None:
-        """Write down what ``call`` does here; over the standard library, what it should do here.
+        """Record the outcome of ``call`` on xpool, of ``expected`` on the standard library.
 
-        ``difference`` is the name of one of `differential.differences`.
+        ``difference`` is a name in `test_differential.DIFFERENCES`.
         """
         self._add("documented", difference)
         self.call(expected if self.standard else call)
@@ -123,16 +123,16 @@ class Recorder:
         self, difference: str, call: Callable[[], Any], expected: Callable[[], Any],
         in_order: bool = True,
     ) -> None:  # fmt: skip
-        """As `documented`, of iterators."""
+        """Like `documented`, for iterators."""
         self._add("documented", difference)
         self.each(expected if self.standard else call, in_order)
 
     def gate(self) -> Gate:
-        """Return what tasks can wait at."""
+        """Return a gate at which tasks can wait."""
         return Gate()
 
     def together(self, *calls: Callable[[], Any]) -> None:
-        """Write down what these do, each in a thread of its own."""
+        """Record the outcomes of these calls, each in its own thread."""
         parts = [Recorder(self.standard, self.Pool, self.processes) for _ in calls]
         threads = [
             threading.Thread(target=part.call, args=(call,)) for part, call in zip(parts, calls)
@@ -146,7 +146,7 @@ class Recorder:
 
 
 class _Nothing:
-    """Stands for the result of what was refused."""
+    """The result of a refused call."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -155,7 +155,7 @@ class _Nothing:
 
 
 class Gate:
-    """A pipe with a name: `tasks.through` waits there until it is opened."""
+    """A named pipe. `tasks.through` waits until it is opened."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -163,17 +163,17 @@ class Gate:
         os.mkfifo(self.path)
 
     def open(self) -> None:
-        """Let one task through; waits until it is there."""
+        """Let one task pass. Wait until it arrives."""
         with open(self.path, "w") as pipe:
             pipe.write("through")
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the pipe."""
         self._folder.cleanup()
 
 
 def goes_on(func: Callable[[Any], Any], items: Any, size: int) -> Iterator[Any]:
-    """Yield what an `imap` with chunks does that goes on after an error: an error for its chunk."""
+    """Yield the results of an `imap` that continues after a failed chunk."""
     return _GoesOn(func, list(items), size)
 
 
@@ -195,7 +195,7 @@ class _GoesOn:
 
 
 def refuses(kind: type[BaseException], call: Callable[[], Any]) -> str:
-    """Return whether a call raises an error of this class."""
+    """Return "refused" if the call raises this error."""
     try:
         value = call()
     except kind:
@@ -204,7 +204,7 @@ def refuses(kind: type[BaseException], call: Callable[[], Any]) -> str:
 
 
 def died(result: Any) -> Any:
-    """Return the class and exit code of the error that a result ends with."""
+    """Return the class and exit code of a result's error."""
     try:
         value = result.get()
     except Exception as exc:
@@ -215,7 +215,7 @@ def died(result: Any) -> Any:
 def run(
     source: str, pool: Any, standard: bool, make_pool: Callable[..., Any], processes: bool
 ) -> list[Outcome]:
-    """Run a program; return what it wrote down."""
+    """Run a program. Return its outcomes."""
     names = {name: getattr(tasks, name) for name in tasks.__all__}
     names |= {"goes_on": goes_on, "refuses": refuses, "died": died}
     exec(compile(source, "<program>", "exec"), names)

@@ -1,9 +1,9 @@
-"""The two sides of a comparison: pools that live for a batch of programs, run one by one.
+"""The two sides of a comparison. Each has a pool for a batch of programs.
 
-The standard library's is a process of its own: it forks workers where no thread of xpool is, and
-when a program leaves its pool waiting for ever, only that process is lost.
+The standard library runs in a separate process, because it forks, and xpool has threads. If a
+program hangs there, only that process is lost.
 
-    python -m differential.sides processes     runs what comes on stdin
+    python -m differential.sides processes     runs programs from stdin
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OurSide:
         self._pool = self._make(2)
 
     def run(self, source: str) -> list[Outcome]:
-        """Run a program; return its outcomes as JSON has them."""
+        """Run a program. Return its outcomes as JSON would."""
         done = run(source, self._pool, False, self._make, self._processes)
         return json.loads(json.dumps(done))  # type: ignore[no-any-return]
 
@@ -43,7 +43,7 @@ class OurSide:
 
 
 class StandardSide:
-    """The standard library, in a process of its own."""
+    """The standard library, in a separate process."""
 
     def __init__(self, processes: bool) -> None:
         tests = Path(__file__).parent.parent
@@ -57,12 +57,12 @@ class StandardSide:
         )
 
     def send(self, source: str) -> None:
-        """Have a program run."""
+        """Send a program to the process."""
         assert self._process.stdin is not None
         _send(self._process.stdin.fileno(), source)
 
     def receive(self) -> list[Outcome]:
-        """Return the outcomes of the program that was sent first."""
+        """Return the outcomes of the earliest program without an answer."""
         assert self._process.stdout is not None
         answer = _receive(self._process.stdout.fileno())
         if not answer:
@@ -70,12 +70,12 @@ class StandardSide:
         return json.loads(answer)  # type: ignore[no-any-return]
 
     def run(self, source: str) -> list[Outcome]:
-        """Run a program; return its outcomes."""
+        """Run a program. Return its outcomes."""
         self.send(source)
         return self.receive()
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -84,15 +84,14 @@ class StandardSide:
 
 
 def serve(processes: bool) -> None:
-    """Run the programs that come on stdin; answer each on stdout."""
+    """Run programs from stdin. Write their outcomes to stdout."""
     import multiprocessing.pool
 
-    # Replaced workers are forked at any time: a file object that this thread reads from, or that
-    # holds what is to be written, would be theirs too.
+    # Workers may be forked at any time, and would copy the buffers of file objects.
     source, answers = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # what a program prints is no answer
+    os.dup2(2, 1)  # a program's output is no answer
     make: Callable[..., Any] = (
         multiprocessing.get_context("fork").Pool if processes else multiprocessing.pool.ThreadPool
     )
@@ -109,7 +108,7 @@ def _send(fd: int, text: str) -> None:
 
 
 def _receive(fd: int) -> str:
-    """Return what was sent; nothing: the other side has gone."""
+    """Return the received text, or an empty one if the other side has ended."""
     return _exactly(fd, int.from_bytes(_exactly(fd, 4), "little")).decode()
 
 

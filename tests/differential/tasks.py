@@ -1,6 +1,6 @@
-"""What random programs are made of: functions, errors and iterables.  Standard library only.
+"""Functions, errors and iterables of random programs. Uses the standard library only.
 
-Everything prints alike in every process, so that outcomes can be compared as text.
+All objects have the same repr in every process, so that outcomes can be compared as text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def square(x: Any) -> Any:
-    """Return ``x * x``; a string is doubled."""
+    """Return ``x * x``, or a string twice."""
     return x * 2 if isinstance(x, (str, bytes)) else x * x
 
 
@@ -42,7 +42,7 @@ def same(x: Any) -> Any:
 
 
 def empty(*_: Any) -> None:
-    """Return nothing."""
+    """Return None."""
 
 
 def echo(*args: Any, **kwds: Any) -> Any:
@@ -61,28 +61,28 @@ def add_one(x: Any, *, by: Any = 1) -> Any:
 
 
 def both(x: Any) -> Any:
-    """Return one object twice."""
+    """Return the same object twice, in lists."""
     return [x], [x]
 
 
 def boxed(x: Any) -> Boxed:
-    """Return an object of a class of ours."""
+    """Return an instance of this module's class."""
     return Boxed(x)
 
 
 def large(n: int) -> bytes:
-    """Return more than fits into a pipe."""
+    """Return more bytes than a pipe holds."""
     return bytes([n % 251]) * (70_000 + n)
 
 
 def grow(x: list[Any]) -> int:
-    """Change the argument; return its length."""
+    """Change the argument. Return its length."""
     x.append(0)
     return len(x)
 
 
 def alias(pair: Any) -> bool:
-    """Whether both are one object here."""
+    """Return whether both are the same object in this process."""
     return pair[0] is pair[1]
 
 
@@ -92,12 +92,12 @@ def count(x: Any) -> int:
 
 
 def lock_of(_: Any = None) -> Any:
-    """Return what no pickler can send."""
+    """Return an object that cannot be pickled."""
     return threading.Lock()
 
 
 def step(limit: Any, x: Any) -> Any:
-    """Return ``x`` where it is less than ``limit``, else raise."""
+    """Return ``x`` if it is less than ``limit``, otherwise raise."""
     if x >= limit:
         raise ValueError("over the limit")
     return x
@@ -111,12 +111,12 @@ def fail_at(bad: Any, exc: Callable[[], BaseException], x: Any) -> Any:
 
 
 def fail_with(exc: Callable[[], BaseException], *_: Any) -> None:
-    """Raise."""
+    """Raise the error."""
     raise exc()
 
 
 def chained(x: Any) -> None:
-    """Raise one error because of another."""
+    """Raise an error caused by another."""
     try:
         raise KeyError(x)
     except KeyError as exc:
@@ -124,7 +124,7 @@ def chained(x: Any) -> None:
 
 
 def with_note(x: Any) -> None:
-    """Raise an error that has a note, where Python has them."""
+    """Raise an error that has a note, if Python has notes."""
     exc = ValueError(x)
     exc.remark = "kept"  # type: ignore[attr-defined]
     if hasattr(exc, "add_note"):
@@ -133,13 +133,13 @@ def with_note(x: Any) -> None:
 
 
 def through(path: str) -> str:
-    """Wait until somebody opens the pipe with a name, and return what they write."""
+    """Wait for a writer of the named pipe. Return its text."""
     with open(path) as pipe:
         return pipe.read()
 
 
 def end(how: str) -> None:
-    """End the process that runs this: by exit, or by a signal."""
+    """End this process by an exit or a signal."""
     if how == "exit":
         sys.exit(3)
     if how == "_exit":
@@ -150,7 +150,7 @@ def end(how: str) -> None:
 
 
 def is_main() -> bool:
-    """Whether this runs in the main thread of its process."""
+    """Return whether this is the main thread of its process."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -158,12 +158,12 @@ _kept = threading.local()
 
 
 def remember(*args: Any) -> None:
-    """Keep what the initializer was given."""
+    """Keep the arguments of the initializer."""
     _kept.args = args
 
 
 def initialised(_: Any = None) -> Any:
-    """Return what the initializer of this worker was given."""
+    """Return the arguments of this worker's initializer."""
     return getattr(_kept, "args", None)
 
 
@@ -177,7 +177,7 @@ class CallMe:
         return x, self.by
 
     def method(self, x: Any) -> Any:
-        """Return what this object holds, and the argument."""
+        """Return this object's value and the argument."""
         return self.by, x
 
     @classmethod
@@ -192,7 +192,7 @@ class CallMe:
 
 
 class Boxed:
-    """A value with a place for it."""
+    """A wrapped value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -218,7 +218,7 @@ class WithState(Boxed):
 
 
 class Holder:
-    """Holds what cannot be pickled."""
+    """Contains an object that cannot be pickled."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -228,7 +228,7 @@ class Holder:
 
 
 class ReduceRaises:
-    """Cannot be pickled, and says so with an error of its own."""
+    """Raises its own error when it is pickled."""
 
     def __reduce__(self) -> Any:
         raise RuntimeError("not this one")
@@ -242,7 +242,7 @@ def _unload() -> None:
 
 
 class UnloadRaises:
-    """Can be pickled and cannot be unpickled."""
+    """Can be pickled, but not unpickled."""
 
     def __reduce__(self) -> Any:
         return _unload, ()
@@ -258,7 +258,7 @@ Pair = collections.namedtuple("Pair", "left right")
 
 
 class KeywordOnly(Exception):
-    """Its ``__init__`` takes nothing by position; its ``args`` are empty."""
+    """Its ``__init__`` accepts keywords only. Its ``args`` are empty."""
 
     def __init__(self, *, code: int = 0) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class KeywordOnly(Exception):
 
 
 class TwoArguments(Exception):
-    """Its ``__init__`` needs two arguments and keeps one: `pickle` cannot load it."""
+    """Its ``__init__`` needs two arguments but keeps one, so `pickle` cannot load it."""
 
     def __init__(self, what: Any, code: int) -> None:
         super().__init__(f"{what} {code}")
@@ -282,7 +282,7 @@ class KeepsLock(Exception):
 
 
 class Stubborn(Exception):
-    """Pickles itself, rightly."""
+    """Defines its own pickling correctly."""
 
     def __init__(self, a: Any, b: Any) -> None:
         super().__init__(a)
@@ -301,7 +301,7 @@ def generator(items: Any) -> Iterator[Any]:
 
 
 class OnlyGetitem:
-    """Can be iterated over by index alone."""
+    """Can be iterated over by index only."""
 
     def __init__(self, items: Any) -> None:
         self._items = list(items)
@@ -311,7 +311,7 @@ class OnlyGetitem:
 
 
 class OnlyIter:
-    """Has ``__iter__`` and nothing else."""
+    """Has only ``__iter__``."""
 
     def __init__(self, items: Any) -> None:
         self._items = list(items)
@@ -321,7 +321,7 @@ class OnlyIter:
 
 
 class Counted(OnlyIter):
-    """Its own iterator, once."""
+    """Is its own iterator, so it works once."""
 
     def __init__(self, items: Any) -> None:
         self._left = list(items)
@@ -336,7 +336,7 @@ class Counted(OnlyIter):
 
 
 class Sized(OnlyIter):
-    """Has a length, and no index."""
+    """Has a length but no index."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -357,28 +357,28 @@ class TooMany(Sized):
 
 
 class ListWithIter(list):  # type: ignore[type-arg]
-    """A list that yields other items than it has."""
+    """A list that yields other items than it contains."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter([x + 1 for x in super().__iter__()])
 
 
 class Longer(ListWithIter):
-    """A list that yields more than it has."""
+    """A list that yields more items than it contains."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter([*super().__iter__(), 5])
 
 
 class Shorter(ListWithIter):
-    """A list that yields less than it has."""
+    """A list that yields fewer items than it contains."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(list(super().__iter__())[1:])
 
 
 class Raises:
-    """Yields some items, then raises."""
+    """Yields its items, then raises."""
 
     def __init__(self, items: Any, exc: Callable[[], BaseException]) -> None:
         self._items, self._exc = items, exc

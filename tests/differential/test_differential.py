@@ -1,11 +1,12 @@
-"""Random programs over xpool and over the standard library: no difference but the documented ones.
+"""Random programs have the same outcomes on xpool and on the standard library.
 
-By default some hundred programs of each kind are run, the same every time.  For more::
+Documented differences are allowed. By default, some hundred programs of each kind run, always the
+same ones. To run more::
 
     XPOOL_TEST_PROGRAMS=10000 pytest tests/differential      # seeds 0 to 9,999
     XPOOL_TEST_SEED=4711 pytest tests/differential           # from this seed on
 
-A difference is printed as the shortest program that shows it.
+The test prints the shortest program that shows a difference.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from differential.sides import OurSide, StandardSide
 
 PROGRAMS = int(os.environ.get("XPOOL_TEST_PROGRAMS", "300"))
 FIRST = int(os.environ.get("XPOOL_TEST_SEED", "0"))
-BATCH = 50  # programs of one test, which share their pools
+BATCH = 50  # programs of one test. They share pools.
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
 
 DIFFERENCES = {
-    # What a program names as documented: the page that says so, and its words there.
+    # The name of a documented difference: its page, and the text on that page.
     "a killed worker": ("migrating.md", "the task raises `WorkerDied`, the others go on"),
     "functions by value": ("migrating.md", "lambdas, closures, local functions and classes"),
     "results that do not unpickle": ("migrating.md", "a result that does not unpickle"),
@@ -46,7 +47,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize("first", [FIRST, *also(*range(FIRST + BATCH, FIRST + PROGRAMS, BATCH))])
 @pytest.mark.parametrize("processes", [True, False], ids=["processes", "threads"])
 def test_random_programs(sides: Sides, first: int) -> None:
-    """Each program does over xpool's pools what it does over the standard library's."""
+    """Each program has the same outcomes on xpool's pools and on those of the standard library."""
     for seed in range(first, min(first + BATCH, FIRST + PROGRAMS)):
         parts = program(seed, sides.processes)
         story = sides.difference(parts)
@@ -58,7 +59,7 @@ def test_random_programs(sides: Sides, first: int) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_differences_are_documented(name: str) -> None:
-    """Each difference that programs name is in the documentation, in these words."""
+    """The documentation contains each difference that programs name."""
     page, words = DIFFERENCES[name]
     text = (Path(__file__).parents[2] / "docs" / page).read_text()
     assert words in " ".join(text.split()), f"docs/{page} does not say {words!r}"
@@ -66,7 +67,7 @@ def test_differences_are_documented(name: str) -> None:
 
 @pytest.mark.parametrize("processes", [True, False], ids=["processes", "threads"])
 def test_generator_reaches_everything(processes: bool) -> None:
-    """A seed gives one program for ever, and a thousand programs name every difference."""
+    """A seed always gives the same program. A thousand programs name every difference."""
     text = "".join(blocks(program(seed, processes)) for seed in range(1000))
     assert text == "".join(blocks(program(seed, processes)) for seed in range(1000))
     missing = [name for name in DIFFERENCES if f"'{name}'" not in text]
@@ -75,7 +76,7 @@ def test_generator_reaches_everything(processes: bool) -> None:
 
 @pytest.mark.parametrize("processes", [False], ids=["threads"])
 def test_a_difference_is_found_and_shortened(sides: Sides) -> None:
-    """A program that differs is cut down to the block that does, and printed as a whole."""
+    """A program that differs is shortened to the block that differs, and the report shows it."""
     parts = [["t.value(1)"], ["x = 2", "t.value((x, t.standard))"], ["t.value(3)"]]
     short = shortened(sides, parts)
     assert short == [["x = 2", "t.value((x, t.standard))"]]
@@ -88,7 +89,7 @@ def test_a_difference_is_found_and_shortened(sides: Sides) -> None:
 
 
 class Sides:
-    """xpool and the standard library, side by side."""
+    """Pools of xpool and of the standard library."""
 
     def __init__(self, processes: bool) -> None:
         self.processes = processes
@@ -96,7 +97,7 @@ class Sides:
         self._ours = OurSide(processes)
 
     def difference(self, parts: list[Block]) -> str | None:
-        """Run a program over both; say where the outcomes differ, or None."""
+        """Run a program on both. Return where the outcomes differ, or None."""
         source = blocks(parts)
         self._standard.send(source)
         ours = self._ours.run(source)
@@ -117,14 +118,14 @@ class Sides:
 
 @pytest.fixture
 def sides(processes: bool, nothing_leaks: None) -> Iterator[Sides]:
-    """Both libraries' pools, for one test."""
+    """The pools of both libraries, for one test."""
     both = Sides(processes)
     yield both
     both.close()
 
 
 def shortened(sides: Sides, parts: list[Block]) -> list[Block]:
-    """Leave out blocks as long as the outcomes differ without them."""
+    """Remove blocks while the outcomes still differ."""
     for block in list(parts):
         fewer = [part for part in parts if part is not block]
         if fewer and sides.difference(fewer) is not None:
@@ -133,7 +134,7 @@ def shortened(sides: Sides, parts: list[Block]) -> list[Block]:
 
 
 def differing(standard: list[Any], ours: list[Any]) -> str | None:
-    """Say where the outcomes of a program differ, or None."""
+    """Return where two lists of outcomes differ, or None."""
     documented = False
     for i, (theirs, mine) in enumerate(zip(standard, ours)):
         if theirs[0] == "the program failed" or not alike(theirs, mine, documented):
@@ -146,7 +147,7 @@ def differing(standard: list[Any], ours: list[Any]) -> str | None:
 
 
 def alike(theirs: Any, mine: Any, documented: bool) -> bool:
-    """Whether two outcomes are the same to who catches and compares them."""
+    """Return whether two outcomes are the same for a caller that catches errors."""
     if theirs[0] != mine[0]:
         return False
     if theirs[0] == "refused":
