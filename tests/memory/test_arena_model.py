@@ -1,4 +1,4 @@
-"""The arena against a model: several `Arena` objects joined to one file play several processes."""
+"""The arena against a model. Several `Arena` objects that share a file act as several processes."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ LIMIT = 1 << 30
 
 
 class Program:
-    """An arena of its own, that no pool uses, and other attachments in it."""
+    """A separate arena, used by no pool, and other attachments to it."""
 
     def __init__(self, limit: int = LIMIT) -> None:
-        made = Arena._make(limit, 512 << 20)  # small: there are many at a time here
+        made = Arena._make(limit, 512 << 20)  # small, because many exist at a time
         assert made is not None, "no arena on this system"
         self.own = made
         self.own.begin()
         self.others: list[Arena] = []
 
     def join(self, limit: int = LIMIT) -> Arena:
-        """Return the arena as another process sees it."""
+        """Return the arena as another process would see it."""
         attachment = self.own.take_attachment()
         assert attachment is not None
         fd = os.dup(self.own.file.fd)
         other = Arena.join(fd, self.own.facts(attachment, limit))
-        Arena._known[self.own.token] = self.own  # by token: this process is the first
+        Arena._known[self.own.token] = self.own  # `join` replaced the first arena of this token
         self.others.append(other)
         return other
 
     def kill(self, other: Arena) -> None:
-        """End a process: what it held is let go by the one that gave it its attachment."""
+        """End a process. The process that gave it its attachment releases its holds."""
         self.others.remove(other)
         other.drop = _nobody  # type: ignore[method-assign]
         os.close(other.file.fd)
@@ -65,7 +65,7 @@ class Program:
 
 
 def _nobody(number: int) -> None:
-    """A dead process lets go of nothing."""
+    """A dead process releases nothing."""
 
 
 @contextmanager
@@ -85,16 +85,16 @@ def tag(block: Block, text: bytes) -> None:
 
 
 def read(block: Block, n: int) -> tuple[bytes, bytes]:
-    """Return both ends of a block."""
+    """Return the first and last bytes of a block."""
     view = memoryview(block).cast("B")  # type: ignore[arg-type]
     return bytes(view[:n]), bytes(view[-n:])
 
 
 class Machine(RuleBasedStateMachine):
-    """Processes lease, send, drop, die and come again; contents tell whether anything was lost.
+    """Processes lease, send, drop, die and start again. The contents show whether a block was lost.
 
-    ``holds``: (process or None for a dead one's message, Block, content).  A message is a hold of
-    its sender's together with the name.
+    Each entry of `holds` is (process, Block, name, content). A message is a hold of its sender
+    together with the name.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
         return [self.program.own, *self.program.others]
 
     def _pick(self, data: Any, things: Sequence[Any]) -> Any:
-        # By place: what hypothesis draws it keeps, and with it the block.
+        # Draw an index, because hypothesis keeps the drawn object, and with it the block.
         return things[data.draw(st.integers(0, len(things) - 1))]
 
     # -- rules
@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
         block = arena.lease(size)
         assert block is not None and block.capacity >= size
         assert block.capacity < 1.26 * size + 256 + PAGE
-        # Nobody else looks at this memory.
+        # No other hold uses this memory.
         assert all(block.name != name for _, _, name, _ in self.holds)
         self.count += 1
         content = b"%016d" % self.count
@@ -173,7 +173,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def process_dies(self, data: Any) -> None:
         arena = self._pick(data, self.program.others)
-        # Blocks of a dead process must not tell the next one in its attachment.
+        # A dead process's blocks must not release holds of the next process in its attachment.
         self.program.kill(arena)
         self.holds = [hold for hold in self.holds if hold[0] is not arena]
 
@@ -184,11 +184,11 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def limit_reached(self, data: Any) -> None:
-        """A lease that is refused takes nothing."""
+        """A refused lease takes no memory."""
         arena = self._pick(data, self.arenas)
         assert arena.lease(1 << 28, limit=arena.file.used()) is None
 
-    # -- what must hold
+    # -- invariants
 
     @invariant()
     def contents(self) -> None:
@@ -206,7 +206,7 @@ class Machine(RuleBasedStateMachine):
             first = arena._region._first
             numbers = range(first, first + arena.file.entries(arena.attachment))
             assert {n for n in numbers if not arena.file.free(n)} == live & set(numbers)
-            # Each entry is free or out, once; and no two lie over each other.
+            # Each entry is either free or in use, and no two overlap.
             region = arena._region
             free = (*region._warm.values(), *region._bare.values())
             known = sorted(chain(region._young, region._old, *free))
@@ -219,7 +219,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def memory(self) -> None:
-        """After a trim of everybody, large blocks that nobody holds have no memory."""
+        """After all processes trim, large blocks without holds have no memory."""
         if self.count % 7:
             return
         for arena in self.arenas:
@@ -242,12 +242,12 @@ TestModel.settings = settings(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 255, 256, 257, LARGE - 1, LARGE, 1 << 20])
 def test_capacity(size: int) -> None:
-    """A block is at least as large as asked for, and not much larger."""
+    """A block is at least as large as requested, and not much larger."""
     assert size <= _capacity(size) <= max(256, 1.25 * size + PAGE)
 
 
-def test_same_block_again() -> None:
-    """What was dropped is warm: the next lease of about that size gets it."""
+def test_a_dropped_block_is_reused() -> None:
+    """The next lease of about the same size gets the dropped block, whose memory is still there."""
     with program() as one:
         block = one.own.lease(1 << 20)
         assert block is not None
@@ -258,8 +258,8 @@ def test_same_block_again() -> None:
         assert block.number == number and block.name != name
 
 
-def test_found_among_many() -> None:
-    """Among many blocks in use, those that were let go are found again: memory stays bounded."""
+def test_reused_among_many() -> None:
+    """Among many blocks in use, dropped ones are reused, so memory stays limited."""
     with program() as one:
         held = [one.own.lease(LARGE) for _ in range(500)]
         for i in range(5000):
@@ -270,14 +270,14 @@ def test_found_among_many() -> None:
 
 
 def test_withdrawn_message() -> None:
-    """Who comes with the name of a block that was let go gets an error, not another's value."""
+    """The name of a dropped block raises an error once its memory has been leased again."""
     with program() as one:
         other = one.join()
         block = one.own.lease(LARGE)
         assert block is not None
         name = block.name
         del block
-        other.adopt(name)  # nobody took it yet: it is still what it was
+        other.adopt(name)  # no lease has taken the block yet
         again = one.own.lease(LARGE)
         assert again is not None and again.number == name & 0xFFFF_FFFF
         with pytest.raises(LookupError, match="withdrawn"):
@@ -289,8 +289,8 @@ def test_withdrawn_message() -> None:
         del again
 
 
-def test_nobody_can_cut_the_file_short() -> None:
-    """A process that has the file can neither cut it short nor seal it further."""
+def test_no_process_can_truncate_the_file() -> None:
+    """A process that has the file can neither truncate nor seal it."""
     with program() as one:
         size = os.fstat(one.own.file.fd).st_size
         for other in (0, size - 1, size + 1):
@@ -319,7 +319,8 @@ def _words(byte: bytes) -> memoryview:
 
 @pytest.mark.parametrize("what", SCRIBBLES)
 def test_tables_that_a_worker_has_written_over(what: str) -> None:
-    """The maker clears up after that worker and goes on; such a table is not given away again."""
+    """After a worker has overwritten its tables, the maker clears up and does not reuse its
+    attachment."""
     with program() as one:
         kept = one.own.lease(LARGE)
         bad, good = one.join(), one.join()
@@ -331,7 +332,7 @@ def test_tables_that_a_worker_has_written_over(what: str) -> None:
         attachment = bad.attachment
         one.kill(bad)
         del held, theirs
-        # The worker's holds are cleared, whatever it has done to the tables.
+        # The worker's holds are cleared, whatever it wrote to the tables.
         number = kept.number
         assert read(kept, 4) == (b"kept", b"kept") and one.own.alone(kept)
         del kept
@@ -340,14 +341,14 @@ def test_tables_that_a_worker_has_written_over(what: str) -> None:
         assert one.own.trim(float("inf")) in (True, False)
         new = one.join()
         assert new.lease(LARGE) is not None
-        # A table that seems to be empty is as good as a new one.
+        # An empty table is as good as a new one.
         assert (new.attachment == attachment) == (what in {"no counts", "the maker's table"})
         one.kill(good)
         assert one.own.statistics()["held"] == 1
 
 
 def test_a_block_outside_of_its_region() -> None:
-    """A name that leads outside of the memory of its owner is refused, and nothing is held."""
+    """A name of a block outside its owner's region is refused, and no hold is left."""
     with program() as one:
         other = one.join()
         block = other.lease(LARGE)
@@ -362,8 +363,8 @@ def test_a_block_outside_of_its_region() -> None:
             one.own.adopt(HOLDS * ENTRIES)
 
 
-def test_late_adopter_between_look_and_lease() -> None:
-    """A hold that comes between the owner's look and its claim keeps the block."""
+def test_a_hold_between_check_and_claim() -> None:
+    """A hold added between the owner's check and its claim keeps the block."""
     with program() as one:
         other = one.join()
         block = one.own.lease(LARGE)
@@ -374,7 +375,7 @@ def test_late_adopter_between_look_and_lease() -> None:
         first_look = file.map
 
         class AdoptedThen:
-            """The map, as it is looked at: another process comes right after the first look."""
+            """A map after whose first read another process adds a hold."""
 
             def __getitem__(self, key: Any) -> bytes:
                 found = first_look[key]
@@ -395,7 +396,7 @@ def test_late_adopter_between_look_and_lease() -> None:
 
 
 def test_dead_owner_of_blocks_in_use() -> None:
-    """What a dead process made stays as long as someone holds it, and its memory goes back then."""
+    """Blocks of a dead process stay while another holds them. Then their memory is released."""
     with program() as one:
         maker, user = one.join(), one.join()
         blocks = [maker.lease(1 << 20) for _ in range(8)]
@@ -414,14 +415,14 @@ def test_dead_owner_of_blocks_in_use() -> None:
         at_home.clear()
         del held
         assert one.own.file.used() < 5.5 * (1 << 20)
-        # Let go by another process: the next trim finds it.
+        # Another process has released these, so the next trim finds them.
         in_use.clear()
         assert one.own.trim() is False
         assert one.own.file.used() < 1 << 20
 
 
-def test_next_in_the_seat() -> None:
-    """Who gets an attachment finds the blocks of who had it, and does not touch those in use."""
+def test_the_next_process_of_an_attachment() -> None:
+    """A process reuses the blocks of its attachment's former process, except held ones."""
     with program() as one:
         first = one.join()
         blocks = [first.lease(1 << 20) for _ in range(4)]
@@ -437,7 +438,7 @@ def test_next_in_the_seat() -> None:
         for block in mine:
             assert block is not None and block.number != held.number
             tag(block, b"of the second...")
-        assert second.statistics()["blocks"] == 5  # three of the first's, and one more
+        assert second.statistics()["blocks"] == 5  # 3 reused, 1 held, 1 new
         assert read(held, 16) == (b"still in use....",) * 2
         with pytest.raises(LookupError):
             one.own.adopt(names[1])
@@ -447,7 +448,7 @@ def test_next_in_the_seat() -> None:
 
 
 def test_limit() -> None:
-    """Past the limit there is no block; free memory of other sizes makes room."""
+    """At the limit, a lease fails. Free memory of other sizes is used first."""
     with program(limit=64 << 20) as one:
         base = one.own.file.used()
         held = []
@@ -455,7 +456,7 @@ def test_limit() -> None:
             held.append(block)
         assert 60 <= len(held) <= 64
         held.clear()
-        block = one.own.lease(48 << 20)  # of another size
+        block = one.own.lease(48 << 20)  # another size
         assert block is not None
         assert one.own.file.used() - base <= 64 << 20
         assert one.own.lease(32 << 20) is None
@@ -464,7 +465,7 @@ def test_limit() -> None:
 
 
 def test_refused_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the system has no memory there is no block, and later there is."""
+    """If the system refuses memory, a lease fails. Later it succeeds."""
     with program() as one:
         monkeypatch.setattr(one.own.file, "reserve", lambda start, length: False)
         assert one.own.lease(1 << 20) is None
@@ -474,11 +475,11 @@ def test_refused_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(one.own.file, "reserve", lambda start, length: False)
         assert one.own.lease(1 << 20) is None
         del block
-        assert one.own.lease(1 << 20) is not None  # this one has its memory
+        assert one.own.lease(1 << 20) is not None  # this block has its memory already
 
 
-def test_idle_memory_goes_back() -> None:
-    """After `IDLE_SECONDS` seconds, and not before."""
+def test_idle_memory_is_released() -> None:
+    """Idle memory is released after `IDLE_SECONDS`, not before."""
     with program() as one:
         block = one.own.lease(8 << 20)
         assert block is not None
@@ -496,7 +497,7 @@ def test_idle_memory_goes_back() -> None:
 
 @pytest.mark.exhaustive
 def test_many_blocks_of_a_dead_process() -> None:
-    """Clearing up after one with 20,000 blocks takes a moment, and all its memory goes back."""
+    """If a process with 20,000 blocks dies, all its memory is released."""
     with program(limit=1 << 30) as one:
         other = one.join(limit=1 << 30)
         blocks = [other.lease(LARGE) for _ in range(20_000)]
@@ -508,8 +509,8 @@ def test_many_blocks_of_a_dead_process() -> None:
         assert one.join().statistics()["out"] == 0
 
 
-def test_seats_run_out() -> None:
-    """There are 479 attachments besides the own; a buried one is given away again."""
+def test_attachments_run_out() -> None:
+    """There are 479 attachments besides the maker's. A reclaimed one is used again."""
     with program() as one:
         attachments = [one.own.take_attachment() for _ in range(HOLDS - 1)]
         assert None not in attachments and len(set(attachments)) == HOLDS - 1
@@ -521,7 +522,7 @@ def test_seats_run_out() -> None:
 
 
 def test_many_threads() -> None:
-    """Threads that lease, fill, check and drop do not meet in one block."""
+    """Threads that lease, fill, check and drop blocks never share one."""
     with program() as one:
         wrong: list[Any] = []
 
@@ -547,5 +548,5 @@ def test_many_threads() -> None:
         for thread in threads:
             thread.join()
         assert wrong == []
-        eventually(lambda: one.own.statistics()["held"] == 0, "all let go")
+        eventually(lambda: one.own.statistics()["held"] == 0, "all blocks released")
         assert one.own.statistics()["out"] == 0

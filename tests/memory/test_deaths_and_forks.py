@@ -1,4 +1,4 @@
-"""Blocks and what may happen to processes: they are killed, forked, interrupted, or just end."""
+"""Blocks and processes that are killed, forked, interrupted, or end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def arena() -> Arena:
 def let_go(warm: None) -> Iterator[None]:
     yield
     gc.collect()
-    eventually(lambda: arena().statistics()["held"] == 0, "blocks let go")
+    eventually(lambda: arena().statistics()["held"] == 0, "blocks released")
 
 
 # -- deaths ----------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def let_go(warm: None) -> Iterator[None]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
 def test_storm(make_pool: Callable[..., Any], share: bool) -> None:
-    """Workers killed at random moments: every value that arrives is right, and nothing stays."""
+    """Workers die at random moments. Every value that arrives is right, and no block stays."""
     pool = make_pool(xpool.Pool, 2, is_copy_tensor=not share)
     rng = random.Random(5)
     held: list[tuple[int, Any]] = []
@@ -62,7 +62,7 @@ def test_storm(make_pool: Callable[..., Any], share: bool) -> None:
     for i in range(60):
         sent = [torch.full((rng.randrange(1, 3 * MIB),), i, dtype=torch.uint8) for _ in range(3)]
         results = [pool.apply_async(tasks.same, (x,)) for x in sent]
-        time.sleep(rng.random() * 0.004)  # any moment will do
+        time.sleep(rng.random() * 0.004)  # a random moment
         victim = rng.choice([pid for pid in pool.statistics()["pids"] if pid] or [0])
         if victim:
             os.kill(victim, signal.SIGKILL)
@@ -86,7 +86,7 @@ def test_storm(make_pool: Callable[..., Any], share: bool) -> None:
 
 @pytest.mark.exhaustive
 def test_killed_parent_leaves_nothing(tmp_path: Path) -> None:
-    """Parent and workers killed amid large transfers: no process, no name, no memory stays."""
+    """Parent and workers are killed during large transfers. No process, file or memory stays."""
     script = write(
         tmp_path / "program.py",
         """
@@ -108,21 +108,21 @@ def test_killed_parent_leaves_nothing(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2, process.stderr.read()
-        time.sleep(0.01 * i)  # any moment will do
+        time.sleep(0.01 * i)  # a random moment
         victims = [process.pid, *pids] if i % 2 else [process.pid]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=WAIT)
         assert wait_gone(pids, 10) == []
         gone += [process.pid, *pids]
-    eventually(lambda: not _mapped_elsewhere(), "the files gone")
-    # torch's files are named torch_PID_...; the tests beside this one have files of their own.
+    eventually(lambda: not _mapped_elsewhere(), "the files are gone")
+    # torch's files are named torch_PID_... Other tests running now have files too.
     names = os.listdir("/dev/shm")
     assert [name for name in names if set(map(str, gone)) & set(re.split(r"\D+", name))] == []
 
 
 def _mapped_elsewhere() -> list[str]:
-    """Return processes of ours that map an arena of another program than this."""
+    """Return our processes that map another program's arena."""
     mine = os.fstat(arena().file.fd).st_ino
     found = []
     for pid in descendants():
@@ -142,7 +142,7 @@ def _mapped_elsewhere() -> list[str]:
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_child_keeps_its_view(make_pool: Callable[..., Any]) -> None:
-    """A forked child sees what the parent held, though that drops it; then it is free."""
+    """A forked child keeps the blocks that its parent drops. They are released when it ends."""
     pool = make_pool(xpool.Pool, 1)
     held = [pool.apply(tasks.filled, (i, MIB)) for i in range(4)]
     unopened = pool.apply_async(tasks.filled, (9, MIB))
@@ -156,10 +156,10 @@ def test_child_keeps_its_view(make_pool: Callable[..., Any]) -> None:
         try:
             os.close(go_w)
             os.read(go_r, 1)
-            # Not by torch: its threads do not survive a fork.
+            # By numpy, because torch's threads do not survive a fork.
             right = all((x.numpy() == i).all() for i, x in enumerate(held))
             right = right and bool((unopened.get().numpy() == 9).all())
-            # Its own holds are nobody's: it takes nothing and gives nothing.
+            # The child has no holds of its own, so it cannot lease.
             right = right and parents.lease(100_000) is None
             held.clear()
             gc.collect()
@@ -191,7 +191,7 @@ def test_child_keeps_its_view(make_pool: Callable[..., Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_child_that_executes(make_pool: Callable[..., Any]) -> None:
-    """A child that becomes another program holds nothing any more."""
+    """A child that executes another program holds no block."""
     pool = make_pool(xpool.Pool, 1)
     held = pool.apply(tasks.filled, (1, MIB))
     read, write_end = os.pipe()
@@ -203,7 +203,7 @@ def test_child_that_executes(make_pool: Callable[..., Any]) -> None:
     os.close(read)
     del held
     try:
-        eventually(lambda: arena().statistics()["held"] == 0, "unpinned")
+        eventually(lambda: arena().statistics()["held"] == 0, "the block is released")
     finally:
         os.close(write_end)
         os.waitpid(child, 0)
@@ -212,7 +212,7 @@ def test_child_that_executes(make_pool: Callable[..., Any]) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_forks_from_many_threads(make_pool: Callable[..., Any]) -> None:
-    """Forks in several threads at once: no lock stays locked."""
+    """Several threads fork at once, and no lock stays locked."""
     pool = make_pool(xpool.Pool, 1)
     held = [pool.apply(tasks.filled, (1, MIB))]
     codes: list[int] = []
@@ -239,7 +239,7 @@ def test_forks_from_many_threads(make_pool: Callable[..., Any]) -> None:
 
 
 def test_worker_forks(make_pool: Callable[..., Any]) -> None:
-    """A task may fork; its child sees the task's argument."""
+    """A task may fork. Its child sees the task's argument."""
     pool = make_pool(xpool.Pool, 1, is_daemon=False)
     for i in range(5):
         assert pool.apply(tasks.fork_and_share_parts, (torch.full((MIB,), i),)) == i * MIB % 100
@@ -247,7 +247,7 @@ def test_worker_forks(make_pool: Callable[..., Any]) -> None:
 
 @pytest.mark.exhaustive
 def test_own_pool_in_forked_child(tmp_path: Path) -> None:
-    """A forked child has no part in the parent's arena, and makes its own for its own pools."""
+    """A forked child does not use its parent's arena. It makes one for its own pools."""
     script = write(
         tmp_path / "program.py",
         """
@@ -280,11 +280,11 @@ def test_own_pool_in_forked_child(tmp_path: Path) -> None:
     assert run_ok(["-W", "ignore::DeprecationWarning", script]) == "well\n"
 
 
-# -- where a block may be dropped ------------------------------------------------------------------
+# -- places where a block may be dropped -----------------------------------------------------------
 
 
 def test_dropped_in_many_threads(make_pool: Callable[..., Any]) -> None:
-    """Results taken in one thread and dropped in others, while more come."""
+    """One thread takes results while others drop them."""
     pool = make_pool(xpool.Pool, 2)
     values = list(pool.imap(tasks.numbered, range(400)))
 
@@ -308,7 +308,7 @@ def test_dropped_in_many_threads(make_pool: Callable[..., Any]) -> None:
 
 
 def test_dropped_by_the_collector(make_pool: Callable[..., Any]) -> None:
-    """In circles, found by the collector wherever it strikes; in its callbacks too."""
+    """The garbage collector and its callbacks may drop blocks, also in cycles."""
     pool = make_pool(xpool.Pool, 2)
     kept: list[Any] = []
 
@@ -335,14 +335,14 @@ def test_dropped_by_the_collector(make_pool: Callable[..., Any]) -> None:
 
 
 def restore(before: Any) -> None:
-    """Set SIGUSR1's handler; a signal that was sent a moment ago does not meet the default."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which drops those that are pending
+    """Set the handler of SIGUSR1. A pending signal must not reach the default handler."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # drops pending signals
     signal.signal(signal.SIGUSR1, before)
 
 
 def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> None:
-    """A handler that drops, leases and adopts comes between any two instructions."""
-    make_pool(xpool.Pool, 1)  # what is free stays warm
+    """A handler that drops, leases and adopts blocks may run between any two instructions."""
+    make_pool(xpool.Pool, 1)  # keeps free blocks' memory
     one = arena()
     kept: list[Any] = []
     wrong: list[Any] = []
@@ -398,7 +398,7 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
     "how", ["global", *also("finalizer", "circle", "thread", "unopened", "sys.exit")]
 )
 def test_interpreter_shutdown(tmp_path: Path, how: str) -> None:
-    """Blocks that are alive to the very end: the program ends at once, and silently."""
+    """Blocks may live until the interpreter ends, which is at once and without output."""
     script = write(
         tmp_path / "program.py",
         f"""
@@ -436,9 +436,9 @@ def test_interpreter_shutdown(tmp_path: Path, how: str) -> None:
     assert run_ok([script]) == ""
 
 
-def test_exceptions_that_are_postponed(make_pool: Callable[..., Any]) -> None:
-    """A handler that raises only where it `may_raise` loses nothing at all."""
-    make_pool(xpool.Pool, 1)  # what is free stays warm
+def test_postponed_exceptions(make_pool: Callable[..., Any]) -> None:
+    """A handler that raises only where `may_raise` allows it loses no block."""
+    make_pool(xpool.Pool, 1)  # keeps free blocks' memory
     one = arena()
     armed: list[bool] = []
     postponed: list[int] = []
@@ -451,7 +451,7 @@ def test_exceptions_that_are_postponed(make_pool: Callable[..., Any]) -> None:
         if not armed:
             return
         if may_raise(frame):
-            armed.clear()  # until the loop below is ready for the next
+            armed.clear()  # until the loop below sets it again
             raise Stop
         postponed.append(signum)
         _thread.start_new_thread(once_more, ())
@@ -488,14 +488,14 @@ def test_exceptions_that_are_postponed(make_pool: Callable[..., Any]) -> None:
             del block, other
     stop.set()
     shooter.join()
-    # Not by `_thread._count()`, which does not know a thread before it runs.
-    eventually(lambda: len(came) == len(postponed), "those that were postponed have come")
+    # `_thread._count()` does not count a thread before it runs.
+    eventually(lambda: len(came) == len(postponed), "postponed signals have come")
     restore(before)
     assert one.statistics()["held"] == 0
 
 
-def test_subprocess_does_not_pin(make_pool: Callable[..., Any]) -> None:
-    """Programs started meanwhile hold nothing."""
+def test_a_subprocess_holds_nothing(make_pool: Callable[..., Any]) -> None:
+    """A program started by `subprocess` holds no block."""
     pool = make_pool(xpool.Pool, 1)
     held = pool.apply(tasks.filled, (1, MIB))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:

@@ -1,4 +1,4 @@
-"""Share mode: whoever has the tensor sees what anybody writes, whatever way it went."""
+"""Share mode: every process that has a tensor sees all writes to it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def sharing(make_pool: Callable[..., Any], warm: None) -> Any:
 def let_go(warm: None) -> Iterator[None]:
     yield
     gc.collect()
-    eventually(lambda: held() == 0, "blocks let go")
+    eventually(lambda: held() == 0, "blocks released")
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 1000, 70_000, MIB])
 def test_both_ways(sharing: Any, size: int) -> None:
-    """Writes of either side are seen by the other, at every size."""
+    """Each side sees the writes of the other, for every size."""
     tensor = torch.zeros(size, dtype=torch.uint8)
     sharing.apply(tasks.keep, ("x", tensor), worker=0)
     assert sharing.apply(tasks.kept_total, ("x",), worker=0) == 0
@@ -66,7 +66,7 @@ def test_both_ways(sharing: Any, size: int) -> None:
 
 
 def test_many_hops(sharing: Any) -> None:
-    """Parent to worker, back, to the other worker, and all of them write."""
+    """A tensor goes to a worker, back, and to another worker. All see each other's writes."""
     tensor = torch.zeros(MIB, dtype=torch.int32)
     back = sharing.apply(tasks.add_one, (tensor,), worker=0)
     again = sharing.apply(tasks.add_one, (back,), worker=1)
@@ -79,7 +79,7 @@ def test_many_hops(sharing: Any) -> None:
 
 
 def test_made_by_a_worker(sharing: Any) -> None:
-    """A worker's tensor, seen by the parent and by the other worker, also when its maker died."""
+    """The parent and the other worker see a worker's tensor, even after its maker's death."""
     tensor = sharing.apply(tasks.make_and_keep, ("mine", MIB), worker=0)
     sharing.apply(tasks.keep, ("theirs", tensor), worker=1)
     sharing.apply(tasks.kept_fill, ("mine", 1), worker=0)
@@ -92,7 +92,7 @@ def test_made_by_a_worker(sharing: Any) -> None:
     tensor.fill_(3)
     for worker, name in ((0, "again"), (1, "theirs")):
         assert sharing.apply(tasks.kept_total, (name,), worker=worker) == 3 * MIB
-    # Others come and go; nobody gets this memory.
+    # Later tensors do not get this memory.
     for i in range(20):
         other = sharing.apply(tasks.make_and_keep, (f"other{i}", MIB), worker=0)
         other.fill_(8)
@@ -100,7 +100,7 @@ def test_made_by_a_worker(sharing: Any) -> None:
 
 
 def test_after_the_pool(sharing: Any) -> None:
-    """A tensor outlives the pool that it was shared in, and can be shared again."""
+    """A tensor outlives the pool that shared it, and can be shared again."""
     tensor = torch.zeros(MIB, dtype=torch.uint8)
     made = sharing.apply(tasks.make_and_keep, ("x", MIB), worker=1)
     sharing.apply(tasks.write, (tensor, 5))
@@ -116,7 +116,7 @@ def test_after_the_pool(sharing: Any) -> None:
 
 
 def test_two_pools(sharing: Any, make_pool: Callable[..., Any]) -> None:
-    """The pools of one program share one tensor."""
+    """Two pools of a program share the same tensor."""
     other = make_pool(xpool.Pool, 1, is_copy_tensor=False)
     tensor = torch.zeros(MIB, dtype=torch.uint8)
     sharing.apply(tasks.keep, ("x", tensor), worker=0)
@@ -124,20 +124,20 @@ def test_two_pools(sharing: Any, make_pool: Callable[..., Any]) -> None:
     assert sharing.apply(tasks.kept_total, ("x",), worker=0) == MIB
 
 
-def test_copy_pool_beside_it(sharing: Any, make_pool: Callable[..., Any]) -> None:
+def test_a_pool_in_copy_mode(sharing: Any, make_pool: Callable[..., Any]) -> None:
     """A pool in copy mode copies what another pool shares."""
     other = make_pool(xpool.Pool, 1)
     tensor = torch.zeros(MIB, dtype=torch.uint8)
     sharing.apply(tasks.write, (tensor, 1))
     other.apply(tasks.write, (tensor, 2))
     assert int(tensor.sum()) == MIB
-    received = other.apply(tasks.same, (tensor,))  # lies in a block already
+    received = other.apply(tasks.same, (tensor,))  # already lies in a block
     sharing.apply(tasks.write, (received, 3))
     assert int(received.sum()) == 3 * MIB
 
 
 def test_views_and_modules(sharing: Any) -> None:
-    """Whatever uses the storage sees it: views, parameters, what was made before the first send."""
+    """Views and parameters of a storage see the writes, even if made before the first send."""
     base = torch.zeros(1000, 1000)
     view, column = base[100:200], base.t()[3]
     module = torch.nn.Linear(500, 500)
@@ -153,7 +153,7 @@ def test_views_and_modules(sharing: Any) -> None:
 
 @pytest.mark.parametrize("in_file", [False, True])
 def test_one_storage_stays_one(sharing: Any, in_file: bool) -> None:
-    """Tensors of one storage have one storage where they arrive, in the first message and later."""
+    """Tensors with the same storage share it in the worker, in the first message and later."""
     base = torch.zeros(1000).share_memory_() if in_file else torch.zeros(1000)
     pair = base.detach(), base[10:]
     for _ in range(3):
@@ -169,7 +169,7 @@ def test_one_storage_stays_one(sharing: Any, in_file: bool) -> None:
 
 
 def of_dead_view(tensor: Any) -> Any:
-    """Return an array over a tensor that nobody else has."""
+    """Return an array over a view of the tensor that no name refers to."""
     return np.from_dlpack(tensor.view(-1))
 
 
@@ -177,12 +177,12 @@ def of_dead_view(tensor: Any) -> Any:
     "alias", [np.asarray, np.from_dlpack, lambda x: torch.from_dlpack(x).numpy(), of_dead_view]
 )
 def test_alias_of_numpy(sharing: Any, alias: Any) -> None:
-    """An array over a tensor that moves keeps its memory: old values, no crash."""
+    """If a tensor moves, an array over it keeps its old memory and values."""
     tensor = torch.arange(MIB, dtype=torch.int32)
     array = alias(tensor)
     sharing.apply(tasks.write, (tensor, 5))
     assert (tensor == 5).all()
-    for _ in range(20):  # would overwrite what was freed
+    for _ in range(20):  # would overwrite freed memory
         torch.full((MIB,), 77, dtype=torch.int32)
     assert (array == np.arange(MIB)).all()
     if array.flags.writeable:
@@ -197,7 +197,7 @@ def test_alias_of_numpy(sharing: Any, alias: Any) -> None:
 
 
 def test_no_second_copy_is_kept(sharing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a tensor was before it moved is freed at once, where nothing else looks at it."""
+    """A moved tensor's old memory is freed at once if no other object uses it."""
     moved: list[bool] = []
     exchange = sharing_module._exchange
 
@@ -207,7 +207,7 @@ def test_no_second_copy_is_kept(sharing: Any, monkeypatch: pytest.MonkeyPatch) -
         return former
 
     monkeypatch.setattr(sharing_module, "_exchange", noted)
-    # Those of pytest-xdist.
+    # Ignore the threads of pytest-xdist.
     monkeypatch.setattr(sharing_module, "_other_threads_compute", bool)
     module = torch.nn.Linear(2000, 2000)
     plain = torch.zeros(4 * MIB, dtype=torch.float32)
@@ -253,8 +253,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.exhaustive
-def test_threads_of_xpool_compute_nothing(tmp_path: Path) -> None:
-    """A second copy is kept where the program has threads, or Python has no interpreter lock."""
+def test_old_memory_is_kept_if_there_are_threads(tmp_path: Path) -> None:
+    """A moved tensor's old memory is kept if the program has threads or no interpreter lock."""
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
     done = subprocess.run(
@@ -266,7 +266,7 @@ def test_threads_of_xpool_compute_nothing(tmp_path: Path) -> None:
 
 
 def test_memory_outlives_an_operation(sharing: Any) -> None:
-    """What a thread computes on while another shares it for the first time stays where it is."""
+    """If a thread computes on a tensor while another shares it, its old memory stays mapped."""
     moved: list[bool] = []
     begun, ended = threading.Event(), threading.Event()
 
@@ -296,7 +296,7 @@ def test_memory_outlives_an_operation(sharing: Any) -> None:
 
 
 def mapping_of(address: int) -> list[str]:
-    """Return the line of /proc/self/maps in which an address lies."""
+    """Return the lines of /proc/self/maps that contain an address."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, stop = (int(n, 16) for n in line.split()[0].split("-"))
@@ -306,12 +306,12 @@ def mapping_of(address: int) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["share_memory_", *also("from_file", "memmap")])
-def test_shared_already_stays(sharing: Any, how: str, tmp_path: Path) -> None:
-    """Memory in a file stays there: whoever else has it mapped sees what a worker writes."""
+def test_a_tensor_in_a_file_stays(sharing: Any, how: str, tmp_path: Path) -> None:
+    """A tensor in a file stays there, so others that map the file see a worker's writes."""
     tensor = in_a_file(how, tmp_path / "file")
     address = tensor.data_ptr()
     other = mapped_once_more(tensor)
-    for value in (5, 6):  # the second time, too
+    for value in (5, 6):  # also the second time
         sharing.apply(tasks.write, (tensor[:MIB], value), worker=0)
         assert (tensor[:MIB] == value).all() and (other[:MIB] == value).all()
     assert tensor.data_ptr() == address and (tensor[MIB:] == 0).all()
@@ -330,13 +330,13 @@ def in_a_file(how: str, path: Path) -> Any:
         return torch.zeros(2 * MIB, dtype=torch.uint8).share_memory_()
     if how == "from_file":
         return torch.from_file(str(path), True, 2 * MIB, dtype=torch.uint8)
-    # Not at the beginning of a page.
+    # This offset is not the start of a page.
     whole = np.memmap(path, np.uint8, "w+", shape=(2 * MIB + 100,))
     return torch.from_numpy(whole[100:])
 
 
 def mapped_once_more(tensor: Any) -> Any:
-    """Return a tensor over the same file, by means that know nothing of xpool."""
+    """Return a tensor over the same file, made without xpool."""
     (line,) = mapping_of(tensor.data_ptr())
     inode = int(line.split()[4])
     paths = [line.split()[5], *(f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))]
@@ -345,8 +345,8 @@ def mapped_once_more(tensor: Any) -> Any:
     return torch.from_numpy(np.memmap(path, np.uint8, "r+", shape=(offset + 2 * MIB,))[offset:])
 
 
-def test_shared_already_and_let_go(sharing: Any) -> None:
-    """What was sent so is kept until it is opened, also by a sender that has dropped it."""
+def test_a_sent_tensor_in_a_file_is_kept(sharing: Any) -> None:
+    """A sent tensor in a file is kept until it is unpickled, even if the sender drops it."""
     fds = len(descriptors())
     results = [
         sharing.apply_async(tasks.total, (torch.ones(MIB, dtype=torch.uint8).share_memory_(),))
@@ -359,17 +359,17 @@ def test_shared_already_and_let_go(sharing: Any) -> None:
     assert [int(result.get().sum()) for result in made] == [i * MIB for i in range(4)]
     del made, results, result
     gc.collect()
-    eventually(lambda: mapped.collect() or len(descriptors()) <= fds, "descriptors let go")
+    eventually(lambda: mapped.collect() or len(descriptors()) <= fds, "descriptors closed")
 
 
 def test_a_place_is_looked_up_once(sharing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor's file is found once; and again after its descriptor was closed, or in a fork."""
+    """A tensor's file is found once, and again in a fork or if its descriptor was closed."""
     look_up, looks = mapped._shared_maps, []
     monkeypatch.setattr(mapped, "_shared_maps", lambda: looks.append(1) or look_up())
     tensor = torch.zeros(MIB, dtype=torch.uint8).share_memory_()
     storage = tensor.untyped_storage()
     if not hasattr(storage, "__dict__") or storage is not tensor.untyped_storage():
-        pytest.skip("this torch makes a new object of a storage each time that it is asked for")
+        pytest.skip("this torch makes a new storage object for each access")
 
     def written(value: int) -> int:
         sharing.apply(tasks.write, (tensor, value))
@@ -392,19 +392,20 @@ def test_a_place_is_looked_up_once(sharing: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_file_is_mapped_once(sharing: Any) -> None:
-    """A worker maps a file that is sent again once, and never takes one file for another."""
+    """A worker maps a file once although it is sent again. It never confuses two files."""
     tensor = torch.zeros(MIB, dtype=torch.uint8).share_memory_()
     places = {sharing.apply(tasks.address, (tensor,), worker=0) for _ in range(3)}
     assert len(places) == 1
-    for value in range(40):  # more than are kept; some get the address or descriptor of an earlier
+    # More than are kept. Some get the address or descriptor of an earlier one.
+    for value in range(40):
         other = torch.full((MIB,), value, dtype=torch.uint8).share_memory_()
         assert sharing.apply(tasks.total, (other,), worker=0) == value * MIB
 
 
-def test_mappings_are_few_and_dropped(
+def test_kept_mappings_are_few_and_dropped(
     warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept mappings have a few descriptors, and are dropped when they were not used for long."""
+    """Kept mappings have few descriptors, and are dropped when they have been idle."""
     monkeypatch.setattr(mapped, "_keeps_opened", True)
     before = len(descriptors())
 
@@ -424,7 +425,7 @@ def test_mappings_are_few_and_dropped(
 
 
 def test_idle_workers_drop_mappings(sharing: Any) -> None:
-    """An idle worker drops a mapping without a further task."""
+    """An idle worker drops a mapping without another task."""
     tensor = torch.ones(MIB, dtype=torch.uint8).share_memory_()
     (line,) = mapping_of(tensor.data_ptr())
     inode = f" {line.split()[4]} "
@@ -438,8 +439,8 @@ def test_idle_workers_drop_mappings(sharing: Any) -> None:
     eventually(lambda: not is_mapped(), "mapping dropped")
 
 
-def test_shared_already_and_cut_short(sharing: Any, tmp_path: Path) -> None:
-    """A file that is too short by now is refused, also after it was sent: no SIGBUS in a worker."""
+def test_a_truncated_file(sharing: Any, tmp_path: Path) -> None:
+    """A file that was truncated is refused, even if it was sent before. No worker gets a SIGBUS."""
     tensor = in_a_file("from_file", tmp_path / "file")
     sharing.apply(tasks.write, (tensor, 1), worker=0)
     os.truncate(tmp_path / "file", MIB)
@@ -447,8 +448,8 @@ def test_shared_already_and_cut_short(sharing: Any, tmp_path: Path) -> None:
         sharing.apply(tasks.total, (tensor,), worker=0)
 
 
-def test_shared_already_and_out_of_reach(sharing: Any) -> None:
-    """Memory that no other process can come to by a file is refused, and stays."""
+def test_shared_memory_without_a_file(sharing: Any) -> None:
+    """Shared memory is refused if no other process can open its file. It stays unchanged."""
     pages = mmap.mmap(-1, MIB)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
     address = tensor.data_ptr()
@@ -458,7 +459,7 @@ def test_shared_already_and_out_of_reach(sharing: Any) -> None:
 
 
 def test_tensor_over_numpy(sharing: Any) -> None:
-    """A tensor made of an array moves; the array keeps its own memory."""
+    """A tensor over an array moves. The array keeps its memory."""
     array = np.arange(MIB, dtype=np.int32)
     tensor = torch.from_numpy(array)
     sharing.apply(tasks.write, (tensor, 5))
@@ -466,7 +467,7 @@ def test_tensor_over_numpy(sharing: Any) -> None:
 
 
 def test_received_as_numpy(sharing: Any) -> None:
-    """An array over a shared tensor that has moved already is shared too."""
+    """An array over an already shared tensor is shared too."""
     tensor = torch.zeros(MIB, dtype=torch.uint8)
     sharing.apply(tasks.keep, ("x", tensor), worker=0)
     array = tensor.numpy()
@@ -479,8 +480,8 @@ def test_received_as_numpy(sharing: Any) -> None:
     assert (array == 6).all()
 
 
-def test_handles_only(sharing: Any) -> None:
-    """Sent again, a tensor takes no memory and no descriptor: its name travels."""
+def test_a_second_send_takes_nothing(sharing: Any) -> None:
+    """Sending a tensor again takes no memory and no descriptor, because only its name is sent."""
     tensor = torch.zeros(64 * MIB, dtype=torch.uint8)
     sharing.apply(tasks.same, (tensor,), worker=0)
     arena = Arena.own()
@@ -492,8 +493,8 @@ def test_handles_only(sharing: Any) -> None:
     assert arena.file.used() == used and len(descriptors()) == fds
 
 
-def test_let_go(sharing: Any) -> None:
-    """When the last user in any process lets go, the memory is free."""
+def test_memory_is_freed(sharing: Any) -> None:
+    """The memory is freed when the last user in any process drops it."""
     arena = Arena.own()
     assert arena is not None
     tensor = torch.zeros(32 * MIB, dtype=torch.uint8)
@@ -501,15 +502,15 @@ def test_let_go(sharing: Any) -> None:
     number = arena._number_at(tensor.data_ptr())
     assert number is not None
     del tensor
-    assert not arena.file.free(number)  # the worker has it
+    assert not arena.file.free(number)  # the worker still has it
     assert sharing.apply(tasks.kept_total, ("x",), worker=0) == 0
     sharing.apply(tasks.forget, worker=0)
     sharing.apply(tasks.nothing, worker=0)
     eventually(lambda: arena.file.free(number), "block free")
 
 
-def test_passed_between_workers_while_parent_lets_go(sharing: Any) -> None:
-    """At every moment of the trip someone holds it: many trips, contents checked."""
+def test_passed_between_workers_while_the_parent_drops_it(sharing: Any) -> None:
+    """A tensor passed between workers is never freed, even if the parent drops it."""
     for i in range(200):
         made = sharing.apply_async(tasks.filled, (i % 250, 100_000), worker=i % 2)
         kept = sharing.apply_async(tasks.keep, ("x", made.get()), worker=(i + 1) % 2)
@@ -520,7 +521,7 @@ def test_passed_between_workers_while_parent_lets_go(sharing: Any) -> None:
 
 @pytest.mark.exhaustive
 def test_nested_pool_refuses(make_pool: Callable[..., Any]) -> None:
-    """A worker cannot share its parent's tensor with a pool of its own, and says what to do."""
+    """A worker cannot share its parent's tensor with its own pool. The error says what to do."""
     pool = make_pool(xpool.Pool, 1, is_copy_tensor=False, is_daemon=False)
     tensor = torch.zeros(MIB, dtype=torch.uint8)
     text = pool.apply(tasks.share_with_a_pool, (tensor,))
@@ -530,7 +531,7 @@ def test_nested_pool_refuses(make_pool: Callable[..., Any]) -> None:
 
 
 def test_from_many_threads(sharing: Any) -> None:
-    """Threads that share one tensor for the first time at once move it once."""
+    """If threads share a tensor for the first time at once, it moves once."""
     tensor = torch.zeros(4 * MIB, dtype=torch.uint8)
     places: list[int] = []
 
@@ -546,13 +547,13 @@ def test_from_many_threads(sharing: Any) -> None:
 
 
 def names_of_torch() -> set[str]:
-    """The names of torch's shared memory, which processes of other programs may have, too."""
+    """Return the names of this process's shared memory of torch."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")}
 
 
 @pytest.mark.usefixtures("torch_files")
 def test_dumps() -> None:
-    """`xpool.pickle.dumps(copy_tensor=False)` writes a name; the memory goes with the last user."""
+    """`dumps(copy_tensor=False)` writes a name. The memory is freed after the last use."""
     before = names_of_torch()
     tensor = torch.zeros(MIB, dtype=torch.uint8)
     data = xpool.pickle.dumps([tensor, tensor[5:]], copy_tensor=False)
@@ -569,7 +570,7 @@ def test_dumps() -> None:
 
 @pytest.mark.usefixtures("torch_files")
 def test_dumps_keeps_what_others_use() -> None:
-    """An array of the tensor's old memory can be used on."""
+    """An array over the tensor's old memory stays usable."""
     array = np.ones(MIB)
     tensor = torch.from_numpy(array)
     back = xpool.pickle.loads(xpool.pickle.dumps(tensor, copy_tensor=False))
@@ -581,7 +582,7 @@ def test_dumps_keeps_what_others_use() -> None:
 
 @pytest.mark.usefixtures("torch_files")
 def test_dumps_is_refused(sharing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be torn from its other users stays; a shortage of memory is an error."""
+    """`dumps` refuses tensors that others share already. Without memory it raises an error."""
     shared = torch.ones(MIB)
     sharing.apply(tasks.keep, ("shared", shared), worker=0)
     with pytest.raises(xpool.TaskNotPicklable, match=r"workers of a pool. Send a clone\(\)"):
@@ -603,8 +604,8 @@ METHODS = ["fork", "spawn"]
 
 
 def write_and_answer(pipe: Any, keep: bool) -> None:
-    """Open the pickles that come, write to their tensors, and answer what was in them."""
-    torch.set_num_threads(1)  # a fork does not have OpenMP's threads, and would wait for them
+    """Unpickle the received data, write to the tensors, and answer with their earlier sums."""
+    torch.set_num_threads(1)  # a fork does not have OpenMP's threads, but would wait for them
     opened = []
     while (data := pipe.recv()) is not None:
         try:
@@ -627,21 +628,21 @@ def write_and_answer(pipe: Any, keep: bool) -> None:
 @pytest.mark.usefixtures("torch_files")
 @pytest.mark.parametrize("method", METHODS)
 def test_dumps_by_a_pipe(method: str) -> None:
-    """Any process opens it, whatever started it and brought it there, and both see each other."""
+    """Any process can unpickle the data from a pipe. Both sides see each other's writes."""
     context = multiprocessing.get_context(method)
     mine, its = context.Pipe()
     process = context.Process(target=write_and_answer, args=(its, True))  # type: ignore[attr-defined]
     process.start()
     its.close()
     tensors = [torch.ones(MIB, dtype=torch.uint8), torch.ones(10)]
-    for total in ([MIB, 10], [7 * MIB, 70]):  # the second time it has the memory
+    for total in ([MIB, 10], [7 * MIB, 70]):  # the second time, the memory is shared already
         data = xpool.pickle.dumps(tensors, copy_tensor=False)
         mine.send(data)
         assert mine.recv() == total
         assert mine.recv() == "written"
         assert [int(one.sum()) for one in tensors] == [7 * MIB, 70]
     tensors[0].fill_(1)
-    del data, tensors  # what it has opened is its own to keep
+    del data, tensors  # the process keeps its tensors
     mine.send(None)
     assert [mine.recv() for _ in range(2)] == [[MIB, 70]] * 2
     process.join()
@@ -650,11 +651,11 @@ def test_dumps_by_a_pipe(method: str) -> None:
 
 @pytest.mark.exhaustive
 def test_dumps_whose_sender_has_ended() -> None:
-    """A tensor outlives the process that made it, also in a function and from shared memory."""
+    """A tensor outlives its process, in a function and in shared memory too."""
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe()
-    # Not here: a connection to the sender's server of torch would stay.  And first: that server
-    # ends two seconds after the sender, and to start a process may take longer.
+    # Not unpickled here, because a connection to the sender's server of torch would stay. The
+    # receiver starts first, because that server ends two seconds after the sender.
     receiver = context.Process(target=answer_totals, args=(its,))
     receiver.start()
     assert mine.recv() == "ready"
@@ -664,7 +665,7 @@ def test_dumps_whose_sender_has_ended() -> None:
     data = [from_sender.recv(), from_sender.recv()]
     sender.join()
     mine.send(data)
-    its.close()  # if the receiver fails, there is an end to the wait
+    its.close()  # if the receiver fails, `recv` raises
     assert mine.recv() == [MIB, 3]
     receiver.join()
 
@@ -676,7 +677,7 @@ def answer_totals(pipe: Any) -> None:
 
 
 def send_two(pipe: Any) -> None:
-    """Send a tensor and a function that has one."""
+    """Send a tensor, and a function that uses one."""
     torch.set_num_threads(1)  # as in `write_and_answer`
     shared = torch.ones(3).share_memory_()
     pipe.send(xpool.pickle.dumps(torch.ones(MIB), copy_tensor=False))
@@ -686,7 +687,7 @@ def send_two(pipe: Any) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("torch_files")
 def test_dumps_of_a_worker(sharing: Any) -> None:
-    """A worker's pickle can be opened by a process that the pool knows nothing of."""
+    """A process outside the pool can unpickle a worker's data."""
     data = sharing.apply(tasks.kept_pickle, (MIB,), worker=0)
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe()
@@ -701,13 +702,13 @@ def test_dumps_of_a_worker(sharing: Any) -> None:
 
 
 def test_bad_method(make_pool: Callable[..., Any]) -> None:
-    """An unknown share_method is refused when the pool is made."""
+    """An unknown share_method raises ValueError."""
     with pytest.raises(ValueError, match="share_method"):
         make_pool(xpool.Pool, 1, is_copy_tensor=False, share_method="gpu")
 
 
-def test_torch_that_cannot() -> None:
-    """Storages that are laid out in an unknown way are not written to; it says what to do."""
+def test_an_unknown_layout_of_storages() -> None:
+    """Storages with an unknown layout are not changed. The error says what to do."""
     words = (ctypes.c_size_t * 8)()
 
     class Storage:
@@ -721,12 +722,12 @@ def test_torch_that_cannot() -> None:
     assert not any(words)
 
 
-def test_whatever_uses_it_first(make_pool: Any) -> None:
-    """One storage of a message is one there, be it first met in a tensor, a view or by itself."""
+def test_the_storage_may_come_first(make_pool: Any) -> None:
+    """All objects of a message that use a storage share it, whichever comes first."""
     pool = make_pool(xpool.Pool, 1, is_copy_tensor=False)
     x = torch.arange(12.0).reshape(3, 4)
     odd = torch.zeros(7, dtype=torch.uint8).untyped_storage()
-    for _ in range(2):  # the second time it is in shared memory already
+    for _ in range(2):  # the second time, it is in shared memory already
         for message in (
             [x, x[1:], x.t(), torch.nn.Parameter(x), x.untyped_storage()],
             [x.untyped_storage(), x.detach(), x],

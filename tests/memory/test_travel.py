@@ -1,4 +1,4 @@
-"""Values of many sizes between processes: contents, where they lie, what is left afterwards."""
+"""Values of many sizes, sent between processes: their contents, their memory, and their release."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def used() -> int:
 
 @pytest.fixture
 def calm(warm: None) -> Iterator[None]:
-    """Nothing that this test had is held afterwards."""
+    """After the test, no more blocks are held than before."""
     gc.collect()
-    before = arena().statistics()["held"]  # by the traceback of one that failed
+    before = arena().statistics()["held"]  # the traceback of a failed test may hold some
     yield
     gc.collect()
-    eventually(lambda: arena().statistics()["held"] <= before, "blocks let go")
+    eventually(lambda: arena().statistics()["held"] <= before, "blocks released")
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
 def test_contents(method_kind: Any, make_pool: Callable[..., Any], calm: None, share: bool) -> None:
-    """Arguments and results of every size arrive as they were sent, with every start method."""
+    """Arguments and results of every size arrive unchanged, with every start method."""
     pool = make_pool(method_kind, 2, is_copy_tensor=not share)
     for size in SIZES:
         sent = torch.from_numpy(np.random.default_rng(size).integers(0, 255, size, np.uint8))
@@ -69,7 +69,7 @@ def test_contents(method_kind: Any, make_pool: Callable[..., Any], calm: None, s
 
 @pytest.mark.parametrize("kind_of", [bytes, bytearray, np.frombuffer, "pickle"])
 def test_other_buffers(make_pool: Callable[..., Any], calm: None, kind_of: Any) -> None:
-    """Bytes, byte arrays, numpy arrays and large pickles without buffers travel the same way."""
+    """Bytes, byte arrays, numpy arrays and large pickles without buffers arrive unchanged."""
     pool = make_pool(xpool.Pool, 2)
     for size in SIZES[5:-1]:
         data = os.urandom(size)
@@ -85,7 +85,7 @@ def test_other_buffers(make_pool: Callable[..., Any], calm: None, kind_of: Any) 
 
 
 def test_what_arrives_can_be_written(make_pool: Callable[..., Any], calm: None) -> None:
-    """The receiver's value is its own: writing to it is seen by nobody else."""
+    """The receiver owns its value. Its writes are invisible to others."""
     pool = make_pool(xpool.Pool, 1)
     sent = torch.zeros(MIB, dtype=torch.uint8)
     kept = pool.apply(tasks.write_and_keep, ("x", sent))
@@ -98,14 +98,14 @@ def test_what_arrives_can_be_written(make_pool: Callable[..., Any], calm: None) 
 
 
 def test_aligned(make_pool: Callable[..., Any], calm: None) -> None:
-    """Vector units like their data at multiples of 64 bytes."""
+    """Tensors are aligned to 64 bytes for vector units."""
     pool = make_pool(xpool.Pool, 1)
     tensors = pool.apply(tasks.same, ([torch.zeros(65536 + 24 * i) for i in range(10)],))
     assert [tensor.data_ptr() % 64 for tensor in tensors] == [0] * 10
 
 
-def test_warm(make_pool: Callable[..., Any], calm: None) -> None:
-    """A stream of values of one size goes through a few blocks, again and again."""
+def test_blocks_are_reused(make_pool: Callable[..., Any], calm: None) -> None:
+    """A stream of values of the same size uses a few blocks again and again."""
     pool = make_pool(xpool.Pool, 1)
     before = arena().statistics()["blocks"]
     places = set()
@@ -118,8 +118,8 @@ def test_warm(make_pool: Callable[..., Any], calm: None) -> None:
     assert len(places) <= 3
 
 
-def test_memory_goes_back(make_pool: Callable[..., Any], calm: None) -> None:
-    """At the pool's end, what nobody uses; what is in use when its last user lets go."""
+def test_memory_is_released(make_pool: Callable[..., Any], calm: None) -> None:
+    """The pool's end releases unused memory. Used memory is released with its last user."""
     pool = make_pool(xpool.Pool, 2)
     results = [pool.apply(tasks.filled, (i, 4 * MIB)) for i in range(8)]
     assert used() >= 32 * MIB
@@ -133,21 +133,21 @@ def test_memory_goes_back(make_pool: Callable[..., Any], calm: None) -> None:
 
 
 @pytest.mark.exhaustive
-def test_memory_goes_back_by_itself(
+def test_idle_memory_is_released(
     make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a pool that goes on, a while after it was used last, on both sides."""
+    """Idle memory is released on both sides while the pool lives."""
     pool = make_pool(xpool.Pool, 2)
     back = pool.map(tasks.same, [torch.zeros(4 * MIB, dtype=torch.uint8)] * 8, chunksize=1)
     assert used() > 8 * MIB
     del back
-    eventually(lambda: used() <= MIB, "memory given back", 20)
+    eventually(lambda: used() <= MIB, "memory released", 20)
     assert pool.apply(os.getpid)
 
 
 @pytest.mark.exhaustive
-def test_memory_of_a_busy_worker_goes_back(make_pool: Callable[..., Any], calm: None) -> None:
-    """Also of a worker that always has something small to do."""
+def test_memory_of_a_busy_worker_is_released(make_pool: Callable[..., Any], calm: None) -> None:
+    """Idle memory of a worker is released even if it always has small tasks."""
     pool = make_pool(xpool.Pool, 1)
     back = pool.apply(tasks.filled, (1, 32 * MIB))
     del back
@@ -156,12 +156,12 @@ def test_memory_of_a_busy_worker_goes_back(make_pool: Callable[..., Any], calm: 
         pool.map(abs, range(50))
         return used() <= MIB
 
-    eventually(small, "memory given back", 20)
+    eventually(small, "memory released", 20)
 
 
 @pytest.mark.exhaustive
 def test_descriptors(make_pool: Callable[..., Any], calm: None) -> None:
-    """20,000 live results of 64 KiB: not one descriptor more."""
+    """20,000 live results of 64 KiB need no additional descriptor."""
     pool = make_pool(xpool.Pool, 2)
     results = list(pool.imap(tasks.numbered, range(100)))
     before = len(descriptors())
@@ -179,7 +179,7 @@ def test_descriptors(make_pool: Callable[..., Any], calm: None) -> None:
 
 @pytest.mark.exhaustive
 def test_few_descriptors(warm: None) -> None:
-    """5,000 live results of 4 KiB, and as many of 64 KiB, under a soft limit of 64 descriptors."""
+    """64 descriptors suffice for 5,000 live results of 4 KiB and 5,000 of 64 KiB."""
     run_ok(
         ["-"],
         """
@@ -207,7 +207,7 @@ def test_few_descriptors(warm: None) -> None:
 
 @pytest.mark.parametrize("limit", [0, 1, 3 * MIB])
 def test_memory_limit(make_pool: Callable[..., Any], calm: None, limit: int) -> None:
-    """Past the limit values go through the pipe, and arrive all the same."""
+    """Beyond the limit, values go through the pipe."""
     base = used()
     pool = make_pool(xpool.Pool, 2, memory_limit=limit)
     sent = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(20)]
@@ -219,8 +219,8 @@ def test_memory_limit(make_pool: Callable[..., Any], calm: None, limit: int) -> 
 
 
 def test_memory_limit_in_share_mode(make_pool: Callable[..., Any], calm: None) -> None:
-    """What cannot be shared says so, the pool goes on, and there is room again later."""
-    base = arena().file.used()  # the limit counts tables too
+    """If the limit prevents sharing, an error says so. Freed memory can be used again."""
+    base = arena().file.used()  # the limit includes tables
     pool = make_pool(xpool.Pool, 1, memory_limit=base + 8 * MIB, is_copy_tensor=False)
     held = [torch.zeros(2 * MIB, dtype=torch.uint8) for _ in range(3)]
     for tensor in held:
@@ -238,7 +238,7 @@ def test_memory_limit_in_share_mode(make_pool: Callable[..., Any], calm: None) -
 def test_refused_reservation(
     make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the system has no memory to give, values go through the pipe."""
+    """If the system refuses memory, values go through the pipe."""
     pool = make_pool(xpool.Pool, 1)
     monkeypatch.setattr(arena().file, "reserve", lambda start, length: False)
     blocks = arena().statistics()["out"]
@@ -251,7 +251,7 @@ def test_refused_reservation(
 def test_refused_in_the_middle(
     make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message of which some blocks were had, and one not, goes through the pipe as a whole."""
+    """If one block of a message is refused, the whole message goes through the pipe."""
     pool = make_pool(xpool.Pool, 1)
     left = [3]
     take = Region.take
@@ -271,7 +271,7 @@ def test_refused_in_the_middle(
 
 @pytest.mark.exhaustive
 def test_limited_addresses(warm: None) -> None:
-    """Under ``ulimit -v`` there is no arena: pools work by pipe, share mode says why it cannot."""
+    """Under ``ulimit -v`` there is no arena. Copy mode uses the pipe, share mode is refused."""
     out = run_ok(
         ["-"],
         """
@@ -298,7 +298,7 @@ def test_limited_addresses(warm: None) -> None:
 def test_worker_that_cannot_map_it(
     make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets and gives whole messages; in share mode the pool says why it cannot be."""
+    """A worker that cannot map the arena uses the pipe. In share mode it cannot start."""
 
     def refused(cls: Any, fd: int, facts: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -317,7 +317,7 @@ def test_worker_that_cannot_map_it(
 
 @pytest.mark.exhaustive
 def test_small_dev_shm(warm: None, tmp_path: Any) -> None:
-    """A /dev/shm of 64 MB, as in containers, does not matter."""
+    """Pools work with a /dev/shm of 64 MB, as in containers."""
     import subprocess
     import sys
 
@@ -350,8 +350,8 @@ def test_small_dev_shm(warm: None, tmp_path: Any) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "well\n", "")
 
 
-def test_more_workers_than_seats(make_pool: Callable[..., Any], calm: None) -> None:
-    """Workers past the last attachment get whole messages."""
+def test_more_workers_than_attachments(make_pool: Callable[..., Any], calm: None) -> None:
+    """Workers without an attachment use the pipe."""
     attachments = []
     while (attachment := arena().take_attachment()) is not None:
         attachments.append(attachment)
@@ -369,11 +369,11 @@ def test_more_workers_than_seats(make_pool: Callable[..., Any], calm: None) -> N
             arena().reclaim(attachment)
 
 
-# -- jobs that are given up ------------------------------------------------------------------------
+# -- failed and dropped jobs -----------------------------------------------------------------------
 
 
-def test_never_opened(make_pool: Callable[..., Any], calm: None) -> None:
-    """Results that nobody looks at let go of their blocks with the result object."""
+def test_results_without_get(make_pool: Callable[..., Any], calm: None) -> None:
+    """A result without `get` releases its blocks when it is dropped."""
     pool = make_pool(xpool.Pool, 2)
     results = [pool.apply_async(tasks.filled, (i, MIB)) for i in range(10)]
     for result in results:
@@ -386,8 +386,8 @@ def test_never_opened(make_pool: Callable[..., Any], calm: None) -> None:
     del stream
 
 
-def test_opened_twice(make_pool: Callable[..., Any], calm: None) -> None:
-    """`get` gives the same object each time, in every thread."""
+def test_get_twice(make_pool: Callable[..., Any], calm: None) -> None:
+    """`get` returns the same object each time, in every thread."""
     pool = make_pool(xpool.Pool, 1)
     result = pool.apply_async(tasks.filled, (5, MIB))
     first = result.get()
@@ -401,7 +401,7 @@ def test_opened_twice(make_pool: Callable[..., Any], calm: None) -> None:
 
 
 def test_pickling_fails_after_blocks_were_leased(make_pool: Callable[..., Any], calm: None) -> None:
-    """An error in the middle of a message lets go of what was leased for it; on both sides."""
+    """If pickling fails after a lease, the leased blocks are released, on both sides."""
     pool = make_pool(xpool.Pool, 1)
     big = torch.zeros(MIB)
     for _ in range(5):
@@ -414,7 +414,7 @@ def test_pickling_fails_after_blocks_were_leased(make_pool: Callable[..., Any], 
 
 
 def test_job_fails_half_way(make_pool: Callable[..., Any], calm: None) -> None:
-    """A map over a closure with a large tensor, one task of which fails: all is let go."""
+    """If one task of a map with a large closure fails, all blocks are released."""
     pool = make_pool(xpool.Pool, 2)
     captured = torch.arange(MIB)
 
@@ -431,11 +431,11 @@ def test_job_fails_half_way(make_pool: Callable[..., Any], calm: None) -> None:
     with pytest.raises(ValueError, match="7"):
         list(stream)
     del stream, use
-    eventually(lambda: arena().statistics()["held"] == 0, "all let go")
+    eventually(lambda: arena().statistics()["held"] == 0, "all blocks released")
 
 
-def test_terminated_with_much_under_way(make_pool: Callable[..., Any], calm: None) -> None:
-    """Terminate in the middle of large tasks and answers: nothing is held afterwards."""
+def test_terminate_during_large_transfers(make_pool: Callable[..., Any], calm: None) -> None:
+    """`terminate` during large transfers leaves no block held."""
     for _ in range(5):
         pool = make_pool(xpool.Pool, 2)
         results = [pool.apply_async(tasks.same, (torch.zeros(MIB),)) for _ in range(10)]
@@ -443,12 +443,12 @@ def test_terminated_with_much_under_way(make_pool: Callable[..., Any], calm: Non
         pool.terminate()
         pool.join()
         del results
-        eventually(lambda: arena().statistics()["held"] == 0, "all let go")
+        eventually(lambda: arena().statistics()["held"] == 0, "all blocks released")
     assert used() <= MIB
 
 
 def test_one_task_each(make_pool: Callable[..., Any], calm: None) -> None:
-    """maxtasksperchild=1: results of workers that are gone stay as they are."""
+    """With ``maxtasksperchild=1``, results outlive their workers."""
     pool = make_pool(xpool.Pool, 2, maxtasksperchild=1)
     results = pool.map(tasks.numbered_large, range(12), chunksize=1)
     more = pool.map(tasks.numbered_large, range(12, 24), chunksize=1)
@@ -456,7 +456,7 @@ def test_one_task_each(make_pool: Callable[..., Any], calm: None) -> None:
 
 
 def test_retry_sees_the_original(make_pool: Callable[..., Any], calm: None, tmp_path: Any) -> None:
-    """A worker that wrote to its argument and died has not changed it for the next."""
+    """If a worker changes its argument and dies, the retry sees the original."""
     pool = make_pool(xpool.Pool, 2)
     sent = torch.ones(MIB)
     task = tasks.spoil_and_die, (str(tmp_path / "flag"), sent)
@@ -467,14 +467,14 @@ def test_retry_sees_the_original(make_pool: Callable[..., Any], calm: None, tmp_
 
 
 def test_nested_pools(make_pool: Callable[..., Any], calm: None) -> None:
-    """A pool in a worker has an arena of its own; values go through both."""
+    """A pool in a worker has its own arena. Values pass through both."""
     pool = make_pool(xpool.Pool, 1, is_daemon=False)
     sent = torch.arange(MIB)
     assert torch.equal(pool.apply(tasks.through_a_pool, (sent,)), sent + 1)
 
 
 def test_two_pools(make_pool: Callable[..., Any], calm: None) -> None:
-    """Two pools of one program use one arena; what one's worker made the other's gets."""
+    """Two pools of a program use the same arena, and exchange values."""
     one, two = make_pool(xpool.Pool, 1), make_pool(xpool.Pool, 2)
     value = one.apply(tasks.filled, (3, MIB))
     assert (two.apply(tasks.same, (value,)) == 3).all()
@@ -485,7 +485,7 @@ def test_two_pools(make_pool: Callable[..., Any], calm: None) -> None:
 
 
 def test_threads(make_pool: Callable[..., Any], calm: None) -> None:
-    """Thread pools hand on the objects themselves."""
+    """Thread pools pass the objects themselves."""
     pool = make_pool(xpool.ThreadPool, 2)
     value = torch.zeros(MIB)
     assert pool.apply(tasks.same, (value,)) is value
@@ -494,7 +494,7 @@ def test_threads(make_pool: Callable[..., Any], calm: None) -> None:
 def test_held_by_waiting_tasks(
     make_pool: Callable[..., Any], calm: None, mailbox: Mailbox, gate: Gate
 ) -> None:
-    """A worker that dies with large tasks in hand: the others get theirs, unharmed."""
+    """If a worker dies while it holds large tasks, these tasks get their arguments unchanged."""
     pool = make_pool(xpool.Pool, 1)
     first = pool.apply_async(tasks.post_and_gate, (mailbox.path, gate.path))
     rest = [pool.apply_async(tasks.total, (torch.full((MIB,), i),)) for i in range(5)]
@@ -504,14 +504,14 @@ def test_held_by_waiting_tasks(
     assert [result.get() for result in rest] == [MIB * i for i in range(5)]
 
 
-assert START_METHODS  # `method_kind` runs over them
+assert START_METHODS  # `method_kind` uses them
 
 
 # -- streams ---------------------------------------------------------------------------------------
 
 
 def _private_and_shared(pids: list[int]) -> int:
-    """Return the memory of processes, each shared page counted once among them."""
+    """Return the memory of processes. A shared page counts once."""
     total = 0
     for pid in pids:
         with open(f"/proc/{pid}/smaps_rollup") as file:
@@ -525,16 +525,17 @@ def _private_and_shared(pids: list[int]) -> int:
 def test_stream(
     make_pool: Callable[..., Any], calm: None, share: bool, way: str, buffersize: int | None
 ) -> None:
-    """1,000 tensors of 1 MiB: the program's memory stays within 64 MiB of what is alive.
+    """While 1,000 tensors of 1 MiB pass, memory stays within 64 MiB of the live results.
 
-    With a buffersize that is little; without, results that nobody has taken yet are alive too.
+    With a buffersize few results are live. Without one, those that the caller has not taken count
+    too.
     """
     pool = make_pool(xpool.Pool, 2, is_copy_tensor=not share)
 
     def stream(n: int) -> Any:
         inputs: Any = range(n)
         if way != "back":
-            # Not torch.full: several threads would wait for each other, on few cores.
+            # Not torch.full, whose threads would wait for each other on few cores.
             inputs = (torch.from_numpy(np.full(MIB, i % 251, np.uint8)) for i in inputs)
         func = {"there": tasks.first, "back": tasks.filled_1m, "both": tasks.same}[way]
         return pool.imap(func, inputs, buffersize=buffersize)
@@ -542,7 +543,7 @@ def test_stream(
     def begun() -> int:
         return sum(slot.box.began for slot in pool._engine.workers)
 
-    for _ in stream(60):  # what is loaded and allocated once
+    for _ in stream(60):  # loads and allocates what is needed once
         pass
     arena().trim(float("inf"))
     pids = [os.getpid(), *pool.statistics()["pids"]]
@@ -555,11 +556,11 @@ def test_stream(
         assert found == (i if way == "back" else i % 251)
         most = max(most, used() - base)
         if way != "there" and not buffersize:
-            # What workers have made and nobody has taken, wherever it lies.
+            # Results that workers have made, but the caller has not taken.
             alive = max(alive, (begun() - before - i) * MIB)
         if i % 50 == 0:
             most_pss = max(most_pss, _private_and_shared(pids) - base_pss)
     del value, results
     assert most <= alive + 64 * MIB
     assert most_pss <= alive + 64 * MIB
-    eventually(lambda: used() - base <= 64 * MIB, "memory of what is not alive any more gone")
+    eventually(lambda: used() - base <= 64 * MIB, "memory of dead results released")
