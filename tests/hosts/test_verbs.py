@@ -467,7 +467,7 @@ def test_descriptors_do_not_pile_up(cluster):
 # Errors ------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_pickled(pool):
+def test_an_unpicklable_task(pool):
     """A task that cannot be pickled fails alone."""
     with pytest.raises(TaskNotPicklable):
         pool.apply_async(work.same, (threading.Lock(),)).get(WAIT)
