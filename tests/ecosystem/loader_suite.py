@@ -1,13 +1,12 @@
-"""Runs torchdata's own tests of its stateful loader with xpool's in its place.
+"""Runs torchdata's own tests of its stateful loader with xpool's loader instead.
 
     python loader_suite.py FILE CLASS[.TEST] ...
 
-FILE is a test of torchdata's, by its path; a line of JSON on stdout tells the outcome of each test:
-its class, its name, "ok", "skipped" or "failed", and the reason.  Without a class, all are run.
+FILE is the path of a test file of torchdata. For each test, a line of JSON on stdout has its class,
+its name, "ok", "skipped" or "failed", and the reason. Without a class, all tests run.
 
-What is replaced: the module `torchdata.stateful_dataloader`, so that torchdata itself need not be
-installed; and, for tests that look into a state, the layout of torchdata's, which is built from
-ours beside it.
+The module `torchdata.stateful_dataloader` is replaced, so torchdata need not be installed. States
+also get torchdata's layout, because some tests read it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import unittest
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-# Of tests/cpython: each outcome is a line on stdout.
+# `telling` of tests/cpython prints each outcome as a line.
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpython"))
 from telling import Told
 
@@ -35,7 +34,7 @@ T = TypeVar("T", covariant=True)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose state can be asked for and loaded."""
+    """An object whose state can be returned and loaded."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -43,19 +42,19 @@ class Stateful(Protocol):
 
 
 class Outcomes(Told):
-    """Tells a test with a part that failed as one that failed."""
+    """Reports a test with a failed part as failed."""
 
     def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
-        """Tell that a part of a test failed."""
+        """Report the failed part of a test."""
         if err is not None:
             self.addFailure(test, err)
 
 
 class Replaced(DataLoader[T]):
-    """xpool's loader, whose states also have torchdata's layout, which its tests look into."""
+    """xpool's loader. Its states also have torchdata's layout, which the tests read."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return our state, and beside it what torchdata's says of each worker."""
+        """Return xpool's state, and torchdata's state of each worker."""
         state = super().state_dict()
         parts = {f"worker_{i}": _theirs(None) for i in range(max(1, self.num_workers))}
         parts.update({f"worker_{i}": _theirs(part) for i, part in enumerate(state["workers"])})
@@ -74,7 +73,7 @@ def _theirs(part: Any) -> dict[str, Any]:
 
 
 def install() -> None:
-    """Put xpool's loader where these tests, here and in workers, look for torchdata's."""
+    """Make the tests, here and in workers, import xpool's loader instead of torchdata's."""
     folder = Path(tempfile.mkdtemp(prefix="torchdata-"))
     atexit.register(shutil.rmtree, folder)
     (folder / "torchdata").mkdir()
@@ -83,13 +82,13 @@ def install() -> None:
         "from loader_suite import Replaced as StatefulDataLoader, Stateful\n"
     )
     sys.path.insert(0, str(folder))
-    # Some of them run programs.
+    # Some tests run programs.
     paths = [str(folder), str(Path(__file__).parent), *filter(None, sys.path)]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 def load(path: str) -> types.ModuleType:
-    """Import their file under its own name, by which workers find its classes."""
+    """Import a test file under its own name, by which workers find its classes."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -97,7 +96,7 @@ def load(path: str) -> types.ModuleType:
     sys.path.insert(0, str(Path(path).parent))
     spec.loader.exec_module(module)
     if hasattr(module, "JOIN_TIMEOUT"):
-        # 60 s for a spawned program, which imports all this, and whose fork server does too.
+        # The default is 60 s, in which a spawned program and its fork server must import all this.
         vars(module)["JOIN_TIMEOUT"] = 300.0
     return module
 
@@ -120,7 +119,7 @@ def main(path: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Each worker imports the tests, and with them what torch has for tests: once, in the server.
+    # Each worker needs the tests and torch's test helpers. The server imports them once.
     preload("torch.testing._internal.common_utils", "parameterized")
     install()
     main(sys.argv[1], sys.argv[2:])

@@ -1,4 +1,4 @@
-"""`xpool.data.DataLoader` beside torch's."""
+"""`xpool.data.DataLoader` compared with torch's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xpool.data import DataLoader, LoaderReport  # noqa: E402
 
 
 class Rows(theirs.Dataset):
-    """Rows of four numbers, and their places."""
+    """Rows of four numbers, with their indices."""
 
     def __init__(self, n=60):
         self.x = torch.arange(n * 4.0).reshape(n, 4)
@@ -35,7 +35,7 @@ class Rows(theirs.Dataset):
 
 
 class Stream(theirs.IterableDataset):
-    """The numbers below 23, shared out among the workers."""
+    """The numbers below 23, divided among the workers."""
 
     def __iter__(self):
         info = theirs.get_worker_info()
@@ -43,7 +43,7 @@ class Stream(theirs.IterableDataset):
 
 
 class Each(theirs.Dataset):
-    """Forty items, each made by a function of its place."""
+    """Items that a function makes from their indices."""
 
     def __init__(self, func, n=40):
         self.func, self.n = func, n
@@ -56,7 +56,7 @@ class Each(theirs.Dataset):
 
 
 def assert_same(got, wanted):
-    """Batches are equal, one by one."""
+    """Check that the batches are equal."""
     got, wanted = list(got), list(wanted)
     assert len(got) == len(wanted)
     for mine, his in zip(got, wanted):
@@ -64,7 +64,7 @@ def assert_same(got, wanted):
 
 
 def seeded(loader_class, dataset, **options):
-    """Make a loader of two workers right after the generators were seeded."""
+    """Seed the generators, and make a loader of two workers."""
     if "generator" in options:
         options["generator"] = torch.Generator().manual_seed(options["generator"])
     torch.manual_seed(3)
@@ -86,7 +86,7 @@ def seeded(loader_class, dataset, **options):
     ids=str,
 )
 def test_the_batches_of_torch(options):
-    """Two epochs have the batches of torch's loader, and draw as much from the generator."""
+    """Two epochs yield the batches of torch's loader, and use the generator equally."""
     wanted = seeded(theirs.DataLoader, Rows(), **options)
     expected = [batch for _ in range(2) for batch in wanted]
     drawn = torch.rand(1)
@@ -98,15 +98,15 @@ def test_the_batches_of_torch(options):
 
 
 class Permuted(theirs.Sampler):
-    """Draws when it is begun, not when its first number is asked for."""
+    """Draws its numbers in `iter()`, not in the first `next`."""
 
     def __iter__(self):
         return iter(torch.randperm(60).tolist())
 
 
 @pytest.mark.parametrize("batch_size", [None, 7])
-def test_a_sampler_is_begun_as_often_as_by_torch(batch_size):
-    """What it draws then is drawn once."""
+def test_iter_of_a_sampler_is_called_once(batch_size):
+    """The loader calls `iter()` of a sampler as often as torch's."""
     options = {"sampler": Permuted(), "batch_size": batch_size}
     ours = list(seeded(DataLoader, Rows(), workers="thread", **options))
     assert_same(ours, seeded(theirs.DataLoader, Rows(), **options))
@@ -115,20 +115,20 @@ def test_a_sampler_is_begun_as_often_as_by_torch(batch_size):
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_an_iterable_dataset(batch_size, drop_last):
-    """Each worker iterates over its part, and the batches come in torch's order."""
+    """Each worker iterates over its part. The batches have torch's order."""
     options = {"batch_size": batch_size, "drop_last": drop_last and batch_size is not None}
     wanted = theirs.DataLoader(Stream(), num_workers=2, **options)
     assert_same(DataLoader(Stream(), num_workers=2, **options), wanted)
 
 
 def test_without_workers():
-    """With no workers it is torch's own loader."""
+    """Without workers, it is torch's loader."""
     assert_same(DataLoader(Rows(), 8), theirs.DataLoader(Rows(), 8))
 
 
 @pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["indices", "iterable"])
-def test_going_on_in_an_epoch(dataset):
-    """A state, loaded into a new loader, gives the batches that were left then."""
+def test_resuming_an_epoch(dataset):
+    """A state loaded into a new loader yields the remaining batches of the epoch."""
     options = {} if isinstance(dataset, Stream) else {"shuffle": True}
     loader = DataLoader(dataset, 5, num_workers=2, **options)
     batches = iter(loader)
@@ -142,12 +142,12 @@ def test_going_on_in_an_epoch(dataset):
     drawn = torch.rand(1)
     torch.manual_seed(99)
     assert_same(again, rest)
-    assert torch.equal(torch.rand(1), drawn), "the program's random numbers are left alone"
+    assert torch.equal(torch.rand(1), drawn), "the program's random numbers changed"
 
 
 @pytest.mark.parametrize("iterable", [False, True], ids=["indices", "iterable"])
 def test_a_worker_dies(tmp_path, iterable):
-    """The batch of a worker that died is done again, and no other."""
+    """If a worker dies, only its batch is made again."""
 
     def die_once(i):
         if i == 13:
@@ -173,7 +173,7 @@ def test_a_worker_dies(tmp_path, iterable):
 
 
 def test_a_batch_that_kills():
-    """A batch that kills each worker is an error at its place, after the batches before it."""
+    """A batch that kills every worker raises WorkerDied, after the earlier batches."""
     batches = iter(DataLoader(Each(lambda i: os._exit(1) if i == 4 else i, 6), 2, num_workers=1))
     assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(WorkerDied, match=r"while it ran batch 2 \(indices \[4, 5\]\)\."):
@@ -181,7 +181,7 @@ def test_a_batch_that_kills():
 
 
 def test_an_error_of_the_dataset():
-    """It is raised as it is, at its place, and the epoch goes on after it, as torch's does."""
+    """A dataset's exception is raised in place of its batch. The epoch continues, as with torch."""
     batches = iter(DataLoader(Each(lambda i: 1 // (i - 2), 6), 2, num_workers=2))
     next(batches)
     with pytest.raises(ZeroDivisionError):
@@ -190,7 +190,7 @@ def test_an_error_of_the_dataset():
 
 
 def test_worker_info_and_init():
-    """Code of a dataset finds the worker that it is in, whose init function was called once."""
+    """The dataset's code can get its worker's info. The init function runs once in each worker."""
     calls = []
 
     def initialize(worker):
@@ -209,7 +209,7 @@ def test_worker_info_and_init():
 
 
 def test_random_numbers_of_a_dataset():
-    """They depend on the seed alone: not on how many workers there are."""
+    """Random numbers depend on the seed only, not on the number of workers."""
 
     def draw(i):
         return torch.rand(1).item(), random.random()
@@ -221,8 +221,8 @@ def test_random_numbers_of_a_dataset():
     assert epoch(1) == epoch(2)
 
 
-def test_a_pool_that_is_there():
-    """A pool that is given stays; contexts of its workers are not in the way."""
+def test_a_given_pool():
+    """A given pool stays open. It may have contexts."""
     for pool_class, options in (
         (Pool, {"processes": 2}),
         (P2PPool, {"processes": 2}),
@@ -237,7 +237,7 @@ def test_a_pool_that_is_there():
 
 
 def test_leaving_in_the_middle(tmp_path):
-    """A loop that is left ends the workers that were its own, and cancels what they do."""
+    """If the program leaves the loop, the loader ends its own workers and their tasks."""
     gate = Gate(tmp_path / "gate")
     pids = []
 
@@ -256,7 +256,7 @@ def test_leaving_in_the_middle(tmp_path):
 
 
 def test_a_batch_that_takes_too_long(tmp_path):
-    """`timeout` seconds without the next batch are an error, as with torch."""
+    """A batch that takes longer than `timeout` raises an error, as with torch."""
     gate = Gate(tmp_path / "gate")
 
     def wait(i):
@@ -271,12 +271,12 @@ def test_a_batch_that_takes_too_long(tmp_path):
         next(batches)
     loader.timeout = 60
     gate.open(2)
-    assert next(batches).tolist() == [0], "it stays the next one"
+    assert next(batches).tolist() == [0], "a later call did not return the batch"
     gate.close()
 
 
 def test_arguments():
-    """What makes no sense is refused, and says what to do."""
+    """The error of an invalid argument says what to do."""
     with Pool(1) as pool, pytest.raises(ValueError, match="P2PPool"):
         DataLoader(Stream(), pool=pool)
     with pytest.raises(ValueError, match="Pool"):
@@ -295,7 +295,7 @@ def test_arguments():
 
 
 class CtxThreads:
-    """No pool, but it has a size."""
+    """Not a pool, although it has a size."""
 
     def size(self):
         return 1
@@ -305,7 +305,7 @@ THREADS = {"num_workers": 2, "workers": "thread"}
 
 
 class Itself(theirs.IterableDataset):
-    """Its own iterator, which begins anew when it is asked after its end."""
+    """Is its own iterator, and starts again after its end."""
 
     def __iter__(self):
         self.left = 5
@@ -321,15 +321,15 @@ class Itself(theirs.IterableDataset):
 
 @pytest.mark.parametrize("options", [THREADS | {"num_workers": 1}, *also({"num_workers": 1})])
 def test_an_iterable_that_is_its_own_iterator(options):
-    """It ends when it says so, once, in each epoch, whatever it says when it is asked again."""
+    """In each epoch, the loader stops at the first StopIteration of such an iterable."""
     for size, wanted in (2, [[4, 3], [2, 1], [0]]), (None, [4, 3, 2, 1, 0]):
         loader = DataLoader(Itself(), size, **options)
         for _ in range(2):
             assert [torch.as_tensor(batch).tolist() for batch in loader] == wanted
 
 
-def test_an_iterable_that_cannot_begin():
-    """Its error is raised once for each worker; a consumer that goes on comes to an end."""
+def test_an_iterable_whose_iter_raises():
+    """The error is raised once for each worker. Then the iteration ends."""
 
     class Missing(Stream):
         def __iter__(self):
@@ -343,7 +343,7 @@ def test_an_iterable_that_cannot_begin():
 
 
 def test_lengths():
-    """An iterator is as long as the sampler; a stream that is longer than it said is warned of."""
+    """An iterator has its sampler's length. A stream longer than its length causes a warning."""
 
     class Long(Stream):
         def __len__(self):
@@ -362,7 +362,7 @@ def test_lengths():
 
 
 def test_out_of_order_takes_what_is_ready(tmp_path):
-    """A consumer that waits gets whatever comes first; a state knows what was taken."""
+    """With ``in_order=False``, finished batches come first. A state has the taken ones."""
     gate = Gate(tmp_path / "gate")
 
     def slow_first(i):
@@ -403,7 +403,7 @@ def test_data_pipes_are_sharded(options):
 
 
 def test_two_iterators_at_once():
-    """Each has all batches; where workers that stay have one place, the older one says so."""
+    """Each iterator yields all batches. With persistent workers, a stream's older one raises."""
     loader = DataLoader(Rows(), 8, **THREADS)
     for mine, other in zip(loader, loader):
         torch.testing.assert_close(mine, other)
@@ -417,8 +417,8 @@ def test_two_iterators_at_once():
 
 
 @pytest.mark.parametrize("options", [{}, THREADS, *also({"num_workers": 2})], ids=str)
-def test_where_the_time_goes(options):
-    """A report has what was waited and worked for the batches that were taken."""
+def test_report(options):
+    """The report has the times spent on waiting for and making the taken batches."""
     loader = DataLoader(Rows(), 8, **options)
     assert loader.report().batches == 0 and "No batch" in loader.report().advice
     batches = iter(loader)
@@ -430,7 +430,7 @@ def test_where_the_time_goes(options):
 
 
 def test_advice():
-    """The advice follows from the times: one for each reason to wait."""
+    """There is one advice for each reason of waiting."""
     fine = LoaderReport(batches=100, workers=1, seconds=10, waited=0.1, made=9, collated=1, ahead=2)
     slow = dataclasses.replace(fine, waited=5)
     for report, word in (
@@ -445,7 +445,8 @@ def test_advice():
 
 
 def test_a_worker_imports_no_pools():
-    """What makes batches imports little: each worker of the first epoch waits for it."""
+    """Making batches imports no pools, because each worker of the first epoch waits for its
+    imports."""
     found = scripts.run_ok(
         ["-"],
         """
@@ -458,7 +459,7 @@ def test_a_worker_imports_no_pools():
 
 
 def test_the_program_ends_while_threads_work():
-    """Batches that threads are making are finished first: a thread in C++ would abort it."""
+    """The program's end waits for threads that make batches. Inside C++ they would abort it."""
     scripts.run_ok(
         ["-"],
         """
@@ -486,7 +487,8 @@ def test_the_program_ends_while_threads_work():
 
 
 def test_threads():
-    """Threads have the dataset itself, and are told apart; a given ThreadPool stays."""
+    """Threads use the dataset itself, and have their own worker info. A given ThreadPool stays
+    open."""
     dataset: Any = Each(lambda i: (id(dataset), theirs.get_worker_info().id), 20)
     with ThreadPool(2) as pool:
         for options in THREADS, {"pool": pool}:
@@ -500,8 +502,8 @@ def test_threads():
     assert theirs.get_worker_info() is None
 
 
-def test_batches_are_made_in_common_memory():
-    """What torch's collation makes in a worker takes no shared file: it travels in ours."""
+def test_batches_use_no_shared_file_of_torch():
+    """Batches from torch's collation use no shared file of torch, but the arena."""
     shared = []
 
     def collate(items):
@@ -541,5 +543,5 @@ MADE = """
 
 @pytest.mark.exhaustive
 def test_the_server_starts_with_the_loader(tmp_path):
-    """It imports torch while the program makes its model; none starts where workers are forks."""
+    """The server imports torch before the first epoch. If workers are forks, no server starts."""
     assert scripts.run_ok([scripts.write(tmp_path / "made.py", MADE)]) == ""

@@ -1,4 +1,4 @@
-"""Memory of large batches in threads: used again, but only when the program has dropped a batch."""
+"""Memory of large batches in threads: it is reused after the program drops a batch, not before."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.utils.data as theirs  # noqa: E402
 from xpool.data import DataLoader  # noqa: E402
 from xpool.data.batch_memory import KEPT_BUFFERS, stack  # noqa: E402
 
-SIZE = 3 * 2**17  # floats of an item: a batch of four takes 6 MiB
+SIZE = 3 * 2**17  # floats of an item. A batch of four takes 6 MiB.
 
 
 class Filled(theirs.Dataset):
-    """Items of 1.5 MiB, filled with their places."""
+    """Items of 1.5 MiB, each filled with its index."""
 
     def __len__(self):
         return 80
@@ -28,7 +28,7 @@ class Filled(theirs.Dataset):
 
 
 def in_thread(func):
-    """Return what ``func()`` returns in a new thread, which has no buffers."""
+    """Return the result of ``func()`` in a new thread, which has no buffers."""
     results = []
     thread = threading.Thread(target=lambda: results.append(func()))
     thread.start()
@@ -40,8 +40,8 @@ def items(value):
     return [torch.full((SIZE,), float(value)) for _ in range(4)]
 
 
-def test_memory_of_a_dropped_batch_is_used_again():
-    """The next batch has the address of the one that was dropped."""
+def test_memory_of_a_dropped_batch_is_reused():
+    """The next batch gets the memory of a dropped one."""
 
     def addresses():
         found = set()
@@ -51,7 +51,7 @@ def test_memory_of_a_dropped_batch_is_used_again():
             found.add(batch.data_ptr())
         return found
 
-    # The name holds a batch while the next one is made.
+    # The variable keeps one batch while the next is made.
     assert len(in_thread(addresses)) == 2
 
 
@@ -70,7 +70,7 @@ def test_memory_in_use_is_left_alone(part):
 
 
 def test_batches_outlive_the_loader():
-    """The memory stays when the threads have ended."""
+    """The memory stays after the threads have ended."""
     loader = DataLoader(Filled(), 4, num_workers=2, workers="thread")
     batches = list(loader)
     del loader
@@ -89,13 +89,13 @@ def test_batches_outlive_the_loader():
     ids=["gradient", "class", "strides", "small", "quantized"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_out_would_change_is_torchs(change):
-    """Gradients, classes and strides of the batch are those of `torch.stack`."""
+def test_batches_that_out_would_change(change):
+    """A batch whose gradient, class or strides `out=` would change is left to `torch.stack`."""
     assert stack([change(item) for item in items(1)]) is None
 
 
 def test_items_that_do_not_fit():
-    """Different shapes are torch's error, and different types are promoted by torch."""
+    """Items of different shapes or types are left to torch."""
     one, *rest = items(1)
     assert stack([one[:-1], *rest]) is None
     assert stack([one.double(), *rest]) is None

@@ -1,4 +1,4 @@
-"""``pin_memory``: a thread of its own pins each batch once it is made, leaves as torch has them."""
+"""``pin_memory``: a thread pins each finished batch, and treats other objects as torch does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THREADS = {"num_workers": 2, "workers": "thread"}
 
 
 class Batch:
-    """Has torch's protocol for batches: `pin_memory`."""
+    """A batch with torch's method `pin_memory`."""
 
     def __init__(self, items):
         self.items, self.pinned_by = items, None
@@ -38,8 +38,8 @@ class Batch:
 
 @pytest.fixture(autouse=True)
 def with_device(monkeypatch):
-    """Pinning is tried without a device too: only batches' own `pin_memory` is called here."""
-    if not pinning.can_pin():  # a build with CUDA would then ask a driver for the device
+    """Allow pinning without a device. Only `pin_memory` of batches is called."""
+    if not pinning.can_pin():  # with CUDA, torch would ask the driver for a device
         monkeypatch.setattr(torch, "get_device_module", lambda: torch.cpu, raising=False)
     monkeypatch.setattr(pinning, "can_pin", lambda: True)
     monkeypatch.setattr("xpool.data.epoch.can_pin", lambda: True)
@@ -52,7 +52,7 @@ def pin_threads():
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("options", [{"num_workers": 2}, THREADS], ids=["processes", "threads"])
 def test_batches_are_pinned_in_a_thread(options, in_order):
-    """Each is pinned there, once, and comes as torch's pinning returns it; the thread ends."""
+    """The thread pins each batch once. It ends after the epoch."""
     loader = DataLoader(
         range(12), 2, collate_fn=Batch, pin_memory=True, in_order=in_order, **options
     )
@@ -65,7 +65,7 @@ def test_batches_are_pinned_in_a_thread(options, in_order):
 
 
 def test_the_batch_is_pinned_before_it_is_asked_for():
-    """The copy does not wait for the program; a dropped iterator ends the thread."""
+    """A batch is pinned before the program asks for it. Dropping the iterator ends the thread."""
     pinned = threading.Event()
 
     class Tells(Batch):
@@ -84,7 +84,7 @@ def test_the_batch_is_pinned_before_it_is_asked_for():
 
 @pytest.mark.parametrize("options", [{}, THREADS], ids=["inline", "threads"])
 def test_an_error_of_pinning(options):
-    """It is raised in place of its batch, and the epoch goes on."""
+    """An error of pinning is raised in place of its batch, and the epoch continues."""
     batches = iter(DataLoader(range(12, 16), collate_fn=Batch, pin_memory=True, **options))
     assert next(batches).items == [12]
     with pytest.raises(ValueError, match="cannot pin 13"):
@@ -93,7 +93,7 @@ def test_an_error_of_pinning(options):
 
 
 def test_leaves():
-    """What is no tensor comes as from torch's: containers of their types, texts and None as is."""
+    """Containers, texts and other objects come out as from torch's pinning."""
     leaves: list[Any] = [
         "text", b"bytes", None, 3, {1, 2}, range(3), Pair(Batch([1]), "x"), {"a": [Batch([2])]},
     ]  # fmt: skip
@@ -111,7 +111,7 @@ def test_leaves():
 
 
 def test_a_program_ends_while_batches_are_pinned():
-    """The thread ends first: a thread in torch's code at the end would abort the process."""
+    """The thread ends before the program. Inside torch's code it would abort the process."""
     scripts.run_ok(
         ["-"],
         """

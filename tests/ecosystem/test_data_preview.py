@@ -1,4 +1,4 @@
-"""`DataLoader(prefetch_epochs=True)`: the next epoch begins while the last batches are taken."""
+"""`DataLoader(prefetch_epochs=True)`: the next epoch starts during the last batches of this one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNT = 12
 
 
 class Counted(theirs.Dataset):
-    """Numbers; in threads, each one that is made is told."""
+    """Numbers. In threads, each made item is counted."""
 
     def __init__(self):
         self.made, self.told = [], threading.Semaphore(0)
@@ -37,20 +37,20 @@ class Counted(theirs.Dataset):
 
 
 class NoSemaphore:
-    """In processes nobody is told."""
+    """Replaces the semaphore in processes."""
 
     def release(self):
         pass
 
 
 def begun(dataset, count):
-    """Wait until so many more items were made."""
+    """Wait until that many more items were made."""
     for _ in range(count):
         assert dataset.told.acquire(timeout=60)
 
 
 def loader(dataset, **options):
-    """Return a loader of two threads that begins its next epoch, four batches of two ahead."""
+    """Return a loader of two threads that prefetches epochs."""
     return DataLoader(
         dataset, 2, num_workers=2, persistent_workers=True, workers="thread",
         prefetch_epochs=True, **options,
@@ -63,7 +63,7 @@ def values(batches):
 
 
 def epochs(loader_class, kind, **options):
-    """Return three epochs; between them the program draws numbers of its own."""
+    """Return three epochs. The program draws random numbers between them."""
     torch.manual_seed(11)
     if kind == "own generator":
         options |= {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
@@ -88,14 +88,15 @@ def epochs(loader_class, kind, **options):
 @pytest.mark.parametrize("workers", ["thread", *also("process")])
 @pytest.mark.parametrize("kind", ["shared generator", "own generator", "weights", "batches"])
 def test_the_permutations_of_torch(kind, workers):
-    """The sampler is drawn in its turn, whatever the program draws between epochs."""
-    # First: for a fork while our pool ends, the arena keeps a descriptor for some time.
+    """The samplers draw in torch's order, whatever the program draws between epochs."""
+    # First, because the arena keeps a descriptor for a while if a process forks during a pool's
+    # end.
     wanted = epochs(theirs.DataLoader, kind)
     assert epochs(DataLoader, kind, workers=workers, prefetch_epochs=True) == wanted
 
 
 def test_the_next_epoch_has_begun():
-    """Its first batches are made before it begins, and are not made again."""
+    """The first batches of the next epoch are made early, and only once."""
     dataset = Counted()
     batches = loader(dataset, shuffle=True, generator=torch.Generator().manual_seed(1))
     first = values(batches)
@@ -106,8 +107,8 @@ def test_the_next_epoch_has_begun():
     assert not dataset.told.acquire(blocking=False) and len(dataset.made) == 2 * COUNT + 8
 
 
-def test_what_was_begun_for_another_permutation_is_dropped():
-    """The program has drawn from the generator of the sampler, or has changed what it draws."""
+def test_batches_of_another_permutation_are_dropped():
+    """Prefetched batches are dropped if the sampler's weights have changed."""
     dataset, weights = Counted(), torch.zeros(COUNT)
     weights[3] = 1
     sampler = theirs.WeightedRandomSampler(weights, COUNT)
@@ -117,8 +118,8 @@ def test_what_was_begun_for_another_permutation_is_dropped():
     assert values(batches) == [4] * COUNT
 
 
-def test_an_epoch_that_is_left_has_begun_no_next_one():
-    """Its sampler has more; the next epoch is whole."""
+def test_leaving_an_epoch():
+    """If the program leaves an epoch early, the next epoch is not prefetched, and is complete."""
     dataset = Counted()
     batches = loader(dataset)
     iterator = iter(batches)
@@ -131,7 +132,7 @@ def test_an_epoch_that_is_left_has_begun_no_next_one():
 
 
 class OwnSampler(theirs.Sampler):
-    """Goes on where it was: an epoch has the next numbers."""
+    """Each epoch yields the next numbers."""
 
     def __init__(self):
         self.begun = 0
@@ -141,8 +142,8 @@ class OwnSampler(theirs.Sampler):
         return iter(range(self.begun, self.begun + 3))
 
 
-def test_a_sampler_of_ones_own_is_asked_as_often_as_by_torch():
-    """It may keep state, so nothing is begun for it."""
+def test_a_custom_sampler():
+    """A custom sampler may keep state, so its epochs are not prefetched."""
     dataset = Counted()
     ours = loader(dataset, sampler=OwnSampler())
     torchs = theirs.DataLoader(
@@ -153,7 +154,7 @@ def test_a_sampler_of_ones_own_is_asked_as_often_as_by_torch():
     assert len(dataset.made) == 6
 
 
-def test_it_needs_workers_that_stay():
-    """Workers of one epoch cannot begin the next one."""
+def test_it_needs_persistent_workers():
+    """Without persistent workers, `prefetch_epochs` is refused."""
     with pytest.raises(OptionError, match="persistent_workers"):
         DataLoader(range(3), num_workers=1, prefetch_epochs=True)

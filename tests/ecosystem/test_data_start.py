@@ -1,4 +1,4 @@
-"""How the workers of a loader start: forks of the program in each epoch, or the server's."""
+"""How a loader's workers start: as forks of the program or of the fork server."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ PROGRAM = """
     ids=["alone", "spawn", "thread", "bare thread", "preload"],
 )
 def test_workers_are_forks_where_that_is_safe(before, kind):
-    """In each epoch of a program without other threads; the server replaces those that die."""
+    """In a program without other threads, workers are forks. The server replaces dead ones."""
     program = PROGRAM.replace("BEFORE", before)
     assert scripts.run_ok(["-"], program).split() == [kind] * 2
 
 
 def test_workers_have_the_values_of_globals_in_each_epoch(tmp_path):
-    """What the program gave to a module does not depend on whether the server is ready."""
+    """Workers see the program's values of globals, whether or not the server is ready."""
     scripts.write(tmp_path / "settings.py", "SIZE = 1")
     program = """
         import sys
@@ -99,7 +99,7 @@ def test_workers_have_the_values_of_globals_in_each_epoch(tmp_path):
 
 
 def test_a_death_at_the_end_of_an_epoch(tmp_path):
-    """The next epoch forks too, though a server imports torch for the dead worker's place."""
+    """After a worker's death, the next epoch still forks, although a server has started."""
     program = """
         import os, signal, sys
         import torch
@@ -128,7 +128,7 @@ def test_a_death_at_the_end_of_an_epoch(tmp_path):
 
 
 def test_forks_run_no_handlers_of_the_program():
-    """A signal for a worker is not the program's, nor its event loop's."""
+    """A fork runs neither the program's signal handlers nor its event loop's."""
     program = """
         import os, signal, socket, threading
         import torch

@@ -1,4 +1,4 @@
-"""What `xpool.data.DataLoader` keeps: states, and workers that stay from epoch to epoch."""
+"""States of `xpool.data.DataLoader`, and persistent workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.tiers import also  # noqa: E402
 from xpool import OptionError  # noqa: E402
 from xpool.data import DataLoader  # noqa: E402
 
-# What multiprocessing keeps for good when it is first used: it is no leak of a test.
+# multiprocessing keeps these for ever after their first use, which is no leak of a test.
 KEPT = multiprocessing.Value("i"), multiprocessing.get_context("spawn").Lock()
 
 ALL = [
@@ -40,7 +40,7 @@ class Numbers(theirs.Dataset):
 
 
 class Counting(theirs.IterableDataset):
-    """Numbers, shared out; it knows where it is, and counts what it has walked through."""
+    """Numbers, divided among workers. It has a state and counts its steps."""
 
     def __init__(self, n=40):
         self.n, self.at, self.walked, self.epoch = n, 0, 0, 0
@@ -62,24 +62,24 @@ class Counting(theirs.IterableDataset):
 
 
 def values(batches):
-    """What the batches hold, as lists."""
+    """Return the batches as lists."""
     return [batch.tolist() for batch in batches]
 
 
 def take(iterator, n):
-    """The next n batches, as lists."""
+    """Return the next n batches as lists."""
     return [next(iterator).tolist() for _ in range(n)]
 
 
 def through_json(state):
-    """A state that was written to a file and read."""
+    """Return a state after writing it as JSON and reading it."""
     return json.loads(json.dumps(state))
 
 
 @pytest.mark.parametrize("options", ALL, ids=str)
 @pytest.mark.parametrize("epochs", [0, 2])
-def test_a_state_goes_on_in_any_epoch(options, epochs):
-    """A state of a later epoch gives the rest of the same permutation, and then the next ones."""
+def test_a_state_of_any_epoch(options, epochs):
+    """A state of a later epoch yields the rest of that epoch, and then the next ones."""
     loader = DataLoader(
         Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(1), **options
     )
@@ -97,8 +97,8 @@ def test_a_state_goes_on_in_any_epoch(options, epochs):
 
 @pytest.mark.parametrize("options", ALL, ids=str)
 @pytest.mark.parametrize("epochs", [0, 1, 2])
-def test_a_state_between_epochs_begins_the_next(options, epochs):
-    """Before the first epoch, and at the end of one, a state begins the epoch that comes then."""
+def test_a_state_between_epochs(options, epochs):
+    """A state taken before the first epoch or after any epoch starts the next epoch."""
     torch.manual_seed(5)
     loader = DataLoader(Numbers(), 4, shuffle=True, **options)
     for _ in range(epochs):
@@ -117,11 +117,11 @@ def test_a_state_between_epochs_begins_the_next(options, epochs):
     for _ in range(epochs):
         list(third)
     third.load_state_dict(state)
-    assert values(third) + values(third) == wanted, "the program's generator goes on"
+    assert values(third) + values(third) == wanted, "the program's generator has another state"
 
 
 def test_generators_of_samplers_are_restored():
-    """A sampler's own generator, Python's and numpy's are as they were when the epoch began."""
+    """A state restores the sampler's own generator and Python's random generator."""
 
     class Shuffled(theirs.Sampler):
         def __iter__(self):
@@ -148,7 +148,7 @@ def test_generators_of_samplers_are_restored():
 
 
 def test_another_loader_is_refused():
-    """Another number of workers, batch size, dataset or permutation is refused by its name."""
+    """If the number of workers, batch size, dataset or permutation differs, the error names it."""
     options = {"num_workers": 2, "workers": "thread"}
     loader = DataLoader(Numbers(), 4, **options)
     take(iter(loader), 1)
@@ -173,8 +173,8 @@ def test_another_loader_is_refused():
 
 @pytest.mark.parametrize("options", ALL, ids=str)
 @pytest.mark.parametrize("interval", [1, 4])
-def test_an_iterable_goes_on_by_its_state(options, interval):
-    """A dataset with a state is not walked through again, but for what its last state is behind."""
+def test_an_iterable_with_a_state(options, interval):
+    """A dataset with a state resumes from its last snapshot, so few items are made again."""
     loader = DataLoader(Counting(), 2, snapshot_every_n_steps=interval, **options)
     batches = iter(loader)
     before = take(batches, 12)
@@ -190,8 +190,8 @@ def test_an_iterable_goes_on_by_its_state(options, interval):
     assert walked <= 20 + 20 * (not options) - passed + 2 * (interval - 1)
 
 
-def test_the_state_after_an_epoch_stays_with_the_workers():
-    """With persistent workers a dataset's own state goes on from epoch to epoch, and in a state."""
+def test_persistent_workers_keep_the_datasets_state():
+    """With persistent workers, the dataset's state continues in the next epoch."""
     options = {"num_workers": 2, "persistent_workers": True}
     loader = DataLoader(Counting(), 5, **options)
     assert {row[1] for batch in values(loader) for row in batch} == {0}
@@ -204,8 +204,8 @@ def test_the_state_after_an_epoch_stays_with_the_workers():
 
 
 @pytest.mark.parametrize(("interval", "drawn"), [(1, 12), *also((0, 30), (4, 18))])
-def test_a_stateful_sampler_is_asked(interval, drawn):
-    """A sampler with a state goes on by it, and walks only from there; 0: from its beginning."""
+def test_a_sampler_with_a_state(interval, drawn):
+    """A sampler with a state resumes from its last snapshot. With interval 0 it starts again."""
 
     class Falling(theirs.Sampler):
         def __init__(self):
@@ -237,8 +237,8 @@ def test_a_stateful_sampler_is_asked(interval, drawn):
     assert values(again) == wanted and again.sampler.drawn == drawn
 
 
-def test_a_worker_that_dies_goes_on_by_the_state(tmp_path):
-    """The worker that replaces a dead one begins at its last state, and no item comes twice."""
+def test_a_worker_dies(tmp_path):
+    """A worker that replaces a dead one resumes from the last snapshot. No item comes twice."""
 
     class Dying(Counting):
         def __iter__(self):
@@ -254,11 +254,11 @@ def test_a_worker_that_dies_goes_on_by_the_state(tmp_path):
     got = values(DataLoader(Dying(), 1, num_workers=2))
     assert sorted(batch[0][0] for batch in got) == list(range(40))
     assert (tmp_path / "died").exists()
-    assert max(batch[0][2] for batch in got if batch[0][0] % 2) < 20, "it walked all of it again"
+    assert max(batch[0][2] for batch in got if batch[0][0] % 2) < 20, "it made all items again"
 
 
 class Living(theirs.Dataset):
-    """Counts what one worker made of it, and how often it was initialized."""
+    """Counts the items made in this worker, and its initializations."""
 
     made = 0
     begun = 0
@@ -272,13 +272,13 @@ class Living(theirs.Dataset):
 
 
 def initialize(worker):
-    """Note it in the dataset, and seed one generator."""
+    """Count the initialization in the dataset, and seed Python's generator."""
     theirs.get_worker_info().dataset.begun += 1
     random.seed(7)
 
 
 def test_persistent_workers_keep_their_dataset():
-    """The dataset lives on in the worker, which is initialized once, and keeps what that seeded."""
+    """A persistent worker keeps its dataset and its random state, and is initialized once."""
     loader = DataLoader(
         Living(), None, num_workers=1, persistent_workers=True, worker_init_fn=initialize
     )
@@ -287,13 +287,13 @@ def test_persistent_workers_keep_their_dataset():
     assert {begun for _, begun, *_ in items} == {1}
     drawn = random.Random(7)
     assert [value for *_, value, _ in items] == [drawn.random() for _ in items]
-    assert len({value for *_, value in items}) == 16, "others have a seed for each batch"
+    assert len({value for *_, value in items}) == 16, "torch's generator has no seed for each batch"
     fresh = DataLoader(Living(), None, num_workers=1, worker_init_fn=initialize)
     assert [made for _ in range(2) for made, *_ in fresh] == [*range(1, 9), *range(1, 9)]
 
 
 class Inherited(theirs.Dataset):
-    """Has what only a start of multiprocessing passes on, and an open file where that forks."""
+    """Has objects that only a start of multiprocessing passes on. With fork, also an open file."""
 
     def __init__(self, context, path):
         self.total, self.lock = context.Value("i", 0), context.Lock()
@@ -309,8 +309,8 @@ class Inherited(theirs.Dataset):
 
 
 @pytest.mark.parametrize("method", ["fork", *also("spawn", "forkserver", None)])
-def test_what_only_a_start_passes_on(tmp_path, method):
-    """Locks, shared values and open files reach the workers as with torch's loader."""
+def test_objects_passed_at_the_start(tmp_path, method):
+    """Locks, shared values and open files reach the workers, as with torch's loader."""
     (tmp_path / "file").write_text("text")
     dataset = Inherited(multiprocessing.get_context(method), tmp_path / "file")
     loader = DataLoader(dataset, 2, num_workers=2, multiprocessing_context=method)

@@ -1,4 +1,4 @@
-"""`await result`, `async for` over `imap`, `async with` a pool: in asyncio's loops and trio's."""
+"""`await`, `async for` and `async with` of results and pools, in asyncio and trio."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _uvloop(main, *args):
 
 @pytest.fixture(scope="module", autouse=True)
 def uvloop_is_warm():
-    """The first loop of uvloop opens a pipe that the program keeps; no test is charged with it."""
+    """Run a first loop of uvloop, which opens a pipe for ever. No test may count it as a leak."""
     if importlib.util.find_spec("uvloop"):
         _uvloop(asyncio.sleep, 0)
 
@@ -53,13 +53,13 @@ RUNNERS = {
 
 @pytest.fixture(params=RUNNERS)
 def run(request):
-    """Runs a coroutine function to its end, in each kind of loop."""
+    """A function that runs a coroutine function in one kind of loop."""
     return RUNNERS[request.param]
 
 
 @pytest.fixture(params=[Pool, ThreadPool], ids=lambda pool: pool.__name__)
 def pool(request):
-    """A pool of processes, and one of threads."""
+    """A pool of processes, then a pool of threads."""
     with request.param(2) as made:
         yield made
         made.close()
@@ -67,7 +67,7 @@ def pool(request):
 
 
 def test_await(run, pool):
-    """A result can be awaited, more than once, and raises what `get` would raise."""
+    """A result can be awaited more than once. It raises the same errors as `get`."""
 
     async def main():
         result = pool.apply_async(work.square, (7,))
@@ -81,7 +81,7 @@ def test_await(run, pool):
 
 
 def test_many_at_once():
-    """`gather` awaits many results side by side."""
+    """`gather` awaits many results at once."""
 
     async def main(pool):
         return await asyncio.gather(*(pool.apply_async(work.square, (n,)) for n in range(50)))
@@ -94,7 +94,7 @@ def test_many_at_once():
 
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 def test_async_for(run, pool, verb):
-    """`async for` gives what `for` gives, and an error at its place."""
+    """`async for` yields the same results as `for`, and raises errors in their places."""
 
     async def main():
         got = [value async for value in getattr(pool, verb)(work.square, range(20))]
@@ -106,8 +106,8 @@ def test_async_for(run, pool, verb):
     run(main)
 
 
-def test_the_loop_goes_on(tmp_path):
-    """While one task waits for a result, others of the loop run."""
+def test_other_coroutines_run(tmp_path):
+    """While one coroutine awaits a result, others run."""
     gate = Gate(tmp_path / "gate")
 
     async def main(pool):
@@ -128,7 +128,7 @@ def test_the_loop_goes_on(tmp_path):
 
 
 def test_cancelling_the_task_cancels_the_work(tmp_path):
-    """Who awaits a call and is cancelled has it stopped, also when it runs."""
+    """Cancelling the `await` cancels the task, even while it runs."""
     gate = Gate(tmp_path / "gate")
 
     async def main(pool):
@@ -157,7 +157,7 @@ def test_cancelling_the_task_cancels_the_work(tmp_path):
 
 
 def test_cancelling_in_trio(tmp_path):
-    """The same in trio, by a scope that is cancelled."""
+    """In trio, cancelling a scope cancels its awaited task."""
     trio = pytest.importorskip("trio", reason="trio is not installed")
     gate = Gate(tmp_path / "gate")
 
@@ -179,7 +179,7 @@ def test_cancelling_in_trio(tmp_path):
 
 
 def test_cancelling_a_stream(tmp_path):
-    """Who is cancelled in `async for` has the stream stopped: nothing more is drawn."""
+    """Cancelling an `async for` cancels the stream."""
     gate = Gate(tmp_path / "gate")
 
     async def main(pool):
@@ -204,7 +204,7 @@ def test_cancelling_a_stream(tmp_path):
 
 
 def test_async_with(run):
-    """`async with` a pool ends it as `with` does."""
+    """`async with` ends the pool, as `with` does."""
 
     async def main():
         async with Pool(1) as pool:
@@ -217,13 +217,13 @@ def test_async_with(run):
 
 
 def test_without_a_loop():
-    """A result that is there can be awaited without a loop; one that is not says what it needs."""
+    """A finished result can be awaited without an event loop."""
     with ThreadPool(1) as pool:
         gate_open = pool.apply_async(abs, (-1,))
         gate_open.wait()
         waiting = gate_open.__await__()
         with pytest.raises(StopIteration) as done:
-            next(waiting)  # it is there: no loop is needed
+            next(waiting)  # needs no loop, because the result has arrived
         assert done.value.value == 1
         pool.close()
         pool.join()

@@ -1,4 +1,4 @@
-"""What a journal knows a function by: all that its results can depend on, and nothing else."""
+"""The identity of a function in a journal: all that its results depend on, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.pure
 
 
 def parts_of(source, name="f", beside=None):
-    """Return the parts of a function of a program, which is a module of this name while it runs."""
+    """Run a program as a module. Return the parts of one of its functions."""
     module = sys.modules[NAME] = types.ModuleType(NAME)
-    del module.__spec__  # Python 3.15 warns of one without a loader
+    del module.__spec__  # Python 3.15 warns if a spec has no loader
     try:
         exec(compile(textwrap.dedent(source), f"{NAME}.py", "exec"), vars(module))
         return Identity().of_function(eval(name, vars(module)), beside or {})
@@ -68,12 +68,12 @@ EDITS = [
 
 
 @pytest.mark.parametrize(("old", "new", "part"), EDITS, ids=[edit[2] for edit in EDITS])
-def test_what_changes_is_named(old, new, part):
-    """Each value, function and class that a function leads to is a part with a name."""
+def test_changed_parts_are_named(old, new, part):
+    """Each value, function and class that a function uses is a named part."""
     assert PROGRAM.count(old) == 1, old
     found = changes(parts_of(PROGRAM), parts_of(PROGRAM.replace(old, new)))
     assert part in found
-    # A class's own attributes and what is made of them may differ with it.
+    # A changed class may also change its attributes and instances.
     assert len(found) <= 4, found
 
 
@@ -88,19 +88,19 @@ def test_what_changes_is_named(old, new, part):
         ("import random", "import time"),
     ],
 )
-def test_what_does_not_matter(old, new):
-    """A function that is moved in its file is the same, whatever is beside it."""
+def test_irrelevant_changes(old, new):
+    """Moving a function, or changing other code, does not change its parts."""
     assert PROGRAM.count(old) == 1, old
     assert changes(parts_of(PROGRAM), parts_of(PROGRAM.replace(old, new))) == set()
 
 
 def differ(one, other, name="f"):
-    """Whether two programs' functions have different parts."""
+    """Return whether the functions of two programs have different parts."""
     return bool(changes(parts_of(one, name), parts_of(other, name)))
 
 
 def test_bound_methods_and_callable_instances():
-    """The object of a bound method, and the attributes of a callable, are parts."""
+    """A bound method's object and a callable's attributes are parts."""
     program = """
         class Scaled:
             def __init__(self, by):
@@ -122,7 +122,7 @@ def test_bound_methods_and_callable_instances():
 
 
 def test_a_partial_and_a_wrapper():
-    """The arguments of a partial are a part; what a wrapper of a library caches is none."""
+    """A partial's arguments are a part. A wrapper's cache is not."""
     program = "import functools\ndef f(x, y): return x * y\np = functools.partial(f, y={})\n"
     assert changes(parts_of(program.format(1), "p"), parts_of(program.format(2), "p")) == {
         "the arguments of the partial"
@@ -139,7 +139,8 @@ def test_a_partial_and_a_wrapper():
 
 
 def test_modules_of_the_program(tmp_path, monkeypatch):
-    """Of a module that a function names, what it uses counts; of one that it imports, all."""
+    """If a function uses a module's attribute, only the attribute counts. If it imports it, all
+    counts."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     package = tmp_path / "identity_package"
@@ -165,7 +166,7 @@ def test_modules_of_the_program(tmp_path, monkeypatch):
     assert "identity_package.module" not in sys.modules
     assert changes(first, found(inside, k=2)) == {"the module identity_package.module"}
     assert changes(first, found(inside, h="-x")) == {"the module identity_package.other"}
-    # Imported or not by now: the same.
+    # An earlier import makes no difference.
     module.write_text(text.format(1, 1))
     other.write_text("def h(x): return x\n")
     __import__("identity_package.module")
@@ -174,8 +175,8 @@ def test_modules_of_the_program(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_what_is_installed_is_known_by_its_version(monkeypatch):
-    """A function of a package leads to the package's version; Python's own has Python's."""
+def test_versions_of_packages(monkeypatch):
+    """The version of a package that a function uses is a part, but not Python's."""
     program = "import pytest\nimport json\ndef f(x): return pytest.approx(json.dumps(x))\n"
     before = parts_of(program)
     assert before["the version of pytest"] == pytest.__version__
@@ -185,7 +186,7 @@ def test_what_is_installed_is_known_by_its_version(monkeypatch):
 
 
 def test_arrays_and_models():
-    """Arrays, tensors and modules of torch are known by their elements."""
+    """Arrays, tensors and modules of torch are compared by their elements."""
     pytest.importorskip("numpy")
     program = "import numpy as np\nA = np.arange(100_000)\nA[{}] = -1\ndef f(x): return A[x]\n"
     assert not differ(program.format(5), program.format(5))
@@ -211,8 +212,8 @@ def test_arrays_and_models():
     assert differ(program.format("", 1), program.format("", 2), "MODEL")
 
 
-def test_classes_that_an_abstract_one_was_told_of():
-    """They decide what `isinstance` says."""
+def test_registered_classes():
+    """Classes registered with an abstract class are a part: `isinstance` depends on them."""
     program = """
         import abc
         class Shape(abc.ABC):
@@ -227,7 +228,7 @@ def test_classes_that_an_abstract_one_was_told_of():
 
 
 def test_globals_that_differ_in_kind():
-    """Values that are equal, or look alike, but are not the same, are told apart."""
+    """Values that are equal or look alike, but differ in type or order, have different parts."""
     texts = ["1", "True", "1.0", "'1'", "b'1'", "None", "[1]", "(1,)", "{1}", "frozenset({1})"]
     texts += ["{1: 2}", "{2: 1}", "[[1], 2]", "[1, [2]]", "[[1, 2]]", "bytearray(b'1')", "0.0"]
     texts += ["-0.0", "'\\ud800'", "range(1)", "{'a': 1, 'b': 2}", "{'b': 2, 'a': 1}", "..."]
@@ -238,8 +239,8 @@ def test_globals_that_differ_in_kind():
     assert len(unlike) == len(texts)
 
 
-def test_what_holds_itself():
-    """Objects in circles, and the same object in many places, are no trouble."""
+def test_cycles():
+    """Cycles, and objects referred to many times, are accepted."""
     program = """
         X = [1]
         X.append({"self": X})
@@ -258,7 +259,7 @@ def test_what_holds_itself():
 
 
 class Odd:
-    """Has an error for each attribute that is asked for."""
+    """Raises for every attribute."""
 
     def __getattribute__(self, name):
         if name == "__class__":
@@ -280,8 +281,8 @@ class Odd:
         ("Named('missing')", "Named"),
     ],
 )
-def test_what_cannot_be_known_is_named(value, what):
-    """A value without a digest is refused, by the name of the part that holds it."""
+def test_an_unknown_value_is_named(value, what):
+    """A value that cannot be compared is refused. The error names the part that has it."""
     program = f"X = {value}\ndef f(): return X\n"
     module = types.ModuleType(NAME)
     vars(module).update(Odd=Odd, Named=Named)
@@ -294,7 +295,7 @@ def test_what_cannot_be_known_is_named(value, what):
 
 
 class Named:
-    """Is pickled as the object of a name, as what `numpy.frompyfunc` makes."""
+    """Pickles as the name of an object, like the results of `numpy.frompyfunc`."""
 
     __module__ = "builtins"
 
@@ -308,8 +309,8 @@ class Named:
         pass
 
 
-def test_the_attribute_that_cannot_be_known_is_named():
-    """Of a callable, the attribute is named; of one that cannot be taken apart, its class."""
+def test_an_unknown_attribute_is_named():
+    """The error names the attribute of a callable, or the class of one with its own pickling."""
     program = """
         class Reader:
             def __init__(self, file): self.file = file
@@ -324,8 +325,8 @@ def test_the_attribute_that_cannot_be_known_is_named():
         assert caught.value.part == part.format(NAME)
 
 
-def test_what_is_unknown_stays_so(monkeypatch):
-    """A second item of a class whose parts cannot be known is refused as the first was."""
+def test_a_second_item_is_refused_too(monkeypatch):
+    """A second item of a class with unknown parts is refused like the first."""
     monkeypatch.setattr(Scored, "file", (x for x in ()), raising=False)
     identity = Identity()
     for _ in range(2):
@@ -340,13 +341,13 @@ class Scored:
 
 
 def test_too_deep_is_refused():
-    """A list of a hundred thousand levels has no digest."""
+    """A list of a hundred thousand levels is refused."""
     with pytest.raises(Unknown, match="deep"):
         parts_of("X = []\nfor _ in range(100_000): X = [X, len]\ndef f(): return X\n")
 
 
 def test_locks_and_caches_have_no_value():
-    """A lock, what is of each thread, and what is held weakly are no state."""
+    """Locks, thread-local values and weak references are no parts."""
     program = """
         import threading, weakref, functools
         LOCK, LOCAL = threading.Lock(), threading.local()
@@ -364,7 +365,7 @@ def test_locks_and_caches_have_no_value():
 
 
 def test_items(tmp_path):
-    """An item's digest is that of its value; the class that it is of is a part beside it."""
+    """An item's digest is its value's. Its class is a separate part."""
     program = "class C:\n  def __init__(self, x): self.x = x\n  def go(self): return {}\n"
 
     def item(x, go="1"):
@@ -383,7 +384,7 @@ def test_items(tmp_path):
 
 
 def test_names():
-    """People know a function by its module and name, an instance by its class."""
+    """The name of a function has its module. The name of an instance is its class's."""
     assert name_of(textwrap.dedent) == "textwrap.dedent"
     assert name_of(functools.partial(textwrap.dedent, "a")) == "textwrap.dedent"
     assert name_of("a".upper) == "None.str.upper" or name_of("a".upper).endswith("str.upper")

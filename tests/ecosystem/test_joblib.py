@@ -22,14 +22,14 @@ delayed = joblib.delayed
 
 @pytest.fixture(autouse=True)
 def backend():
-    """Calls of the test go to two workers, which end with it."""
+    """Run calls of the test in two workers, which end with the test."""
     with joblib.parallel_config("xpool", n_jobs=2):
         yield
     backend_module.shutdown()
 
 
 def test_results_in_order():
-    """A call returns what the functions returned, lambdas among them, in order."""
+    """A call returns the results in order. Functions may be lambdas."""
     squares = joblib.Parallel()(delayed(work.square)(n) for n in range(100))
     assert squares == [n * n for n in range(100)]
     assert joblib.Parallel()(delayed(lambda n: n + 1)(n) for n in range(5)) == [1, 2, 3, 4, 5]
@@ -37,13 +37,13 @@ def test_results_in_order():
 
 @pytest.mark.parametrize("how", ["generator", "generator_unordered"])
 def test_generators(how):
-    """Results can be had while others are computed."""
+    """A generator yields results while others are computed."""
     got = joblib.Parallel(return_as=how)(delayed(work.square)(n) for n in range(50))
     assert sorted(got) == [n * n for n in range(50)]
 
 
 def test_an_error_stops_the_call_and_leaves_the_workers():
-    """A function's exception is raised as it is; the next call has the same workers."""
+    """A function's exception is raised. The next call uses the same workers."""
     before = set(joblib.Parallel()(delayed(os.getpid)() for _ in range(20)))
     with pytest.raises(ZeroDivisionError):
         joblib.Parallel()(delayed(divmod)(1, n % 2) for n in range(100))
@@ -52,7 +52,7 @@ def test_an_error_stops_the_call_and_leaves_the_workers():
 
 
 def test_timeout(tmp_path):
-    """A call that takes too long raises joblib's error, and what ran is stopped."""
+    """A call that takes too long raises joblib's TimeoutError, and its tasks are stopped."""
     gate = Gate(tmp_path / "gate")
     with pytest.raises((TimeoutError, joblib.parallel.TimeoutError)):
         joblib.Parallel(timeout=0.2)(delayed(work.pass_gate)(gate.path) for _ in range(2))
@@ -61,7 +61,7 @@ def test_timeout(tmp_path):
 
 
 def test_a_worker_dies_once(tmp_path):
-    """The batch of a worker that died is run again."""
+    """If a worker dies, its batch runs again."""
 
     def die_once(n):
         try:
@@ -74,7 +74,7 @@ def test_a_worker_dies_once(tmp_path):
 
 
 def test_a_worker_dies_again_and_again():
-    """What kills each worker that runs it fails with the reason."""
+    """A batch that kills every worker fails with the reason."""
     with pytest.raises(WorkerDied, match="exit"):
         joblib.Parallel()(delayed(os._exit)(3) for _ in range(1))
 
@@ -90,7 +90,7 @@ def test_nested_calls():
 
 
 def test_threads_of_libraries():
-    """`inner_max_num_threads` is what numerical libraries in the workers find."""
+    """Numerical libraries in the workers use `inner_max_num_threads`."""
     with joblib.parallel_config("xpool", n_jobs=2, inner_max_num_threads=3):
         look = delayed(lambda: os.environ["OMP_NUM_THREADS"])
         found = joblib.Parallel()(look() for _ in range(4))
@@ -98,7 +98,7 @@ def test_threads_of_libraries():
 
 
 def test_two_calls_at_once():
-    """Calls of two threads with other numbers of workers do not end each other's pools."""
+    """Two threads with different numbers of workers do not end each other's pools."""
     out = {}
 
     def call(n_jobs):
@@ -114,7 +114,7 @@ def test_two_calls_at_once():
 
 
 def test_shutdown():
-    """`shutdown` ends the workers that wait for the next call."""
+    """`shutdown` ends idle workers."""
     (pid,) = joblib.Parallel()(delayed(os.getpid)() for _ in range(1))
     backend_module.shutdown()
     assert wait_gone([pid]) == []
@@ -122,7 +122,7 @@ def test_shutdown():
 
 
 def test_a_grid_search():
-    """scikit-learn's searches and cross-validation run in the workers."""
+    """Searches and cross-validation of scikit-learn run in the workers."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     from sklearn.datasets import load_iris
     from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -135,14 +135,14 @@ def test_a_grid_search():
 
 
 def init(path, text):
-    """Write down which process this is called in."""
+    """Log a text and this process's pid."""
     with open(path, "a") as file:
         file.write(f"{text} {os.getpid()}\n")
 
 
 @pytest.mark.parametrize("where", ["parallel_config", "Parallel"])
 def test_an_initializer(tmp_path, where):
-    """`initializer` and `initargs` are called in each worker; with others, the workers are new."""
+    """`initializer` runs in each worker. Other `initargs` start new workers."""
     log = tmp_path / "log"
     pids = []
     for text in ("one", "one", "other"):
@@ -157,7 +157,7 @@ def test_an_initializer(tmp_path, where):
 
 
 def test_initargs_that_cannot_be_compared():
-    """Arrays among the initargs, which have no single answer to ==, mean new workers."""
+    """Initargs that cannot be compared, such as arrays, start new workers."""
     np = pytest.importorskip("numpy", reason="numpy is not installed")
     for _ in range(2):
         options = {"initializer": work.nothing, "initargs": (np.zeros(3),)}
@@ -166,7 +166,7 @@ def test_initargs_that_cannot_be_compared():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the server is for Linux")
 def test_workers_come_from_the_server():
-    """Workers are forked from xpool's server, not from the program, unless its user asks for it."""
+    """The fork server forks the workers, unless the caller asks for forks of the program."""
     look = delayed(os.getppid)
     (parent,) = set(joblib.Parallel()(look() for _ in range(4)))
     assert parent != os.getpid()
@@ -175,8 +175,8 @@ def test_workers_come_from_the_server():
 
 
 def alone(n):
-    """Return where a call from inside a worker is run, and what was warned of."""
-    import xpool.joblib  # noqa: F401 - it has to be there in a fresh worker
+    """Return whether a call inside a worker runs in this process, and its warnings."""
+    import xpool.joblib  # noqa: F401 - a fresh worker has not imported it
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -186,7 +186,7 @@ def alone(n):
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_in_a_worker_of_multiprocessing(method):
-    """In a worker of `multiprocessing.Pool` a call goes on alone, with a warning."""
+    """A call in a worker of `multiprocessing.Pool` runs in that worker, with a warning."""
     with multiprocessing.get_context(method).Pool(1) as pool:
         is_alone, seen = pool.apply(alone, (3,))
     assert is_alone and "n_jobs is 1" in seen[0]
@@ -194,14 +194,14 @@ def test_in_a_worker_of_multiprocessing(method):
 
 @pytest.fixture
 def in_threads():
-    """Calls of the test go to two threads."""
+    """Run calls of the test in two threads."""
     with joblib.parallel_config("xpool-threads", n_jobs=2):
         yield
 
 
 @pytest.mark.usefixtures("in_threads")
 def test_threads_share_objects():
-    """Batches run in threads of this process, on the caller's own objects; results are in order."""
+    """Threads use the caller's own objects. The results are in order."""
     found = []
     names = joblib.Parallel(require="sharedmem")(
         delayed(lambda n: found.append(n) or threading.current_thread().name)(n) for n in range(50)
@@ -214,14 +214,14 @@ def test_threads_share_objects():
 @pytest.mark.usefixtures("in_threads")
 @pytest.mark.parametrize("how", ["generator", "generator_unordered"])
 def test_generators_of_threads(how):
-    """Results can be had while others are computed."""
+    """A generator yields results of threads while others are computed."""
     got = joblib.Parallel(return_as=how)(delayed(work.square)(n) for n in range(50))
     assert sorted(got) == [n * n for n in range(50)]
 
 
 @pytest.mark.usefixtures("in_threads")
 def test_errors_and_timeouts_of_threads(tmp_path):
-    """An exception, and a call that takes too long, end the call; the next one runs."""
+    """An exception or a timeout ends the call. The next call works."""
     with pytest.raises(ZeroDivisionError):
         joblib.Parallel()(delayed(divmod)(1, n % 2) for n in range(100))
     gate = Gate(tmp_path / "gate")
@@ -233,7 +233,7 @@ def test_errors_and_timeouts_of_threads(tmp_path):
 
 @pytest.mark.usefixtures("in_threads")
 def test_nested_calls_of_threads():
-    """A call inside a task of a thread pool does not wait for that pool's threads."""
+    """A call inside a task of a thread pool does not deadlock."""
 
     def inner(n):
         return joblib.Parallel(n_jobs=2)(delayed(abs)(-k) for k in range(n))
@@ -245,7 +245,7 @@ def test_nested_calls_of_threads():
 
 @pytest.mark.usefixtures("in_threads")
 def test_options_of_threads():
-    """What joblib does not know goes to the pool; one job needs no thread, none is refused."""
+    """Other options go to the pool. One job runs in the caller's thread; zero jobs are refused."""
     started = []
     parallel = joblib.Parallel(initializer=started.append, initargs=("started",))
     assert parallel(delayed(abs)(-n) for n in range(9)) == list(range(9))

@@ -1,4 +1,4 @@
-"""`journal=`: what was done is read, not run again."""
+"""`journal=`: finished items are read, not run again."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(params=[Pool, ThreadPool], ids=lambda pool: pool.__name__)
 def pool(request):
-    """A pool of processes, and one of threads."""
+    """A pool of processes, then a pool of threads."""
     with request.param(2) as made:
         yield made
 
 
 @pytest.fixture
 def path(tmp_path):
-    """Where a journal may be."""
+    """The path of a journal."""
     return tmp_path / "journal.db"
 
 
 class Logged:
-    """A function that says what it was called with; items named in a file fail."""
+    """A function that logs its arguments. Item 3 fails if a certain file exists."""
 
     def __init__(self, log):
         self.log = str(log)
@@ -52,7 +52,7 @@ class Logged:
         return x * x
 
     def calls(self):
-        """Return what it was called with since the last time, sorted."""
+        """Return the sorted arguments of all calls since the last time."""
         try:
             with open(self.log) as file:
                 found = sorted(map(int, file))
@@ -63,14 +63,14 @@ class Logged:
 
 
 class Quits:
-    """Ends the thread, or process, that opens it."""
+    """Calls `sys.exit` when it is unpickled."""
 
     def __reduce__(self):
         return sys.exit, ("opened",)
 
 
 class Single:
-    """Can be pickled a number of times."""
+    """Can be pickled a limited number of times."""
 
     def __init__(self, times):
         self.times = times
@@ -82,24 +82,24 @@ class Single:
 
 
 def odd_result(x, times):
-    """Return something that cannot be written down, for 1."""
+    """For 1, return an object that cannot be written to the journal."""
     return Single(times) if x == 1 else x
 
 
 def quit_or(x):
-    """Return `Quits` for 1."""
+    """For 1, return `Quits`."""
     return Quits() if x == 1 else x
 
 
 @pytest.fixture
 def logged(tmp_path):
-    """Such a function."""
+    """A function that logs its calls."""
     return Logged(tmp_path / "log")
 
 
 @pytest.mark.parametrize("verb", ["map", "imap", "imap_unordered"])
 def test_a_second_run_reads(pool, path, logged, verb):
-    """What is in the journal is not run again; what is new is."""
+    """Items in the journal do not run again. New items run."""
     run = getattr(pool, verb)
     assert sorted(run(logged, range(5), journal=path)) == [0, 1, 4, 9, 16]
     assert logged.calls() == [0, 1, 2, 3, 4]
@@ -110,7 +110,7 @@ def test_a_second_run_reads(pool, path, logged, verb):
 
 
 def test_order_and_long_inputs(pool, path):
-    """Results come in order, however many are there already."""
+    """Results come in order, even if many are in the journal already."""
     assert pool.map(work.square, range(0, 3000, 2), journal=path) == [
         x * x for x in range(0, 3000, 2)
     ]
@@ -118,7 +118,7 @@ def test_order_and_long_inputs(pool, path):
 
 
 def test_an_error_is_run_again(pool, path, logged):
-    """An item that fails is raised when the others are done, and is run again the next time."""
+    """An item that fails raises after the others are done. The next call runs it again."""
     Path(logged.log + ".fail").touch()
     with pytest.raises(ValueError, match="3"):
         pool.map(logged, range(6), journal=path)
@@ -132,7 +132,7 @@ def test_an_error_is_run_again(pool, path, logged):
 
 
 def test_keys(pool, path, logged):
-    """`key` names items: one with a name that is there is not run."""
+    """`key` names items. An item whose key is in the journal does not run."""
     assert pool.map(logged, [1, 2], journal=path, key=lambda x: f"item {x}") == [1, 4]
     assert pool.map(logged, [5], journal=path, key=lambda x: "item 2") == [4]
     assert logged.calls() == [1, 2]
@@ -143,7 +143,7 @@ def test_keys(pool, path, logged):
 
 
 def test_a_key_for_two_items(pool, path, logged):
-    """The second item of a call with the same key would get the first one's result: an error."""
+    """The same key for two items of a call is an error, because both would get the same result."""
     with pytest.raises(OptionError, match=r"key= returns 'a\.png' for two items"):
         pool.map(logged, [2, 3], journal=path, key=lambda x: "a.png")
     logged.calls()
@@ -152,7 +152,7 @@ def test_a_key_for_two_items(pool, path, logged):
 
 
 def test_odd_keys(pool, path, logged):
-    """A key is a str, bytes or an int of any size and any characters; each is another key."""
+    """A key may be a str, bytes or an int of any size. Keys of different types differ."""
     keys = [1, "1", b"1", 2**63, -(2**64), 10**5000, "\udc80", "\\udc80", "", b"", "'1'"]
     wanted = [x * x for x in range(len(keys))]
     assert pool.map(logged, range(len(keys)), journal=path, key=keys.__getitem__) == wanted
@@ -162,7 +162,7 @@ def test_odd_keys(pool, path, logged):
 
 
 def test_starmap(pool, path):
-    """`starmap` has a journal as `map` has."""
+    """`starmap` accepts a journal."""
     pairs = [(2, 5), (3, 2)]
     assert pool.starmap(pow, pairs, journal=path) == [32, 9]
     assert pool.starmap(pow, [*pairs, (2, 3)], journal=path) == [32, 9, 8]
@@ -172,12 +172,12 @@ def test_starmap(pool, path):
 
 
 def make_times(k):
-    """Return a function that encloses a number."""
+    """Return a function that refers to a number."""
     return lambda x: x * k
 
 
 def test_a_changed_function_is_refused(pool, path):
-    """The error names what has changed; a new path or `version=` helps."""
+    """The error names the changed part. A new path or `version=` solves it."""
     assert pool.map(make_times(2), [1, 2], journal=path) == [2, 4]
     assert pool.map(make_times(2), [2, 3], journal=path) == [4, 6]
     with pytest.raises(
@@ -189,8 +189,8 @@ def test_a_changed_function_is_refused(pool, path):
     assert pool.map(make_times(3), [1, 2], journal=path.with_suffix(".new")) == [3, 6]
 
 
-def test_a_version_is_what_the_function_is_known_by(pool, path):
-    """With `version=`, nothing else of a function is looked at but its name."""
+def test_a_version_replaces_the_parts(pool, path):
+    """With `version=`, only the name of a function is compared."""
     with open(os.devnull) as file:
         assert pool.map(make_times(2), [1], journal=path, version=1) == [2]
         with ThreadPool(1) as threads:
@@ -211,7 +211,7 @@ def test_a_version_is_what_the_function_is_known_by(pool, path):
 
 
 def test_the_initializer_counts(path):
-    """What the workers begin with is a part of what results depend on."""
+    """The initializer and its arguments are parts of a journal."""
     with ThreadPool(1, work.same, ["a"]) as pool:
         pool.map(work.square, [1], journal=path)
     with ThreadPool(1, work.same, ["a"]) as pool:
@@ -221,8 +221,8 @@ def test_the_initializer_counts(path):
             pool.map(work.square, [1], journal=path)
 
 
-def test_a_broadcast_counts_by_its_object(path):
-    """A reference to the same object is the same in each run; to another one, it is another."""
+def test_a_broadcast_counts_by_its_value(path):
+    """A broadcast object is compared by its value."""
 
     def run(text):
         with Pool(1) as pool:
@@ -235,7 +235,7 @@ def test_a_broadcast_counts_by_its_object(path):
 
 
 def test_contexts_of_workers_count(path):
-    """What a function gets in front of its arguments is a part; where a worker runs is none."""
+    """A worker's context is a part, but not the device on which it runs."""
     for n in (1, 2):
         with CtxThreadPool(worker_contexts=devices("cpu", n=n)) as pool:
             assert pool.map(ask_length, [[1]], journal=path) == [1]
@@ -245,7 +245,7 @@ def test_contexts_of_workers_count(path):
 
 
 def ask_length(context, item):
-    """Return how long an item is."""
+    """Return the length of an item."""
     return len(item)
 
 
@@ -253,12 +253,12 @@ class Scored:
     """An item with a method."""
 
     def score(self):
-        """Return how good it is."""
+        """Return a score."""
         return 1
 
 
 def test_classes_of_items_count(path, monkeypatch):
-    """An item whose class is another is refused, and not answered with what the old one said."""
+    """If an item's class changes, the journal's result is refused."""
 
     def run(item, **options):
         with ThreadPool(1) as pool:
@@ -274,7 +274,7 @@ def test_classes_of_items_count(path, monkeypatch):
 
 
 def test_items_without_a_name(pool, path):
-    """Lambdas and local functions as items are known by what they do, in any order."""
+    """Lambdas and local functions as items are compared by their code, in any order."""
     items = [make_times(2), make_times(3), lambda x: -x]
     assert pool.map(call_with_5, items, journal=path) == [10, 15, -5]
     items = [lambda x: -x, make_times(4), make_times(3)]
@@ -285,17 +285,17 @@ def test_items_without_a_name(pool, path):
 
 
 def call_with_5(item):
-    """Return what a function makes of 5."""
+    """Call an item with 5."""
     return item(5)
 
 
 def ask_score(item):
-    """Return what an item says."""
+    """Return an item's score."""
     return item.score()
 
 
 def test_another_function_is_refused(pool, path, tmp_path):
-    """A journal belongs to one function; what is no journal is refused as well."""
+    """A journal belongs to one function. Other files are refused."""
     pool.map(work.square, [1], journal=path)
     with pytest.raises(OptionError, match=r"journal of support\.work\.square"):
         pool.map(work.same, [1], journal=path)
@@ -316,7 +316,7 @@ def foreign(path):
 
 
 def newer(path):
-    """Make a journal as a later xpool may."""
+    """Make a journal of a later format."""
     with ThreadPool(1) as pool:
         pool.map(work.square, [1], journal=path)
     with sqlite3.connect(path) as base:
@@ -329,7 +329,7 @@ def newer(path):
     [(foreign, "another program's"), (newer, "of format 99")],
 )
 def test_other_databases_are_refused(path, make, match):
-    """A database that is no journal of this format is refused by name, and stays as it was."""
+    """A database of another kind is refused by name, and not changed."""
     make(path)
     before = path.read_bytes()
     with ThreadPool(1) as pool, pytest.raises(OptionError, match=match) as error:
@@ -339,7 +339,7 @@ def test_other_databases_are_refused(path, make, match):
 
 
 def test_programs_that_begin_a_journal_at_once(tmp_path):
-    """One makes it, the others find it made; whose function it is not, is refused."""
+    """One of several programs makes the journal, the others use it. Another function is refused."""
     barrier = threading.Barrier(6)
 
     def begin(path, func):
@@ -362,7 +362,7 @@ def test_programs_that_begin_a_journal_at_once(tmp_path):
 
 
 def test_a_journal_waits_for_another_that_begins(tmp_path, monkeypatch):
-    """SQLite refuses one of two that change a new file's mode at once: that one tries again."""
+    """If SQLite refuses to change a new file's mode, the journal tries again."""
     refusals = iter(["database is locked"] * 2)
 
     class Refusing(sqlite3.Connection):
@@ -380,7 +380,7 @@ def test_a_journal_waits_for_another_that_begins(tmp_path, monkeypatch):
 
 
 def test_special_names_of_sqlite_are_files(tmp_path, monkeypatch):
-    """A path that SQLite takes for a database without a file is one like any other."""
+    """A path with a special meaning for SQLite is a file like any other."""
     monkeypatch.chdir(tmp_path)
     with ThreadPool(1) as pool:
         pool.map(work.square, [1], journal=":memory:")
@@ -390,7 +390,7 @@ def test_special_names_of_sqlite_are_files(tmp_path, monkeypatch):
 
 
 def assert_names_row(error, path, item):
-    """The error names the file and the row, and its statement lets the item run again."""
+    """Check that the error names the file and the row, and that its statement deletes the row."""
     assert isinstance(error, OptionError)
     text = str(error)
     assert str(path) in text and f"the result of {item!a} " in text
@@ -401,7 +401,7 @@ def assert_names_row(error, path, item):
 
 @pytest.mark.parametrize("value", [None, 5, "text"])
 def test_a_damaged_result_is_named(pool, path, value):
-    """A row without a pickle fails its item, with path, key and cure; others are read."""
+    """A row without a pickle fails its item. The error has the path, the key and a remedy."""
     pool.map(work.square, [1, 2], journal=path, key=str)
     with sqlite3.connect(path) as base:
         base.execute("CREATE TABLE other (key TEXT PRIMARY KEY, value BLOB)")
@@ -417,7 +417,7 @@ def test_a_damaged_result_is_named(pool, path, value):
 
 
 def test_a_garbled_result_does_not_hide_the_others(pool, path):
-    """A pickle that is damaged fails its item, with path, key and cure; it runs again without."""
+    """A damaged pickle fails its item. After the remedy, the item runs again."""
     pool.map(work.square, [1, 2, 3], journal=path, key=str)
     with sqlite3.connect(path) as base:
         base.execute("UPDATE results SET value = x'8005' WHERE key = ?", (ascii("2"),))
@@ -434,7 +434,7 @@ def test_a_garbled_result_does_not_hide_the_others(pool, path):
 
 
 def test_a_result_that_quits(path):
-    """What opening a result raises comes to the caller, whatever it is, and the journal goes on."""
+    """An exception from unpickling a result reaches the caller. The journal stays usable."""
     with Pool(2) as pool:
         results = pool.imap(quit_or, range(3), journal=path)
         assert next(results) == 0
@@ -444,7 +444,7 @@ def test_a_result_that_quits(path):
 
 
 def test_a_result_that_cannot_be_written(pool, path):
-    """It fails its item; the others are written and handed out."""
+    """A result that cannot be written fails its item. The others are written and returned."""
     run = functools.partial(odd_result, times=int(isinstance(pool, Pool)))
     found = pool.map(run, range(50), journal=path, on_error="return")
     assert [*found[:1], *found[2:]] == [0, *range(2, 50)]
@@ -455,8 +455,8 @@ def test_a_result_that_cannot_be_written(pool, path):
     base.close()
 
 
-def test_flow_control_counts_what_was_put(path):
-    """Items that are done, and such without a key, were never put, so they make no room."""
+def test_flow_control_counts_submitted_items(path):
+    """Only submitted items count. Finished items and items without a key do not."""
     with ThreadPool(1) as pool:
         pool.map(work.square, range(100), journal=path, key=str)
         results = pool.imap(
@@ -476,7 +476,7 @@ print(json.dumps(Identity().of_function(f, {}), sort_keys=True))
 
 
 def test_each_run_has_the_same_parts():
-    """Neither the order of sets nor where objects lie makes a difference."""
+    """The parts depend neither on the order of sets nor on addresses."""
     code = PROGRAM + RUN
     said = [
         subprocess.run(
@@ -490,13 +490,13 @@ def test_each_run_has_the_same_parts():
 
 
 def test_verbs_without_a_journal(pool, path):
-    """`starmap` and the async forms have none."""
+    """The error of a verb without a journal names the verbs that have one."""
     with pytest.raises(OptionError, match="journal= is for"):
         pool.map_async(work.square, [1], journal=path)
 
 
 def test_a_dropped_iterator_is_written(pool, path, logged):
-    """What runs after the iterator is dropped is written down as well."""
+    """Results of a dropped iterator are written too."""
     del_me = pool.imap(logged, range(50), journal=path)
     del del_me
     pool.close()
@@ -507,7 +507,7 @@ def test_a_dropped_iterator_is_written(pool, path, logged):
 
 
 def test_a_termination_loses_nothing_that_was_seen(path, logged):
-    """After `terminate`, what was handed out is in the journal."""
+    """After `terminate`, all returned results are in the journal."""
     with Pool(2) as pool:
         results = pool.imap_unordered(logged, range(2000), journal=path)
         seen = {next(results) for _ in range(20)}
@@ -519,7 +519,7 @@ def test_a_termination_loses_nothing_that_was_seen(path, logged):
 
 
 def test_a_disk_that_is_full(path, monkeypatch):
-    """What cannot be written fails the job with the reason."""
+    """If a result cannot be written, the job fails with the reason."""
     from xpool._pools import journal
 
     def full(self, results):
@@ -533,7 +533,7 @@ def test_a_disk_that_is_full(path, monkeypatch):
 
 
 def test_a_file_that_is_removed(path):
-    """What is written to a file without a name is not kept: the job fails with the reason."""
+    """If the journal's file is removed, the job fails with the reason."""
 
     def items():
         yield 1
@@ -547,7 +547,7 @@ def test_a_file_that_is_removed(path):
 
 
 def test_a_program_that_is_killed_goes_on(tmp_path, path):
-    """After SIGKILL of the whole program, the next run does the rest, and only that."""
+    """After SIGKILL of the program, the next run runs only the remaining items."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"

@@ -1,4 +1,4 @@
-"""``python -m xpool``: what people paste into an issue."""
+"""``python -m xpool``: the text for bug reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_whole_program():
-    """It tells versions, limits and devices, and that the self-test went well."""
+    """It prints versions, limits, devices and the result of the self-test."""
     done = run()
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert f"xpool                   {xpool.__version__}" in done.stdout
@@ -32,7 +32,7 @@ def test_the_whole_program():
 
 
 def test_json():
-    """``--json`` prints one object for programs; ``--no-test`` starts no workers."""
+    """``--json`` prints one object. ``--no-test`` starts no workers."""
     done = run("--json", "--no-test")
     found = json.loads(done.stdout)
     assert found["versions"]["xpool"] == xpool.__version__
@@ -40,7 +40,7 @@ def test_json():
 
 
 def test_a_self_test_that_fails(monkeypatch, capsys):
-    """What fails is named, and the exit status says it too."""
+    """If the self-test fails, the output has the error, and the exit status is 1."""
 
     def broken(*args, **kwargs):
         raise OSError("no processes here")
@@ -51,7 +51,7 @@ def test_a_self_test_that_fails(monkeypatch, capsys):
 
 
 def test_a_machine_in_a_container(tmp_path):
-    """Limits of the cgroup are found, and what follows from them is said."""
+    """Limits of the cgroup are shown, with advice."""
     files = {
         "sys/fs/cgroup/cpu.max": "150000 100000",
         "sys/fs/cgroup/memory.max": str(1 << 30),

@@ -20,7 +20,7 @@ from xpool._pools.observing import trace
 
 @pytest.fixture
 def gate(tmp_path):
-    """Holds tasks until the test opens it."""
+    """A gate that holds tasks until the test opens it."""
     made = Gate(tmp_path / "gate")
     yield made
     made.close()
@@ -39,11 +39,11 @@ def _die_once(path):
         os._exit(3)
 
 
-LONG = 300_000  # passes of a loop: some milliseconds
+LONG = 300_000  # iterations of a loop: some milliseconds
 
 
 def test_report_of_work(tmp_path):
-    """A report has each worker's tasks and times, bytes, deaths, retries and the slowest tasks."""
+    """The report has each worker's tasks and times, bytes, deaths, retries and slow tasks."""
     with Pool(2) as pool:
         pool.map(_spin, [1000] * 40 + [LONG], 1)
         pool.apply(_die_once, (str(tmp_path / "flag"),), retries=1)
@@ -60,7 +60,7 @@ def test_report_of_work(tmp_path):
 
 
 def test_a_report_while_it_works(gate):
-    """A pool that is busy can be asked."""
+    """A busy pool can be asked for its report."""
     with Pool(1) as pool:
         result = pool.apply_async(work.gated, (gate.path,))
         assert pool.report().succeeded == 0
@@ -76,14 +76,14 @@ class Loud:
         self.parent = os.getpid()
 
     def __setstate__(self, state):
-        assert os.getpid() != state["parent"], "its code is not to be run in the parent"
+        assert os.getpid() != state["parent"], "its code ran in the parent"
 
     def __repr__(self):
-        raise AssertionError("its code is not to be run")
+        raise AssertionError("its code ran")
 
 
 def test_items_are_shown_without_their_code():
-    """An item of a class of the user's is shown by its name, long ones are cut short."""
+    """An item of a user's class is shown by its class name. Long items are shortened."""
     with Pool(1) as pool:
         pool.map(_spin_loud, [(LONG, Loud(), "x" * 1000)], 1)
         (slowest, *_) = pool.report().slowest
@@ -96,7 +96,7 @@ def _spin_loud(item):
 
 
 def test_a_pool_of_threads_has_counts():
-    """A `ThreadPool` reports its tasks, and knows nothing of single workers; it has no trace."""
+    """A `ThreadPool` reports tasks but no workers, and has no trace."""
     with ThreadPool(2) as pool:
         pool.map(work.square, range(5), 1)
         report = pool.report()
@@ -107,7 +107,7 @@ def test_a_pool_of_threads_has_counts():
 
 
 def test_trace(tmp_path):
-    """A trace has a row for each worker, tasks with their times, deaths and retries as moments."""
+    """A trace has a row for each worker, spans of tasks, and moments of deaths and retries."""
     path = tmp_path / "run.json"
     with Pool(2) as pool:
         pool.map(_spin, [LONG], 1)
@@ -129,14 +129,14 @@ def test_trace(tmp_path):
 
 
 def test_a_trace_as_a_page(tmp_path):
-    """With a name that ends in .html, a trace is a page that loads nothing from elsewhere."""
+    """If the name ends in .html, the trace is a page that loads no other files."""
     path = tmp_path / "run.html"
     with Pool(2) as pool, pool.trace(path):
         pool.map(work.square, range(4), 1)
         pool.apply(_named("</script>"), (1,))
     text = path.read_text()
     assert "://" not in text
-    assert text.count("</script>") == 2  # of the page itself
+    assert text.count("</script>") == 2  # those of the page itself
     found = re.search(r'application/json">(.*)</script>', text)
     data = json.loads(found[1])
     assert data["rows"] == ["worker 0", "worker 1"]
@@ -158,7 +158,7 @@ def _named(name):
 
 
 def test_a_trace_over_hosts_leaves_no_file(tmp_path):
-    """An engine that cannot trace is refused before the file is written."""
+    """If the engine cannot trace, no file is written."""
     pool = types.SimpleNamespace(_engine=object(), name="p")
     with pytest.raises(OptionError, match="clocks differ"), trace(pool, tmp_path / "run.json"):
         pass
@@ -166,7 +166,7 @@ def test_a_trace_over_hosts_leaves_no_file(tmp_path):
 
 
 def test_one_trace_at_a_time(tmp_path):
-    """A second trace is refused, one after the other is not; nor one where no file can be."""
+    """A second trace at the same time is refused. So is a path in a missing folder."""
     with Pool(1) as pool:
         with pool.trace(tmp_path / "a.json"):
             with pytest.raises(OptionError, match="already"):
@@ -183,7 +183,7 @@ def test_one_trace_at_a_time(tmp_path):
 
 
 def test_watch(monkeypatch):
-    """`watch` shows the report, and leaves its last state."""
+    """`watch` shows the report, and leaves its last state on the screen."""
     pytest.importorskip("rich")
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)

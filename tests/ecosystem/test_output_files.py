@@ -1,4 +1,4 @@
-"""``output="files"``: what each task prints is in a file of its own."""
+"""``output="files"``: the output of each task goes to a separate file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from xpool.devices.context import PROCESS
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The current folder, in which the pools make theirs."""
+    """Change to an empty folder, in which pools make theirs."""
     monkeypatch.chdir(tmp_path)
 
 
 def texts(pool):
-    """What the files of a pool have, by their names without the suffix."""
+    """Return the texts of a pool's files by their names without suffix."""
     return {path.stem: path.read_text() for path in Path(pool.output_folder).iterdir()}
 
 
@@ -46,7 +46,7 @@ def speak_in_all_ways(x):
 
 
 def test_each_verb():
-    """A file has the number of the call, the function's name and the item's number."""
+    """A file's name has the number of the call, the function's name and the item's number."""
     with Pool(2, output="files") as pool:
         pool.map(speak, range(3), chunksize=2)
         list(pool.imap(speak, range(3), chunksize=2))
@@ -64,14 +64,14 @@ def test_each_verb():
 
 
 def test_run_all():
-    """Each worker's call has a file with the worker's number."""
+    """`run_all` makes a file for each worker, with the worker's number."""
     with Pool(2, output="files") as pool:
         pool.run_all(speak, 1)
     assert sorted(texts(pool)) == ["0001-speak-worker-0", "0001-speak-worker-1"]
 
 
 def test_contexts_and_peers():
-    """Pools whose workers have contexts or queues of their own write files, too."""
+    """`CtxPool` and `P2PPool` write files too."""
     with CtxPool(worker_contexts=["here"], output="files") as pool:
         pool.map(speak_to, [1])
         pool.apply(speak_to, (2,))
@@ -81,18 +81,18 @@ def test_contexts_and_peers():
     assert list(texts(pool)) == ["0001-speak-000000"]
 
 
-def test_what_goes_by_python():
-    """C code, child processes and the descriptor itself write into the file, in order."""
+def test_output_outside_of_python():
+    """Output of C code, child processes and descriptors goes to the file."""
     with Pool(1, output="files") as pool:
         pool.apply(speak_in_all_ways, (0,))
     (text,) = texts(pool).values()
-    # C's buffer is written when the task has ended, or is full.
+    # C's buffer is written after the task, or when it is full.
     parts = ["python, without an end of line", "; C\n", "a child\n", "a descriptor\n"]
     assert len(text) == len("".join(parts)) and all(part in text for part in parts)
 
 
-def test_what_is_between_tasks(capfd):
-    """A task that prints nothing leaves no file; the initializer prints where the program does."""
+def test_output_outside_of_tasks(capfd):
+    """A task without output makes no file. The initializer prints to the program's stdout."""
     with Pool(1, print, ("from the initializer",), output="files") as pool:
         pool.map(abs, range(50))
     assert texts(pool) == {}
@@ -100,7 +100,7 @@ def test_what_is_between_tasks(capfd):
 
 
 def test_a_handler_of_an_earlier_task():
-    """A logging handler that a task has made writes into the file of the task that logs."""
+    """A logging handler made by a task writes to the file of the task that logs."""
 
     def log(text):
         logging.basicConfig(format="%(message)s")
@@ -112,7 +112,8 @@ def test_a_handler_of_an_earlier_task():
 
 
 def test_ends_of_tasks():
-    """A death, an exception and a time limit leave what was printed; what follows is apart."""
+    """After a death, an exception or a time limit, the output is kept. The next task has its own
+    file."""
 
     def fail(how):
         print("last words")
@@ -150,7 +151,7 @@ def test_second_tries_append(tmp_path):
 
 
 def test_a_journal_counts_all_items():
-    """What a journal has is not run again; the other items keep their numbers."""
+    """Items in a journal do not run. The others keep their numbers."""
     with Pool(1, output="files") as pool:
         pool.map(speak, [5], journal="journal.db")
         pool.map(speak, [5, 6], journal="journal.db")
@@ -158,7 +159,7 @@ def test_a_journal_counts_all_items():
 
 
 def test_a_hook_of_a_subclass():
-    """Tasks that go through an overridden hook have files."""
+    """Tasks submitted through an overridden hook have files."""
 
     class Hooked(Pool):
         def pool_inqueue_put(self, obj):
@@ -171,7 +172,7 @@ def test_a_hook_of_a_subclass():
 
 
 def test_fork(capfd):
-    """A fork of a program whose stdout is an object writes into the files."""
+    """A forked worker writes to the files although pytest has replaced stdout."""
     with Pool(1, context="fork", output="files") as pool:
         pool.map(speak, [1])
     assert texts(pool) == {"0001-speak-000000": "out 1\nerr 1\n"}
@@ -179,7 +180,7 @@ def test_fork(capfd):
 
 
 def test_the_folder_is_new_and_may_go(monkeypatch):
-    """Pools of one second have folders of their own; one that is removed is made again."""
+    """Pools made in the same second have different folders. A removed folder is made again."""
     monkeypatch.setattr(time, "strftime", lambda form: "now")
     with Pool(1, output="files", name="a/b: c") as pool:
         os.rmdir(pool.output_folder)
@@ -192,14 +193,14 @@ def test_the_folder_is_new_and_may_go(monkeypatch):
 
 
 def test_names_of_files():
-    """A function's name becomes a file's, without what a file's name may not have."""
+    """A function's name is part of the file's name, without invalid characters."""
     job = Job(12, "outer.<locals>.<lambda>()", None)
     name = os.path.basename(TaskFiles("x").of_call(job, speak)._path)
     assert name == "0012-outer.-locals-.-lambda"
 
 
 def test_refused():
-    """Threads share one stdout; other values are refused; the folder must be possible."""
+    """Thread pools, other values and a folder that cannot be made are refused."""
     with pytest.raises(OptionError, match="share the stdout"):
         ThreadPool(1, output="files")
     with pytest.raises(OptionError, match="'prefix', 'files' or None, not 'file'"):

@@ -1,4 +1,4 @@
-"""`progress=`, and ``len()`` of what `imap` returns."""
+"""`progress=`, and ``len()`` of the iterators of `imap`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ VERBS = ["map", "starmap", "map_async", "starmap_async", "imap", "imap_unordered
 
 @pytest.fixture(scope="session", autouse=True)
 def tqdm_is_warm():
-    """The first bar makes a lock and a thread that the program keeps; no test is charged.
+    """Make a first bar, whose lock and thread stay for ever. No test may count them as a leak.
 
-    Of the session, so it comes before what the leak guard knows of the module: from Python 3.14 on,
-    the semaphore of the lock keeps its name.
+    This runs once before the leak checks of modules, because from Python 3.14 the lock's semaphore
+    keeps its name.
     """
     if importlib.util.find_spec("tqdm"):
         importlib.import_module("tqdm").tqdm(range(0), file=io.StringIO()).close()
@@ -35,7 +35,7 @@ def tqdm_is_warm():
 
 @pytest.fixture
 def gate(tmp_path):
-    """Holds tasks until the test opens it."""
+    """A gate that holds tasks until the test opens it."""
     made = Gate(tmp_path / "gate")
     yield made
     made.close()
@@ -43,7 +43,7 @@ def gate(tmp_path):
 
 @pytest.fixture(params=[Pool, ThreadPool], ids=lambda pool: pool.__name__)
 def pool(request):
-    """A pool of processes, and one of threads."""
+    """A pool of processes, then a pool of threads."""
     with request.param(2) as made:
         yield made
         made.close()
@@ -58,8 +58,8 @@ def _run(pool, verb, n, *args, **options):
 
 @pytest.mark.parametrize("chunksize", [1, 7])
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_callable_is_told_of_items(pool, verb, chunksize):
-    """A callable gets growing numbers of items; the last, before the results are had, is all."""
+def test_a_callable_gets_the_numbers_of_items(pool, verb, chunksize):
+    """The callable gets increasing numbers of items. The last call, before the results, has all."""
     seen = []
     _run(pool, verb, 100, chunksize, progress=lambda *now: seen.append(now))
     done = [n for n, _ in seen]
@@ -69,7 +69,7 @@ def test_a_callable_is_told_of_items(pool, verb, chunksize):
 
 
 def test_an_input_without_length(pool):
-    """The total is None where the input has no length."""
+    """The total is None if the input has no length."""
     seen = []
     assert len(list(pool.imap(work.square, iter(range(10)), progress=_append_to(seen)))) == 10
     assert seen[-1] == (10, None)
@@ -83,8 +83,8 @@ def _pass(gate):
     return None if gate is None else work.gated(gate)
 
 
-def test_it_is_told_while_the_job_runs(pool, gate):
-    """The callable is called before the job has ended: here it is what lets the job end."""
+def test_it_is_called_while_the_job_runs(pool, gate):
+    """The callable is called while the job runs. Here its call lets the job end."""
 
     def told(done, total):
         if done == 1:
@@ -94,7 +94,7 @@ def test_it_is_told_while_the_job_runs(pool, gate):
 
 
 def test_an_error_counts_as_done(pool):
-    """Items that fail are done, too."""
+    """Failed items count as done."""
     seen = []
     with pytest.raises(ValueError, match="3"):
         pool.map(work.fail_on_three, range(8), 2, progress=_append_to(seen))
@@ -102,15 +102,15 @@ def test_an_error_counts_as_done(pool):
 
 
 def test_no_items_at_all(pool):
-    """Nothing is nothing of nothing."""
+    """Without items, the callable gets (0, 0)."""
     for verb in VERBS:
         seen = []
         assert _run(pool, verb, 0, progress=_append_to(seen)) == []
         assert seen == [(0, 0)]
 
 
-def test_what_the_callable_raises_hurts_no_result(pool, monkeypatch):
-    """An exception of the callable goes to `threading.excepthook`; the results are there."""
+def test_an_exception_of_the_callable(pool, monkeypatch):
+    """An exception of the callable goes to `threading.excepthook`. The results arrive."""
     raised = []
     monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
     assert _run(pool, "map", 4, progress=lambda done, total: 1 // 0) == [0, 1, 4, 9]
@@ -118,7 +118,7 @@ def test_what_the_callable_raises_hurts_no_result(pool, monkeypatch):
 
 
 def test_it_ends_with_the_pool(pool, gate):
-    """A job that is cut short ends its progress where it is."""
+    """If the pool ends early, the progress stops at its last number."""
     seen = []
     result = pool.map_async(work.gated, [gate.path] * 2, 1, progress=_append_to(seen))
     pool.terminate()
@@ -129,15 +129,15 @@ def test_it_ends_with_the_pool(pool, gate):
     assert seen == [(0, 2)]
 
 
-def test_what_is_no_progress_is_refused(pool):
-    """`progress` is a bool, a title or a callable."""
+def test_an_invalid_progress(pool):
+    """`progress` must be a bool, a title or a callable."""
     assert _run(pool, "map", 2, progress=False) == [0, 1]
     with pytest.raises(TypeError, match="progress"):
         pool.map(work.square, [1], progress=3)
 
 
 def test_len_of_an_iterator(pool):
-    """An iterator is as long as its input; without a length it has none, and is true."""
+    """An iterator has its input's length. Without one, `len` raises, but the iterator is true."""
     for verb in ("imap", "imap_unordered"):
         results = getattr(pool, verb)(work.square, range(5), 2)
         assert len(results) == 5
@@ -160,7 +160,7 @@ DISPLAYS = {
 
 @pytest.mark.parametrize("display", DISPLAYS)
 def test_displays(pool, display, monkeypatch, capsys):
-    """A title is shown on stderr: by tqdm, else by rich, else as a line."""
+    """A title is shown on stderr by tqdm, otherwise by rich, otherwise as a line."""
     there, pattern = DISPLAYS[display]
     if display != "line":
         pytest.importorskip(display)
@@ -210,7 +210,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("way", ["closed", "reader gone", *also("raises")])
 @pytest.mark.parametrize("display", DISPLAYS)
 def test_a_dead_stderr_hurts_no_job(tmp_path, display, way, kind):
-    """Where stderr is closed, or its reader gone, jobs are done, and tqdm's lock is free."""
+    """If stderr is closed or broken, jobs are done, and tqdm's lock is free."""
     if display != "line":
         pytest.importorskip(display)
     script = tmp_path / "script.py"
@@ -224,7 +224,7 @@ def test_a_dead_stderr_hurts_no_job(tmp_path, display, way, kind):
 
 
 def test_a_display_that_raises_releases_the_lock_of_tqdm(pool, monkeypatch):
-    """Whatever tqdm raises while it draws, the next bar begins."""
+    """If tqdm raises while it draws, its lock is released."""
     tqdm = pytest.importorskip("tqdm").tqdm
     raised = []
     monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
@@ -238,7 +238,7 @@ def test_a_display_that_raises_releases_the_lock_of_tqdm(pool, monkeypatch):
 
 
 def test_a_held_lock_of_tqdm_stops_no_job(pool, monkeypatch, capsys):
-    """A program that waits for a job while it holds tqdm's lock gets its results."""
+    """A program that holds tqdm's lock while it waits for a job gets its results."""
     tqdm = pytest.importorskip("tqdm").tqdm
     monkeypatch.setattr(progress, "LAST_LOOK", 0.1)
     with tqdm.get_lock():
@@ -248,7 +248,7 @@ def test_a_held_lock_of_tqdm_stops_no_job(pool, monkeypatch, capsys):
 
 
 def test_without_a_thread_nothing_is_shown(pool, monkeypatch):
-    """Where the system has no thread for it, the job is done all the same."""
+    """If the progress thread cannot start, the job is still done."""
     raised = []
     monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
     start = threading.Thread.start
@@ -265,13 +265,13 @@ def test_without_a_thread_nothing_is_shown(pool, monkeypatch):
 
 
 def test_true_shows_the_functions_name(pool, capsys):
-    """``progress=True`` is titled by the function."""
+    """With ``progress=True``, the title is the function's name."""
     _run(pool, "imap", 3, progress=True)
     assert "square()" in capsys.readouterr().err
 
 
 def test_tqdm_around_an_iterator_knows_its_total(pool):
-    """``tqdm(pool.imap(f, xs))`` shows how much is left."""
+    """``tqdm(pool.imap(f, xs))`` knows its total."""
     tqdm = pytest.importorskip("tqdm").tqdm
     bar = tqdm(pool.imap(work.square, range(5)), disable=None)
     assert bar.total == 5
@@ -279,7 +279,7 @@ def test_tqdm_around_an_iterator_knows_its_total(pool):
 
 
 def test_import_xpool_imports_no_display():
-    """Neither tqdm nor rich is imported before a bar is asked for."""
+    """`import xpool` imports neither tqdm nor rich."""
     code = (
         "import sys, xpool; from xpool import Pool, ThreadPool; "
         "assert not {'tqdm', 'rich'} & set(sys.modules)"

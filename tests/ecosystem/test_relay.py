@@ -1,4 +1,4 @@
-"""What workers log, warn of and print."""
+"""Log records, warnings and output of workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Keeping(logging.Handler):
 
 @pytest.fixture
 def kept():
-    """What arrives at the logger "tasks", of level INFO and above."""
+    """The records of the logger "tasks" from level INFO."""
     logger = logging.getLogger("tasks")
     handler = Keeping()
     logger.addHandler(handler)
@@ -54,7 +54,7 @@ def kept():
 
 
 def _run(func, *items, **options):
-    with Pool(2, **options) as pool:  # at its end, all that was logged is handled
+    with Pool(2, **options) as pool:  # its end waits for all records
         return pool.map(func, items, 1)
 
 
@@ -66,7 +66,7 @@ def _log(x):
 
 
 def test_records_arrive(kept):
-    """Records come to the parent's loggers with level, text, worker and extras."""
+    """Records reach the program's loggers with level, text, worker and extras."""
     workers = _run(_log, 1, 2, 3)
     assert sorted(r.getMessage() for r in kept) == ["item 1", "item 2", "item 3"]
     assert {r.levelno for r in kept} == {logging.INFO}
@@ -91,7 +91,7 @@ def _log_error():
 
 
 def test_from_threads_and_with_tracebacks(kept):
-    """A thread of a task logs as well; a traceback arrives as text."""
+    """A thread of a task can log. A traceback arrives as text."""
     _run(_log_from_thread, 1)
     (record,) = kept
     assert "KeyError: 'here'" in record.exc_text
@@ -105,7 +105,7 @@ def _level(_):
 
 
 def test_levels_are_the_parents(kept):
-    """What the parent would not show is not sent: loggers in workers have the parent's levels."""
+    """Loggers in workers have the program's levels, so that no unneeded record is sent."""
     assert _run(_level, 1) == [(logging.INFO, True)]
     logging.disable(logging.ERROR)
     try:
@@ -119,7 +119,7 @@ def _configure(path):
 
 
 def test_a_worker_that_handles_its_records_keeps_them(kept, tmp_path):
-    """Nothing comes twice: what a handler in the worker takes is not sent."""
+    """A record that a handler in the worker takes is not sent."""
     path = tmp_path / "log"
     with Pool(1, _configure, (str(path),)) as pool:
         pool.map(_log, [1])
@@ -132,7 +132,7 @@ def _configure_all(path):
 
 
 def test_basic_config_in_an_initializer_takes_effect(kept, tmp_path):
-    """`logging.basicConfig` in a worker works as in any process, and its handler takes records."""
+    """`logging.basicConfig` in a worker installs a handler, which takes the records."""
     path = tmp_path / "log"
     with Pool(1, _configure_all, (str(path),)) as pool:
         pool.map(_log, [1])
@@ -148,8 +148,8 @@ def _log_by_a_library(x):
 
 @pytest.mark.parametrize("context", [None, *also("fork", "spawn")])
 def test_functions_of_the_module_logging(capfd, context):
-    """They give the root logger a handler where it has none: not in a worker, whose records are for
-    the program's."""
+    """In a worker, functions of the module `logging` add no handler to the root logger. Their
+    records go to the program."""
     handler, root = Keeping(), logging.getLogger()
     root.addHandler(handler)
     try:
@@ -167,21 +167,21 @@ def log_by_the_module(x: int) -> None:
 
 
 def test_a_null_handler_takes_nothing(kept):
-    """A record of a library that has a `NullHandler`, as most have, comes to the parent."""
+    """A library's `NullHandler` does not keep its records from the program."""
     _run(_log_by_a_library, 1)
     assert [r.getMessage() for r in kept] == ["item 1"]
 
 
 @pytest.mark.parametrize("context", ["fork", *also("spawn", "forkserver")])
 def test_records_arrive_with_each_start_method(kept, context):
-    """Forks of the program leave its handlers to the program too."""
+    """With every start method, records reach the program's handlers."""
     workers = _run(_log, 1, 2, context=context)
     assert sorted(r.getMessage() for r in kept) == ["item 1", "item 2"]
     assert sorted(r.xpool_worker for r in kept) == sorted(workers)
 
 
 def test_forks_do_not_write_what_the_program_has_buffered(tmp_path):
-    """Records in a `MemoryHandler` of the program are written once, by the program."""
+    """Forked workers do not write records that the program has buffered."""
     path = tmp_path / "log"
     target = logging.FileHandler(path)
     handler = logging.handlers.MemoryHandler(100, target=target)
@@ -216,13 +216,13 @@ def _log_long(_):
 
 
 class Level(enum.IntEnum):
-    """Is plain data only by its number."""
+    """Plain data only as a number."""
 
     HIGH = 3
 
 
-def test_what_is_too_long_is_cut_and_says_so(kept):
-    """A record of any size arrives: its texts are cut, and what is left out is named."""
+def test_long_records_are_cut(kept):
+    """A record of any size arrives. Long texts are cut, and omitted fields are named."""
     _run(_log_long, 1)
     failed, extra, many, text, odd = kept
     assert "_log_long" in failed.exc_text
@@ -240,7 +240,7 @@ def test_what_is_too_long_is_cut_and_says_so(kept):
 
 
 class Bad:
-    """Cannot be shown."""
+    """Has no repr."""
 
     def __repr__(self):
         raise RuntimeError
@@ -251,7 +251,7 @@ def _log_odd(_):
 
 
 def test_extras_are_plain_data_or_their_repr(kept):
-    """Nothing of a class of the program's is made in the parent for a log record."""
+    """Extras arrive as plain data or as their repr, so no object of a user's class is made."""
     _run(_log_odd, 1)
     (record,) = kept
     assert record.bad == "<Bad, whose repr raised RuntimeError>"
@@ -260,7 +260,7 @@ def test_extras_are_plain_data_or_their_repr(kept):
 
 
 class Slow(Keeping):
-    """Takes its time for each record."""
+    """Takes 0.1 s for each record."""
 
     def emit(self, record):
         time.sleep(0.1)
@@ -269,7 +269,7 @@ class Slow(Keeping):
 
 @pytest.fixture
 def slow():
-    """What a slow handler of the logger "tasks" has taken."""
+    """The records that a slow handler of the logger "tasks" has taken."""
     logger = logging.getLogger("tasks")
     handler = Slow()
     logger.addHandler(handler)
@@ -283,14 +283,14 @@ def _log_some(n):
 
 
 def test_the_end_waits_for_slow_handlers(slow, monkeypatch):
-    """All that was logged is handled when the pool has ended, as long as handlers get on."""
+    """The pool's end waits for slow handlers, so all records are handled."""
     monkeypatch.setattr(relay, "STUCK", 0.3)
     _run(_log_some, 10)
     assert [r.getMessage() for r in slow] == [f"item {i}" for i in range(10)]
 
 
-def test_a_handler_that_hangs_does_not_keep_the_pool(kept, monkeypatch, capsys):
-    """The end of a pool waits for a single record for a while only, and says so."""
+def test_a_handler_that_hangs(kept, monkeypatch, capsys):
+    """The pool's end waits only a limited time for one record. Then it prints a message."""
     opened = threading.Event()
     (handler,) = logging.getLogger("tasks").handlers
     monkeypatch.setattr(handler, "emit", lambda record: (opened.wait(), kept.append(record)))
@@ -298,7 +298,7 @@ def test_a_handler_that_hangs_does_not_keep_the_pool(kept, monkeypatch, capsys):
     _run(_log_some, 3)
     assert "a handler of log records or warnings has not returned for" in capsys.readouterr().err
     opened.set()
-    eventually(lambda: len(kept) == 3, "the others are handled all the same")
+    eventually(lambda: len(kept) == 3, "the other records are handled")
 
 
 def _log_and_die(n):
@@ -307,7 +307,7 @@ def _log_and_die(n):
 
 
 def test_drops_of_a_killed_worker_are_counted(kept, monkeypatch, caplog):
-    """How many records a worker had to drop is told also when it sends nothing after them."""
+    """Dropped records of a killed worker are counted, even if it sends nothing after them."""
     opened = threading.Event()
     (handler,) = logging.getLogger("tasks").handlers
     monkeypatch.setattr(handler, "emit", lambda record: (opened.wait(), kept.append(record)))
@@ -326,14 +326,14 @@ def _log_many(n):
 
 
 def test_drops_are_counted(kept, monkeypatch, caplog):
-    """When the parent does not keep up, a worker goes on, and says later how many are missing."""
+    """If the program is too slow, a worker drops records, and later reports how many."""
     opened = threading.Event()
     (handler,) = logging.getLogger("tasks").handlers
     monkeypatch.setattr(handler, "emit", lambda record: (opened.wait(), kept.append(record)))
     with Pool(1) as pool:
         pool.map(_log_many, [3000])
         opened.set()
-        # There is room again when the first of them are handled.
+        # There is room again after some records have been handled.
         eventually(lambda: len(kept) > 100, "records are handled")
         pool.map(_log, [1])
     dropped = [r for r in caplog.records if r.name == "xpool"]
@@ -347,7 +347,7 @@ def _warn(_):
 
 
 def test_warnings_come_once_for_each_place():
-    """A warning of many tasks in many workers is shown in the parent, once."""
+    """A warning of many tasks is shown once in the program."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         _run(_warn, *range(6))
@@ -358,7 +358,7 @@ def test_warnings_come_once_for_each_place():
 
 
 class Detailed(UserWarning):
-    """Has a constructor, and a text, of its own."""
+    """Has its own constructor and text."""
 
     def __init__(self, what, how_many):
         super().__init__(what, how_many)
@@ -369,11 +369,11 @@ class Detailed(UserWarning):
 
 
 class Mixed(ValueError, RuntimeWarning):
-    """Its first built-in class is no warning."""
+    """Its first built-in base class is no warning."""
 
 
 class Weird(UserWarning, OSError):
-    """Its memory is laid out by `OSError`."""
+    """Has the memory layout of `OSError`."""
 
 
 def _warn_by_classes(_):
@@ -384,7 +384,7 @@ def _warn_by_classes(_):
 
 
 def test_warnings_of_all_classes_arrive():
-    """A class that takes two arguments, is mixed with others, or unknown here: none is lost."""
+    """Warnings of any class arrive, even if the program does not know the class."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         _run(_warn_by_classes, 1)
@@ -394,8 +394,8 @@ def test_warnings_of_all_classes_arrive():
     )] == [True] * 4  # fmt: skip
 
 
-def test_a_filter_that_raises_ends_nothing():
-    """Where the parent's filters make errors of warnings, it is shown; nobody could catch it."""
+def test_a_filter_that_raises():
+    """If the program's filters turn warnings into errors, a worker's warning is still shown."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("error")
         _run(_warn, 1)
@@ -411,7 +411,7 @@ def _print(x):
 
 
 def test_prefix(capfd):
-    """``output="prefix"`` names the worker before each line that a task prints."""
+    """``output="prefix"`` writes the worker's name before each line of a task."""
     with Pool(1, output="prefix") as pool:
         pool.map(_print, [7])
     out, err = capfd.readouterr()
@@ -432,7 +432,7 @@ def _print_odd(_):
 
 
 def test_prefix_cuts_only_at_ends_of_lines(capfd):
-    """Form feeds and other separators are text of a line; lines of two threads do not mix."""
+    """Only ends of lines start a prefix. Lines of two threads do not mix."""
     with Pool(1, output="prefix") as pool:
         pool.map(_print_odd, [7])
     lines = capfd.readouterr().out.replace("[worker 0] ", "> ")
@@ -442,13 +442,14 @@ def test_prefix_cuts_only_at_ends_of_lines(capfd):
 
 
 def test_output_is_checked():
-    """`output` is "prefix" or None."""
+    """An unknown value of `output` is refused."""
     with pytest.raises(OptionError, match="output"):
         Pool(1, output="quiet")
 
 
 def test_logging_is_not_imported_for_it():
-    """A program without logging starts no logging, no thread, and imports neither in workers."""
+    """If a program does not use logging, neither it nor its workers import logging or start its
+    thread."""
     code = """
 import sys, threading
 from xpool import Pool
@@ -478,7 +479,7 @@ if __name__ == "__main__":
     ],
 )
 def test_lines_of_workers_do_not_run_into_a_bar(tmp_path, call):
-    """On a terminal, a line that a task prints stands by itself, and the bar goes on below."""
+    """On a terminal, a line of a task does not mix with the progress bar below it."""
     pytest.importorskip("tqdm")
     script = tmp_path / "script.py"
     script.write_text(

@@ -1,4 +1,4 @@
-"""``pool.stacks()`` and ``python -m xpool stacks PID``: where each worker is."""
+"""``pool.stacks()`` and ``python -m xpool stacks PID``: the stack of each worker."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from support.waiting import eventually
 from xpool import OptionError, Pool
 from xpool.testing.waiting import pass_gate
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="by way of Linux's /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 
 
 def backtrack(n):
-    """Be in C code, holding the interpreter, for ever."""
+    """Stay in C code that holds the interpreter lock."""
     re.match("(a+)+b", "a" * n)
 
 
 def _those_that(pool, text):
-    """Return where those workers are whose stack has a text, when there are any."""
+    """Return the stacks that contain a text, once there are any."""
     return eventually(lambda: [one for one in pool.stacks() if text in one.stack], text)
 
 
 def test_a_worker_in_python_code(make_pool, kind, mailbox, gate):
-    """The task, its item, since when, and its calls; other workers wait for a task."""
+    """A busy worker's entry has its task, item, time and calls. Other workers wait for a task."""
     pool = make_pool(kind, 2)
     result = pool.starmap_async(work.post_and_gate, [(mailbox.path, gate.path, 5)], 1)
     mailbox.lines(1)
@@ -45,12 +45,12 @@ def test_a_worker_in_python_code(make_pool, kind, mailbox, gate):
 
 
 def test_the_item_of_a_chunk(mailbox, gate):
-    """Which item of its chunk a worker is at, and for how long."""
+    """The entry has the number of the item in its chunk, and its time."""
     with Pool(1) as pool:
         assert pool.apply(abs, (-1,)) == 1
         before = time.monotonic()
         result = pool.map_async(pass_gate, [gate.path, gate.path], 2)
-        (one,) = eventually(lambda: [one for one in pool.stacks() if one.item], "it tells its item")
+        (one,) = eventually(lambda: [one for one in pool.stacks() if one.item], "the item is known")
         assert one.item.startswith("1 of 2: '") and one.task == "chunk 0 of pass_gate()"
         assert one.seconds is not None and 0 <= one.seconds <= time.monotonic() - before
         gate.open(2)
@@ -58,38 +58,38 @@ def test_the_item_of_a_chunk(mailbox, gate):
 
 
 def test_a_worker_in_c_code():
-    """A task that holds the interpreter in C code tells where it is, too."""
+    """A worker in C code that holds the interpreter lock has a stack too."""
     with Pool(1) as pool:
         pool.apply_async(backtrack, (50,))
         (one,) = _those_that(pool, "in backtrack")
         assert one.task == "backtrack()" and one.item == ""
-        assert re.search("in (prefix)?match", one.stack)  # renamed in Python 3.15
+        assert re.search("in (prefix)?match", one.stack)  # the name in Python 3.15
         pool.terminate()
 
 
 def test_a_worker_that_is_stopped():
-    """What a stopped process does is said by the kernel; the others tell as ever."""
+    """For a stopped worker, the entry has the kernel's state instead of a stack."""
     with Pool(1) as pool:
         pool.apply_async(backtrack, (50,))
-        eventually(lambda: pool.statistics()["running"] == 1, "it runs")
-        # The server that forks a worker tells its number when the worker may have begun.
-        pid = eventually(lambda: pool.statistics()["pids"][0], "its number is known")
+        eventually(lambda: pool.statistics()["running"] == 1, "the task runs")
+        # The task may begin before the server reports the worker's pid.
+        pid = eventually(lambda: pool.statistics()["pids"][0], "the pid is known")
         os.kill(pid, signal.SIGSTOP)
         (one,) = eventually(
-            lambda: [one for one in pool.stacks() if "stopped" in one.waits], "it is stopped"
+            lambda: [one for one in pool.stacks() if "stopped" in one.waits], "it has stopped"
         )
         assert one.stack == "" and "has not reported where it is" in str(one)
         pool.terminate()
 
 
-def test_workers_go_on_after_it():
-    """Asked again and again, a pool answers as ever, and time limits end their tasks."""
+def test_stacks_disturb_no_tasks():
+    """Repeated calls of `stacks` disturb neither tasks nor time limits."""
     with Pool(2) as pool:
         results = pool.imap(work.square, range(20_000))
         for _ in range(20):
             assert len(pool.stacks()) == 2
         assert sum(results) == sum(x * x for x in range(20_000))
-        pool.run_all(backtrack, 1)  # this module is imported by now
+        pool.run_all(backtrack, 1)  # imports this module in each worker
         late = pool.apply_async(backtrack, (50,), timeout=0.5)
         while not late.ready():
             pool.stacks()
@@ -98,7 +98,7 @@ def test_workers_go_on_after_it():
 
 
 def test_from_outside():
-    """Another process is told the same of a program's workers by its process id."""
+    """Another process can get the stacks by the program's pid."""
     with Pool(2) as pool:
         pool.apply_async(backtrack, (50,))
         _those_that(pool, "in backtrack")
@@ -111,7 +111,7 @@ def test_from_outside():
 
 
 def test_from_outside_without_workers():
-    """A process that is not there, and one without workers, are said to be so."""
+    """The command says if a process does not exist, or has no workers."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as program:
         told = _program("stacks", str(program.pid))
         assert told.stdout == f"Process {program.pid} has no workers of xpool.\n"
@@ -127,8 +127,8 @@ def _program(*arguments):
     )  # fmt: skip
 
 
-def test_a_pool_of_peoples_own():
-    """Of workers that a subclass has made nothing is known."""
+def test_a_custom_pool():
+    """A pool with its own workers has no stacks."""
     from hooks.own_pools import QueueThreadPool
 
     with QueueThreadPool(1) as pool, pytest.raises(OptionError, match="stacks"):
@@ -136,7 +136,7 @@ def test_a_pool_of_peoples_own():
 
 
 def test_errors_of_waiting_name_it(make_pool, kind, mailbox, gate):
-    """Who has waited in vain is told how to see where the workers are."""
+    """The error of a wait that timed out suggests `stacks`."""
     pool = make_pool(kind, 1)
     result = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, 1))
     with pytest.raises(TimeoutError, match=r"print\(pool.stacks\(\)\)"):

@@ -1,8 +1,7 @@
-"""torchdata's own tests of its stateful loader pass over xpool's, but for what is private to it.
+"""torchdata's own tests of its stateful loader pass with xpool's loader, except a few.
 
-They are in torchdata's source, which no package has: XPOOL_TORCHDATA names a folder with it, and
-`make test-loader` gets one.  Nothing of it is part of this project; `loader_suite` says what is
-replaced.
+They are in torchdata's source only, not in its package. XPOOL_TORCHDATA names a folder with the
+source, and `make test-loader` fetches it. `loader_suite` describes what is replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(os.environ.get("XPOOL_TORCHDATA") or ".torchdata") / "test" / "stateful_dataloader"
-NEEDED = ("torch", "parameterized", "expecttest")  # the last by torch's own helpers for tests
+NEEDED = ("torch", "parameterized", "expecttest")  # torch's own test helpers need expecttest
 MISSING = [name for name in NEEDED if not importlib.util.find_spec(name)]
 FILES = ("test_state_dict.py", "test_dataloader.py")
 
@@ -30,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"torchdata's tests need {', '.join(MISSING)}"),
 ]
 
-# These may pass by chance.
+# These tests may pass by chance.
 BINDS = "expects batch i of worker i modulo n; here any worker that is idle makes it"
 
 DEATH = (
@@ -39,7 +38,7 @@ DEATH = (
 )
 
 EXCLUDED: dict[str, str] = {
-    # Tests that cannot pass, and why.  Each must go on failing: one that passes has to leave.
+    # Tests that cannot pass, with the reason. If one passes, this test fails.
     "TestNumWorkersMismatch_shard3.test_num_workers_mismatch": (
         "expects an AssertionError of iter(); load_state_dict refuses the state, by name"
     ),
@@ -58,7 +57,7 @@ EXCLUDED: dict[str, str] = {
 
 
 def outcomes(folder: Path, file: str) -> dict[str, tuple[str, str]]:
-    """Run a file of torchdata's tests in a process; return outcome and reason of each."""
+    """Run a file of torchdata's tests in a process. Return the outcome and reason of each test."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("loader_suite.py")),
          str((FOLDER / file).resolve())],
@@ -74,7 +73,7 @@ def outcomes(folder: Path, file: str) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_their_tests(tmp_path: Path, file: str) -> None:
-    """Each test that is not excluded passes, and each that is excluded fails."""
+    """Each test passes, unless it is excluded. Each excluded test fails."""
     told = outcomes(tmp_path, file)
     story = [
         f"{name}: {reason}"
