@@ -179,7 +179,8 @@ def test_guarded_program(tmp_path, monkeypatch, how):
     """Workers run statements with effects and what these need. Other globals have the program's
     values."""
     scripts.write(tmp_path / "prog.py", TOP + GUARD)
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore:The lock 'lock' of __main__:RuntimeWarning")
+    ignored = "Each worker has its own copy of the lock 'lock'"
+    monkeypatch.setenv("PYTHONWARNINGS", f"ignore:{ignored}:RuntimeWarning")
     args = ["prog.py"] if how == "script" else ["-m", "prog"]
     lines = run(monkeypatch, tmp_path, args)
     assert lines.pop(0) == "once 10" and lines[:3] == GUARDED

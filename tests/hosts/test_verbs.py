@@ -296,9 +296,9 @@ def test_a_pool_that_waits_for_processors(cluster, make_pool, caplog):
         assert first.apply_async(abs, (-1,)).get(WAIT) == 1
         second = make_pool(Pool, hosts=hosts)
         result = second.apply_async(abs, (-2,))
-        eventually(lambda: "has not begun" in caplog.text, "the log says so", WAIT)
+        eventually(lambda: "has not started" in caplog.text, "the log says so", WAIT)
         assert clusters.address(node) in caplog.text
-        assert f"needs {clusters.CPUS - 1} CPUs, and 1 of them are free" in caplog.text
+        assert f"needs {clusters.CPUS - 1} CPUs, and 1 are free" in caplog.text
         first.terminate()
         first.join()
         assert result.get(WAIT) == 2
