@@ -485,6 +485,25 @@ def test_an_initializer_that_does_not_end_in_threads(thread_kind, make_pool, gat
     assert isinstance(caught.value.__cause__, TaskTimeout)
 
 
+def test_initializers_that_do_not_end_in_a_closed_pool(thread_kind, make_pool, gate):
+    """A closed pool without jobs ends when its stuck threads are given up; it has not failed."""
+    from xpool import PoolClosed
+
+    begun = threading.Semaphore(0)
+
+    def begin_and_wait():
+        begun.release()
+        work.pass_gate(gate.path)
+
+    pool = make_pool(thread_kind, 3, begin_and_wait, initializer_timeout=LIMIT)
+    for _ in range(3):
+        begun.acquire()
+    pool.close()
+    pool.join()
+    with pytest.raises(PoolClosed, match="was closed"):
+        pool.apply(work.square, (2,))
+
+
 def test_join_with_a_limit(pool_of_its_own, mailbox, gate):
     """While tasks run, `join(timeout)` raises TimeoutError. A later `join` may succeed."""
     from xpool import TimeoutError

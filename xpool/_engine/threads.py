@@ -118,7 +118,7 @@ class ThreadWorkers:
                 self._pauses[index] = now + pause
         if pause is not None:
             self._replace()
-        elif self.failure is None:
+        elif self.failure is None and not self._ending:
             failure = WorkerStartFailed(index, attempts, f"{type(cause).__name__}: {cause}")
             failure.__cause__ = cause
             self.failure = failure
@@ -171,7 +171,8 @@ class ThreadWorkers:
                 )  # its lifetime is over: another thread goes on
             if not me.left and not self._ending and self.failure is None:
                 self._lost(index, EndKind.FAILED if failed else EndKind.FINISHED, failed)
-            self.wake()
+            if self.ended:
+                self.wake()
 
     def _initialize(self, me: PoolThread) -> BaseException | None:
         """Run the initializer; return what it raised.
@@ -393,6 +394,8 @@ class ThreadWorkers:
         # An abandoned thread may just have begun to wait for a task, as the others do.
         for _ in range(max(self._size, len(self._places.threads)) + self._places.left):
             self.tasks.put(None, last=True)
+        if self.ended:
+            self.wake()
 
     def terminate(self) -> None:
         """Drop all waiting tasks; each thread ends after the task that it runs."""

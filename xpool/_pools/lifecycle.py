@@ -72,9 +72,17 @@ class Lifecycle:
                 self.failure = failure
             return list(self._jobs.unanswered.values())
 
-    def close(self) -> None:
+    def close(self, release: Callable[[], None] | None = None) -> None:
+        """Take no more jobs; if all are answered, ``release`` is called to let the workers end.
+
+        Without ``release``, the engine's thread does this.
+        """
         self._step(PoolEvent.CLOSE)
-        self._jobs.wake()
+        if release is None or self._jobs.unanswered:
+            self._jobs.wake()
+        else:
+            self.drain()
+            release()
 
     def leave_block(self) -> None:
         """Note that a ``with`` block ends the pool, for the errors of unanswered jobs."""
@@ -107,8 +115,9 @@ class Lifecycle:
         """End a closed pool whose jobs are all answered."""
         with self._jobs.lock:
             if self.state is PoolStates.CLOSE:  # else it was terminated meanwhile
-                self.state = step(POOL, self.state, PoolEvent.DRAINED)
+                # First: the engine's thread reads it when it has seen the state.
                 self.drained = True
+                self.state = step(POOL, self.state, PoolEvent.DRAINED)
 
     def fail_unanswered(self, jobs: Iterable[Job] | None = None) -> None:
         """Fail these jobs, or all, since the pool has ended."""
