@@ -1,5 +1,5 @@
-"""What a call takes and returns: checked options, results, iterators of results, the progress bar.
+"""The arguments and results of calls: checked options, results, iterators, the progress bar.
 
-Runs in the program.  `get` and `next` block until a task has ended.  The layers above fill these
-objects: engine, threads and hosts.  Imports `xpool._python` and `xpool.errors`.
+This package runs in the program.  `get` and `next` block until a task has ended.  The layers above
+(engine, threads and hosts) set the results.  It imports `xpool._python` and `xpool.errors`.
 """

@@ -1,4 +1,4 @@
-"""The error for a keyword that a function does not have; it suggests the right one."""
+"""The error for a keyword that a function does not have.  It suggests the right one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ELSEWHERE = {
     "workers": "processes",
     "worker_lifespan": "maxtasksperchild",
 }
-"""The names of arguments in other libraries, and in this one."""
+"""The argument of xpool that has the meaning of another library's argument."""
 
 _FOR_EXECUTORS = {
     "context": "mp_context",
@@ -45,11 +45,11 @@ _ITS_VERBS = {
     "with_index": "imap_unordered has",
     "worker": "apply and apply_async of P2PPool have",
 }
-"""Which verbs have a keyword that the others do not have."""
+"""The verbs that have a keyword which the others lack."""
 
 
 def names_of(*codes: CodeType) -> list[str]:
-    """Return the arguments that functions take by keyword, without ``self``."""
+    """Return the arguments that functions accept by keyword, without ``self``."""
     found: dict[str, None] = {}
     for code in codes:
         end = code.co_argcount + code.co_kwonlyargcount
@@ -58,7 +58,7 @@ def names_of(*codes: CodeType) -> list[str]:
 
 
 def names_of_inits(obj: object) -> list[str]:
-    """Return what the constructors of an object's class take by keyword."""
+    """Return the arguments that the constructors of an object's class accept by keyword."""
     inits = (vars(cls).get("__init__") for cls in type(obj).__mro__)
     inits = (getattr(init, "__wrapped__", init) for init in inits)
     return names_of(*(init.__code__ for init in inits if isinstance(init, FunctionType)))
@@ -66,7 +66,7 @@ def names_of_inits(obj: object) -> list[str]:
 
 def refuse_unknown(function: str, known: list[str], unknown: Iterable[str]) -> NoReturn:
     """Raise `TypeError` for the first keyword that ``function`` does not have."""
-    from difflib import get_close_matches  # only here, since few programs need it
+    from difflib import get_close_matches  # imported here, because few programs need it
 
     name = next(iter(unknown))
     ours = _ELSEWHERE.get(name, name)

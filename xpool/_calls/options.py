@@ -1,6 +1,6 @@
-"""The arguments of the constructors and verbs, checked in one place."""
+"""Checks the arguments of the constructors and verbs."""
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import functools
 import math
@@ -15,15 +15,15 @@ from xpool._memory.system import default_processes
 from xpool.errors import OptionError
 
 Exceptions = type[BaseException] | tuple[type[BaseException], ...]
-"""One class of exceptions, or several, as in an ``except`` clause."""
+"""One class of exceptions, or a tuple of classes, as in an ``except`` clause."""
 
 
 ProgressOption = bool | str | Callable[[int, int | None], object]
-"""True, a title, or a function that is called with the numbers of done and of all items."""
+"""True, a title, or a function that gets the number of done items and the number of all items."""
 
 
 class CallOptions(TypedDict, total=False):
-    """Keywords of all verbs that start work; `BasePool.apply` explains them."""
+    """Keywords of all verbs that submit tasks.  `BasePool.apply` describes them."""
 
     timeout: float | None
     retries: int
@@ -31,7 +31,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class ManyOptions(CallOptions, total=False):
-    """Keywords of the verbs of many tasks; `BasePool.map` explains them."""
+    """Keywords of the verbs that submit many tasks.  `BasePool.map` describes them."""
 
     progress: ProgressOption
     journal: str | os.PathLike[str] | None
@@ -44,8 +44,8 @@ class TaskOptions(NamedTuple):
     """The checked options of a job."""
 
     retries: int = 0
-    worker: int | None = None  # of a `P2PPool`; -1: the one with the least to do
-    waits: bool = False  # the submitting thread waits for the result at once
+    worker: int | None = None  # index of a worker of a `P2PPool`; -1: the least busy one
+    waits: bool = False  # whether the submitting thread waits for the result at once
     timeout: float | None = None  # seconds for one call of the function; None: no limit
     retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a task runs again
     progress: Any = False  # as in `ManyOptions`
@@ -53,18 +53,17 @@ class TaskOptions(NamedTuple):
     journal: Any = None  # the path of a database
     key: Any = None
     version: Any = None
-    seed: int | None = None  # with the number of an item, it seeds the item's generators
+    seed: int | None = None  # seeds the generators of each item, with the item's number
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
     """Return ``value`` as an int of at least ``least``.
 
     Raises:
-        TypeError: it is not a whole number.  True and False are refused, except where
-            `multiprocessing.pool` accepts them, too.
+        TypeError: it is not a whole number.  True and False are refused, except in arguments for
+            which `multiprocessing.pool` accepts them.
         OptionError (a `ValueError`): it is too small.
     """
-    # numpy's integers, and others, have `__index__`.
     mistaken = isinstance(value, bool) and name not in ("processes", "chunksize")
     if mistaken or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, not {reprlib.repr(value)}")
@@ -78,9 +77,9 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def check_bytes(name: str, value: Any, *, least: int = 1) -> int:
-    """Return a number of bytes, given as a number or as text: "2GB", "512 MiB", "1.5g".
+    """Return a number of bytes, given as a number or as text such as "2GB", "512 MiB" or "1.5g".
 
-    Units are powers of 1024, with or without the i.
+    "GB" and "GiB" are both 1024**3 bytes, and so for the other units.
 
     Raises:
         TypeError: it is neither a whole number nor text.
@@ -101,11 +100,11 @@ def check_bytes(name: str, value: Any, *, least: int = 1) -> int:
 
 
 def check_seconds(name: str, value: Any) -> float | None:
-    """Return ``value`` as seconds, more than zero; None for no limit (None or infinity).
+    """Return ``value`` as seconds above 0, or None (no limit) for None and infinity.
 
     Raises:
         TypeError: it is not a number.
-        OptionError (a `ValueError`): it is zero, negative, NaN, or too large for a float.
+        OptionError (a `ValueError`): it is 0, negative, NaN, or too large for a float.
     """
     if value is None:
         return None
@@ -115,8 +114,7 @@ def check_seconds(name: str, value: Any) -> float | None:
         seconds = float(value)
     except OverflowError:
         raise OptionError(f"{name} is too large; pass None for no limit") from None
-    # Written so that NaN is refused as well.
-    if not seconds > 0:
+    if not seconds > 0:  # refuses NaN, too
         raise OptionError(f"{name} must be above 0 seconds, not {value!r}; None means no limit")
     return None if seconds == math.inf else seconds
 
@@ -136,7 +134,7 @@ def check_choice(name: str, value: Any, *choices: str | None) -> None:
 
 
 def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:
-    """Return an exception class, or a tuple of them, as a tuple; else raise `TypeError`."""
+    """Return an exception class, or a tuple of them, as a tuple.  Raise `TypeError` otherwise."""
     classes = value if isinstance(value, tuple) else (value,)
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, BaseException)):
@@ -152,18 +150,18 @@ def check_callable(name: str, value: Any) -> None:
 def check_args(
     func: Callable[..., Any], args: Any, kwds: Mapping[str, Any], before: int
 ) -> tuple[Any, ...]:
-    """Return the ``args`` of a call as a tuple; ``before``: the number of arguments before them.
+    """Return the ``args`` of a call as a tuple.  The pool passes ``before`` arguments before them.
 
     Raises:
-        TypeError: it is not iterable; or it is a string, and ``func`` cannot be called with its
-            characters.
+        TypeError: ``args`` is not iterable, or it is a string and ``func`` cannot be called with
+            its characters.
     """
     hint = f"for one argument write args=({reprlib.repr(args)},)"
     if not hasattr(args, "__iter__"):
         raise TypeError(f"args must be iterable, not {reprlib.repr(args)}; {hint}")
     values = tuple(args)
     if isinstance(args, (str, bytes)):
-        import inspect  # only here, since it takes longer than the rest of this module
+        import inspect  # here, because it takes longer to import than this module
 
         try:
             inspect.signature(func).bind(*([None] * before), *values, **kwds)
@@ -178,7 +176,7 @@ def check_args(
 
 
 def check_iterable(name: str, value: Any) -> tuple[Any, ...]:
-    """Return ``value`` as a tuple; raise `TypeError` when it is not iterable."""
+    """Return ``value`` as a tuple.  Raise `TypeError` if it is not iterable."""
     if not hasattr(value, "__iter__"):
         raise TypeError(f"{name} must be iterable, not {value!r}")
     return tuple(value)
@@ -222,7 +220,7 @@ def default_chunksize(length: int, workers: int) -> int:
 
 
 def check_context(name: str, value: Any) -> None:
-    """Raise an error unless ``value`` is a context of `multiprocessing`, or a start method."""
+    """Raise an error unless ``value`` is a context or a start method of `multiprocessing`."""
     if isinstance(value, str):
         check_choice(name, value, *multiprocessing.get_all_start_methods())
     elif not hasattr(value, "Process"):
@@ -232,7 +230,7 @@ def check_context(name: str, value: Any) -> None:
 
 
 def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
-    """Return the most bytes of a worker, and the largest part of memory in use."""
+    """Check ``worker_memory`` and ``memory_high``.  Return the first as a number of bytes."""
     if worker is not None:
         worker = check_bytes("worker_memory", worker)
     if high is not None:
@@ -248,7 +246,7 @@ def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise `TypeError` unless ``value`` is True or False, or equal to one, as numpy's are."""
+    """Raise `TypeError` unless ``value`` is True or False, or equal to one of these (numpy's)."""
     if not isinstance(value, bool) and value not in (0, 1):
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
@@ -259,7 +257,7 @@ def check_seed(seed: Any) -> None:
 
 
 def label(func: Callable[..., Any]) -> str:
-    """Return a function's name for messages."""
+    """Return a function's name for error texts."""
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None)
     if name is None and type(func) is functools.partial:
         return label(func.func)

@@ -1,11 +1,11 @@
-"""`progress=`: shows how many items of a job are done.
+"""Shows how many items of a job are done, for ``progress=``.
 
-The items are counted where answers arrive, once for each message.  A thread reads the count ten
-times a second and shows it: by tqdm, else by rich, else as a line on stderr; or it calls the
-caller's function.
+The thread that receives answers counts the items.  Another thread reads the count ten times a
+second and shows it with tqdm, else with rich, else as a line on stderr, or calls the caller's
+function with it.
 
-The job does not depend on the display: stderr may be closed, or a pipe that nobody reads, and the
-display may raise anything.
+The job does not depend on the display: stderr may be closed, or a pipe without a reader, and the
+display may raise any error.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ INTERVAL = 0.1
 """Seconds between two updates."""
 
 LAST_LOOK = 5.0
-"""Seconds for which a finished job waits for the last state of a bar: the terminal may be blocked,
-or the program may hold tqdm's lock.  For a callable, the job waits until it has returned."""
+"""How many seconds a finished job waits until the bar shows its last state.  The terminal may be
+blocked, or the program may hold tqdm's lock.  For a callable, the job waits until it returns."""
 
 
 class Display(Protocol):
-    """Shows progress.  Called by one thread."""
+    """Shows progress.  Only one thread calls it."""
 
     def show(self, done: int, total: int | None) -> None:
-        """Show that ``done`` of ``total`` items are done; None: the total is not known."""
+        """Show that ``done`` of ``total`` items are done.  None: the total is not known."""
 
     def close(self) -> None:
         """End the display."""
@@ -41,8 +41,8 @@ class Display(Protocol):
 class Progress:
     """Counts the done items of one job, and shows the count in a thread.
 
-    ``title`` is that for ``how=True``.  A task has ``size`` items; the last may have fewer.
-    ``drawn()`` returns the number of items that have been drawn.
+    ``how`` is the value of ``progress=``, and ``title`` is the title if that is True.  A task has
+    ``size`` items, but the last may have fewer.  ``drawn()`` returns the number of drawn items.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class Progress:
         self._total, self._size, self._drawn = total, size, drawn
         self._tasks = 0  # number of answered tasks; guarded by the pool's lock
         self._over = Flag()
-        self._shown = Flag()  # the last state
-        # The thread holds neither the job nor the pool, which may be dropped.
+        self._shown = Flag()  # set when the last state has been shown
+        # The thread keeps neither the job nor the pool alive.
         self._thread = threading.Thread(target=self._run, name="xpool-progress", daemon=True)
 
     @property
     def on_terminal(self) -> bool:
-        """Whether it is a bar on a terminal, where workers may print as well."""
+        """Whether the display is a bar on a terminal, where workers may print, too."""
         return self._is_bar and _is_terminal(sys.stderr)
 
     def begin(self) -> None:
         try:
             self._thread.start()
-        except RuntimeError:  # the system refuses a thread
+        except RuntimeError:  # the system cannot start a thread
             self._shown.set()
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._thread)))
 
@@ -76,27 +76,25 @@ class Progress:
         self._over.set()
 
     def wait(self) -> None:
-        """Wait until the last state is shown; `end` was called or will be."""
-        # In a forked child the thread does not live.
+        """Wait until the last state is shown.  `end` was called, or another thread will call it."""
+        # In a forked child, the thread is not alive.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._shown.wait(LAST_LOOK if self._is_bar else None)
 
     def _run(self) -> None:
         try:
-            # The display closes before the waiting threads are woken.
+            # The display must close before the waiting threads wake.
             with contextlib.closing(self._display):
                 shown = -1
                 while not self._over.wait(INTERVAL):
                     shown = self._show(shown)
-                # The last state, which was reached after the last update.
                 self._show(shown)
         finally:
             self._shown.set()
 
     def _show(self, shown: int) -> int:
-        # The last task may have fewer items than the others.
         done = min(self._tasks * self._size, self._drawn())
-        if done != shown or self.on_terminal:  # on a terminal, workers may have printed over it
+        if done != shown or self.on_terminal:  # on a terminal, workers may have written over it
             self._display.show(done, self._total)
         return done
 
@@ -128,13 +126,13 @@ def _is_terminal(stream: Any) -> bool:
 
 
 class _Stderr:
-    """The program's stderr without errors: it may be closed, or a pipe without a reader."""
+    """The program's stderr, but writing to it never raises an error."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
 
     def write(self, text: str) -> int:
-        # Any error: the program may have replaced stderr by any object.
+        # The program may have replaced stderr by an object that raises any error.
         with contextlib.suppress(Exception):
             self._stream.write(text)
         return len(text)
@@ -147,16 +145,16 @@ class _Stderr:
         return _is_terminal(self._stream)
 
     def __getattr__(self, name: str) -> Any:
-        # tqdm and rich use its descriptor and encoding if it has them.
+        # tqdm and rich use the descriptor and the encoding, if they exist.
         return getattr(self._stream, name)
 
 
 class _Tqdm:
     def __init__(self, title: str) -> None:
         with warnings.catch_warnings():
-            # Of a notebook without ipywidgets: tqdm's line of text is as good there.
+            # tqdm warns in a notebook without ipywidgets, but its line of text is enough there.
             warnings.filterwarnings("ignore", "IProgress not found")
-            from tqdm.auto import tqdm  # in notebooks, tqdm's bar for notebooks
+            from tqdm.auto import tqdm  # chooses tqdm's bar for notebooks in a notebook
 
         self._class: Any = tqdm
         self._title = title
@@ -182,11 +180,11 @@ class _Tqdm:
 
     @contextlib.contextmanager
     def _releasing_lock(self) -> Iterator[None]:
-        """Release the lock of all bars if tqdm raises while it holds it; tqdm would keep it."""
+        """If tqdm raises while it holds the lock of all bars, release it, because tqdm does not."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(Exception):  # raised if this thread does not hold the lock
+            with contextlib.suppress(Exception):  # `release` raises if this thread has no lock
                 self._class.get_lock().release()
             raise
 
@@ -224,7 +222,7 @@ class _Rich:
 
 
 class _Line:
-    """A line that changes on a terminal; elsewhere, its last state only."""
+    """A line that is updated on a terminal.  Elsewhere only its last state is written."""
 
     def __init__(self, title: str) -> None:
         self._title = title

@@ -1,7 +1,7 @@
 """The results that callers hold while workers run their tasks.
 
-Values arrive pickled, as a `PickledResult`.  The thread that asks for a value unpickles it, since
-this may run code of the user, which the engine's thread never does.
+Values arrive pickled, as a `PickledResult`.  The thread that asks for a value unpickles it, because
+this may run code of the user, and the engine's thread never runs such code.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from xpool.errors import TaskCancelled, TimeoutError
 
 T = TypeVar("T")
 
-# If a thread has `local.blocking`, it is called before the thread waits for a result: a thread that
-# runs callbacks then has another one go on (see xpool._pools.callbacks).
+# If `local.blocking` is set, it is called before the thread waits for a result.  A thread that runs
+# callbacks then lets another thread run the next ones (see xpool._pools.callbacks).
 local = threading.local()
 
 
@@ -46,11 +46,11 @@ class PickledResult:
 
     @abstractmethod
     def open(self) -> list[Any]:
-        """Unpickle and return one value for each task; `Unopened` if unpickling it failed."""
+        """Unpickle and return one value for each task, or `Unopened` if this has failed."""
 
 
 class Unopened:
-    """Takes the place of a value that could not be unpickled."""
+    """Takes the place of a value that cannot be unpickled."""
 
     __slots__ = ("exc",)
 
@@ -59,33 +59,33 @@ class Unopened:
 
 
 def tasks_in(value: Any) -> int:
-    """Return how many tasks an answer is for."""
+    """Return the number of tasks that an answer answers."""
     return value.count if isinstance(value, PickledResult) else 1
 
 
 def open_one(answer: Any) -> Any:
-    """Return the value in the answer of one task, unpickled; `Unopened` if that failed."""
+    """Return the unpickled value in the answer of one task, or `Unopened` if this has failed."""
     if isinstance(answer, PickledResult):
         (answer,) = answer.open()
     return answer
 
 
 def value_of(opened: Any) -> Any:
-    """Return an opened value, or raise the error of its unpickling."""
+    """Return an unpickled value, or raise the error in an `Unopened`."""
     if type(opened) is Unopened:
         raise opened.exc
     return opened
 
 
 def exception_in(failure: BaseException | PickledResult) -> BaseException:
-    """Return an error, unpickled if necessary; called by the thread that raises it."""
+    """Return an error, unpickled if necessary.  The thread that will raise it calls this."""
     error = open_one(failure)
     assert isinstance(error, BaseException)
     return error
 
 
 def about_to_block() -> None:
-    """Call this before the calling thread waits; see `local`."""
+    """Call `local.blocking`, because this thread is about to wait."""
     blocking = getattr(local, "blocking", None)
     if blocking is not None:
         blocking()
@@ -94,36 +94,34 @@ def about_to_block() -> None:
 class Job:
     """A call of a verb, which is answered task by task.
 
-    ``deliver`` and ``fail`` are called by one thread at a time: the engine's, or one that acts in
-    its place.  They set ``settled`` once.
+    One thread at a time, usually the engine's, calls ``deliver`` and ``fail``.  They set
+    ``settled`` once.
     """
 
     drop_function: Callable[[], object] | None = None
-    """Called once when it is answered: the workers no longer need its function."""
+    """Called once when the job is answered, because the workers no longer need its function."""
 
     has_callback = False
     """Whether a callback must run before the callers wake."""
 
     is_future = False
-    """Whether it completes a future, even when the pool ends."""
+    """Whether the job completes a future, even when the pool ends."""
 
     is_call = False
-    """Whether it is a single task, which engines keep among `CALLS`."""
+    """Whether the job is a single task, which engines keep among `CALLS`."""
 
     options = TaskOptions()
-    """The options of its tasks."""
 
     progress: Progress | None = None
-    """Shows how many of its items are done."""
+    """Shows how many items of the job are done."""
 
     flow: Any = None
-    """Of a stream: its `FlowControl`."""
+    """The `FlowControl` of a stream."""
 
     def __init__(self, number: int, label: str, pool: Any) -> None:
         self.number = number
         self.label = label
-        # Keeps the pool alive until the job is answered.
-        self._pool = pool
+        self._pool = pool  # kept alive until the job is answered
         self.settled = False
         self._waiters = Waiters()
 
@@ -131,11 +129,11 @@ class Job:
         raise NotImplementedError(_NOT_SENT)
 
     def describe(self, index: int) -> str:
-        """Return the text that names task ``index`` in messages."""
+        """Return the text that names task ``index`` in error texts."""
         return f"task {index} of {self.label}"
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
-        """Take the answer of the tasks from ``index`` on; return whether it was the last one."""
+        """Take the answer of the tasks from ``index`` on.  Return whether all are now answered."""
         raise NotImplementedError
 
     def fail(self, exc: BaseException | PickledResult) -> None:
@@ -159,7 +157,7 @@ class AsyncResult(Job, Generic[T]):
     _success = True
     _value: Any = None
     _opened = False
-    # Identity of the thread that runs the callback, in which the result is ready already.
+    # The id of the thread that runs the callback.  For this thread the result is already ready.
     _calling: int | None = None
     _cancelled = False
 
@@ -171,7 +169,7 @@ class AsyncResult(Job, Generic[T]):
         callback: Callable[[Any], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
     ) -> None:
-        # Without `Job.__init__`, since calls in a loop make many of these.
+        # `Job.__init__`, written out to save a call: loops make many results.
         self.number, self.label, self._pool = number, label, pool
         self._waiters = Waiters()
         if callback is not None or error_callback is not None:
@@ -192,7 +190,7 @@ class AsyncResult(Job, Generic[T]):
         """Return whether the call completed without an exception.
 
         Raises:
-            ValueError: it has not completed.
+            ValueError: the call has not completed.
         """
         if not self.ready():
             raise ValueError(f"{self!r} has no result yet; call wait() or get() first")
@@ -200,17 +198,18 @@ class AsyncResult(Job, Generic[T]):
         return self._success
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the result, at most ``timeout`` seconds (None: as long as it takes)."""
+        """Wait for the result, at most ``timeout`` seconds.  None: without limit."""
         if self.ready():
             return
         about_to_block()
         self._waiters.wait(self.ready, timeout)
 
     def get(self, timeout: float | None = None) -> T:
-        """Return the result when it arrives, or raise what the call raised.
+        """Wait for the result, at most ``timeout`` seconds, and return it.  None: without limit.
 
         Raises:
-            multiprocessing.TimeoutError: it has not arrived after ``timeout`` seconds.
+            multiprocessing.TimeoutError: the result has not arrived after ``timeout`` seconds.
+            Exception: the error that the call raised.
         """
         if not self._ready:
             self.wait(timeout)
@@ -229,23 +228,22 @@ class AsyncResult(Job, Generic[T]):
         try:
             raise self._value
         finally:
-            del self  # breaks a reference cycle: the traceback of the error holds this frame
+            del self  # breaks a reference cycle: the error's traceback keeps this frame
 
     def __await__(self) -> Generator[Any, None, T]:
         """Await the result in asyncio or trio.  Cancelling the ``await`` cancels the task."""
-        from xpool._python.event_loops import awaited  # here, since asyncio takes long to import
+        from xpool._python.event_loops import awaited  # here, because asyncio is slow to import
 
         return awaited(self).__await__()
 
     def cancel(self) -> bool:
-        """Cancel the call: it fails with `TaskCancelled`.  Return False if it was answered before.
+        """Cancel the call, so that `get` raises `TaskCancelled`.  Return False if it was answered.
 
-        Waiting tasks never run.  In running ones `TaskStopped` is raised; if a task does not end,
-        its worker is killed and replaced.  A thread cannot be stopped: its task runs on, and
-        another thread takes its place.
+        Waiting tasks never run.  A running task gets the exception `TaskStopped`; if it does not
+        end, its worker is killed and replaced.  In a `ThreadPool` a running task cannot be stopped:
+        it continues, and another thread takes the place of its thread.
         """
-        # Read once, since `release` clears it in another thread.
-        pool = self._pool
+        pool = self._pool  # read once, because `release` clears it in another thread
         if pool is not None and not self.settled:
             pool._submitter.cancel(self)
         return self._cancelled
@@ -253,13 +251,13 @@ class AsyncResult(Job, Generic[T]):
     def _open(self) -> None:
         if self._opened:
             return
-        # Held while the first caller unpickles the value.  Reentrant, since unpickling runs code of
-        # the program, which may ask for this result, and so may a signal handler.  Made here, in
-        # one atomic operation, since many results need no lock.
+        # Held while the first caller unpickles the value.  Reentrant, because code that unpickling
+        # runs, or a signal handler, may ask for this result.  Made here, by an atomic operation,
+        # because many results need no lock.
         with self.__dict__.setdefault("_opening", threading.RLock()):
             if self._opened:
                 return
-            # An interrupt while this unpickles changes nothing: the next `get` unpickles again.
+            # If a signal handler raises here, nothing has changed, and the next `get` tries again.
             try:
                 success, value = self._success, self._unpack(self._value)
                 if not success and not isinstance(value, BaseException):
@@ -276,7 +274,7 @@ class AsyncResult(Job, Generic[T]):
         self._success, self._value, self._opened = success, value, True
 
     def _unpack(self, value: Any) -> Any:
-        if isinstance(value, PickledResult):  # without calls, for `apply`
+        if isinstance(value, PickledResult):  # written out to save calls in `apply`
             (value,) = value.open()
             if type(value) is Unopened:
                 raise value.exc
@@ -288,11 +286,10 @@ class AsyncResult(Job, Generic[T]):
         return self.label
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
-        # It was cancelled, or failed with its pool, before the answer arrived.
-        if self.settled:
+        if self.settled:  # it was cancelled, or its pool has failed
             return False
         self._success, self._value = ok, value
-        # The value of a thread is not pickled.
+        # The values of threads are not pickled.
         self._opened = ok and not isinstance(value, PickledResult)
         self.settled = True
         return True
@@ -305,27 +302,26 @@ class AsyncResult(Job, Generic[T]):
             self.settled = True
 
     def release(self) -> None:
-        # Set before waking: woken threads check this flag.
-        self._ready = True
-        # From here on, the pool and the objects that the callbacks hold may be dropped.
+        self._ready = True  # set before waking, because woken threads check it
+        # Drop the pool, and the objects that the callbacks keep alive.
         self._pool = None
         if self.has_callback:
             self._callback = self._error_callback = None
         if self.progress is not None:
             self.progress.end()
-        if self._waiters.copy():  # see `wake`; saves a call for most results
+        if self._waiters.copy():  # as in `Waiters.wake`, to save a call for most results
             self._waiters.wake()
 
     def complete(self) -> None:
-        """Finish after the callback: leave the job table and wake the callers."""
+        """Leave the job table and wake the callers, after the callback."""
         pool = self._pool
         if pool is not None:
             pool._jobs.remove(self)
         self.release()
 
     def call_back(self) -> None:
-        """Run the callback for the outcome; it may raise.  Called once, before `release`."""
-        # In the callback the result is ready; for other threads it is ready only afterwards.
+        """Run the callback for the result or error; it may raise.  Called once before `release`."""
+        # For the callback the result is ready now, for other threads only after `release`.
         self._calling = threading.get_ident()
         try:
             self._open()
@@ -339,8 +335,8 @@ class AsyncResult(Job, Generic[T]):
 class MapResult(AsyncResult[list[T]]):
     """The result of `map_async` and `starmap_async`, as `multiprocessing.pool.MapResult`.
 
-    It is ready when every task has been answered.  If some failed, `get` raises the error that
-    arrived first; with ``on_error="return"``, errors take the places of results.
+    It is ready when all tasks have been answered.  If tasks have failed, `get` raises the error
+    that arrived first.  With ``on_error="return"``, errors take the places of results.
     """
 
     def __init__(
@@ -357,7 +353,7 @@ class MapResult(AsyncResult[list[T]]):
         self._left = tasks
         self._chunked = chunked
         self.chunksize = 1
-        self._failed = 0  # the task whose error is raised
+        self._failed = 0  # the number of the task whose error `get` raises
         self._pieces: dict[int, Any] = {}
 
     def describe(self, index: int) -> str:
@@ -373,7 +369,7 @@ class MapResult(AsyncResult[list[T]]):
         elif not ok:
             if self._success:
                 self._success, self._value, self._failed = False, value, index
-            # One task failed, so `get` raises: free the values of the others.
+            # `get` will raise this error, so free the values of the other tasks.
             self._pieces.clear()
         elif self._success:
             self._pieces[index] = value
@@ -390,7 +386,7 @@ class MapResult(AsyncResult[list[T]]):
         out: list[Any] = []
         for index in sorted(self._pieces):
             piece = self._pieces[index]
-            # A loop, since `map(value_of, ...)` would end at the StopIteration of a task.
+            # Not `map(value_of, ...)`, which a StopIteration of a task would end early.
             for value in piece.open() if isinstance(piece, PickledResult) else (piece,):
                 if self.options.returns_errors:
                     out.append(value.exc if type(value) is Unopened else value)
@@ -406,8 +402,7 @@ class MapResult(AsyncResult[list[T]]):
 
     def _settle(self, success: bool, value: Any) -> None:
         super()._settle(success, value)
-        # The answers are opened, so their memory is released.
-        self._pieces = {}
+        self._pieces = {}  # frees the pickled answers
 
     def fail(self, exc: BaseException | PickledResult) -> None:
         super().fail(exc)

@@ -1,4 +1,4 @@
-"""The results of `imap` and `imap_unordered`, while their input is still drawn."""
+"""The results of `imap` and `imap_unordered`, while the pool still draws their input."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ T = TypeVar("T")
 
 
 BOOKKEEPING = 256
-"""Bytes that an untaken answer counts besides its size."""
+"""Bytes that are added to the size of each answer, for the objects that hold it."""
 
 AT_ONCE = 512
-"""The most values that are moved to the buffer at once."""
+"""The largest number of values that are moved to the buffer at once."""
 
 
 _SMALL = frozenset((int, float, bool, type(None)))
 
 
 def weigh(value: Any) -> int:
-    """Return the approximate size of an answer in bytes; runs no code of the user."""
+    """Return the approximate size of an answer in bytes.  This runs no code of the user."""
     kind = type(value)
     if kind in _SMALL:
         return BOOKKEEPING
@@ -53,10 +53,10 @@ def weigh(value: Any) -> int:
 
 
 class ResultBuffer:
-    """Unpickled values that are handed out next, and counts.
+    """The unpickled values that the caller gets next, and counts.
 
-    The engine writes ``bytes_in``, the size of all answers that have arrived; the consumer writes
-    ``bytes_out``, the size of those that it has opened.
+    The engine writes ``bytes_in``, the size of all answers that have arrived.  The consumer writes
+    ``bytes_out``, the size of the answers that it has unpickled.
     """
 
     __slots__ = ("__weakref__", "bytes_in", "bytes_out", "moved", "next_task", "take",
@@ -64,8 +64,8 @@ class ResultBuffer:
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         self.values: deque[Any] = deque(values)
-        # Takes one value after the other.  If there is none, it raises `IndexError`, and can go on
-        # later.  Threads may share it: neither `starmap` nor an endless `repeat` has a state.
+        # Takes one value after the other.  If `values` is empty, it raises `IndexError`, but works
+        # again later.  Threads may share it: neither `starmap` nor an endless `repeat` has a state.
         self.take: Iterator[Any] = starmap(self.values.popleft, repeat(()))
         self.moved = 0  # number of values that have ever been in this buffer
         self.bytes_in = self.bytes_out = 0
@@ -74,38 +74,38 @@ class ResultBuffer:
 
     @property
     def handed_out(self) -> int:
-        """Number of values that have been taken.
+        """Number of values that the caller has taken.
 
-        Calculated: a signal handler could run between taking and counting.  While `_move` stores
-        both operands it may be too low, but never too high.
+        It is calculated, because a signal handler could run between taking and counting.  While
+        `_move` stores both operands it may be too low, but never too high.
         """
         return self.moved - len(self.values)
 
 
 class IMapIterator(Iterator[T]):
-    """The results of `imap`, in order, as `multiprocessing.pool.IMapIterator`."""
+    """The results of `imap`, in the order of the input, as `multiprocessing.pool.IMapIterator`."""
 
     ordered = True
 
     def __init__(self, label: str, pool: Any, chunked: bool) -> None:
         self.label = label
-        self._pool = pool  # kept alive until all answers are in
+        self._pool = pool  # kept alive until all answers have arrived
         self._waiters = Waiters()
         self._chunked = chunked
         self.buffer = ResultBuffer()
-        # Filled by the thread that delivers, emptied under `_taking`.  No common lock is needed: an
-        # operation on a dict is atomic, and each key occurs once.
+        # The delivering thread fills it, and `_move` empties it under `_taking`.  They need no
+        # common lock, because an operation on a dict is atomic, and each key occurs only once.
         # Values: whether the task succeeded, the answer, its weight, and the number of the task.
         self._arrived: dict[int, tuple[bool, Any, int, int]] = {}
-        self._next = 0  # index of the first task not yet moved to the buffer
-        self._length: int | None = None  # in tasks, when the input has ended
+        self._next = 0  # index of the first task that was not moved to the buffer
+        self._length: int | None = None  # number of tasks, when the input has ended
         self._failure: BaseException | PickledResult | None = None
-        # Held while answers are unpickled, each once.  Reentrant: unpickling runs code of the
-        # program, which may ask for the next result, and so may a signal handler.
+        # Held while answers are unpickled, so that each is unpickled once.  Reentrant, because code
+        # that unpickling runs, or a signal handler, may ask for the next result.
         self._taking = threading.RLock()
-        # With a buffersize: called when an item was handed out.
+        # With a buffersize: called when the caller has taken an item.
         self.taken: Callable[[], object] | None = None
-        # Without: called when answers were opened, which makes room for more.
+        # Without a buffersize: called when answers were unpickled, which makes room for more.
         self.opened: Callable[[], object] | None = None
         self.chunksize = 1
         self.items_per_task = 1
@@ -113,14 +113,13 @@ class IMapIterator(Iterator[T]):
         self.total: int | None = None  # number of items; None: the input has no length
         self.progress: Progress | None = None
         self.returns_errors = False
-        # The job, and the flow control of its input.
-        self.cancelling: tuple[Job, Any] | None = None
+        self.cancelling: tuple[Job, Any] | None = None  # the job, and the flow control of its input
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.label}>"
 
     def __len__(self) -> int:
-        """Return the number of all results, taken ones included: the length of the input.
+        """Return the number of all results, including those taken: the length of the input.
 
         Raises:
             TypeError: the input has no length.
@@ -130,7 +129,7 @@ class IMapIterator(Iterator[T]):
         return self.total
 
     def __bool__(self) -> bool:
-        # Otherwise `__len__` would decide: false for an empty input, an error without a length.
+        # Python would otherwise use `__len__`: False for an empty input, or an error.
         return True
 
     __reduce__ = Job.__reduce__
@@ -139,24 +138,24 @@ class IMapIterator(Iterator[T]):
         return self
 
     def next(self, timeout: float | None = None) -> T:
-        """Return the next result, waiting at most ``timeout`` seconds for it.
+        """Return the next result.  Wait for it at most ``timeout`` seconds; None: without limit.
 
         Raises:
-            StopIteration: there are no more results.
-            multiprocessing.TimeoutError: it has not arrived in time.
-            Exception: what the task, or the input, raised (for StopIteration a `RuntimeError`).
+            StopIteration: all results were returned.
+            multiprocessing.TimeoutError: the result has not arrived in time.
+            Exception: the error that the task or the input raised.  A StopIteration becomes a
+                `RuntimeError`.
         """
-        # Set before the first wait, since most results have arrived already.
+        # Computed only before the first wait, because most results have already arrived.
         deadline: float | None = None
         while True:
             buffer, got = self.buffer, False
             value: Any
             try:
-                # A loop, since a signal handler that raises after a call would lose the value.
+                # If this were a call, a signal handler that raises after it would lose the value.
                 for value in buffer.take:
                     got = True
                     try:
-                        # If this raises, the value is put back.
                         if self.taken is not None:
                             self.taken()
                         if type(value) is not Unopened:
@@ -167,18 +166,17 @@ class IMapIterator(Iterator[T]):
                     try:
                         raise self._as_error(value.exc)
                     finally:
-                        # Breaks a reference cycle: the traceback holds this frame.  So a dropped
-                        # iterator releases its untaken results at once.
+                        # Break a reference cycle (the traceback keeps this frame), so that a
+                        # dropped iterator frees its untaken results at once.
                         del self, buffer, value
-            except IndexError:
-                # Found out by trying, since several threads may share the iterator.
+            except IndexError:  # the buffer was empty; other threads may take from it, too
                 if got:
                     raise
             try:
                 if self._move():
                     continue
             except StopIteration:
-                # The last state is shown before the caller goes on.
+                # Show the last state before the caller continues.
                 if self.progress is not None:
                     self.progress.wait()
                 raise
@@ -192,7 +190,7 @@ class IMapIterator(Iterator[T]):
                     "where each worker is"
                 )
 
-    # The same function, which saves a call for each result of a loop.
+    # The same function, because a second one would cost a call for each result of a loop.
     __next__ = next  # noqa: A003 - not the builtin
 
     def __aiter__(self) -> IMapIterator[T]:
@@ -205,10 +203,10 @@ class IMapIterator(Iterator[T]):
         return next_of(self)
 
     def cancel(self) -> bool:
-        """Cancel the remaining tasks; return False if there are none.
+        """Cancel the remaining tasks.  Return False if all have been answered.
 
-        `next` raises `TaskCancelled` after the results that have arrived.  Running tasks are
-        stopped as by `AsyncResult.cancel`, and the input is no longer drawn.
+        `next` returns the results that have arrived, and then raises `TaskCancelled`.  Running
+        tasks are stopped as by `AsyncResult.cancel`, and no more input is drawn.
         """
         pool, cancelling = self._pool, self.cancelling
         if pool is None or cancelling is None:
@@ -219,7 +217,7 @@ class IMapIterator(Iterator[T]):
         return cancelled
 
     def _movable(self) -> bool:
-        # In this order: `_move` fills the buffer before it removes the answers from the dict.
+        # Checked in this order, because `_move` fills the buffer before it empties the dict.
         return bool(
             self._next in self._arrived
             or self.buffer.values
@@ -228,7 +226,7 @@ class IMapIterator(Iterator[T]):
         )
 
     def _move(self) -> bool:
-        """Move the next answers to the buffer; return False if none has arrived."""
+        """Move the next answers to the buffer.  Return False if none has arrived."""
         with self._taking:
             if self.buffer.values:
                 return True
@@ -239,30 +237,29 @@ class IMapIterator(Iterator[T]):
                 if self._failure is not None:
                     raise self._as_error(exception_in(self._failure))
                 return False
-            # Unpickle before removing: an answer stays if a signal handler interrupts this.
+            # Unpickled before they are removed: if a signal handler raises, the answers remain.
             buffer = self.buffer
             new, keys, beyond, moved, weight = self._open_from(first)
             moved += buffer.moved
             weight += buffer.bytes_out
-            # No call from here on, so this is atomic: signal handlers run, and threads switch,
-            # after calls and at the beginning of functions.
+            # The assignments are atomic, because there is no call: signal handlers run, and threads
+            # switch, only after calls and at the beginning of functions.
             buffer.values, buffer.take = new.values, new.take
             buffer.moved = moved
             buffer.bytes_out = weight
             self._next = buffer.next_task = beyond
             for key in keys:
                 del self._arrived[key]
-        # Read once, since `release` clears it in another thread.
-        opened = self.opened
+        opened = self.opened  # read once, because `release` clears it in another thread
         if opened is not None:
             opened()
         return True
 
     def _open_from(self, first: int) -> tuple[ResultBuffer, list[int], int, int, int]:
-        """Open the answers from task ``first`` on: one `PickledResult`, or many values.
+        """Unpickle the answers from task ``first`` on: one `PickledResult`, or many values.
 
         Return the values, their keys in `_arrived`, the number of the next task, the number of
-        items that the values stand for, and their weight.
+        items of these tasks, and the weight of the answers.
         """
         arrived = self._arrived
         ok, value, weight, number = arrived[first]
@@ -270,7 +267,7 @@ class IMapIterator(Iterator[T]):
             keys, beyond = [first], first + value.count
             values, errors = self._unpacked(ok, value.open(), self.returns_errors, number)
         else:
-            # Values of single tasks, up to the next `PickledResult`.
+            # Take the values of single tasks up to the next `PickledResult`.
             beyond, weight, values, errors = first, 0, [], 0
             plain = not self._chunked and not self.with_index
             while beyond - first < AT_ONCE and beyond in arrived:
@@ -282,29 +279,28 @@ class IMapIterator(Iterator[T]):
                 if ok and plain:
                     values.append(value)
                     continue
-                # An error of the input is never returned in place of a result.
+                # An error of the input is always raised, and never returned as a result.
                 returns = self.returns_errors and type(value) is not Unopened
                 got, failed = self._unpacked(ok, [value], returns, number)
                 values += got
                 errors += failed
             keys = list(range(first, beyond))
-        # One error stands for a chunk.
+        # One error takes the place of all items of a chunk.
         moved = len(values) + errors * (self.chunksize - 1) * self._chunked
         return ResultBuffer(values), keys, beyond, moved, weight
 
     def _unpacked(
         self, ok: bool, values: list[Any], returns: bool, number: int
     ) -> tuple[list[Any], int]:
-        """Return items for the values of tasks, `Unopened` for errors, and the number of errors.
-
-        ``number`` is that of the first task.
+        """Return the items in the values of tasks, with `Unopened` for each error, and the number
+        of errors.  ``number`` is that of the first task.
         """
         if returns or not ok:
             errors = [v.exc if type(v) is Unopened else v for v in values]
             for task, error in enumerate(errors, number):
                 if isinstance(error, BaseException):
                     number_item(error, task * self.items_per_task, self.label)
-            if returns:  # each item is a task
+            if returns:  # then each item is its own task
                 return list(enumerate(errors, number)) if self.with_index else errors, 0
             return [Unopened(error) for error in errors], len(errors)
         if self.with_index:
@@ -314,7 +310,7 @@ class IMapIterator(Iterator[T]):
         return values, 0
 
     def _indexed(self, value: Any, number: int) -> Any:
-        """Return the value of a task with the index of each item."""
+        """Return a task's value with the index of each item."""
         if type(value) is Unopened:
             return value
         return (
@@ -324,7 +320,7 @@ class IMapIterator(Iterator[T]):
         )
 
     def _as_error(self, exc: BaseException) -> BaseException:
-        """Return ``exc``; for StopIteration a RuntimeError, as in PEP 479."""
+        """Return ``exc``, or a `RuntimeError` in place of a StopIteration, as in PEP 479."""
         if not isinstance(exc, StopIteration):
             return exc
         error = RuntimeError(
@@ -339,28 +335,27 @@ class IMapIterator(Iterator[T]):
     def arrive(self, place: int, ok: bool, value: Any, index: int) -> None:
         """Take the answer of the tasks from ``index`` on.
 
-        ``place``: the number of tasks whose answers are handed out before it.
+        The caller gets the answers of ``place`` tasks before this one.
         """
         weight = weigh(value)
-        # Counted before it can be taken, so that `bytes_out` is never larger.
+        # Counted before the answer can be taken, so that `bytes_out` is never larger.
         self.buffer.bytes_in += weight
         self._arrived[place] = ok, value, weight, index
-        # Last, here and below: woken threads check the fields set before.
-        if self._waiters.copy():  # as in `Waiters.wake`, without a call for most results
+        # Wake last, here and below, because woken threads check the fields that were set.
+        if self._waiters.copy():  # as in `Waiters.wake`, to save a call for most results
             self._waiters.wake()
 
     def finish(self, length: int) -> None:
-        """Note that the input had ``length`` tasks."""
+        """Record that the input had ``length`` tasks."""
         self._length = length
         self._waiters.wake()
 
     def fail(self, exc: BaseException | PickledResult) -> None:
-        """Have `next` raise ``exc`` after the answers that have arrived; `release` follows."""
+        """Make `next` raise ``exc`` after the answers that have arrived.  `release` follows."""
         self._failure = exc
 
     def release(self) -> None:
-        """Note that no more answers follow."""
-        # From here on, the pool may be dropped.
+        """Record that no more answers follow, so that the pool may be dropped."""
         self._pool = self.opened = None
         self._waiters.wake()
 
@@ -372,26 +367,24 @@ class IMapUnorderedIterator(IMapIterator[T]):
 
 
 class Stream(Job):
-    """The job of an `imap`.  It does not hold the iterator, which the caller may drop.
+    """The job of an `imap`.  It does not keep the iterator alive, which the caller may drop.
 
-    Then ``gone`` is called; the tasks still run, and their answers are dropped.
+    If the caller drops it, ``gone`` is called.  The tasks still run, and their answers are dropped.
     """
 
     def __init__(self, iterator: IMapIterator[Any], number: int, gone: Callable[[], None]) -> None:
-        # Without the pool: the iterator holds it.
-        super().__init__(number, iterator.label, None)
+        super().__init__(number, iterator.label, None)  # the iterator keeps the pool alive
         self._iterator = weakref.ref(iterator, lambda _: gone())
         self._answered = 0
         self._length: int | None = None
         # Called with the number of answered tasks, if drawing the input depends on it.
         self.answers: Callable[[int], object] | None = None
-        # Submits consecutive items together: an `xpool._pools.input_reader.Runs`.
-        self.runs: Any = None
+        self.runs: Any = None  # an `xpool._pools.input_reader.Runs`: submits items together
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False
-        # As `tasks_in`, without a call, since every answer of a stream comes here.
+        # `tasks_in`, written out to save a call for every answer of a stream.
         tasks = value.count if isinstance(value, PickledResult) else 1
         before = self._answered
         self._answered = before + tasks
@@ -407,29 +400,27 @@ class Stream(Job):
         return self.settled
 
     def record(self, index: int, ok: bool, value: Any) -> bool:
-        """As `deliver`, of an answer that a journal has stored."""
-        # `Recorded` overrides `deliver`.
+        """As `deliver`, for an answer that a journal has stored: it is not stored again."""
         return Stream.deliver(self, index, ok, value)
 
     def hold_back(self, value: Any, times: int = 1) -> None:
-        """Count the memory of an answer that is not handed on yet; -1: it is handed on now."""
+        """Count the memory of an answer that waits before `deliver`; with -1, stop counting it."""
         iterator = self._iterator()
         if iterator is not None:
             iterator.buffer.bytes_in += times * weigh(value)
 
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
-        """Return a function that is called with each item in place of ``put``."""
+        """Return the function that is called with each item: ``put``, or one that calls it."""
         return put
 
     def end(self, length: int) -> bool:
-        """Note that the input had ``length`` tasks; return whether all are answered."""
+        """Record that the input had ``length`` tasks.  Return whether all have been answered."""
         if self.settled:
             return False
         self._length = length
         iterator = self._iterator()
         if iterator is not None:
             iterator.finish(length)
-        # All may have been answered before their number was known.
         self.settled = self._answered == length
         return self.settled
 
