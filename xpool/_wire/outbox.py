@@ -1,33 +1,33 @@
 """A page of memory that a worker and its parent share: the worker's progress, and its answers.
 
-A worker that runs thousands of short tasks a second cannot afford a system call for each.  Yet its
-finished answers must survive a task that kills it, and the parent must know which task that was.
-So the worker writes each answer into shared memory, and makes one system call for many answers.
-The memory is an anonymous file, which the system frees with the last process that maps it.
+A worker that runs thousands of short tasks a second has no time for a system call for each.  But
+its finished answers must survive a task that kills it, and the parent must know which task this
+was.  So the worker writes each answer into shared memory, and makes one system call for many
+answers.  The memory is an anonymous file, which the system frees when no process maps it.
 
-Each word has one writer, so nothing needs a lock.  The parent does not read its own words from
-here, since a worker that writes to wrong addresses may have changed them::
+Each word has one writer, so nothing needs a lock.  The parent keeps copies of its own words and
+does not read them here, because a worker that writes to wrong addresses may have changed them::
 
-    began   worker   number of items that it has entered, ever
-    tail    worker   bytes of answers written, ever
-    since   worker   start of its current item, in ns of the monotonic clock; 0: not timed
-    limit   parent   the worker enters no item from this number on
-    head    parent   bytes of answers taken out, ever
-    adopted parent   number of answers whose arena blocks it has taken hold of, ever
-    stop    parent   the item that the worker must break off, plus 1; 0: none
-    dropped worker   number of log records and warnings that it could not send, ever
-    turn    worker   start of its first unanswered task, in ns as `since`
+    began   worker   number of items that the worker has ever entered
+    tail    worker   number of bytes of answers that the worker has ever written
+    since   worker   start of the current item, in ns of the monotonic clock; 0: not timed
+    limit   parent   the worker may enter only items with lower numbers
+    head    parent   number of bytes of answers that the parent has ever taken out
+    adopted parent   number of answers whose arena blocks the parent has ever taken over
+    stop    parent   number of the item that the worker must break off, plus 1; 0: none
+    dropped worker   number of log records and warnings that the worker could not send
+    turn    worker   start of the first unanswered task, in ns as `since`
     stack   both     the worker's stack when it got `STOP_SIGNAL`, as text
 
-Order between processors: the parent reads `tail` up to a mark that came through the pipe, since the
-two system calls order the memory, or after the worker's death.  For a worker that is silent in a
-long task, it reads as far as `tail` stood at its last look, milliseconds before.  The parent relies
-on a new `limit`, too, only at the look after the one that set it.  So the worker writes `began`
-before it reads `limit`, and takes `began` back when `limit` forbids the item.
+Order between processors: the parent reads answers up to a mark that came through the pipe, because
+the two system calls order the memory, or up to `tail` after the worker's death.  If a worker sends
+nothing during a long task, the parent reads up to the `tail` that it saw some milliseconds earlier.
+It also relies on a new `limit` only some milliseconds after it has set it.  So the worker writes
+`began` before it reads `limit`, and restores `began` if `limit` forbids the item.
 
-faulthandler's signal handler writes the stack, in C.  It needs neither the interpreter nor a lock,
-so it also works for a task that is stuck in C code.  It writes to the file, at an offset beyond the
-answers; the parent reads the stack there when the task has ended or was killed.
+faulthandler's signal handler, which is C code, writes the stack.  It needs neither the interpreter
+nor a lock, so it also works for a task that hangs in C code.  It writes into the file, at an offset
+beyond the answers.  The parent reads the stack when the task has ended or was killed.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ from xpool._memory.system import fixed_file
 from xpool._wire.wire import ENTRY, ERROR_BIT
 
 STOP_SIGNAL: int = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2
-"""Asks a worker for its stack, and to break off the item that `stop` names.  Programs do not use
-this signal: libraries take SIGUSR1 and SIGUSR2, the C library the first real-time signals."""
+"""Asks a worker to write its stack and to break off the item that `stop` names.  Libraries use
+SIGUSR1 and SIGUSR2, and the C library uses the first real-time signals, but programs seldom use
+this one."""
 
-# Bytes: a page of words, the ring of answers, and the stack behind them.
+# In bytes: a page of words, the ring of answers, and the stack.
 HEADER = 4096
 CAPACITY = 256 * 1024
 NO_LIMIT = 2**64 - 1
 TASK_LINE = "Item: "
-"""Prefix of the line about the item, which follows the stack.  C code delays that line."""
+"""Prefix of the line about the item, which follows the stack.  Tasks in C code delay that line."""
 
 STACK_AT = HEADER + CAPACITY
-STACK = 64 * 1024  # for at most 100 frames, perhaps cut; only used pages take memory
+STACK = 64 * 1024  # for at most 100 frames, perhaps cut; pages that are not used take no memory
 SIZE = STACK_AT + STACK
-# Indexes of the words, of 8 bytes each.  Each word has a cache line of its own.
+# Indexes of the words, which have 8 bytes.  Each word has its own cache line.
 _BEGAN, _TAIL, LIMIT, HEAD, _SINCE, _STOP, _ADOPTED, _DROPPED = 0, 8, 16, 24, 32, 40, 48, 56
 _TURN = 64
 
@@ -64,7 +65,7 @@ def make_file() -> int:
     """Return the descriptor of a new anonymous file of the right size, filled with zeros."""
     if sys.platform == "linux":
         return fixed_file("xpool-outbox", SIZE)
-    import tempfile  # imported here because it is slow, as slow as five modules of xpool
+    import tempfile  # imported here, because it takes as long as five modules of xpool
 
     with tempfile.TemporaryFile() as file:
         fd = os.dup(file.fileno())
@@ -73,27 +74,24 @@ def make_file() -> int:
 
 
 class Outbox:
-    """The mapped page, as its worker and its parent use it: each writes its own words."""
+    """The mapped page.  Its worker and its parent use it, and each writes its own words."""
 
     capacity = CAPACITY
-    # The parent's copies of its own words.
-    limit = head = _adopted = 0
+    limit = head = _adopted = 0  # the parent's copies of its own words
 
     def __init__(self, fd: int) -> None:
-        # The mapping duplicates the descriptor (mmapmodule.c), so the caller may close `fd`.
+        # `mmap` duplicates the descriptor, so the caller may close `fd`.
         self._map = mmap.mmap(fd, SIZE)
         view = memoryview(self._map)
         self.words = view[:HEADER].cast("Q")
         self._turn = self.words[_TURN : _TURN + 1]
         self._data = view[HEADER:STACK_AT]
-        # The worker's own copies: how far it has written, and how far it may write before it reads
-        # `head` again.
-        self._written = 0
-        self._room = 0
+        self._written = 0  # the worker's copy of `tail`
+        self._room = 0  # how far the worker may write before it must read `head` again
 
     def close(self) -> None:
-        """Unmap the page; no other method may be called afterwards."""
-        # Views first: a mapping with views cannot be closed.
+        """Unmap the page.  No other method may be called after this."""
+        # A mapping with views cannot be closed, so release these first.
         self._turn.release()
         self.words.release()
         self._data.release()
@@ -102,31 +100,31 @@ class Outbox:
     # -- the worker's side -------------------------------------------------------------------
 
     def enter(self, seq: int) -> bool:
-        """Mark item ``seq`` as begun; return False if the parent does not want it begun."""
+        """Mark item ``seq`` as begun.  If the parent forbids it, undo this and return False."""
         words = self.words
         words[_BEGAN] = seq + 1
         if seq < words[LIMIT]:
             return True
-        words[_BEGAN] = seq  # if the worker dies now, the item is not lost: it never ran
+        words[_BEGAN] = seq  # so if the worker dies now, the parent knows that the item never ran
         return False
 
     def leave(self) -> None:
-        """Mark the last item as not begun: none of its code has run, and this worker ends."""
+        """Mark the last item as not begun, because this worker ends without running its code."""
         self.words[_BEGAN] -= 1
 
     def tick(self) -> None:
-        """Start the clock of the item that begins now."""
+        """Record that a timed item begins now."""
         self.words[_SINCE] = time.monotonic_ns()
 
     def rest(self) -> None:
-        """Stop the clock: the timed item has ended."""
+        """Record that the timed item has ended."""
         self.words[_SINCE] = 0
 
     def begin_turn(self, when: float) -> None:
         self._turn[0] = int(when * 1e9)
 
     def told_to_stop(self) -> bool:
-        """Whether the parent asked to break off the item that was entered last."""
+        """Whether the parent has asked to break off the item that was entered last."""
         return self.words[_STOP] == self.words[_BEGAN]
 
     def count_dropped(self, number: int) -> None:
@@ -134,15 +132,15 @@ class Outbox:
 
     @property
     def asked(self) -> bool:
-        """Whether the parent asked to break off an item or to write the stack."""
+        """Whether the parent has asked to break off an item or to write the stack."""
         return bool(self.words[_STOP])
 
     def append(self, payload: bytes | memoryview, error: int) -> bool:
-        """Write one answer, as an error if ``error`` is not 0; return False if it has no room."""
+        """Write one answer, an error if ``error`` is not 0.  Return False if there is no room."""
         n = len(payload)
         tail = self._written
         end = tail + 4 + n
-        # Read the parent's word only when the room that is known does not suffice.
+        # Read the parent's word only if the known room is too small.
         if end > self._room:
             self._room = self.words[HEAD] + self.capacity
             if end > self._room:
@@ -156,7 +154,7 @@ class Outbox:
             cut = self.capacity - start
             self._data[start:] = entry[:cut]
             self._data[: stop - self.capacity] = entry[cut:]
-        # Written last: if the worker dies before this, it has not answered, and the item is lost.
+        # Written last, so that a death during the write leaves no incomplete answer.
         self._written = self.words[_TAIL] = end
         return True
 
@@ -166,14 +164,14 @@ class Outbox:
 
     @property
     def adopted(self) -> int:
-        """Number of answers whose blocks the parent has taken hold of, ever."""
+        """Number of answers whose blocks the parent has ever taken over."""
         return self.words[_ADOPTED]
 
     # -- the parent's side -------------------------------------------------------------------
 
     @property
     def began(self) -> int:
-        """Number of items that the worker has entered, ever."""
+        """Number of items that the worker has ever entered."""
         return self.words[_BEGAN]
 
     @property
@@ -181,38 +179,40 @@ class Outbox:
         return self.words[_DROPPED]
 
     def forbid(self, seq: int) -> None:
-        """Let the worker enter no item from this number on."""
+        """Forbid the worker to enter items from number ``seq`` on."""
         self.limit = self.words[LIMIT] = seq
 
     @property
     def since(self) -> float | None:
-        """Start of the worker's current item (`time.monotonic`); None: it is not timed."""
+        """Time (of `time.monotonic`) at which the current item began; None: it is not timed."""
         since = self.words[_SINCE]
         return since * 1e-9 if since else None
 
     @property
     def turn(self) -> float | None:
-        """Start of its first unanswered task (`time.monotonic`); None: it is not ready yet."""
+        """Time (of `time.monotonic`) at which the worker's first unanswered task began.
+
+        None: the worker is not ready yet.
+        """
         turn = self._turn[0]
         return turn * 1e-9 if turn else None
 
     def ask(self, began: int) -> None:
-        """Ask to break off the item that set `began` to this value; 0: withdraw the request."""
-        # Clear the stack of an earlier request first.
+        """Ask to break off the item that has set `began` to this value.  0 withdraws this."""
         if began:
-            self.clear_stack()
+            self.clear_stack()  # of an earlier request
         self.words[_STOP] = began
 
     def clear_stack(self) -> None:
         self._map[STACK_AT:SIZE] = bytes(STACK)
 
     def stack(self) -> str:
-        """Return the text that the worker wrote since the last request."""
+        """Return the text that the worker has written since the last request."""
         return self._map[STACK_AT:SIZE].split(b"\0", 1)[0].decode(errors="replace")
 
     @property
     def intact(self) -> bool:
-        """Whether the parent's words are unchanged: no task has written over the page.
+        """Whether the parent's words are unchanged.  If not, a task has written over the page.
 
         Code that must avoid a call compares `words` with the two numbers itself.
         """
@@ -220,12 +220,13 @@ class Outbox:
         return words[LIMIT] == self.limit and words[HEAD] == self.head
 
     def count_adopted(self) -> None:
-        """Count one more answer whose blocks the parent holds: the worker may release them."""
+        """Count one more answer whose blocks the parent has taken over.  The worker may release
+        them."""
         self._adopted += 1
         self.words[_ADOPTED] = self._adopted
 
     def take(self, mark: int) -> bytes:
-        """Take out the bytes before ``mark``: whole entries, which `entries` splits."""
+        """Take out the bytes before ``mark``: whole entries, which `entries` separates."""
         head = self.head
         if mark - head > self.capacity or mark < head:
             raise ValueError(f"outbox mark {mark} does not fit head {head}")
@@ -234,13 +235,13 @@ class Outbox:
             data = bytes(self._data[start:stop])
         else:
             data = bytes(self._data[start:]) + bytes(self._data[: stop - self.capacity])
-        # Written after the copy: from here on the worker may write over these bytes.
+        # Written after the copy, because the worker may now write over these bytes.
         self.head = self.words[HEAD] = mark
         return data
 
 
 def entries(data: bytes) -> list[tuple[bool, bytes]]:
-    """Split the bytes from `Outbox.take` into pairs (is an error, payload)."""
+    """Split the bytes from `Outbox.take` into pairs: whether it is an error, and the payload."""
     found = []
     at, end = 0, len(data)
     while at < end:
@@ -248,7 +249,6 @@ def entries(data: bytes) -> list[tuple[bool, bytes]]:
         error = n >= ERROR_BIT
         n &= ~ERROR_BIT
         at += 4
-        # Without the top bit this is a length, unless the data is invalid.
         if at + n > end:
             raise ValueError("an entry of the outbox is longer than the outbox")
         found.append((error, data[at : at + n]))

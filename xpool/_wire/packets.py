@@ -1,7 +1,7 @@
-"""Packets of a pair of ``SOCK_SEQPACKET`` sockets.  Each arrives whole or not at all.
+"""Packets of a pair of ``SOCK_SEQPACKET`` sockets.  A packet arrives whole or not at all.
 
-A packet may carry descriptors.  A message that is too long for a packet lies in an anonymous file,
-and the packet carries its descriptor (`file_with`, `read_file`).
+A packet may carry descriptors.  If a message is too long for a packet, it is written to an
+anonymous file, and the packet carries the file's descriptor (`file_with`, `read_file`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from xpool._python import at_fork
 from xpool._wire.pipes import write_all
 
 LONGEST = 96 * 1024
-"""Largest message in a packet, in bytes: a pickle too small for a block, and its table."""
+"""The size in bytes of the largest message in a packet.  A larger pickle gets a block."""
 
 _UNDER_WAY = 1024 * 1024
-"""Bytes of packets that may wait in a socket.  The system may grant less."""
+"""How many bytes of packets may wait in a socket.  The system may allow fewer."""
 
 _RECEIVE = 0
 if sys.platform == "linux":
-    # Descriptors are closed on exec: a program that another thread starts must not inherit them.
+    # Descriptors are closed on exec, so that a program started by another thread has none of them.
     _RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
@@ -40,37 +40,37 @@ def rights(fds: Sequence[int]) -> list[tuple[int, int, array[int]]]:
 
 
 def receive(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int], bool]:
-    """Receive a packet; return its data, its descriptors, and whether descriptors were lost.
+    """Receive a packet.  Return its data, its descriptors, and whether descriptors were lost.
 
-    The caller closes the descriptors.  They are lost if this process has no free ones.
+    The caller must close the descriptors.  They are lost if this process can open no more.
 
     Args:
-        nbytes: the size of the longest packet.
+        nbytes: the size in bytes of the longest packet.
         most: the largest number of descriptors in a packet.
 
     Raises:
-        BlockingIOError: there is no packet.
+        BlockingIOError: no packet has arrived.
     """
     data, found, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(4 * most), _RECEIVE)
     fds = array("i")
     for _, _, numbers in found:
-        # Drop an incomplete number at the end, as Python's example of `recvmsg` does.
+        # Drop an incomplete number at the end, as the example in the documentation of `recvmsg`.
         fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
-    # The system sets MSG_CTRUNC when it dropped descriptors (recvmsg(2)).
+    # The system sets MSG_CTRUNC if it has dropped descriptors (recvmsg(2)).
     return data, list(fds), bool(flags & socket.MSG_CTRUNC)
 
 
-_files: set[int] = set()  # files about to be sent; a forked child closes them
+_files: set[int] = set()  # descriptors of files that will be sent; a forked child closes them
 
 
 @contextmanager
 def file_with(message: bytes | memoryview) -> Iterator[int]:
-    """Provide the descriptor of an anonymous file that contains these bytes.
+    """Provide, in the block, the descriptor of an anonymous file that contains these bytes.
 
     Raises:
-        MemoryError: the machine has too little memory for it.
+        MemoryError: the machine has too little memory for the file.
     """
-    # Check first: such a file has no limit, and the kernel ends some process if memory runs out.
+    # The size of such a file has no limit, and the kernel kills a process if memory is used up.
     if len(message) > available_memory():
         raise MemoryError(
             f"there is no memory for a message of {len(message)} bytes; send smaller objects, or "
@@ -82,13 +82,14 @@ def file_with(message: bytes | memoryview) -> Iterator[int]:
         write_all(fd, [message])
         yield fd
     finally:
-        # Remove before closing: a fork in between would close another file with the same number.
+        # Removed before it is closed: the child of a fork between the two could close another file
+        # that has got the same number.
         _files.remove(fd)
         os.close(fd)
 
 
 def read_file(fd: int, size: int) -> memoryview:
-    """Read the message in a file from its beginning; others may have read it too.
+    """Read a message of ``size`` bytes from a file, which other processes may read, too.
 
     Raises:
         ValueError: the file is shorter than ``size``.
@@ -96,7 +97,7 @@ def read_file(fd: int, size: int) -> memoryview:
     whole = memoryview(new_buffer(size))
     at = 0
     while at < size:
-        # At an explicit offset: all copies of the descriptor share one file position.
+        # The offset is explicit, because all copies of the descriptor share one file position.
         got = os.preadv(fd, [whole[at:]], at)
         if not got:
             raise ValueError(f"the file of a message has {at} bytes instead of {size}")

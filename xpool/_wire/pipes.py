@@ -1,7 +1,8 @@
 """The ends of a worker's pipes.  The parent's ends never block; the worker's ends may.
 
-Each pipe has one writer and one reader, so it needs no lock that a death could leave held.  If a
-death cuts a frame short, the reader notices: the pipe ends in the middle of the frame.
+Each pipe has one writer and one reader.  So it needs no lock, which a dead process could still
+hold.  If the writer dies within a frame, the pipe ends in the middle of this frame, which the
+reader detects.
 """
 
 from __future__ import annotations
@@ -15,49 +16,46 @@ from typing import Any
 from xpool._memory.buffers import new_buffer
 from xpool._wire.wire import TO_PARENT, Parts
 
-# Bytes: the default capacity of a pipe (pipe(7)).
-READ = 64 * 1024
-# Parts in one `writev`; the system's limit is 1024 (IOV_MAX).
-_IOV = 64
+READ = 64 * 1024  # bytes of one read: the default capacity of a pipe (pipe(7))
+_IOV = 64  # the largest number of parts in one `writev`; the system allows 1024 (IOV_MAX)
 
 
 def _memory() -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
-        return 2**40  # the system does not tell
+        return 2**40  # the system does not report it
 
 
 MOST_MESSAGE_BYTES = _memory()
-"""Bytes that a message may announce: the machine's memory.  A larger size means invalid data."""
+"""The machine's memory in bytes.  A message that announces more bytes is invalid."""
 
 
 class FrameWriter:
-    """The parent's end of the pipe to a worker: writes as much as fits, and queues the rest.
+    """The parent's end of the pipe to a worker.  It writes what fits, and queues the rest.
 
     The engine's lock guards it.  ``fd`` must be non-blocking.
     """
 
     __slots__ = ("backlog", "fd", "sent")
 
-    # The system calls, as attributes: a simulated world replaces them.
+    # Attributes, so that a simulated world can replace the system calls.
     _write = staticmethod(os.write)
     _writev = staticmethod(os.writev)
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.backlog: deque[memoryview | bytes] = deque()
-        self.sent = 0  # bytes, ever, including those in the backlog
+        self.sent = 0  # number of bytes sent so far, including those in the backlog
 
     def send(self, parts: Parts) -> None:
-        """Send the parts of a frame; queue the bytes for which the pipe has no room.
+        """Send the parts of a frame.  Queue the bytes for which the pipe has no room.
 
-        For a worker that has ended, this does nothing: the engine detects the death by other means,
-        and knows the items that it held.
+        If the worker has ended, this does nothing.  The engine detects its death by other means.
         """
         size = sum(map(len, parts))
         self.sent += size
-        # Append to the backlog: a frame must not be written inside another.
+        # With a backlog nothing may be written now: it could land inside another frame.
         if self.backlog:
             self.backlog.extend(parts)
             return
@@ -106,13 +104,13 @@ class FrameWriter:
                 else:
                     backlog[0] = memoryview(part)[n:]
                     n = 0
-            # Remove empty parts: they reduce `n` by nothing, so the loop would never end.
+            # Remove empty parts.  `writev` would return 0 for them, and the loop would not end.
             while backlog and not len(backlog[0]):
                 backlog.popleft()
 
 
 class FrameReader:
-    """The parent's end of the pipe from a worker: yields the frames that have arrived whole.
+    """The parent's end of the pipe from a worker.  It yields the frames that have arrived whole.
 
     One thread at a time uses it, under the engine's lock.  ``fd`` must be non-blocking.
     """
@@ -125,11 +123,11 @@ class FrameReader:
     def __init__(self, fd: int, limit: int = MOST_MESSAGE_BYTES) -> None:
         self.fd = fd
         self.limit = limit
-        self._number = 1  # of the next frame
+        self._number = 1  # the number that the next frame must have
         self.ended = False
-        self.dry = False  # the last read found nothing
+        self.dry = False  # whether the last read found nothing
         self.buffer = b""
-        # A body that needs several reads is received in place, without further copies.
+        # A body that needs several reads is read directly into its place, without a copy.
         self._head: tuple[Any, ...] | None = None
         self.body: memoryview | None = None
         self._at = 0
@@ -140,22 +138,22 @@ class FrameReader:
 
     @property
     def got(self) -> int:
-        """How many bytes of the incomplete frame have arrived."""
+        """Number of bytes of the incomplete frame that have arrived."""
         return self._at if self.body is not None else len(self.buffer)
 
     def frames(self) -> Iterator[tuple[tuple[Any, ...], bytes | memoryview]]:
-        """Yield (head, body) for each frame that is complete after one read of the pipe.
+        """Read the pipe once, and yield (head, body) for each frame that is now complete.
 
         The head is unpacked by `TO_PARENT`.
 
         Raises:
-            ValueError: the bytes are no frame, or not the next one.
+            ValueError: the bytes are not a frame, or not the next one.
         """
         self.dry = False
         if self.body is not None:
             if not self._receive():
                 return
-            # Reset before the yield: the caller may not resume this generator.
+            # Reset before the yield, because the caller may not resume this generator.
             head, body = self._head, self.body
             self._head = self.body = None
             assert head is not None
@@ -173,7 +171,7 @@ class FrameReader:
             data = self.buffer + data
             self.buffer = b""
         size = TO_PARENT.size
-        # Only this generator holds the frames after the one it yields, until it has ended.
+        # Until this generator ends, only its local variables hold the remaining frames.
         at, end = 0, len(data)
         while end - at >= size:
             head = TO_PARENT.unpack_from(data, at)
@@ -181,7 +179,6 @@ class FrameReader:
             if head[0] != self._number:
                 raise ValueError(f"a frame has number {head[0]} instead of {self._number}")
             if n > self.limit:
-                # Refuse it before memory is allocated for it.
                 raise ValueError(f"a frame of {n} bytes is announced, more than {self.limit}")
             stop = at + size + n
             if stop <= end:
@@ -201,7 +198,7 @@ class FrameReader:
         self.buffer = data[at:]
 
     def _receive(self) -> bool:
-        """Read into the incomplete body; return whether it is whole now."""
+        """Read into the incomplete body.  Return whether it is now complete."""
         body = self.body
         assert body is not None
         while self._at < len(body):
@@ -218,9 +215,9 @@ class FrameReader:
 
 
 class BlockingFrameReader:
-    """The worker's end of the pipe from the parent: a read blocks until its bytes have arrived.
+    """The worker's end of the pipe from the parent.  A read blocks until its bytes have arrived.
 
-    ``before_waiting()``, if it is set, is called before a wait for the next frame.
+    ``before_waiting()``, if set, is called before the reader waits for the next frame.
     """
 
     __slots__ = ("_at", "_buffer", "before_waiting", "fd")
@@ -232,7 +229,7 @@ class BlockingFrameReader:
         self.before_waiting: Callable[[], None] | None = None
 
     def read(self, n: int) -> bytes | memoryview:
-        """Return the next ``n`` bytes; raise `EOFError` when the parent has ended."""
+        """Return the next ``n`` bytes.  Raise `EOFError` if the parent has ended."""
         at = self._at
         if len(self._buffer) - at >= n:
             self._at = at + n
@@ -266,9 +263,9 @@ class BlockingFrameReader:
 
 
 def write_all(fd: int, parts: Parts) -> None:
-    """Write everything, waiting for room; raise `BrokenPipeError` when the reader has ended."""
+    """Write all parts, and wait for room.  Raise `BrokenPipeError` if the reader has ended."""
     for part in parts:
         view = memoryview(part)
-        # write(2) takes at most 0x7ffff000 bytes at a time.
+        # One write(2) takes at most 0x7ffff000 bytes.
         while view:
             view = view[os.write(fd, view) :]

@@ -1,11 +1,11 @@
-"""Log records and warnings on their way from a worker to the parent.
+"""Packs and unpacks the log records and warnings that a worker sends to its parent.
 
-A packet is JSON: unpacking it runs no code that the worker chose.  It has at most `LARGEST` bytes,
-so that it fits into one packet of a socket.  Longer texts are cut, with a note.  The packet does
-not name its worker: the parent knows the worker by the socket.
+A packet is JSON, so that unpacking it runs no code that the worker has chosen.  It has at most
+`LARGEST` bytes, so that it fits into one packet of a socket.  Longer texts are cut, with a note.
+The packet does not name its worker, because the parent knows it by the socket.
 """
 
-# No `from __future__ import annotations`: it would make the field types of the NamedTuple strings.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -17,18 +17,20 @@ if TYPE_CHECKING:
 LOG, WARNING = "log", "warning"
 
 LARGEST = 128 * 1024
-"""Largest packet, in bytes.  Linux lets about 200 KiB wait in a socket (net.core.wmem_default)."""
+"""The largest packet, in bytes.  Linux lets about 200 KiB wait in a socket
+(net.core.wmem_default)."""
 
 LONGEST = 32 * 1024
-"""Longest text, in characters.  If a packet would be too large, its texts are cut further."""
+"""The longest text, in characters.  If a packet would be too large, its texts are cut further."""
 
 MOST_ITEMS = 1000
-"""Most items of a container: many items with equal hashes, from a hostile worker, are slow."""
+"""The largest number of items in a container.  A hostile worker could send many items with equal
+hashes, which would take long to unpack."""
 
 MOST_DROPPED = 2**40
-"""Most notices that a worker may report as dropped."""
+"""The largest number of dropped notices that a worker may report."""
 
-_LARGEST_INT = 14_000  # bits: 4,300 digits, see sys.set_int_max_str_digits
+_LARGEST_INT = 14_000  # in bits; these are 4,300 digits (see sys.set_int_max_str_digits)
 
 _NONE = type(None)
 _NUMBER = (int, float)
@@ -41,13 +43,14 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "processName": _TEXT, "process": (int, _NONE), "exc_text": _TEXT, "stack_info": _TEXT,
     "taskName": _TEXT,  # from Python 3.12 on
 }  # fmt: skip
-_HIGHEST_LEVEL = 2**16  # a limit, since loggers keep an entry for each level that they see
+_HIGHEST_LEVEL = 2**16  # limited, because loggers keep an entry for each level that they see
 
 
 class Notice(NamedTuple):
     """The content of a packet.
 
-    ``kind`` is `LOG` or `WARNING`.  ``dropped`` is how many notices this worker could not send.
+    ``kind`` is `LOG` or `WARNING`.  ``dropped`` is the number of notices that this worker could not
+    send.
     """
 
     kind: str
@@ -56,14 +59,14 @@ class Notice(NamedTuple):
 
 
 def pack(kind: str, dropped: int, fields: Mapping[str, Any]) -> bytes:
-    """Return the packet; if it would be too large, its texts are cut."""
+    """Return a packet with these contents.  If it would be too large, its texts are cut."""
     most = LONGEST
     while most >= 64:
         data = _packed(kind, dropped, fields, most)
         if len(data) <= LARGEST:
             return data
         most //= 4
-    # It has thousands of extra fields: leave them out.
+    # The record has thousands of extra fields, so leave these out.
     left_out = [name for name in fields if name not in _FIELDS]
     rest = {name: value for name, value in fields.items() if name in _FIELDS}
     note = f" [xpool left out {len(left_out)} extra fields: they are too large]"
@@ -72,7 +75,7 @@ def pack(kind: str, dropped: int, fields: Mapping[str, Any]) -> bytes:
 
 
 def _packed(kind: str, dropped: int, fields: Mapping[str, Any], most: int) -> bytes:
-    import json  # imported here because few workers log
+    import json  # imported here, because few workers log
 
     plain = {name: _plain(value, most) for name, value in fields.items() if type(name) is str}
     text = json.dumps([kind, dropped, plain], ensure_ascii=False, separators=(",", ":"))
@@ -83,7 +86,7 @@ def unpack(data: bytes) -> Notice:
     """Return the content of a packet.
 
     Raises:
-        ValueError: the data is not such a packet.
+        ValueError: the data is not a packet of `pack`.
     """
     import json
 
@@ -110,7 +113,7 @@ def record_from(fields: dict[str, Any]) -> "logging.LogRecord":
             raise ValueError(f"the field {name!r} of a log record is {type(fields.get(name))}")
     if not 0 <= fields["levelno"] < _HIGHEST_LEVEL:
         raise ValueError(f"the level of a log record is {fields['levelno']}")
-    # Leave out fields with the name of a method, which they would hide.
+    # A field with the name of a method would hide the method.
     extra = {name: x for name, x in fields.items() if not hasattr(logging.LogRecord, name)}
     return logging.makeLogRecord({**extra, "args": None, "exc_info": None})
 
@@ -119,13 +122,13 @@ def record_from(fields: dict[str, Any]) -> "logging.LogRecord":
 
 
 def _plain(value: Any, most: int) -> Any:
-    """Return a JSON form of a value: its repr, unless it is plain data."""
+    """Return a JSON form of plain data, or the repr of any other value."""
     if type(value) is str:
         return _cut(value, most)
     try:
         return _as_json(value, _Room(most))
     except Exception:
-        pass  # it is not plain data, is too long, or another thread changed it
+        pass  # it is not plain data or is too long, or another thread has changed it
     try:
         text = repr(value)
     except Exception as exc:
@@ -134,7 +137,7 @@ def _plain(value: Any, most: int) -> Any:
 
 
 def _cut(text: str, most: int) -> str:
-    """Return the beginning and the end of a text that is too long."""
+    """Return the text or, if it is too long, its beginning and its end."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -142,7 +145,7 @@ def _cut(text: str, most: int) -> str:
 
 
 class _Room:
-    """Counts how many characters are left for a value."""
+    """Counts how many characters a value may still take."""
 
     def __init__(self, left: int) -> None:
         self._left = left
@@ -154,12 +157,12 @@ class _Room:
 
 
 def _as_json(value: Any, room: _Room) -> Any:
-    """Return the JSON form of a plain value; raise an exception for any other value."""
+    """Return the JSON form of plain data.  Raise an exception for any other value."""
     kind = type(value)
     room.take(4)
     if value is None or kind is bool:
         return value
-    # `isinstance`, to accept subclasses such as an `IntEnum` or `numpy.float64`.
+    # `isinstance` also accepts subclasses such as an `IntEnum` or `numpy.float64`.
     if isinstance(value, float):
         return float.__pos__(value)
     if isinstance(value, int):

@@ -1,10 +1,10 @@
-"""Polling for a moment before a wait that sleeps.
+"""Polls for a moment before a thread sleeps.
 
-Waking a sleeping process takes 25 us or more, and leaves its caches cold: this is most of the cost
-of a short message.  So a thread that may get a message at once polls for it before it sleeps.
-After a poll in vain, the next wait sleeps at once; after further polls in vain, the next 2, 4, ...
-`_MOST` waits do.  So a thread whose waits are all long spends at most a 17th of a processor on
-polling.  Between two polls, the thread offers the processor to other processes.
+Waking a sleeping process takes 25 us or more, and its caches are cold.  This is most of the cost of
+a short message.  So a thread that may soon get a message polls for it before it sleeps.  If the
+poll finds nothing, the next wait sleeps without polling.  If later polls find nothing either, the
+next 2, 4, ... `_MOST` waits do.  So a thread whose waits are all long spends at most a 17th of a
+processor on polling.  Between two polls, the thread offers the processor to other processes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from xpool._memory.system import default_processes
 
 _MOMENT = 300e-6
-"""Seconds.  Longer than a short task and its messages take when both sides sleep in between.  With
-a shorter moment both sides would keep sleeping: each poll would end before the other side, which
-slept, has answered."""
+"""How many seconds a poll lasts: longer than a short task and its messages take if both sides
+sleep.  A shorter poll would end before the other side, which sleeps, has answered, so both sides
+would always sleep."""
 
 _MOST = 16
 
@@ -29,23 +29,23 @@ _give_way: Callable[[], Any] = getattr(os, "sched_yield", lambda: None)
 
 
 class Spin:
-    """Polling for one place that waits.  One thread at a time polls; the others sleep."""
+    """Polls for one place that waits.  One thread at a time polls, and the others sleep."""
 
     __slots__ = ("_free", "_left", "_skip")
 
     def __init__(self) -> None:
         # With one processor, no message can arrive while a thread polls.
         self._free = default_processes() > 1
-        self._skip = 1  # how many waits sleep at once after the next poll in vain
-        self._left = 0  # how many of these waits are left
+        self._skip = 1  # how many waits sleep without polling if the next poll finds nothing
+        self._left = 0  # how many waits are still to sleep without polling
 
     def look(self, poll: Callable[[int], _Events]) -> _Events:
-        """Call ``poll(0)`` for a moment until it finds events; return them.
+        """Call ``poll(0)`` repeatedly for a moment, until it finds events, and return these.
 
-        It may skip polling.  If it returns no events, the caller should sleep.
+        It may also skip polling.  If it returns no events, the caller should sleep.
         """
-        # Needs no lock: if two threads arrive at the same moment, both poll, which costs little.  A
-        # signal handler that interrupts a poll, and waits here too, sleeps at once.
+        # Needs no lock: if two threads come at the same moment, both poll, which costs little.  A
+        # signal handler that interrupts a poll and calls this does not poll.
         if not self._free:
             return []
         if self._left:

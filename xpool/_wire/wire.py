@@ -1,13 +1,13 @@
 """The format of frames, in both directions.
 
-Both ends run the same build of the same code on the same machine, so frames carry no version.  The
-handshake still compares `WIRE`, since a worker's import path may find another xpool.
+Both ends usually run the same version of xpool, so frames carry no version.  The handshake compares
+`WIRE`, because a worker may import xpool from another path.
 
 To a worker::
 
     kind u8, count u32, size u64 | body of `size` bytes
     TASKS   count items: func u64, count sizes u64, then the payloads
-    TIMED   as TASKS, for items with a time limit: the worker notes when it begins each
+    TIMED   as TASKS, for items with a time limit: the worker records when it begins each
     FUNC    func u64, mode u8, payload of the function
     FORGET  count function numbers u64
     STOP    empty body
@@ -16,51 +16,51 @@ To a worker::
 From a worker::
 
     number u32, kind u8, errors u8, size u64, count u32, mark u64, nanos u64 | `size` bytes
-    number  of the message, from 1. Other bytes here are not the worker's: a task has written to the
-            pipe, perhaps when nothing was to come. They must not be read as the next message.
-    ANSWER  `count` answers lie in the outbox, which now ends at `mark`.  If size > 0, the body is
-            one more answer after them (an entry without its size).  `errors`: bit 0, some answers
-            in the outbox are errors or name blocks of the arena; bit 1, the body is an error;
-            bit 2, that error's task may be tried again.  `nanos`: time spent on all of these.
-    SKIPPED the worker did not begin `count` items, as told
-    READY   body: wire u32, mapped u8: its version of this format, and whether it has the arena
-    FAILED  body: size u32, then text of that size, the reason why it could not start; then the
-            reason as a pickled exception, which the parent unpickles when a caller asks for it
+    number  the number of the message, from 1.  Any other number means that a task has written to
+            the pipe: the parent must not take these bytes for a message.
+    ANSWER  the outbox contains `count` more answers and now ends at `mark`.  If size > 0, the body
+            is one more answer (an entry without its size).  `errors`: bit 0, some answers in the
+            outbox are errors or name blocks of the arena; bit 1, the body is an error; bit 2, the
+            task of that error may be tried again.  `nanos`: the time that all these tasks took.
+    SKIPPED the worker did not begin `count` items, because the parent forbade it
+    READY   body: wire u32, mapped u8: the worker's `WIRE`, and whether it has mapped the arena
+    FAILED  the worker could not start.  body: size u32, a text of that size with the reason, then
+            the reason as a pickled exception, which the parent unpickles when a caller asks for it
 
-Between a worker of a `P2PPool` and its parent, packets on the worker's control socket::
+Packets on the control socket between a worker of a `P2PPool` and its parent::
 
-    WANTED  peer u32, ended u32, known u64: request for a channel to a peer; `known` is the number
-            of the last channel that the worker knows, `ended` whether that has ended
-    LINK    peer u32, error u32, serial u64: a channel, whose descriptor comes along, or an errno
+    WANTED  peer u32, ended u32, known u64: request for a channel to a peer.  `known` is the number
+            of the last channel that the worker knows, `ended` whether this channel has ended.
+    LINK    peer u32, error u32, serial u64: a channel, with its descriptor, or an errno
 
-An entry in the outbox, and in the body of several answers: size u32 (top bit: it is an error),
-payload.  Answers have no names: they come in the order in which the worker was given the items.
+An entry of the outbox, and of a body with several answers, is: size u32 (top bit: it is an error),
+payload.  Answers have no numbers: they come in the order in which the worker got the items.
 """
 
-# No `from __future__ import annotations`: Python would compile each NamedTuple field from a string.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import struct
 from typing import NamedTuple
 
 Parts = list[bytes | memoryview]
-"""The pieces of a frame, to be written one after the other."""
+"""The pieces of a frame, which are written one after the other."""
 
 WIRE = 3
 
 STEPPED_ASIDE = 75
 """Exit code of a stand-in (`_worker/provisional`) that leaves its first task to its successor."""
 
-# `_worker/entry` has a copy of the first, since it may not import this module.
+# `_worker/entry` has a copy of this one, because it may not import this module.
 TO_WORKER = struct.Struct("<BxxxIQ")
 TO_PARENT = struct.Struct("<IBBxxQIxxxxQQ")
 WANTED = LINK = struct.Struct("<IIQ")
-# TO_WORKER and the table of a single item in one struct: one `pack` makes the head of a call.
+# TO_WORKER and the table of one item together, so that one `pack` makes the head of a call.
 _ONE_TASK = struct.Struct("<BxxxIQQQ")
 FUNC_HEAD = struct.Struct("<QB")
 GREETING = struct.Struct("<I?")
 U64 = struct.Struct("<Q")
 ENTRY = struct.Struct("<I")
-# Larger than any size in the outbox: its answers are small (`SMALL` in _worker/protocol).
+# Larger than the size of any answer in the outbox (`SMALL` in _worker/protocol).
 ERROR_BIT = 0x8000_0000
 
 TASKS, FUNC, FORGET, STOP, BOOT, TIMED = 1, 2, 3, 4, 5, 6
@@ -79,7 +79,7 @@ class Mode:
 
 
 class Refusal(NamedTuple):
-    """The reason why a worker could not start: one line of text, and the pickled exception."""
+    """The reason why a worker could not start: a line of text, and the pickled exception."""
 
     line: str
     pickled: bytes | memoryview
@@ -90,7 +90,7 @@ class Refusal(NamedTuple):
 
     @classmethod
     def unpacked(cls, body: bytes | memoryview) -> "Refusal":
-        """Undo `packed`; raise an `Exception` for invalid data."""
+        """Return the refusal from which `packed` made ``body``.  Raise an error for other data."""
         end = ENTRY.size + ENTRY.unpack_from(body)[0]
         if end > len(body):
             raise ValueError("the text of a FAILED frame is longer than the frame")
