@@ -1,4 +1,4 @@
-"""Run histories from the command line; see the package's text."""
+"""Run histories from the command line; see the package's docstring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORLDS: dict[str, type[World]] = {
 
 
 def main() -> int:
-    """Replay one seed, or search for one that fails; return the exit code."""
+    """Replay one seed, or search for a failing one; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("world", choices=sorted(WORLDS))
     parser.add_argument("seed", type=int, nargs="?", help="replay this history and tell it")

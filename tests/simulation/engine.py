@@ -1,9 +1,9 @@
 """The engine in a world of virtual workers, pipes and time.
 
-The engine's thread, callers, workers and accidents take turns as the seed says, at every point at
-which the true ones could: while the engine's thread waits, between two system calls of a worker,
-between two stores to a shared page.  The world knows what each task is to become, and when
-nothing more can happen although something is unanswered, that is a hang, found at once.
+The engine's thread, callers, workers and accidents take turns in an order that the seed decides.
+They change at each point where real ones could: while the engine's thread waits, between two system
+calls of a worker, between two stores to a shared page. The world knows the right outcome of each
+task. If nothing more can happen and an answer is missing, the engine hangs, which is found at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Task = tuple[int, int]
 """Job and index."""
 
 PATIENCE = 0.1
-"""Seconds within which an answer must be delivered, and a surplus must be shared out."""
+"""Seconds within which an answer must be delivered and surplus tasks shared out."""
 
 STOP = 0.05
 """Seconds for which an accident stops a worker."""
 
 SYSTEM_PAUSE = 0.1
-"""Seconds after which a start that the system has refused is tried again, at the soonest."""
+"""Minimum seconds before a start that the system refused is tried again."""
 
 MOST_TURNS = 20_000
 
@@ -48,19 +48,19 @@ MOST_WORKERS = 4
 
 
 class _Plan:
-    """What becomes of a task when it is run this time."""
+    """The outcome of one run of a task."""
 
     __slots__ = ("again", "answer", "code", "error", "rings", "takes", "task")
 
     def __init__(self, task: Task, takes: float, answer: bytes, error: bool) -> None:
         self.task, self.takes, self.answer, self.error = task, takes, answer, error
-        self.again = False  # it is an error that the task is to be tried again after
+        self.again = False  # whether the answer is an error after which the task is retried
         self.code: int | None = None
         self.rings = False
 
 
 class _Known:
-    """What the world knows of a task."""
+    """The world's knowledge of a task."""
 
     __slots__ = ("answers", "begun", "bound", "deadly", "died", "died_at_door", "error",
                  "failed", "fails", "finished", "large", "longest", "over", "retries",
@@ -68,24 +68,24 @@ class _Known:
 
     def __init__(self) -> None:
         self.begun = 0
-        self.died = 0  # times that its worker ended while it ran
-        self.over = 0  # times that it ended after its limit
-        self.died_at_door = 0  # or was just about to begin it
+        self.died = 0  # runs in which its worker died
+        self.over = 0  # runs that ended after the time limit
+        self.died_at_door = 0  # deaths of its worker just before it began
         self.answers = 0
-        self.fails = 0  # times that it ends in an error that it is tried again after
-        self.failed = 0  # times that it has
-        self.finished: float | None = None  # when it was last finished and not yet answered
-        self.deadly = 0  # times that it ends its worker
+        self.fails = 0  # runs that end in an error with a retry
+        self.failed = 0  # such runs so far
+        self.finished: float | None = None  # when it finished, if it has no answer yet
+        self.deadly = 0  # runs that end its worker
         self.retries = 0
         self.bound: int | None = None
         self.takes = 0.0
-        self.longest = 0.0  # that it was in hand
+        self.longest = 0.0  # its longest run so far
         self.error = False
         self.large = 0
 
 
 class _Room:
-    """Whether there is room for the results of a stream; if not, none of its tasks may begin."""
+    """Whether a stream has room for results; without room, none of its tasks may begin."""
 
     def __init__(self, world: EngineWorld, job: int) -> None:
         self.world, self.job, self.is_there = world, job, True
@@ -94,7 +94,7 @@ class _Room:
         return self.is_there
 
     def change(self) -> None:
-        """The consumer takes results, or does not."""
+        """The consumer takes results, or stops taking them."""
         self.is_there = not self.is_there
         self.world.note(f"{self.world.now:.6f}", "room for job", self.job, self.is_there)
         if self.is_there:
@@ -102,7 +102,7 @@ class _Room:
 
 
 class _Call:
-    """A thread in `Submission.call`: it receives its answer itself, and may be interrupted."""
+    """A thread in `Submission.call`, which receives its own answer and may be interrupted."""
 
     def __init__(self, world: EngineWorld, task_range: TaskRange) -> None:
         self.world, self.task_range = world, task_range
@@ -121,13 +121,13 @@ class _Call:
         )
 
     def go_on(self) -> None:
-        """The body of `Submission.call`, one turn at a time; True when it is through."""
+        """Do one turn of `Submission.call`."""
         engine, job = self.world.engine, self.job
         if not self.begun:
             self.begun = True
             self.slot = engine._submission.put_direct(self.task_range)
             if self.slot is not None:
-                engine._direct.turns[job].thread = -job  # each caller is a thread of its own
+                engine._direct.turns[job].thread = -job  # each caller is a separate thread
         elif self.slot is not None:
             events = self.slot.poller.poll(0)
             if not engine._submission.receive_direct(self.slot, job, events):
@@ -139,7 +139,7 @@ class _Call:
 
 
 class EngineWorld(World):
-    """One engine, one to three workers, some of them siblings, a handful of jobs, and accidents."""
+    """One engine, one to three workers, some of them siblings, a few jobs, and accidents."""
 
     name = "engine"
 
@@ -153,8 +153,8 @@ class EngineWorld(World):
         self.deafness = self.one_of([0.0, 0.3])
         self.refusals = self.one_of([0.0, 0.0, 0.2])
         self.bad_starts = self.one_of([0.0, 0.0, 0.15, 0.6])
-        # What else is rare: workers stand still that have just said that they begin a task; workers
-        # are dismissed and wanted again whose start has failed.
+        # Rare events: a worker stops just after it announced a task; the pool shrinks and grows
+        # while a worker's start has failed.
         self.theme = self.one_of(["", "", "", "", "", "", "", "", "stopped", "places"])
         if self.theme:
             self.deaths = 0.3
@@ -167,9 +167,9 @@ class EngineWorld(World):
         siblings = self.one_of([(), (), (), [[0, 1]], [range(n)]]) if n > 1 else ()
         self.pids = itertools.count(2)
         self.workers: list[Worker] = []
-        self.reports: list[tuple[Handle, int | None]] = []  # deaths that nobody was told of yet
+        self.reports: list[tuple[Handle, int | None]] = []  # deaths that are not reported yet
         self.failed_starts = [0] * MOST_WORKERS  # of each worker, since it was last ready
-        self.refused_at: dict[int, float] = {}  # starts that the engine is to try again later
+        self.refused_at: dict[int, float] = {}  # refused starts that the engine must retry later
         self.resizing = False
         self.launching = False  # others go on while a process is started
         self.resizes = 0.0 if siblings else self.one_of([0.0, 0.0, 0.02, 0.1])
@@ -188,17 +188,17 @@ class EngineWorld(World):
         )
         self.engine._monitor.answers._chance = random.Random(seed).random
         self.spy()
-        self.limits: dict[int, Limit] = {}  # of jobs that have one
+        self.limits: dict[int, Limit] = {}  # of jobs with a limit
         self.known: dict[Task, _Known] = {}
         self.payloads: dict[Task, bytes] = {}
         self.unanswered: dict[Task, None] = {}
-        self.funcs: dict[int, int] = {}  # of jobs that use one
+        self.funcs: dict[int, int] = {}  # of jobs with a function
         self.withdrawn: set[int] = set()
-        self.stops: list[float] = []  # when a worker was stopped
+        self.stops: list[float] = []  # times at which workers were stopped
         self.open: dict[int, TaskRange] = {}
         self.to_feed: list[TaskRange] = []
         self.calls: list[_Call] = []
-        self.cancellable: list[int] = []  # calls; those that are answered as well
+        self.cancellable: list[int] = []  # calls, answered ones too
         self.jobs = 0
         self.spread = self.one_of([0.0, 0.005, 0.05])
         self.next_job = self.now + self.spread
@@ -208,8 +208,8 @@ class EngineWorld(World):
         self.over = False  # retired or terminated
         self.ended_violently = False
         self.turns = 0
-        # Whether tasks are asked for by whom the engine works for; batches of those in the hands of
-        # workers, and how many tasks these had begun, since when.
+        # Whether the client of the engine requests tasks; requested batches that workers hold, with
+        # the number of tasks that the worker had begun, and the time.
         self.asks = self.chance(0.25)
         self.asked: list[tuple[Batch, int, int, float]] = []
 
@@ -229,7 +229,7 @@ class EngineWorld(World):
         for call in list(self.calls):
             engine._submission.let_go(call.job)
         if self.left() and not self.ended_violently:
-            self.wrong(f"the workers have ended, and unanswered is {self.left()}")
+            self.wrong(f"the workers have ended without answers to {self.left()}")
         engine.close()
         if self.kernel.fds.open:
             self.wrong(f"descriptors are left open: {sorted(self.kernel.fds.open)}")
@@ -238,13 +238,13 @@ class EngineWorld(World):
             self.wrong(f"workers are left alive: {alive}")
 
     def left(self) -> list[Task]:
-        """Return the tasks that are owed an answer."""
+        """Return the tasks that still need an answer."""
         return [task for task in self.unanswered if task[0] not in self.withdrawn]
 
     def others_until(
         self, ready: Callable[[], list[Any]], timeout: float | None
     ) -> list[tuple[int, int]]:
-        """Let the others go on while the engine's thread waits; return what it has waited for."""
+        """Let others go on while the engine's thread waits; return its events."""
         deadline = None if timeout is None else self.now + timeout
         self.stop_if_wrong()
         self.check_idle()
@@ -252,7 +252,7 @@ class EngineWorld(World):
         while True:
             self.turns += 1
             if self.turns > MOST_TURNS:
-                self.wrong("it does not come to an end")
+                self.wrong("the history does not end")
             found = ready()
             if found and self.chance(eager):
                 self.draw.shuffle(found)
@@ -269,7 +269,7 @@ class EngineWorld(World):
                 self.wait_for_something(deadline)
 
     def acts(self) -> list[Callable[[], None]]:
-        """Return what could happen next, apart from the engine's thread."""
+        """Return the possible next events outside the engine's thread."""
         acts: list[Callable[[], None]] = [w.go_on for w in self.workers if w.may_go_on()]
         acts += [call.go_on for call in self.calls if call.may_go_on()]
         if self.reports:
@@ -299,9 +299,9 @@ class EngineWorld(World):
         return acts
 
     def others_go_on(self) -> None:
-        """A process is being started, for which nobody waits: let others go on."""
+        """Let others go on while a process is started."""
         if self.launching:
-            return  # one of them is started within the start of another: that is enough
+            return  # no start of a process within another
         self.launching = True
         resizing, self.resizing = self.resizing, False
         for _ in range(self.one_of([0, 0, 1, 5])):
@@ -312,17 +312,17 @@ class EngineWorld(World):
         self.launching, self.resizing = False, resizing
 
     def wait_for_something(self, deadline: float | None) -> None:
-        """Nobody can go on: time passes until somebody can."""
+        """Nothing can go on now: advance the time."""
         times = [w.wakes_at for w in self.workers]
         times += [deadline, self.next_job]
         times += [entry[1] for page in self.kernel.pages for entry in page._pending]
         coming = [t for t in times if t is not None and t > self.now]
         if not coming:
-            self.wrong(f"nothing can happen any more; unanswered is {self.left()}")
+            self.wrong(f"no event is left, and {self.left()} have no answer")
         self.pass_time(min(coming) - self.now)
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass, and what it shows be seen."""
+        """Advance the time, and show what becomes visible."""
         self.now += seconds
         self.check_limits()
         for page in self.kernel.pages:
@@ -330,7 +330,7 @@ class EngineWorld(World):
         self.check_sharing()
 
     def spy(self) -> None:
-        """Look over the scheduler's shoulder."""
+        """Observe the scheduler's `take`."""
         sched: Any = self.engine.sched
         take, passing = sched.take, Passing(self, sched.shared)
 
@@ -346,7 +346,7 @@ class EngineWorld(World):
     # -- callers ---------------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """Somebody submits: a call, a call that waits, a map, or the beginning of a stream."""
+        """Submit a call, a call that waits, a map, or the beginning of a stream."""
         kind = self.one_of(["calls", "wait", "wait", "map", "map", "map", "stream", "bound"])
         n = self.one_of([1, 3, 10, 40]) if kind in ("map", "stream") else 1
         retries = self.one_of([0, 0, 1, 2])
@@ -364,7 +364,7 @@ class EngineWorld(World):
     def submit_one(
         self, kind: str, n: int, retries: int, takes: float, bound: int | None, limit: Limit | None
     ) -> None:
-        """Somebody submits a job."""
+        """Submit a job."""
         job = self.jobs
         func = self.engine.learn(1, b"function") if kind in ("map", "stream") else 0
         self.funcs[job] = func
@@ -375,7 +375,7 @@ class EngineWorld(World):
                   "retries, bound to", bound, "limit", limit)  # fmt: skip
         if func:
             task_range = TaskRange(job, func, 0, items, bound, Terms(retries, limit))
-            # By the seed, not by the dice: most streams have no such bound.
+            # From the seed, not from a random number: most streams have no such limit.
             if kind == "stream" and self.seed % 3 == 0:
                 self.rooms.append(_Room(self, job))
                 task_range.may_run = self.rooms[-1].may_run
@@ -396,7 +396,7 @@ class EngineWorld(World):
     def new_task(
         self, job: int, index: int, retries: int, takes: float, bound: int | None
     ) -> bytes:
-        """Decide what becomes of a task; return its payload."""
+        """Decide a task's outcome; return its payload."""
         task = self.known[job, index] = _Known()
         self.unanswered[job, index] = None
         task.retries, task.bound = retries, bound
@@ -415,7 +415,7 @@ class EngineWorld(World):
         return payload
 
     def append(self) -> None:
-        """The input reader of a stream draws some more, or comes to the end of its input."""
+        """The input reader of a stream draws more items, or reaches the end."""
         job = self.one_of(list(self.open))
         task_range = self.open[job]
         index = 1 + max(i for j, i in self.known if j == job)
@@ -426,15 +426,15 @@ class EngineWorld(World):
             task_range.items.append(self.new_task(job, index, task_range.terms.retries, 1e-4, None))
             index += 1
             if not task_range.queued or self.engine.sched.idle:
-                # The input reader has looked; others may come in between before it acts.
+                # The input reader has decided to call `feed`; others may act before it does.
                 self.to_feed.append(task_range)
 
     def feed(self) -> None:
-        """An input reader that has seen a reason to tell the engine does so."""
+        """An input reader calls the engine as it has decided."""
         self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
 
     def cancel(self) -> None:
-        """Somebody cancels a call, wherever that is, or its result is cancelled before it comes."""
+        """Cancel a call in any state, or its result before it arrives."""
         job = self.one_of(self.cancellable)
         self.cancellable.remove(job)
         waiting = [call for call in self.calls if call.job == job and not call.begun]
@@ -444,7 +444,7 @@ class EngineWorld(World):
             self.engine.withdraw(CALLS, job)
 
     def ask(self) -> None:
-        """Whom the engine works for wants what nobody has begun of a job, or of all calls."""
+        """The client of the engine requests the unbegun tasks of a job or of all calls."""
         job = self.one_of(list(self.unanswered))[0]
         if job in self.open:
             return
@@ -457,7 +457,7 @@ class EngineWorld(World):
             self.asked += [(batch, w, began, self.now) for batch in its]
 
     def handed_back(self, job: int, index: int) -> None:
-        """A task is given back; the engine is given it once more, and has to run it then."""
+        """A task is given back; the engine gets it again and must run it."""
         task = self.known[job, index]
         self.note(f"{self.now:.6f}", "task", index, "of job", job, "is given back")
         if (job, index) not in self.unanswered or job in self.withdrawn or self.ended_violently:
@@ -473,7 +473,7 @@ class EngineWorld(World):
         )
 
     def check_asked(self) -> None:
-        """No worker sits on what was asked for."""
+        """No worker keeps tasks that were requested."""
         sched, direct = self.engine.sched, self.engine._direct
         left = []
         for batch, w, began, since in self.asked:
@@ -486,11 +486,11 @@ class EngineWorld(World):
             if wanted and sched.surplus(w, began):
                 left.append((batch, w, began, since))
                 if self.now - since > PATIENCE:
-                    self.wrong(f"worker {w} sits on tasks of job {batch.job}, which was asked for")
+                    self.wrong(f"worker {w} keeps requested tasks of job {batch.job}")
         self.asked = left
 
     def resize(self) -> None:
-        """Somebody wants another number of workers."""
+        """Change the number of workers."""
         size = 1 + self.below(MOST_WORKERS)
         self.note(f"{self.now:.6f}", "resize to", size)
         bound = any(task.bound is not None for task in map(self.known.get, self.unanswered) if task)
@@ -499,27 +499,27 @@ class EngineWorld(World):
             self.engine.resize(size)
         except OptionError:
             if not bound:
-                self.wrong("nothing is bound to any worker, and it cannot be resized")
+                self.wrong("resize fails although no task is bound")
         except OSError:
             self.note("a worker is refused")
         finally:
             self.resizing = nested
 
     def close(self) -> None:
-        """All is answered, and nothing more will come."""
+        """Close the pool when all tasks are answered."""
         self.note(f"{self.now:.6f}", "close")
         self.over = True
         self.engine.retire_all()
 
     def terminate(self) -> None:
-        """The pool is terminated: from now on, nothing counts but that all of it ends."""
+        """Terminate the pool: from now on only its end counts."""
         self.note(f"{self.now:.6f}", "terminate")
         self.over = self.ended_violently = True
         self.open.clear()
         self.engine.terminate()
 
     def deliver(self) -> None:
-        """Take the results as the pool does, and look at each."""
+        """Take and check the results, as the pool does."""
         results = self.engine.results
         while results:
             job, index, (ok, value) = results.popleft()
@@ -539,19 +539,19 @@ class EngineWorld(World):
             data = bytes(value._data)
             found = entries(data) if value._run else [(not ok, data)]
             if len(found) != value.count:
-                self.wrong(f"{len(found)} answers come as {value.count}")
+                self.wrong(f"{len(found)} answers count as {value.count}")
             for i, (error, payload) in enumerate(found, index):
                 if payload.split(b".")[:2] != [b"%d" % job, b"%d" % i]:
                     self.wrong(f"task {i} of job {job} is answered with {payload[:40]!r}")
                 task = self.known[job, i]
                 if error != (task.error or task.begun <= task.fails):
-                    self.wrong(f"task {i} of job {job} is no longer known for an error")
+                    self.wrong(f"the error of task {i} of job {job} counts as a value")
                 if task.begun <= task.fails and task.begun + task.died_at_door <= task.retries:
                     self.wrong(f"task {i} of job {job} has failed, and has a retry left")
                 self.answered(job, i, "an error" if error else "done")
 
     def answered(self, job: int, index: int, how: str) -> None:
-        """A task has its answer: its only one."""
+        """Record the only answer of a task."""
         task = self.known[job, index]
         self.note(f"{self.now:.6f}", "task", index, "of job", job, "is", how)
         task.answers += 1
@@ -560,7 +560,7 @@ class EngineWorld(World):
             self.wrong(f"task {index} of job {job} is answered twice")
         del self.unanswered[job, index]
         if self.chance(0.02) and not self.over:
-            # One that failed may make the whole job worthless to its caller.
+            # One failure may make the whole job useless to its caller.
             self.note("withdraw job", job)
             self.withdrawn.add(job)
             self.open.pop(job, None)
@@ -571,22 +571,22 @@ class EngineWorld(World):
     # -- workers ---------------------------------------------------------------------------------
 
     def next_pid(self) -> int:
-        """Return the number of a new process."""
+        """Return the pid of a new process."""
         return next(self.pids)
 
     def decides(self, index: int) -> None:
         """The engine has decided to start a process."""
         if index >= self.engine.sched.size:
-            self.wrong(f"worker {index} is one of {self.engine.sched.size}")
+            self.wrong(f"worker {index} is started in a pool of {self.engine.sched.size}")
         if self.over or self.engine.failure is not None:
             self.wrong(f"worker {index} is started although the pool ends")
 
     def spawn(
         self, slot: Any, tasks: Pipe, answers: Pipe, page: Page, siblings: list[Worker]
     ) -> Handle:
-        """Start a worker in a slot; it joins those of its process."""
+        """Start a worker in a slot, beside its siblings."""
         if any(one.index == slot.index for one in self.workers):
-            self.wrong(f"worker {slot.index} is started, and the one before it lives")
+            self.wrong(f"worker {slot.index} is started beside its living predecessor")
         worker = Worker(self, slot, tasks, answers, page, siblings)
         self.workers.append(worker)
         self.note(f"{self.now:.6f}", "worker", slot.index, "starts as", worker.pid)
@@ -595,13 +595,13 @@ class EngineWorld(World):
         return worker.handle
 
     def config(self, index: int, generation: int, attachment: int | None) -> bytes:
-        """Return the first message to a process of a worker."""
+        """Return the first message to a worker's process."""
         return b"%d.%d" % (index, generation)
 
     def refuses(self, index: int) -> bool:
-        """Whether the system has no room for a new process just now."""
+        """Whether the system refuses a new process now."""
         if self.now < self.refused_at.pop(index, 0.0) + SYSTEM_PAUSE:
-            self.wrong(f"worker {index} is started again at once, and its start was refused")
+            self.wrong(f"the refused start of worker {index} is tried again at once")
         refused = self.chance(self.refusals)
         if refused and not self.resizing and index < self.engine.sched.size:
             self.refused_at[index] = self.now
@@ -609,7 +609,7 @@ class EngineWorld(World):
         return refused
 
     def start_takes(self) -> float:
-        """Return for how long a worker imports and initialises."""
+        """Return the seconds that a worker takes to import and initialize."""
         return 0.02 * self.draw.random()
 
     def fails_to_start(self) -> bool:
@@ -617,12 +617,12 @@ class EngineWorld(World):
         return self.chance(self.bad_starts)
 
     def task_of(self, payload: bytes) -> Task:
-        """Return the task that a payload is of."""
+        """Return the task of a payload."""
         job, index, _ = payload.split(b".", 2)
         return int(job), int(index)
 
     def begins(self, worker: Worker, payload: bytes, has_function: bool) -> _Plan:
-        """A worker begins a task; return what becomes of it."""
+        """A worker begins a task; return its outcome."""
         job, index = self.task_of(payload)
         task = self.known[job, index]
         self.note(f"{self.now:.6f}", "worker", worker.index, "begins task", index, "of job", job)
@@ -651,18 +651,18 @@ class EngineWorld(World):
         return plan
 
     def finishes(self, plan: _Plan) -> None:
-        """A worker is through with a task; its answer is under way."""
+        """A worker has finished a task and sends the answer."""
         task = plan.task
         known, limit = self.known[task], self.limits.get(task[0])
         if limit is not None and known.longest >= limit.seconds:
-            known.over += 1  # the parent may have asked it to stop, and then discards this
+            known.over += 1  # the parent may have interrupted it, and then discards the answer
         elif plan.again:
             known.failed += 1
         else:
             known.finished = self.now
 
     def accident(self) -> None:
-        """A worker is killed, stopped for a while, or the fork server goes."""
+        """Kill a worker, stop it for a while, or end the fork server."""
         stopped = self.theme == "stopped"
         among = [one for one in self.workers if one.at_door or not stopped]
         if not among:
@@ -682,7 +682,7 @@ class EngineWorld(World):
             worker.doomed = -9
 
     def ended(self, worker: Worker, code: int) -> None:
-        """A process has ended; the report comes later, or never when nobody can tell."""
+        """A process has ended; the report comes later, or never if the fork server has ended."""
         self.note(f"{self.now:.6f}", "worker", worker.index, "ends with", code)
         self.workers.remove(worker)
         self.failed_starts[worker.index] += not worker.greeted
@@ -696,20 +696,20 @@ class EngineWorld(World):
             task.finished = None
 
     def report(self) -> None:
-        """The parent is told of a death."""
+        """Report a death to the parent."""
         handle, code = self.reports.pop(self.below(len(self.reports)))
         if handle.news.writing:
             handle._worker.reported = code
             handle.news.writing = False
 
     def tell_all(self) -> None:
-        """Nobody is left to be told."""
+        """Drop all reports, because no receiver is left."""
         self.reports.clear()
 
     # -- what must hold --------------------------------------------------------------------------
 
     def check_death(self, job: int, index: int, error: WorkerDied) -> None:
-        """A task is lost only when its worker died in it, as often as it may be run."""
+        """A task may be lost only if its worker died in it and no retry is left."""
         task = self.known[job, index]
         died = task.died + task.died_at_door
         if not died:
@@ -719,19 +719,19 @@ class EngineWorld(World):
             self.wrong(f"task {index} of job {job} is lost, and has a retry left")
 
     def check_timeout(self, job: int, index: int) -> None:
-        """A task is over its time only when it has a limit, and no retry for that is left."""
+        """A task may time out only if it has a limit and no retry is left for it."""
         task, limit = self.known[job, index], self.limits.get(job)
         if limit is None:
-            self.wrong(f"task {index} of job {job} is over its time, and has no limit")
+            self.wrong(f"task {index} of job {job} times out without a limit")
         if task.longest < limit.seconds:
-            self.wrong(f"task {index} of job {job} is over its time after {task.longest} s")
+            self.wrong(f"task {index} of job {job} times out after {task.longest} s")
         tried = task.begun + task.died_at_door
         if limit.again and tried <= task.retries and not (self.over or self.engine.failure):
-            self.wrong(f"task {index} of job {job} is over its time, and has a retry left")
+            self.wrong(f"task {index} of job {job} times out with a retry left")
 
     def check_limits(self) -> None:
-        """What is over its time is stopped: asked, and killed a tenth of a second later."""
-        # As far as the parent can know, those run on whose end it was not told of yet.
+        """A task beyond its limit is interrupted, and its worker is killed 0.1 s later."""
+        # For the parent, a worker runs until its end is reported.
         unreported = [one for handle, _ in self.reports for one in handle._worker.siblings]
         for worker in [*self.workers, *unreported]:
             which = worker.at_work or worker.at_door or worker.unsafe
@@ -739,12 +739,12 @@ class EngineWorld(World):
                 continue
             task, limit = self.known[which], self.limits.get(which[0])
             ran = self.now - (worker.began_at if worker.at_work else worker.came_at)
-            # From when it was entered: the parent may have seen that before it saw the clock start.
+            # Count from the announcement: the parent may see it before the clock starts.
             task.longest = max(task.longest, self.now - worker.came_at)
             if limit is None or self.ended_violently:
                 continue
             if which == worker.unsafe and ran >= limit.seconds and task.finished is not None:
-                # It does not get its answer out, for so long that it may be taken for stuck.
+                # The answer is delayed for so long that the parent may interrupt the task.
                 task.finished = None
                 task.over += 1
             too_long = ran > limit.seconds + STOP_GRACE_SECONDS + 0.05
@@ -752,7 +752,7 @@ class EngineWorld(World):
                 self.wrong(f"{which} runs for {ran} s, its limit is {limit.seconds}")
 
     def check_failure(self) -> None:
-        """The pool gives up only on a worker that has failed several times on end."""
+        """The pool may fail only if a worker failed several times in a row."""
         failure: Any = self.engine.failure
         self.note("the pool gives up:", failure)
         if not (self.bad_starts or self.refusals or self.deaths):
@@ -764,16 +764,16 @@ class EngineWorld(World):
                 self.wrong(f"the pool gives up on worker {error.worker} after {tries} starts")
 
     def check_idle(self) -> None:
-        """Before the engine's thread waits: nobody is idle while something waits for anyone.
+        """When the engine's thread waits, no worker is idle while a task waits for any worker.
 
-        Nor does anybody serve who is one too many.
+        Nor does a surplus worker serve.
         """
         sched = self.engine.sched
         for slot in self.engine.workers[sched.size :]:
             if slot.state.serves or slot.state is WorkerStates.STARTING:
-                self.wrong(f"worker {slot.index} is {slot.state.name}, one of {sched.size}")
+                self.wrong(f"worker {slot.index} is {slot.state.name} in a pool of {sched.size}")
         fed = {task_range.job for task_range in (*self.open.values(), *self.to_feed)}
-        # When there is room again, the engine's thread is told, and has not looked yet.
+        # When there is room again, the engine's thread may not have looked yet.
         fed |= {room.job for room in self.rooms if not room.is_there or self.engine._resumed}
         waits = [
             task_range.job
@@ -784,7 +784,7 @@ class EngineWorld(World):
             self.wrong(f"worker {next(iter(sched.idle))} is idle, and job {waits[0]} waits")
 
     def check_sharing(self) -> None:
-        """No answer lies about, and nobody sits on tasks while another has none."""
+        """No answer is delayed, and no worker holds unbegun tasks while another is idle."""
         if self.over or self.now < self.check_at:
             return
         self.check_at = self.now + PATIENCE / 8
@@ -800,15 +800,15 @@ class EngineWorld(World):
         if (idle, sits) != self.unshared or not (idle and sits):
             self.unshared, self.unshared_since = (idle, sits), self.now
         elif self.now - self.unshared_since > PATIENCE:
-            self.wrong(f"worker {idle[0]} is idle while {sits[0][0]} sits on tasks")
-        # Answers of a worker that is asked to break a task off come by then, with those before it.
+            self.wrong(f"worker {idle[0]} is idle while {sits[0][0]} holds unbegun tasks")
+        # An interrupted worker may send its answers later, and earlier answers with them.
         asked = any(slot.interrupted is not None for slot in slots)
         patience = PATIENCE + (STOP_GRACE_SECONDS if asked else 0)
         for task in self.unanswered:
             finished = self.known[task].finished
             if finished is None or task[0] in self.withdrawn:
                 continue
-            # A worker that is stopped twice in a row answers later than one that is stopped once.
+            # Each further stop of a worker delays its answer.
             stops = sum(since > finished for since in self.stops)
             if self.now - finished > patience + STOP * max(0, stops - 1):
                 self.wrong(f"{task} was finished at {finished:.6f}, and is not answered")

@@ -1,8 +1,8 @@
 """One host of the simulated world: an agent's engine on virtual workers, and its clock.
 
-Real are the session, the link and, in the agent's engine, the scheduler; the workers follow what
-`xpool._engine` does with them: they take batches, answer one by one or in runs, die, are stopped in
-what is withdrawn, and end when they are told to.
+The session, the link and the engine's scheduler are real. The virtual workers follow
+`xpool._engine`: they take batches, answer tasks singly or in groups, die, are stopped in withdrawn
+tasks, and end when told.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["Host", "Payload", "Value"]
 DIRECT_SECONDS = DIRECT_MILLISECONDS / 1000
 
 PATIENCE = 1.0
-"""Seconds after which an agent answers a pull although it has nothing to say."""
+"""Seconds after which an agent answers a pull without news."""
 
 STOP_GRACE = 0.95 * END_SECONDS
 """Seconds that a worker may take to end when its engine is terminated."""
 
 LOOK = 0.01
-"""Seconds after which a worker is looked at that has tasks in hand while another has nothing."""
+"""Seconds before a worker with tasks in hand is checked while another is idle."""
 
 REPLY_BYTES = 4096
 
 
 class Payload(bytes):
-    """The bytes of a task: they have the task's name, and the size that they are counted as."""
+    """The bytes of a task, with the task's name and the size to count."""
 
     task: tuple[int, int]
     size: int
@@ -51,7 +51,7 @@ class Payload(bytes):
 
 
 class Value:
-    """Answers to consecutive tasks, and from where."""
+    """Answers to consecutive tasks, with their host."""
 
     def __init__(self, tasks: list[tuple[int, int]], host: int) -> None:
         self.tasks, self.host, self.count = tasks, host, len(tasks)
@@ -61,14 +61,14 @@ class Value:
 
 
 class Run:
-    """A worker is in a task."""
+    """One run of a task in a worker."""
 
     def __init__(self, task: tuple[int, int], takes: float, ends_in: str) -> None:
         self.task, self.takes, self.ends_in = task, takes, ends_in
 
 
 class AgentEngine:
-    """Stands in for `xpool._engine.engine.Engine` on a host: gives back tasks to be tried again."""
+    """Replaces `xpool._engine.engine.Engine` on a host; gives back tasks to retry."""
 
     def __init__(self, world: HostWorld, host: Host, workers: int) -> None:
         self.world, self.host = world, host
@@ -80,7 +80,7 @@ class AgentEngine:
         self.began = [0] * workers
         self.runs: list[Run | None] = [None] * workers
         self.wanted: list[list[tuple[int, range]]] = [[] for _ in range(workers)]
-        self.unsaid = [0] * workers  # done, and not announced: they will be in one message
+        self.unsaid = [0] * workers  # finished and not announced; one message will announce them
         self.gone = [False] * workers
         self.ending = self.stopped = False
         for w in range(workers):
@@ -131,7 +131,7 @@ class AgentEngine:
                 self.world.later(LOOK, self._look, w, began)
 
     def _look(self, w: int, began: int) -> None:
-        """Hand back what a worker has in hand, if it sits on it."""
+        """Give back a worker's unbegun tasks if it made no progress."""
         if not self.host.alive or self.ending:
             return
         if not self.sched.surplus(w, self.began[w]):
@@ -142,8 +142,8 @@ class AgentEngine:
             self._take_back(w)
 
     def sat_on(self, permitted: Container[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the workers that have tasks in hand behind the one that they run, which others
-        could run, and how many each has begun."""
+        """Return the workers with permitted unbegun tasks that others could run, and how many tasks
+        each has begun."""
         return [
             (w, self.began[w])
             for w, run in enumerate(self.runs)
@@ -171,7 +171,7 @@ class AgentEngine:
         return {"deaths": 0, "ready": len(self.gone), "running": 0}
 
     def kill(self) -> None:
-        """The host is gone, with all that runs there."""
+        """Kill the host and all that runs there."""
         for w, run in enumerate(self.runs):
             if run is not None:
                 self.world.ends(self.host, run.task)
@@ -200,14 +200,14 @@ class AgentEngine:
                     self.world.later(LOOK, self._recall, w)
 
     def _recall(self, w: int) -> None:
-        """Others get what a worker has in hand and has not begun."""
+        """Give others the tasks that a worker has not begun."""
         if not self.host.alive or self.ending:
             return
         if self.sched.idle and self.sched.surplus(w, self.began[w]):
             self._take_back(w)
 
     def _take_back(self, w: int) -> None:
-        """Let a worker begin nothing of what it has in hand; some of it is wanted elsewhere."""
+        """Forbid a worker to begin its tasks in hand, because some are wanted elsewhere."""
         if self.sched.in_flight[w].paused:
             return
         self.sched.pause(w)
@@ -219,7 +219,7 @@ class AgentEngine:
         self._go_on(w)
 
     def _go_on(self, w: int) -> None:
-        """Let a worker that is free begin what it holds next, or end if it has been told to."""
+        """Let a free worker begin its next task, or end if it was told to."""
         held = self.sched.in_flight[w].held
         while self.runs[w] is None:
             batch = next((b for b in held if b.seq + len(b.items) > self.began[w]), None)
@@ -249,7 +249,7 @@ class AgentEngine:
             self.sched.refill(w)
 
     def _finish(self, w: int, run: Run) -> None:
-        """A worker comes to the end of a task, or dies of it."""
+        """A worker finishes a task, or dies in it."""
         if self.runs[w] is not run:
             return
         if self.stopped:
@@ -266,7 +266,7 @@ class AgentEngine:
         last = position + 1 == len(batch.items)
         if run.ends_in == "value" and not last and self.world.chance(0.5):
             self.unsaid[w] += 1
-            # The true engine finds what a worker leaves in its outbox (`EngineWorld` holds it).
+            # The real engine finds answers in the outbox (`EngineWorld` checks this).
             self.world.later(0.1 * self.world.draw.random(), self._find, w)
         else:
             self.unsaid[w] += run.ends_in == "value"
@@ -286,7 +286,7 @@ class AgentEngine:
             self.host.news()
 
     def _say(self, w: int) -> None:
-        """Announce what a worker has done, in as many results as the batches make."""
+        """Announce a worker's finished tasks, one result for each batch."""
         while self.unsaid[w]:
             batch = self.sched.in_flight[w].held[0]
             n = min(self.unsaid[w], len(batch.items) - batch.done)
@@ -335,7 +335,7 @@ class AgentEngine:
             self._give()
 
     def _stop(self, w: int, run: Run | None) -> None:
-        """What a worker runs is broken off, or the worker ended."""
+        """Interrupt a worker's task, or end the worker."""
         if not self.host.alive or self.runs[w] is not run:
             return
         if run is not None:
@@ -353,19 +353,19 @@ class AgentEngine:
 
 
 class Host:
-    """A host with an agent: what `xpool._hosts.agent.Agent` is, without threads."""
+    """A host with an agent: like `xpool._hosts.agent.Agent`, without threads."""
 
     def __init__(self, world: HostWorld, number: int, workers: int) -> None:
         self.world, self.number, self.workers = world, number, workers
         self.name = f"host{number}"
         self.alive = True
         self.told_dead = False
-        self.whole_at = 0.0  # until then no message comes through
-        self.good_from = 0.0  # from then on nothing was lost on the way
-        # A worker that has nothing although something waits, and since when.
+        self.whole_at = 0.0  # until then no message arrives
+        self.good_from = 0.0  # since then no message was lost
+        # An idle worker while a task waits, and since when.
         self.starved: tuple[tuple[int, int], float] | None = None
-        self.idle: tuple[tuple[int, int], float] | None = None  # as above, whatever waits
-        # Its workers that sit on tasks, by the number of those that they have begun; since when.
+        self.idle: tuple[tuple[int, int], float] | None = None  # an idle worker, and since when
+        # Workers with unbegun tasks, with the number of begun ones, and since when.
         self.sat_on: dict[tuple[int, int], float] = {}
         self.rate = world.one_of([1.0, 1 / 1.02, 1.02])
         self.offset = 1000 * world.draw.random()
@@ -378,7 +378,7 @@ class Host:
         self._look_at_lease()
 
     def clock(self) -> float:
-        """Return what its own clock shows: wrong by an offset, and by up to 2 % too slow."""
+        """Return the host's own time: with an offset, and up to 2 % too fast or slow."""
         return self.offset + self.world.now * self.rate
 
     def _look_at_lease(self) -> None:
@@ -393,19 +393,19 @@ class Host:
         if world.now > self.good_from + world.lease + 5 and not (
             world.stalls or world.driver_is_dead or self.told_dead
         ):
-            world.wrong(f"{self.name} was in touch with the driver all the time, and ends")
+            world.wrong(f"{self.name} ends although the driver could reach it")
         self.over = True
         self.engine.terminate()
         self.news()
 
     def trouble(self, until: float) -> None:
-        """Note that messages may be lost until then; what is made good comes a little later."""
+        """Record that messages may be lost until then; repeated messages arrive a little later."""
         self.good_from = max(self.good_from, until + PATIENCE + 3 * RETRY_SECONDS)
 
     # -- the driver's calls ------------------------------------------------------------------------
 
     def call(self, call: Call, reply: Callable[..., None]) -> None:
-        """Do what a call says; reply when there is something to say, or in a second."""
+        """Handle a call; reply when there is news, or after a second."""
         if call.beat:
             self.session.called(call)
             reply(*self.session.reply_to_beat(call, self.clock()))
@@ -413,7 +413,7 @@ class Host:
         one = call.number, reply
         begun = self.session.called(call)
         if self.session.retiring and self.session._staged and not self.world.early_close:
-            self.world.wrong(f"{self.name} is to end, and keeps {self.session._staged}")
+            self.world.wrong(f"{self.name} keeps {self.session._staged} at its end")
         if begun is None:
             self._waiting.append(one)
             self._wait(one)
@@ -424,7 +424,7 @@ class Host:
             self.world.later(takes * self.world.draw.random(), self._end_turn, one)
 
     def _end_turn(self, one: tuple[int, Callable[..., None]]) -> None:
-        """The thread of a call waits no longer for the answer of its one task alone."""
+        """The call's thread no longer waits for the answer of its single task only."""
         if self.alive:
             self.session.wait(one[0])
             self._waiting.insert(0, one)
@@ -452,13 +452,13 @@ class Host:
     # -- its own turn ------------------------------------------------------------------------------
 
     def news(self) -> None:
-        """Its engine has something for it: it looks in a moment."""
+        """The engine has news; take it after a moment."""
         if not self._noticed:
             self._noticed = True
             self.world.later(self.world.pace * self.world.draw.random(), self._take)
 
     def _take(self) -> None:
-        """Send on what the engine has answered."""
+        """Send the engine's answers."""
         self._noticed = False
         if not self.alive:
             return
@@ -474,7 +474,7 @@ class Host:
             self.session.say(m.Status(self._said, self.engine.statistics()))
 
     def longest_idle(self) -> tuple[int, int] | None:
-        """Return the worker that has nothing to do for longest, and what it did before."""
+        """Return the worker that is idle for longest, with its number of begun tasks."""
         sched = self.engine.sched
         if not self.alive or sched.queued or not sched.idle:
             return None

@@ -1,8 +1,8 @@
-"""The engine of a pool over many hosts, in a world of hosts that come, go, and are out of reach.
+"""The engine of a pool over many hosts, in a world whose hosts come, go, and become unreachable.
 
-The real driver (`HostEngine`, its scheduler and links) and the real `AgentSession` of each host,
-with virtual time between them.  The world knows what each task is to become, where it runs and
-when; so it sees a task that runs at two places at once, and one that was begun without permission.
+The driver (`HostEngine`, its scheduler and links) and each host's `AgentSession` are real, the time
+between them is virtual. The world knows each task's right outcome, and where and when it runs. So
+it finds a task that runs at two places at once, or without permission.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ Task = tuple[int, int]
 MOST_TURNS = 40_000
 
 HANG = 150.0
-"""Seconds after which a world in which nothing comes about any more is taken for stuck."""
+"""Seconds without progress after which the world counts as hanging."""
 
 LARGE = 12 * 1024 * 1024
 
 
 class _Known:
-    """What the world knows of a task."""
+    """The world's knowledge of a task."""
 
     __slots__ = ("answers", "bound", "deadly", "error", "fails", "retries", "runs", "takes",
                  "tries", "where")  # fmt: skip
 
     def __init__(self) -> None:
         self.runs = 0  # times that it was begun
-        self.tries = 0  # times that the driver has given it another try
-        self.where: Host | None = None  # it runs there now
+        self.tries = 0  # retries that the driver gave it
+        self.where: Host | None = None  # the host where it runs now
         self.answers = 0
         self.retries = 0
         self.bound: int | None = None
         self.takes = 0.0
         self.deadly = 0  # runs that end its worker
-        self.fails = 0  # runs that end in an error that it is tried again after
+        self.fails = 0  # runs that end in an error with a retry
         self.error = False
 
 
 class Events:
-    """Where the driver's thread waits, and all else happens meanwhile."""
+    """The queue on which the driver's thread waits while other events happen."""
 
     def __init__(self, world: HostWorld) -> None:
         self.world = world
@@ -69,19 +69,19 @@ class Events:
         self.put = self.waiting.append
 
     def get(self, timeout: float | None) -> Any:
-        """Return what the driver is told next."""
+        """Return the driver's next event."""
         self.world.others_until(self.waiting, timeout)
         return self.get_nowait()
 
     def get_nowait(self) -> Any:
-        """Return what it is told next, if there is something."""
+        """Return the next event, if there is one."""
         if not self.waiting:
             raise queue.Empty
         return self.waiting.popleft()
 
 
 class HostWorld(World):
-    """One driver, up to five hosts, a handful of jobs, and a network that seeds decide."""
+    """One driver, up to five hosts, a few jobs, and a network that the seed decides."""
 
     name = "hosts"
 
@@ -96,8 +96,8 @@ class HostWorld(World):
         self.losses = self.one_of([0.0, 0.0, 0.02, 0.1])
         self.accidents = self.one_of([0.0, 0.003, 0.02, 0.05])
         self.deaths = self.one_of([0.0, 0.1])
-        # What else is rare: hosts work on that are said to be dead; tasks are for one worker; what
-        # is large has to wait for room; long tasks follow after many short ones.
+        # Rare events: a host that was declared dead still works; tasks are bound to one worker;
+        # large messages wait for room; long tasks follow many short ones.
         self.theme = self.one_of(
             ["", "", "", "", "", "", "cut off", "bound", "no room", "wrong guess"]
         )
@@ -113,21 +113,22 @@ class HostWorld(World):
         self.first_hosts = self.one_of([1, 1, 2, 2, 3, 4])
         self.late_hosts = self.one_of([0, 0, 0, 1])
         self.events = Events(self)
-        self.hosts: dict[int, Host] = {}  # that have an agent
-        self.sizes: list[int] = []  # how many workers each host has, or is to have
-        self.buried: set[int] = set()  # hosts of whose death the driver knows
+        self.hosts: dict[int, Host] = {}  # hosts with an agent
+        self.sizes: list[int] = []  # the number of workers of each host
+        self.buried: set[int] = set()  # hosts whose death the driver knows
         self.known: dict[Task, _Known] = {}
         self.unanswered: dict[Task, None] = {}
         self.withdrawn: set[int] = set()
         self.funcs: dict[int, int] = {}
         self.forgotten: set[int] = set()
-        self.granted: set[tuple[int, Task]] = set()  # what a host may begin
-        self.unbegun: dict[tuple[int, Task], float] = {}  # and has not, in one theme; since when
+        self.granted: set[tuple[int, Task]] = set()  # tasks that a host may begin
+        # In one theme: permitted tasks not begun, and since when.
+        self.unbegun: dict[tuple[int, Task], float] = {}
         self.open: dict[int, TaskRange] = {}
         self.to_feed: list[TaskRange] = []
         self.calls: list[int] = []
         self.jobs = 0
-        self.half_withdrawn = 0  # jobs whose function is forgotten, and that are not yet withdrawn
+        self.half_withdrawn = 0  # jobs whose function is forgotten, but not yet withdrawn
         self.jobs_wanted = 1 + self.below(6) + (25 if self.theme == "wrong guess" else 0)
         self.spread = self.one_of([1e-3, 0.1, 2.0])
         self.violent_end = self.chance(0.15)
@@ -147,33 +148,33 @@ class HostWorld(World):
         self.spy()
 
     def clock(self) -> float:
-        """Return what the driver's clock shows: it goes on between two looks."""
+        """Return the driver's time, which advances between two readings."""
         self.now += 1e-7
         return self.now
 
     @property
     def at(self) -> str:
-        """Now, for a story."""
+        """The time, as stories show it."""
         return f"{self.now:.6f}"
 
     # -- time --------------------------------------------------------------------------------------
 
     def later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
-        """Have this happen then."""
+        """Schedule a call."""
         heapq.heappush(self.heap, (self.now + seconds, next(self.numbers), call, args))
 
     def trip(self) -> float:
-        """Return how long a message is under way."""
+        """Return the time that a message takes."""
         return self.latency * (0.5 + self.draw.random())
 
     def wait_for_room(self, messages: Sequence[Any]) -> float:
-        """Return how long messages wait before they are under way, since they are large."""
+        """Return how long large messages wait before they are sent."""
         if self.theme != "no room" or self.over or not messages or self.chance(0.5):
             return 0.0
         return self.lease * self.draw.random()
 
     def others_until(self, events: deque[Any], timeout: float | None) -> None:
-        """Let happen what happens while the driver's thread waits."""
+        """Process events while the driver's thread waits."""
         deadline = None if timeout is None else self.now + timeout
         self.stop_if_wrong()
         self.check_policy()
@@ -182,7 +183,7 @@ class HostWorld(World):
                 self.now = max(self.now, deadline)
                 return
             if not self.heap or self.now > self.progress + HANG:
-                self.wrong(f"nothing comes about any more; unanswered is {self.left()}")
+                self.wrong(f"no progress, and {self.left()} have no answer")
             self.step()
             if self.driver_is_dead:
                 return
@@ -190,20 +191,20 @@ class HostWorld(World):
                 continue
             later = self.engine.sched._later
             if later and later[0][0] < self.now - 0.001:
-                self.wrong(f"a task was to be tried again at {later[0][0]}, and is not")
+                self.wrong(f"a retry was due at {later[0][0]}")
             when = self.engine.service.next_time()
             if when is not None and when < self.now - 0.001:
-                self.wrong(f"the driver was to be awake at {when}, and is not")
+                self.wrong(f"the driver did not wake up at {when}")
 
     def soon(self) -> bool:
-        """Whether something else happens before the driver's thread comes to look."""
+        """Whether another event comes before the driver's thread looks."""
         return bool(self.heap) and self.heap[0][0] < self.now + self.pace + self.stalls
 
     def step(self) -> None:
-        """Let the next thing happen."""
+        """Process the next event."""
         self.turns += 1
         if self.turns > MOST_TURNS:
-            self.wrong("it does not come to an end")
+            self.wrong("the history does not end")
         when, _, call, args = heapq.heappop(self.heap)
         self.now = max(self.now, when)
         call(*args)
@@ -212,11 +213,11 @@ class HostWorld(World):
         self.check_recalled()
 
     def tell(self, event: Any) -> None:
-        """Tell the driver."""
+        """Send the driver an event."""
         self.events.put(event)
 
     def caller_receives(self, reply: f.Replied) -> None:
-        """A caller that waits for one answer takes a reply, and the answers in it."""
+        """A caller that waits for one answer receives a reply with all its answers."""
         self.engine.receive(reply)
         self.deliver()
 
@@ -237,21 +238,21 @@ class HostWorld(World):
                 self.terminate()
         self.deliver()
         if self.left() and not (self.ended_violently or self.early_close):
-            self.wrong(f"the hosts have ended, and unanswered is {self.left()}")
+            self.wrong(f"the hosts have ended without answers to {self.left()}")
         closed = self.closed_at
         if closed is not None and not self.early_close and not self.ended_violently:
-            # As long as hosts are out of reach, and work on, there is nothing to be done.
+            # Unreachable hosts may still work, and the driver has to wait.
             limit = max([closed, *(host.good_from for host in self.hosts.values())]) + 15
             if self.now > limit:
-                self.wrong(f"it was closed at {closed}, and has ended only now")
+                self.wrong(f"the pool was closed at {closed} and ended only now")
         engine.close()
 
     def left(self) -> list[Task]:
-        """Return the tasks that are owed an answer."""
+        """Return the tasks that still need an answer."""
         return [task for task in self.unanswered if task[0] not in self.withdrawn]
 
     def let_agents_end(self) -> None:
-        """The driver is gone: what it has permitted ends when the lease is over."""
+        """After the driver's end, permitted tasks end when the lease ends."""
         limit = self.now + (self.lease + self.latency * 60) * DRIFT + STOP_GRACE + 1
         limit = max([limit, *(host.whole_at + 1 for host in self.hosts.values())])
         while self.heap and self.heap[0][0] <= limit:
@@ -263,7 +264,7 @@ class HostWorld(World):
     # -- hosts -------------------------------------------------------------------------------------
 
     def place(self) -> int:
-        """Have a host join some time, or never; return its workers."""
+        """Let a host join later or never; return its number of workers."""
         number, workers = len(self.sizes), self.one_of([1, 1, 2, 2, 3, 8])
         self.sizes.append(workers)
         if self.chance(0.15):
@@ -273,7 +274,7 @@ class HostWorld(World):
         return workers
 
     def comes(self, number: int) -> None:
-        """A host joins, if it was not told not to."""
+        """A host joins, unless it was cancelled."""
         if number in self.buried:
             return
         host = self.hosts[number] = Host(self, number, self.sizes[number])
@@ -294,7 +295,7 @@ class HostWorld(World):
         self.tell(f.Coming(number, workers))
 
     def dies(self, host: Host) -> None:
-        """A host is gone, with all that runs there; the driver is told later, or knows already."""
+        """A host dies with all that runs there; the driver learns it later or knows it."""
         if host.alive:
             self.note(self.at, host.name, "dies")
             self.progress = self.now
@@ -303,14 +304,14 @@ class HostWorld(World):
             self.later(self.one_of([0.0, 0.01, 3.0]) * self.draw.random(), self.tell_dead, host)
 
     def tell_dead(self, host: Host) -> None:
-        """The driver is told that a host is dead, whether that is so or not; perhaps twice."""
+        """Tell the driver that a host is dead, rightly or wrongly, perhaps twice."""
         if not host.told_dead or self.chance(0.1):
             host.told_dead = True
             self.note(self.at, host.name, "is said to be dead")
             self.tell(f.Dead(host.number, "it is gone"))
 
     def accident(self, host: Host) -> None:
-        """A host dies, is out of reach for a while, or is about to go."""
+        """A host dies, becomes unreachable for a while, or begins to drain."""
         how = self.below(8)
         if self.theme == "cut off":
             self.note(self.at, host.name, "is cut off")
@@ -325,7 +326,7 @@ class HostWorld(World):
             self.later(self.one_of([3.0, 30.0]) * self.draw.random(), self.dies, host)
         else:
             seconds = self.one_of([0.1, 1.0, 5.0, 30.0]) * self.draw.random()
-            if self.chance(0.3):  # it comes back when its lease has just ended
+            if self.chance(0.3):  # it returns just after its lease has ended
                 seconds = self.lease + 2 * self.draw.random()
             self.note(self.at, host.name, "is out of reach for", f"{seconds:.6f} s")
             host.whole_at = max(host.whole_at, self.now + seconds)
@@ -336,7 +337,7 @@ class HostWorld(World):
     # -- callers -----------------------------------------------------------------------------------
 
     def act(self) -> None:
-        """Callers do something, and will again."""
+        """Let callers act, now and again later."""
         if self.over:
             return
         acts: list[Callable[[], None]] = []
@@ -348,7 +349,7 @@ class HostWorld(World):
             acts += [self.append, self.append]
         if self.to_feed:
             acts.append(self.feed)
-        # Where nothing comes about any more, nobody hides that by giving up.
+        # Without progress no caller gives up, which would hide a hang.
         quiet = self.now > self.progress + 3
         if self.calls and not quiet and self.chance(0.05):
             acts.append(self.cancel)
@@ -375,7 +376,7 @@ class HostWorld(World):
         self.tell(None)
 
     def submit(self) -> None:
-        """Somebody submits: calls, a map, the beginning of a stream, or what is bound."""
+        """Submit calls, a map, the beginning of a stream, or a bound task."""
         kind = self.one_of(["calls", "calls", "map", "map", "map", "stream", "bound", "bound"])
         n = self.one_of([1, 3, 10, 40, 200]) if kind in ("map", "stream") else 1
         retries = self.one_of([0, 0, 1, 2, 3])
@@ -403,7 +404,7 @@ class HostWorld(World):
     def submit_one(
         self, kind: str, n: int, retries: int, takes: float, bound: int | None, large: bool
     ) -> None:
-        """Somebody submits a job."""
+        """Submit a job."""
         job = self.jobs
         items = [self.new_task(job, i, retries, takes, bound, large) for i in range(n)]
         if kind == "calls":
@@ -428,7 +429,7 @@ class HostWorld(World):
     def new_task(
         self, job: int, index: int, retries: int, takes: float, bound: int | None, large: bool
     ) -> Payload:
-        """Decide what becomes of a task; return its payload."""
+        """Decide a task's outcome; return its payload."""
         task = self.known[job, index] = _Known()
         self.unanswered[job, index] = None
         task.retries, task.bound = retries, bound
@@ -436,7 +437,7 @@ class HostWorld(World):
         if self.deaths and self.chance(self.deaths):
             task.deadly = self.one_of([1, 1, 2, 9])
         if self.theme == "wrong guess" and takes < 1e-3:
-            task.takes = takes  # they are what the guess is made of
+            task.takes = takes  # the estimate is based on these
         task.error = self.chance(0.05)
         if self.chance(0.5 if self.theme == "bound" else 0.05):
             task.fails = 1 + self.below(3)
@@ -446,7 +447,7 @@ class HostWorld(World):
         return payload
 
     def append(self) -> None:
-        """The input reader of a stream draws some more, or comes to the end of its input."""
+        """The input reader of a stream draws more items, or reaches the end."""
         job = self.one_of(list(self.open))
         task_range = self.open[job]
         index = task_range.first + len(task_range.items)
@@ -458,16 +459,16 @@ class HostWorld(World):
             task_range.items.append(item)
             index += 1
             if not task_range.queued or self.engine.idle:
-                # The input reader has looked; others may come in between before it acts.
+                # The input reader has decided to call `feed`; others may act before it does.
                 self.to_feed.append(task_range)
 
     def feed(self) -> None:
-        """An input reader that has seen a reason to tell the engine does so."""
-        self.progress = self.now  # slow ones are no hang
+        """An input reader calls the engine as it has decided."""
+        self.progress = self.now  # a slow input reader is no hang
         self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
 
     def cancel(self) -> None:
-        """Somebody cancels a call, wherever that is."""
+        """Cancel a call in any state."""
         job = self.one_of(self.calls)
         self.calls.remove(job)
         if (job, 0) in self.unanswered:
@@ -476,7 +477,7 @@ class HostWorld(World):
             self.engine.withdraw(CALLS, job)
 
     def withdraw(self) -> None:
-        """Somebody has no use for a job any more."""
+        """Withdraw a job that its caller no longer needs."""
         jobs = [job for job in {job for job, _ in self.left()} if job not in self.calls]
         if not jobs:
             return
@@ -488,7 +489,7 @@ class HostWorld(World):
         place = (job,) if self.funcs[job] else (CALLS, job)
         if self.funcs[job] and self.chance(0.5):
             self.forget(job)
-            # As the pool does: another thread, or the engine's, may come between.
+            # As in the pool, other threads may act in between.
             self.half_withdrawn += 1
             self.later(0.01 * self.draw.random(), self.withdraw_rest, *place)
             return
@@ -497,18 +498,18 @@ class HostWorld(World):
             self.forget(job)
 
     def withdraw_rest(self, *place: int) -> None:
-        """A job whose function is forgotten is withdrawn."""
+        """Withdraw a job whose function is forgotten."""
         self.half_withdrawn -= 1
         self.engine.withdraw(*place)
 
     def forget(self, job: int) -> None:
-        """A job is over: its function is no longer needed."""
+        """Forget the function of a finished job."""
         if job not in self.forgotten:
             self.forgotten.add(job)
             self.engine.forget(self.funcs[job])
 
     def close(self) -> None:
-        """Nothing more will come; nearly always all is answered."""
+        """Close the pool, nearly always when all tasks are answered."""
         self.note(self.at, "close")
         self.closed_at = self.now
         self.progress = self.now
@@ -516,7 +517,7 @@ class HostWorld(World):
         self.engine.retire_all()
 
     def terminate(self) -> None:
-        """The pool is terminated: from now on, nothing counts but that all of it ends."""
+        """Terminate the pool: from now on only its end counts."""
         self.note(self.at, "terminate")
         self.progress = self.now
         self.over = self.ended_violently = True
@@ -524,7 +525,7 @@ class HostWorld(World):
         self.engine.terminate()
 
     def deliver(self) -> None:
-        """Take the results as the pool does, and look at each."""
+        """Take and check the results, as the pool does."""
         results = self.engine.results
         while results:
             job, index, (_, value) = results.popleft()
@@ -532,10 +533,10 @@ class HostWorld(World):
                 if value.tasks[0] != (job, index):
                     self.wrong(f"task {index} of job {job} is answered with {value}")
                 if value.host in self.buried:
-                    self.wrong(f"{value} come after its death was known")
+                    self.wrong(f"{value} arrive after its death was known")
                 for task in value.tasks:
                     if self.known[task].runs <= self.known[task].fails:
-                        self.wrong(f"{task} has failed, and has a value")
+                        self.wrong(f"{task} failed and is answered with a value")
                     self.answered(*task, "done")
                 continue
             if isinstance(value, HostLost):
@@ -550,7 +551,7 @@ class HostWorld(World):
                 self.buried.add(host.number)
 
     def answered(self, job: int, index: int, how: str) -> None:
-        """A task has its answer: its only one."""
+        """Record the only answer of a task."""
         task = self.known[job, index]
         self.note(self.at, "task", index, "of job", job, "is", how)
         self.progress = self.now
@@ -564,7 +565,7 @@ class HostWorld(World):
     # -- what runs ---------------------------------------------------------------------------------
 
     def begins(self, host: Host, w: int, batch: Batch, position: int, function: Any) -> Run:
-        """A worker begins a task; return what becomes of it."""
+        """A worker begins a task; return its outcome."""
         name = batch.items[position].task
         job, index = name
         task = self.known[name]
@@ -573,7 +574,7 @@ class HostWorld(World):
         if (job, index) != batch.name(batch.first + position):
             self.wrong(f"task {index} of job {job} is run as {batch.name(batch.first + position)}")
         if self.funcs[job] and not batch.func:
-            self.wrong(f"task {index} of job {job} is taken for a call")
+            self.wrong(f"task {index} of job {job} counts as a call")
         if task.where is not None:
             self.wrong(f"task {index} of job {job} runs at {task.where.name} and {host.name}")
         if (host.number, name) not in self.granted and not self.ended_violently:
@@ -595,7 +596,7 @@ class HostWorld(World):
         return Run(name, task.takes, ends_in)
 
     def check_begun(self, host: Host, w: int, name: Task, function: Any) -> None:
-        """What is begun is awaited, by the right worker, with its function."""
+        """A begun task is awaited, at the right worker, with its function."""
         task = self.known[name]
         if task.answers and not host.told_dead:
             self.wrong(f"{name} is run again after its answer")
@@ -606,14 +607,14 @@ class HostWorld(World):
             self.wrong(f"{name} is bound to {task.bound}, not {first + w}")
 
     def ends(self, host: Host, name: Task) -> None:
-        """A task runs no more."""
+        """A task has stopped running."""
         self.known[name].where = None
         self.progress = self.now
 
     # -- what the driver decides -------------------------------------------------------------------
 
     def spy(self) -> None:
-        """Look over the scheduler's shoulder."""
+        """Observe the scheduler's methods."""
         sched: Any = self.engine.sched
         permit, put_again, unbegun = sched._permit, sched.put_again, sched.unbegun
         passing = Passing(self, sched.shared)
@@ -627,7 +628,7 @@ class HostWorld(World):
                 if self.theme == "wrong guess":
                     self.unbegun[host.number, payload.task] = self.now
             if host.leaving:
-                self.wrong(f"host {host.number} is going to go, and is permitted something")
+                self.wrong(f"draining host {host.number} is permitted a task")
             if batch.items.bound is not None:
                 return
             extra = (
@@ -658,7 +659,7 @@ class HostWorld(World):
         sched._permit, sched.put_again, sched.unbegun = permitting, again, back
 
     def calls_host(self, number: int, call: f.Call) -> None:
-        """The driver says something."""
+        """The driver calls a host."""
         kinds = [type(message).__name__ for message in call.messages]
         self.note(self.at, "to host", number, call._replace(messages=kinds))
         if (
@@ -669,7 +670,8 @@ class HostWorld(World):
             self.check_bytes(self.engine.sched.table.hosts[number])
 
     def check_bytes(self, host: Any) -> None:
-        """What is sent ahead is bounded, but for one task for each worker, and one bound to it."""
+        """Bytes sent ahead are bounded, except one task for each worker and one bound task for
+        each."""
         batches = [*host.staged, *dict.fromkeys(host.permitted.values())]
         shared = sum(batch.nbytes for batch in batches if batch.items.bound is None)
         bound = sum(batch.nbytes for batch in batches) - shared
@@ -679,7 +681,7 @@ class HostWorld(World):
             self.wrong(f"{shared} bytes are at host {host.number}, and {bound} for its workers")
 
     def check_policy(self) -> None:
-        """Before the driver's thread waits: no host has room while something waits for any."""
+        """When the driver's thread waits, no host has room while a task waits for any host."""
         sched = self.engine.sched
         if self.over or self.engine.failure is not None:
             return
@@ -691,10 +693,10 @@ class HostWorld(World):
                 self.wrong(f"host {host.number} has room, and job {waits[0]} waits")
             for w in range(host.first, host.first + host.workers):
                 if host.accepting and sched.own[w] and not sched.table.bound_ahead[w]:
-                    self.wrong(f"worker {w} has nothing, and something waits for it")
+                    self.wrong(f"worker {w} is idle while a task waits for it")
 
     def check_starved(self) -> None:
-        """No host has nothing to do for longer than a few trips while something waits."""
+        """No host is idle for longer than a few trips while a task waits."""
         if self.over or self.losses or self.stalls or self.theme == "no room":
             return
         sched = self.engine.sched
@@ -713,11 +715,11 @@ class HostWorld(World):
             if host.starved is None or idle is None or host.starved[0] != idle:
                 host.starved = None if idle is None else (idle, self.now)
             elif self.now - host.starved[1] > 8 * self.latency + 0.05:
-                self.wrong(f"{host.name} has nothing to do since {host.starved[1]:.6f}")
+                self.wrong(f"{host.name} is idle since {host.starved[1]:.6f}")
 
     def check_sat_on(self) -> None:
-        """No worker holds tasks behind a long one for longer than it takes to ask for all batches
-        of its host, while another host has nothing to do."""
+        """While another host is idle, no worker keeps tasks behind a long one for longer than it
+        takes to request its host's batches."""
         if self.over or self.losses or self.stalls or self.deaths or self.turns % 8:
             return
         if self.theme == "no room":
@@ -742,42 +744,42 @@ class HostWorld(World):
                 batches = len(set(sched.table.hosts[host.number].permitted.values()))
                 limit = 0.1 + 4 * self.latency * (2 + batches)
                 if idle is not None and self.now - max(idle, since) > limit:
-                    self.wrong(f"worker {worker} of {host.name} sits on tasks since {since:.6f}")
+                    self.wrong(f"worker {worker} of {host.name} keeps tasks since {since:.6f}")
 
     def check_recalled(self) -> None:
-        """What a host has been permitted on a wrong guess is taken back, so that few tasks are lost
-        with it: one for each worker may wait behind those that run."""
+        """Permissions based on a wrong estimate are taken back, except one waiting task for each
+        worker, so that a lost host loses few tasks."""
         if self.over or self.stalls or not self.unbegun or self.turns % 8:
             return
-        # Two looks, which are the longer apart the longer a task takes of which some may wait.
+        # The time of two checks, which are farther apart for longer tasks.
         long_ago = self.now - 4 * policy.LONG_SECONDS - 0.1 - 8 * self.latency
         waits = Counter(number for (number, (job, _)), since in self.unbegun.items()
                         if since < long_ago and job not in self.withdrawn)  # fmt: skip
         for number, n in waits.items():
             host = self.hosts[number]
             if n > host.workers and not (host.over or host.number in self.buried):
-                self.wrong(f"{host.name} keeps {n} tasks that it has not begun")
+                self.wrong(f"{host.name} keeps {n} unbegun tasks")
 
     # -- what must hold of the end of a task -------------------------------------------------------
 
     def check_tries(self, job: int, index: int, how: str) -> None:
-        """It had as many tries as it may have."""
+        """The task has used all its retries."""
         task = self.known[job, index]
         if task.tries != task.retries and not self.over:
             self.wrong(f"task {index} of job {job} {how} after {task.tries} retries")
 
     def check_lost(self, job: int, index: int, error: HostLost) -> None:
-        """What is lost with a host was permitted to it, and may not be tried again."""
+        """A task is lost with a host only if it was permitted there and has no retry left."""
         task = self.known[job, index]
         if task.bound is not None:
             return
         number = int(error.host.removeprefix("host"))
         if (number, (job, index)) not in self.granted:
-            self.wrong(f"task {index} of job {job} is lost with {error.host}, which was not let")
+            self.wrong(f"task {index} of job {job} is lost with {error.host} without permission")
         self.check_tries(job, index, "is lost")
 
     def check_death(self, job: int, index: int) -> None:
-        """Its worker died, as often as it may."""
+        """The task's worker died, and no retry is left."""
         task = self.known[job, index]
         if not task.deadly:
             self.wrong(f"task {index} of job {job} has killed no worker")
@@ -785,7 +787,7 @@ class HostWorld(World):
             self.check_tries(job, index, "has killed its worker")
 
     def check_failure(self) -> None:
-        """The pool gives up only when no host is left of those of which it was told."""
+        """The pool may fail only if none of its hosts is left."""
         self.note("the pool gives up:", self.engine.failure)
         service = self.engine.service
         if (service.expected | service.agents.keys()) - service.gone.keys():

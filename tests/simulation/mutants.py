@@ -1,7 +1,7 @@
-"""Seeded bugs: what the simulated worlds must find.
+"""Mutants: planted bugs that the simulated worlds must find.
 
-A mutant is a rule that is broken: a method of the true code, replaced for the time of a test by one
-that behaves otherwise.  Each stands for one rule; the text of the code may change as it likes.
+A mutant breaks one rule: during a test it replaces a method by one that behaves differently. The
+wording of the code may change freely.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Mutant:
-    """One rule, how it is broken, and the world that has to find it."""
+    """A rule, how to break it, and the world that must find it."""
 
     name: str
     world: str
@@ -47,7 +47,7 @@ class Mutant:
 MUTANTS: list[Mutant] = []
 
 PINNED: dict[Mutant, int] = {}
-"""Bugs that were once in the code and show in few histories, each with the seed of one."""
+"""Former bugs that few histories show, each with the seed of one."""
 
 
 def mutant(
@@ -64,7 +64,7 @@ def mutant(
 
 
 def wrap(patch: Patch, cls: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Have ``wrapper(original, *args)`` called instead of a method."""
+    """Replace a method by ``wrapper(original, *args)``."""
     original = getattr(cls, name)
     patch.setattr(cls, name, lambda *args, **kwds: wrapper(original, *args, **kwds))
 
@@ -87,7 +87,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "_cut", cut)
 
 
-@mutant("what a dead worker held is put back in the wrong order", "scheduler")
+@mutant("a dead worker's tasks are put back in the wrong order", "scheduler")
 def _(patch: Patch) -> None:
     def gone(original: Any, sched: Scheduler, w: int, began: int) -> Any:
         pieces: list[Any] = []
@@ -106,7 +106,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "gone", lambda original, sched, w, began: original(sched, w, began - 1))
 
 
-@mutant("the task that a worker died in is put back as well", "scheduler")
+@mutant("a task that killed its worker is put back without a retry", "scheduler")
 def _(patch: Patch) -> None:
     def gone(original: Any, sched: Scheduler, w: int, began: int) -> Any:
         lost = original(sched, w, began)
@@ -139,7 +139,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "_most_held", lambda original, sched, w: original(sched, w) + 1)
 
 
-@mutant("more are held ahead than wait for each", "scheduler")
+@mutant("a worker gets more tasks ahead than its share", "scheduler")
 def _(patch: Patch) -> None:
     def most(original: Any, sched: Scheduler, w: int) -> int:
         n: int = original(sched, w)
@@ -148,7 +148,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "_most_held", most)
 
 
-@mutant("items that were taken back are taken for held", "scheduler")
+@mutant("items that were taken back count as held", "scheduler")
 def _(patch: Patch) -> None:
     def take_back(original: Any, sched: Scheduler, w: int, limit: int) -> Any:
         count = original(sched, w, limit)
@@ -159,12 +159,12 @@ def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "take_back", take_back)
 
 
-@mutant("the second try comes before its time", "scheduler")
+@mutant("a retry comes too early", "scheduler")
 def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "due", lambda original, sched, now: original(sched, now + 1))
 
 
-@mutant("an input reader that looks as its range runs dry is not seen", "scheduler")
+@mutant("an input reader that looks as its range runs dry is missed", "scheduler")
 def _(patch: Patch) -> None:
     def dry(original: Any, sched: Scheduler, queue: Any, task_range: Any) -> bool:
         queue.popleft()
@@ -175,7 +175,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "_dry", dry)
 
 
-@mutant("a stream that goes on stays in front of what waits", "engine")
+@mutant("an endless stream stays in front of waiting jobs", "engine")
 def _(patch: Patch) -> None:
     wrap(patch, Waiting, "take", stays_in_front)
 
@@ -196,12 +196,12 @@ def _(patch: Patch) -> None:
     patch.setitem(WORKER[WorkerStates.STARTING], WorkerEvent.HELLO, WorkerStates.STARTING)
 
 
-@mutant("a place whose process has gone stays as it was")
+@mutant("a worker whose process has ended stays ready")
 def _(patch: Patch) -> None:
     patch.setitem(WORKER[WorkerStates.READY], WorkerEvent.GONE, WorkerStates.READY)
 
 
-@mutant("a worker that was recalled is never given anything again")
+@mutant("a recalled worker never gets a task again")
 def _(patch: Patch) -> None:
     patch.setitem(WORKER[WorkerStates.RECALLING], WorkerEvent.EMPTIED, WorkerStates.RECALLING)
 
@@ -218,7 +218,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Answers, "announced", announced)
 
 
-@mutant("a task that was stopped is answered by what it said, too")
+@mutant("an interrupted task is also answered with its result")
 def _(patch: Patch) -> None:
     def broken_off(original: Any, answers: Answers, worker: Any, batch: Any, k: int) -> None:
         original(answers, worker, batch, k)
@@ -227,7 +227,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Answers, "_broken_off", broken_off)
 
 
-@mutant("the timer for a second try is not set")
+@mutant("the timer of a retry is not set")
 def _(patch: Patch) -> None:
     def again(original: Any, answers: Answers, *args: Any, **how: Any) -> None:
         reactor = answers._reactor
@@ -238,7 +238,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Answers, "_again", again)
 
 
-@mutant("a task is not tried again after an error that it should be tried again after")
+@mutant("a task is not retried after an error of `retry_on`")
 def _(patch: Patch) -> None:
     def answer(original: Any, answers: Answers, worker: WorkerProcess, *args: Any) -> None:
         original(answers, worker, *args[:3])
@@ -270,7 +270,7 @@ def _(patch: Patch) -> None:
 # -- workers that live ---------------------------------------------------------------------------
 
 
-@mutant("what a worker may still begin is given to others at once")
+@mutant("tasks that a worker may still begin are given to others")
 def _(patch: Patch) -> None:
     def recall(original: Any, monitor: WorkerMonitor, worker: WorkerProcess, began: int) -> None:
         original(monitor, worker, began)
@@ -280,12 +280,12 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "recall", recall)
 
 
-@mutant("a silent worker is not looked at")
+@mutant("a silent worker is not checked")
 def _(patch: Patch) -> None:
     patch.setattr(WorkerMonitor, "_look", nothing)
 
 
-@mutant("what is asked for is given back from the queue only")
+@mutant("requested tasks are given back from the queue only")
 def _(patch: Patch) -> None:
     def give_back(original: Any, monitor: WorkerMonitor, job: int, items: range) -> None:
         deep, monitor._multi_item = monitor._multi_item, {}
@@ -295,7 +295,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "give_back", give_back)
 
 
-@mutant("the limit stays after the worker has emptied its hand")
+@mutant("a recall's limit stays after the worker has given all back")
 def _(patch: Patch) -> None:
     def emptied(original: Any, worker: WorkerProcess) -> None:
         limit = worker.box.limit
@@ -310,7 +310,7 @@ def _(patch: Patch) -> None:
     patch.setattr(Dispatcher, "send", lambda _, worker, parts: worker.writer.send(parts))
 
 
-@mutant("a new worker is taken to know the functions of the one before")
+@mutant("a new worker counts as knowing its predecessor's functions")
 def _(patch: Patch) -> None:
     def reset(original: Any, worker: WorkerProcess) -> None:
         functions = getattr(worker, "functions", FunctionCache())
@@ -320,12 +320,12 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerProcess, "_reset", reset)
 
 
-@mutant("a task that does not listen is not killed when its time is over")
+@mutant("an uninterruptible task beyond its limit is not killed")
 def _(patch: Patch) -> None:
     patch.setattr(WorkerMonitor, "_kill_overdue", nothing)
 
 
-@mutant("limits are looked at once, not again")
+@mutant("limits are checked only once")
 def _(patch: Patch) -> None:
     def check(original: Any, monitor: WorkerMonitor, worker: WorkerProcess) -> None:
         original(monitor, worker)
@@ -337,7 +337,7 @@ def _(patch: Patch) -> None:
 # -- callers that receive by themselves ----------------------------------------------------------
 
 
-@mutant("a caller that lets go leaves its worker muted")
+@mutant("a caller that gives up its turn leaves its worker muted")
 def _(patch: Patch) -> None:
     def mute(original: Any, direct: DirectReceive, worker: WorkerProcess, muted: bool) -> None:
         if muted:
@@ -354,7 +354,7 @@ def _(patch: Patch) -> None:
     wrap(patch, DirectReceive, "end", end)
 
 
-@mutant("a process is put away while a caller polls its pipe")
+@mutant("a process is closed while a caller polls its pipe")
 def _(patch: Patch) -> None:
     patch.setattr(DirectReceive, "postpone_exit", lambda *_: False)
 
@@ -374,7 +374,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "_decide", decide)
 
 
-@mutant("a process is started again for a worker that is over")
+@mutant("a process is started again for a removed worker")
 def _(patch: Patch) -> None:
     def decide(original: Any, replacement: Replacement, worker: WorkerProcess) -> Any:
         replacement._left_over = lambda worker: False  # type: ignore[method-assign]
@@ -386,7 +386,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "_decide", decide)
 
 
-@mutant("a process is started where one is being started")
+@mutant("a second process is started during a start")
 def _(patch: Patch) -> None:
     patch.setitem(WORKER[WorkerStates.LAUNCHING], WorkerEvent.LAUNCH, WorkerStates.LAUNCHING)
 
@@ -402,7 +402,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "next_missing", missing)
 
 
-@mutant("a process that was started while the pool ended is not told so")
+@mutant("a process that started while the pool ended is not told to end")
 def _(patch: Patch) -> None:
     def launched(original: Any, replacement: Replacement, *what: Any) -> None:
         monitor = replacement._monitor
@@ -414,7 +414,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "launched", launched)
 
 
-@mutant("a process that was started for a worker that is over meanwhile goes on")
+@mutant("a process that started for a worker removed meanwhile goes on")
 def _(patch: Patch) -> None:
     def launched(original: Any, replacement: Replacement, *what: Any) -> None:
         replacement._left_over = lambda worker: False  # type: ignore[method-assign]
@@ -424,12 +424,12 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "launched", launched)
 
 
-@mutant("a process is started beside one of whose end nobody can tell")
+@mutant("a process is started beside one that may still live")
 def _(patch: Patch) -> None:
     patch.setattr(Replacement, "_finished_off", lambda *_: True)
 
 
-@mutant("a process is told the generation of the one before it")
+@mutant("a process gets its predecessor's generation")
 def _(patch: Patch) -> None:
     def run(original: Any, launch: Launch) -> Any:
         result = original(launch)
@@ -451,7 +451,7 @@ def _(patch: Patch) -> None:
     wrap(patch, RestartPolicy, "lost", lost)
 
 
-@mutant("the end of a new process cannot be listened to")
+@mutant("the end of a new process cannot be watched")
 def _(patch: Patch) -> None:
     def await_end(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
         if worker.generation > 2:
@@ -469,7 +469,7 @@ def _(patch: Patch) -> None:
 # -- messages of workers: `WorkerMonitor` takes what is raised there for an invalid message -------
 
 
-@mutant("the books fail on four answers at once")
+@mutant("counting four answers at once raises")
 def _(patch: Patch) -> None:
     def answered(original: Any, sched: Scheduler, w: int, n: int, seconds: float = 0.0) -> Any:
         if n > 3:
@@ -479,7 +479,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "answered", answered)
 
 
-@mutant("answers that no message has told of are taken for nonsense")
+@mutant("unannounced answers count as invalid")
 def _(patch: Patch) -> None:
     def unannounced(original: Any, answers: Answers, worker: WorkerProcess, mark: int) -> int:
         n: int = original(answers, worker, mark)
@@ -494,7 +494,7 @@ def _(patch: Patch) -> None:
 
 
 def without(patch: Patch, name: str, spare: Callable[[WorkerProcess, WorkerProcess], bool]) -> None:
-    """When a process has ended, do not call this method of the monitor for some of its workers."""
+    """At the end of a process, skip this method of the monitor for some of its workers."""
 
     def look(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
         monitor = replacement._monitor
@@ -506,17 +506,17 @@ def without(patch: Patch, name: str, spare: Callable[[WorkerProcess, WorkerProce
     wrap(patch, Replacement, "_look_at_end", look)
 
 
-@mutant("the answers of a dead worker are not looked for in its outbox")
+@mutant("a dead worker's answers in the outbox are ignored")
 def _(patch: Patch) -> None:
     without(patch, "take_early", lambda worker, one: True)
 
 
-@mutant("of the threads of a dead process, only one's pipe is emptied")
+@mutant("of a dead process only one worker's pipe is read")
 def _(patch: Patch) -> None:
     without(patch, "drain", lambda worker, one: one is not worker)
 
 
-@mutant("after a death nobody is given what waits")
+@mutant("after a death waiting tasks are given to no worker")
 def _(patch: Patch) -> None:
     def look(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
         monitor = replacement._monitor
@@ -527,7 +527,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "_look_at_end", look)
 
 
-@mutant("what the other threads of a dead process held is lost")
+@mutant("tasks of the other workers of a dead process are lost")
 def _(patch: Patch) -> None:
     def accounts(original: Any, replacement: Replacement, ended: list[Any], code: Any) -> None:
         original(replacement, ended[:1], code)
@@ -544,7 +544,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "_lost", lost)
 
 
-@mutant("a worker that does not listen is not killed at the end")
+@mutant("a deaf worker is not killed at the end")
 def _(patch: Patch) -> None:
     def terminate(original: Any, replacement: Replacement, *how: Any) -> None:
         original(replacement, *how)
@@ -554,17 +554,17 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "terminate", terminate)
 
 
-@mutant("a worker that is over is replaced when it has ended")
+@mutant("a removed worker is replaced when it has ended")
 def _(patch: Patch) -> None:
     patch.setattr(Replacement, "_left_over", lambda replacement, worker: False)
 
 
-@mutant("a worker that is over goes on getting tasks")
+@mutant("a removed worker still gets tasks")
 def _(patch: Patch) -> None:
     patch.setattr(Replacement, "_dismiss", nothing)
 
 
-@mutant("a worker with tasks of its own is dismissed")
+@mutant("a worker with bound tasks is dismissed")
 def _(patch: Patch) -> None:
     patch.setattr(Scheduler, "bound_from", lambda sched, w: False)
 
@@ -572,7 +572,7 @@ def _(patch: Patch) -> None:
 # -- bugs that few histories show ------------------------------------------------------------------
 
 
-@mutant("what a worker does after it has broken a task off is not looked at")
+@mutant("a worker is not checked after an interrupt")
 def _(patch: Patch) -> None:
     def after(original: Any, monitor: WorkerMonitor, worker: WorkerProcess) -> None:
         by, monitor._checks.schedule_by = monitor._checks.schedule_by, nothing  # type: ignore[method-assign]
@@ -582,7 +582,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("a worker that ends is not looked at while it has tasks in hand", pinned=11931)
+@mutant("an ending worker with tasks in hand is not checked", pinned=11931)
 def _(patch: Patch) -> None:
     def after(original: Any, monitor: WorkerMonitor, worker: WorkerProcess) -> None:
         if worker.state is WorkerStates.READY:
@@ -595,7 +595,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("a place from which a worker was dismissed keeps its failed starts", pinned=20393)
+@mutant("failed starts of a dismissed worker still count", pinned=20393)
 def _(patch: Patch) -> None:
     def look(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
         policy = replacement._policy
@@ -608,7 +608,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "_look_at_end", look)
 
 
-@mutant("a task is judged by the shortest limit of all that its worker holds", pinned=575)
+@mutant("a task gets the shortest limit of its worker's tasks", pinned=575)
 def _(patch: Patch) -> None:
     def standstill(
         original: Any, deadlines: Deadlines, held: Any, running: Any, seen: Any, limit: float,
@@ -624,6 +624,6 @@ def _(patch: Patch) -> None:
     wrap(patch, Deadlines, "_standstill", standstill)
 
 
-@mutant("nobody is told that there is room for results again")
+@mutant("the engine is not told that there is room for results again")
 def _(patch: Patch) -> None:
     patch.setattr(Engine, "resume", nothing)

@@ -1,4 +1,4 @@
-"""Seeded bugs of pools over many hosts: what the simulated world of hosts must find."""
+"""Mutants of pools over many hosts, which the simulated world of hosts must find."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mutant(name: str) -> Callable[[Callable[[Patch], None]], None]:
 # -- what a host is permitted ----------------------------------------------------------------------
 
 
-@mutant("what was only staged at a lost host counts as permitted")
+@mutant("tasks staged at a lost host count as permitted")
 def _(patch: Patch) -> None:
     def lost(original: Any, sched: HostScheduler, number: int) -> Any:
         host = sched.table.hosts[number]
@@ -45,7 +45,7 @@ def _(patch: Patch) -> None:
     wrap(patch, HostScheduler, "lost", lost)
 
 
-@mutant("what is staged is begun, without permission")
+@mutant("staged tasks begin without permission")
 def _(patch: Patch) -> None:
     def do(original: Any, session: AgentSession, message: Any) -> None:
         original(session, message)
@@ -61,7 +61,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Quotas, "extra", lambda original, *given: max(1, original(*given)))
 
 
-@mutant("what is permitted is not bounded by bytes")
+@mutant("permitted bytes are not bounded")
 def _(patch: Patch) -> None:
     def room(original: Any, quotas: Quotas, host: HostState) -> int:
         nbytes, host.nbytes = host.nbytes, 0
@@ -72,7 +72,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Quotas, "room", room)
 
 
-@mutant("what is permitted of tasks for one worker is not bounded by bytes")
+@mutant("permitted bytes of bound tasks are not bounded")
 def _(patch: Patch) -> None:
     def bound(original: Any, sched: HostScheduler, host: HostState, found: Any) -> Any:
         nbytes, host.nbytes = host.nbytes, 0
@@ -83,7 +83,7 @@ def _(patch: Patch) -> None:
     wrap(patch, HostScheduler, "_next_bound", bound)
 
 
-@mutant("a host that is about to go is permitted more")
+@mutant("a draining host is permitted more tasks")
 def _(patch: Patch) -> None:
     def drain(original: Any, sched: HostScheduler, number: int) -> Any:
         sched.table.hosts[number].leaving = True
@@ -92,13 +92,13 @@ def _(patch: Patch) -> None:
     wrap(patch, HostScheduler, "drain", drain)
 
 
-@mutant("what another host has staged is not looked for")
+@mutant("tasks staged at other hosts are not looked for")
 def _(patch: Patch) -> None:
     patch.setattr(HostTable, "update_donors", nothing)
     patch.setattr(HostScheduler, "_from_another", nothing)
 
 
-@mutant("a host is not told what it need not keep")
+@mutant("a host is not told which tasks to drop")
 def _(patch: Patch) -> None:
     def drop(
         original: Any, sched: HostScheduler, host: HostState, batches: Any, found: Any
@@ -109,7 +109,7 @@ def _(patch: Patch) -> None:
     wrap(patch, HostScheduler, "_drop", drop)
 
 
-@mutant("what is given back is queued twice")
+@mutant("tasks that are given back are queued twice")
 def _(patch: Patch) -> None:
     def unbegun(original: Any, sched: HostScheduler, *which: int) -> None:
         put_back = sched.put_back
@@ -125,7 +125,7 @@ def _(patch: Patch) -> None:
     wrap(patch, HostScheduler, "unbegun", unbegun)
 
 
-@mutant("what is given back is begun all the same")
+@mutant("tasks that are given back also begin")
 def _(patch: Patch) -> None:
     def take_out(original: Any, sched: Scheduler, job: int, items: range) -> list[int]:
         found = [one for one in sched.shared if one.job == job and one.first in items]
@@ -134,17 +134,17 @@ def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "take_out", take_out)
 
 
-@mutant("what a host has not begun in time is not asked for")
+@mutant("tasks that a host has not begun in time are not requested")
 def _(patch: Patch) -> None:
     patch.setattr(HostScheduler, "look", lambda sched, number: [])
 
 
-@mutant("nobody is awake when it is time to look at a host")
+@mutant("the driver does not wake up to check a host")
 def _(patch: Patch) -> None:
     wrap(patch, HostService, "__init__", lambda original, *args: original(*args[:-1], nothing))
 
 
-@mutant("a host that has begun nothing in time is permitted as much again")
+@mutant("a host that has begun no task in time is permitted as many again")
 def _(patch: Patch) -> None:
     def most(original: Any, quotas: Quotas, host: HostState) -> int:
         pace, host.pace = host.pace, None
@@ -155,7 +155,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Quotas, "most_ahead", most)
 
 
-@mutant("what a host is asked for, it keeps")
+@mutant("a host keeps requested tasks")
 def _(patch: Patch) -> None:
     def do(original: Any, session: AgentSession, message: Any) -> None:
         if type(message) is m.Back:
@@ -166,12 +166,12 @@ def _(patch: Patch) -> None:
     wrap(patch, AgentSession, "_do", do)
 
 
-@mutant("a stream that goes on stays in front of what waits for a host")
+@mutant("an endless stream stays in front of jobs that wait for a host")
 def _(patch: Patch) -> None:
     wrap(patch, Waiting, "take", stays_in_front)
 
 
-@mutant("what is staged of a stream is permitted before what waits")
+@mutant("staged tasks of a stream are permitted before waiting jobs")
 def _(patch: Patch) -> None:
     patch.setattr(HostScheduler, "_streams_pass", lambda sched: False)
 
@@ -187,12 +187,12 @@ def _(patch: Patch) -> None:
     wrap(patch, HostScheduler, "put_again", put_again)
 
 
-@mutant("an agent's last moment, when its lease is over, is not waited for")
+@mutant("the driver does not wait for the agent's end after the lease")
 def _(patch: Patch) -> None:
     patch.setattr("xpool._hosts.service.END_SECONDS", 0.0)
 
 
-@mutant("a lease is taken for a little shorter than it is")
+@mutant("a lease counts as a little shorter than it is")
 def _(patch: Patch) -> None:
     patch.setattr("xpool._hosts.service.DRIFT", 0.9)
 
@@ -206,7 +206,7 @@ def _(patch: Patch) -> None:
     wrap(patch, HostScheduler, "put_again", put_again)
 
 
-@mutant("what was bound to a lost host is run again elsewhere")
+@mutant("tasks bound to a lost host are run again elsewhere")
 def _(patch: Patch) -> None:
     def lost(original: Any, sched: HostScheduler, number: int) -> list[Lost]:
         found = original(sched, number)
@@ -217,7 +217,7 @@ def _(patch: Patch) -> None:
     wrap(patch, HostScheduler, "lost", lost)
 
 
-@mutant("what waits for a worker of a lost host goes on waiting")
+@mutant("tasks bound to a lost host's worker wait for ever")
 def _(patch: Patch) -> None:
     patch.setattr(HostScheduler, "front_of", _front_unbound)
 
@@ -228,7 +228,7 @@ def _front_unbound(sched: HostScheduler, queue: Any) -> Any:
     return None if gone else first
 
 
-@mutant("a host that has ended by itself is taken for one that was told to")
+@mutant("a host that ended by itself counts as one that was told to end")
 def _(patch: Patch) -> None:
     def heard(original: Any, service: HostService, host: int, agent: Any, message: Any) -> None:
         if type(message) is m.Ended:
@@ -242,7 +242,7 @@ def _(patch: Patch) -> None:
 # -- the lease -------------------------------------------------------------------------------------
 
 
-@mutant("an agent's own reply renews its lease, whether it comes or not")
+@mutant("an agent's reply renews its lease even if it is lost")
 def _(patch: Patch) -> None:
     def reply(original: Any, session: AgentSession, number: int, now: float, *more: Any) -> Any:
         session.until = now + session._lease
@@ -262,7 +262,7 @@ def _(patch: Patch) -> None:
 # -- messages --------------------------------------------------------------------------------------
 
 
-@mutant("a call that did not come back is not made again")
+@mutant("a failed call is not repeated")
 def _(patch: Patch) -> None:
     def unreached(original: Any, agent: Conversation, number: int) -> None:
         agent._calls.pop(number, None)
@@ -270,7 +270,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Conversation, "unreached", unreached)
 
 
-@mutant("a message that comes again is taken again")
+@mutant("a repeated message is handled twice")
 def _(patch: Patch) -> None:
     def receive(original: Any, link: Link, first: int, messages: Any) -> list[Any]:
         if first <= link.got:
@@ -281,7 +281,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Link, "receive", receive)
 
 
-@mutant("messages that come too early are not put in order")
+@mutant("messages that arrive too early are not put in order")
 def _(patch: Patch) -> None:
     def receive(original: Any, link: Link, first: int, messages: Any) -> list[Any]:
         link.got = max(link.got, first - 1)
@@ -290,7 +290,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Link, "receive", receive)
 
 
-@mutant("more is acknowledged than has come")
+@mutant("messages are acknowledged before they arrive")
 def _(patch: Patch) -> None:
     def reply(original: Any, session: AgentSession, *how: Any) -> tuple[int, int, list[Any]]:
         taken, first, messages = original(session, *how)
@@ -299,7 +299,7 @@ def _(patch: Patch) -> None:
     wrap(patch, AgentSession, "reply", reply)
 
 
-@mutant("news that a failed call took with it are not missed")
+@mutant("news lost with a failed call are not sent again")
 def _(patch: Patch) -> None:
     def replied(original: Any, agent: Conversation, *reply: Any) -> Any:
         lost = agent._lost
@@ -310,7 +310,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Conversation, "replied", replied)
 
 
-@mutant("a driver that says something again begins at what it had said, not at what is needed")
+@mutant("a driver repeats too late a part of its messages")
 def _(patch: Patch) -> None:
     def send_again(original: Any, link: Any, after: int) -> None:
         original(link, after)
@@ -324,7 +324,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Link, "take", take)
 
 
-@mutant("a reply that was long under way puts off the next beat")
+@mutant("a late reply delays the next beat")
 def _(patch: Patch) -> None:
     def replied(original: Any, agent: Conversation, reply: Any, now: float) -> Any:
         agent.beaten = now
@@ -346,7 +346,7 @@ def _(patch: Patch) -> None:
     wrap(patch, HostService, "retire", retire)
 
 
-@mutant("nobody is awake when a task is to be tried again")
+@mutant("the driver does not wake up for a retry")
 def _(patch: Patch) -> None:
     def pause(original: Any, service: HostService, tries: int) -> float:
         service.at = nothing  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
-"""Between the driver and the hosts of the simulated world: calls that come late, twice or never.
+"""The network between the driver and the hosts: calls arrive late, twice or never.
 
-Each call of the driver ends in one word to it, unless its host is dead: the answer, or that it did
-not come back.  What the call does at the host is another matter: it may run although it failed,
-run twice, or run long after the driver has made it again.
+The driver gets one event for each call, unless its host is dead: the answer, or a failure. The call
+at the host is independent of this event: it may run although it failed, run twice, or run long
+after the driver has repeated it.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ __all__ = ["SimFleet"]
 
 
 class Trip:
-    """One call of the driver: it is answered once, with what comes first."""
+    """One call of the driver; its first event is its only one."""
 
     def __init__(self, world: HostWorld, host: Host, failed: Any, hold: bool) -> None:
         self.world, self.host, self.failed, self.hold = world, host, failed, hold
         self.over = False
 
     def fail(self) -> None:
-        """Tell the driver that it did not come back."""
+        """Report to the driver that the call failed."""
         self.host.trouble(self.world.now)
         self.tell(self.failed)
 
     def tell(self, event: Any) -> None:
-        """Tell the driver what became of it, if it does not think to know already."""
+        """Report the call's outcome to the driver, unless it has one already."""
         if not self.over:
             self.over = True
             if self.hold and type(event) is f.Replied and self.world.chance(0.8):
                 self.world.caller_receives(event)
-            else:  # by the engine's thread: it took too long
+            else:  # by the engine's thread, because the answer took too long
                 self.world.tell(event)
 
 
 class SimFleet:
-    """Carries calls to the hosts of a world, and kills them where the driver wants it."""
+    """Carries calls to the hosts of a world, and kills hosts for the driver."""
 
     def __init__(self, world: HostWorld) -> None:
         self.world = world
         self.closed = False
 
     def start(self, tell: Callable[[Any], object]) -> list[int]:
-        """Begin to place agents; some never join."""
+        """Begin to start agents, some of which never join."""
         world = self.world
         return [world.place() for _ in range(world.first_hosts)]
 
     def call(self, host: int, call: f.Call, hold: bool = False) -> None:
-        """Call an agent; what is changed in the messages afterwards does not matter."""
+        """Call an agent with a copy of the messages."""
         world = self.world
         one = world.hosts[host]
         call = call._replace(messages=list(call.messages))
@@ -72,13 +72,13 @@ class SimFleet:
         world.later(world.wait_for_room(call.messages), self._go, trip, arrive)
 
     def receive(self, host: int, number: int, seconds: float) -> f.Replied | None:
-        """Return None: an event follows; `Trip.tell` decides which thread gets it."""
+        """Return None: an event follows, and `Trip.tell` decides which thread gets it."""
         return None
 
     def _go(self, trip: Trip, arrive: Callable[[bool], None]) -> None:
         world = self.world
         fate = world.draw.random()
-        if fate < world.losses:  # on the way there, or on the way back
+        if fate < world.losses:  # lost on the way there or back
             trip.host.trouble(world.now + 4 * world.latency)
             world.later(world.latency * 4 * world.draw.random(), trip.fail)
             if world.chance(0.5):
@@ -128,7 +128,7 @@ class SimFleet:
         world.later(world.trip() + world.wait_for_room(event.messages), arrive)
 
     def stop(self, host: int) -> None:
-        """Kill an agent, or let it not come; it is told when that is done."""
+        """Kill an agent, or let it never join; the driver is told afterwards."""
         world = self.world
         one = world.hosts.get(host)
         if one is None:
@@ -137,5 +137,4 @@ class SimFleet:
             world.later(max(0.0, one.whole_at - world.now) + world.trip(), world.dies, one)
 
     def close(self) -> None:
-        """Let go of everything."""
         self.closed = True

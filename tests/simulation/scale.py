@@ -1,8 +1,8 @@
-"""Pools over thousands of hosts, on paper: the real policy, hosts as queues, virtual time.
+"""Pools over thousands of hosts: the real policy, hosts as queues, virtual time.
 
-Real is `HostScheduler`.  A host is a queue in front of its workers; a message takes half a round
-trip; the driver is busy for `CALL` seconds with each call and for `ITEM` seconds with each task,
-as it was measured with true hosts.  See docs/dev/scale.md::
+`HostScheduler` is real. A host is a queue in front of its workers. A message takes half a round
+trip. The driver is busy for `CALL` seconds with each call and for `ITEM` seconds with each task, as
+measured with real hosts. See docs/dev/scale.md::
 
     python -m tests.simulation.scale 1000 10000
 """
@@ -27,20 +27,20 @@ from xpool._hosts.service import BEAT_SECONDS
 __all__ = ["Cluster", "Outcome"]
 
 ITEM = 5e-6
-"""Seconds of the driver for each task: 200,000 a second."""
+"""Seconds of the driver for each task (200,000 a second)."""
 
 CALL = 150e-6
-"""Seconds of the driver for each call of an agent, with its reply."""
+"""Seconds of the driver for each call of an agent with its reply."""
 
 WORKERS = 64
 
 
 class Outcome(NamedTuple):
-    """What came of a run.
+    """The result of a run.
 
-    ``busy``: the workers' part of the time until nothing waited for any; ``tail``: seconds from
-    then to the end; ``lost``: tasks that a host had been permitted, and not answered, when it went;
-    ``begun``: those that it had begun; ``policy``: seconds of the real scheduler for a task.
+    ``busy``: the share of time that workers work until no task waits; ``tail``: seconds from then
+    to the end; ``lost``: tasks that were permitted to the lost host and not answered; ``begun``:
+    those of them that it had begun; ``policy``: seconds of the real scheduler for a task.
     """
 
     busy: float
@@ -57,9 +57,9 @@ class _Host:
         self.staged: dict[int, m.Stage] = {}
         self.waiting: deque[tuple[int, int]] = deque()  # batch, and index of a task
         self.news: list[Any] = []
-        self.may_reply = 0.0  # from then on there is a call to reply to
+        self.may_reply = 0.0  # when there is a call to reply to
         self.replying = self.gone = False
-        self.begun: dict[int, float] = {}  # tasks that run, and since when
+        self.begun: dict[int, float] = {}  # running tasks, and since when
 
     def told(self, messages: list[Any]) -> None:
         for message in messages:
@@ -150,11 +150,11 @@ class Cluster:
             self.sched.join(number)
 
     def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
-        """Have this happen then."""
+        """Schedule a call."""
         heapq.heappush(self.heap, (when, next(self.serial), call, args))
 
     def run(self) -> Outcome:
-        """Run the job; return what came of it."""
+        """Run the job; return the result."""
         self.sched.put(TaskRange(1, 0, 0, [b"task"] * self.tasks, terms=Terms(retries=1)))
         self.at(0.0, self.turn)
         if len(self.hosts) * CALL < BEAT_SECONDS:
@@ -172,18 +172,18 @@ class Cluster:
         )
 
     def worked(self, seconds: float) -> None:
-        """A worker has done a task."""
+        """A worker has finished a task."""
         self.work += seconds
 
     def heard(self, number: int, news: list[Any]) -> None:
-        """A reply comes to the driver, which looks when it has time."""
+        """A reply arrives; the driver handles it when it has time."""
         self.inbox.append((number, news))
         if not self.awake:
             self.awake = True
             self.at(max(self.now, self.driver_free), self.turn)
 
     def beat(self) -> None:
-        """The driver calls all hosts, so that none is forgotten."""
+        """The driver calls all hosts regularly."""
         self.driver_free = max(self.now, self.driver_free) + CALL * len(self.hosts)
         self.at(self.now + BEAT_SECONDS, self.beat)
 
@@ -217,7 +217,7 @@ class Cluster:
             self.drained_at, self.worked_then = self.now, self.work + sum(running)
 
     def lose(self) -> None:
-        """A host goes."""
+        """Lose a host."""
         self.loses = False
         host = self.hosts[-1]
         host.gone = True

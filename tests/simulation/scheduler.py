@@ -1,7 +1,7 @@
-"""The scheduler alone, beside a model that keeps tasks in plain lists.
+"""The scheduler alone, compared with a model that keeps tasks in plain lists.
 
-Virtual workers do to it what real ones do: they begin, finish, answer, skip what they were told
-to skip, and die at any step.  After the events the scheduler's books are compared with the model's.
+Virtual workers act like real ones: they begin, finish, answer, skip forbidden tasks, and die at any
+step. After the events the scheduler's state is compared with the model's.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ FAR = 2**62
 
 
 class _Worker:
-    """What a worker process knows of itself, and what was said to it."""
+    """What a worker process knows, and what it was sent."""
 
     def __init__(self, lifetime: int | None) -> None:
         self.alive = True
         self.lifetime = lifetime
-        self.given: list[tuple[Task, Batch]] = []  # every task ever given to it, in order
-        self.messages: list[int] = []  # for each of these, the message that it came in
+        self.given: list[tuple[Task, Batch]] = []  # every task that it was given, in order
+        self.messages: list[int] = []  # the message of each of these tasks
         self.began = 0
-        self.finished = 0  # of these, how many are done, or skipped
-        self.answered = 0  # and known to the scheduler as such
+        self.finished = 0  # how many of these are finished or skipped
+        self.answered = 0  # how many of these the scheduler knows as answered
         self.skips: set[int] = set()  # positions in `given` that it skipped
-        self.limit = FAR  # as the worker sees it
-        self.told = FAR  # as the parent has set it
-        self.taken = 0  # items taken back from it
+        self.limit = FAR  # the limit that the worker sees
+        self.told = FAR  # the limit that the parent has set
+        self.taken = 0  # number of items taken back from it
 
 
 class _Fed(deque[bytes]):
-    """Items whose input reader appends at the worst moment: after a look, before an act."""
+    """Items whose input reader appends between the scheduler's look and its act."""
 
     def __init__(self, world: SchedulerWorld, items: list[bytes]) -> None:
         super().__init__(items)
@@ -77,7 +77,7 @@ class SchedulerWorld(World):
         self.sched.sizes.cost = self.one_of([float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 3e-3, 0.1])
         self.lifetime = self.one_of([None, None, 1, 3, 8])
         self.workers = [_Worker(self.lifetime) for _ in range(n)]
-        # The model: what waits, task range by task range; queue None is the shared one.
+        # The model: waiting tasks by queue and task range; None is the shared queue.
         self.queues: dict[int | None, list[tuple[TaskRange | None, list[Task]]]] = {
             q: [] for q in (None, *range(n))
         }
@@ -85,14 +85,14 @@ class SchedulerWorld(World):
         self.bound: dict[Task, int | None] = {}
         self.open: dict[
             int, tuple[TaskRange, list[Task]]
-        ] = {}  # by job: what is fed, and its model
+        ] = {}  # by job: an open stream and its model
         self.to_feed: list[
             tuple[TaskRange, list[Task]]
-        ] = []  # whose input reader has seen that it must act
-        self.later: list[tuple[int, int, Task]] = []  # (when, a number, task): tried again then
+        ] = []  # streams whose input reader must call `put`
+        self.later: list[tuple[int, int, Task]] = []  # (when, a number, task) of retries
         self.clock = 0
         self.withdrawn: set[int] = set()
-        self.cancelled: set[Task] = set()  # alone, while others of their job are wanted
+        self.cancelled: set[Task] = set()  # single tasks of jobs that are still wanted
         self.ended: dict[Task, str] = {}
         self.jobs = 0
         self.now_idle: list[int] = []
@@ -112,7 +112,7 @@ class SchedulerWorld(World):
         for i in range(self.events):
             self.one_of(kinds)()
             self.tell()
-            if i % 3 == 0:  # a wrong book stays wrong
+            if i % 3 == 0:  # a wrong state stays wrong
                 self.check()
         self.check()
         self.drain()
@@ -121,7 +121,7 @@ class SchedulerWorld(World):
     # -- work comes in ---------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """A job comes: a call, a map, or a stream that is fed later; bound or not."""
+        """Submit a call, a map, or a stream that is fed later; bound or not."""
         if self.jobs == 6:
             return
         self.jobs += 1
@@ -159,12 +159,12 @@ class SchedulerWorld(World):
             items.task_range = task_range
 
     def payload(self, task: Task) -> bytes:
-        """Return what travels for a task: its name, now and then with much behind it."""
+        """Return a task's payload: its name, sometimes with much padding."""
         name = b"%d.%d " % task
         return name + bytes(MOST_BYTES // 2) if (task[0] + task[1]) % 13 == 0 else name
 
     def append(self, task_range: TaskRange) -> None:
-        """The input reader of a stream has drawn one more, and looks whether it must say so."""
+        """The input reader of a stream draws an item, and checks whether it must call `put`."""
         entry = self.open[task_range.job]
         task = task_range.job, 1 + max(i for job, i in self.retries if job == task_range.job)
         self.retries[task], self.bound[task] = task_range.terms.retries, None
@@ -173,12 +173,12 @@ class SchedulerWorld(World):
         if task_range.queued or entry in self.to_feed:
             entry[1].append(task)
         else:
-            # It ran dry: what the model still has of it is being given out just now.
+            # The stream ran dry: the model's remaining items are being given out now.
             self.open[task_range.job] = entry = task_range, [task]
             self.to_feed.append(entry)
 
     def feed(self) -> None:
-        """More of a stream has been drawn; the engine is told where that must be."""
+        """Draw more of a stream, and tell the scheduler if necessary."""
         if self.open:
             job = self.one_of(list(self.open))
             for _ in range(1 + self.below(3)):
@@ -186,7 +186,7 @@ class SchedulerWorld(World):
         self.tell()
 
     def tell(self) -> None:
-        """The input reader do what they have seen that they must."""
+        """Let input readers make the calls that they have decided."""
         while self.to_feed:
             entry = self.to_feed.pop()
             if not entry[0].queued:
@@ -208,29 +208,30 @@ class SchedulerWorld(World):
     # -- work goes out ---------------------------------------------------------------------------
 
     def batches(self) -> None:
-        """What waits is given to the idle."""
+        """Give waiting tasks to idle workers."""
         idle = list(self.sched.idle)
         among = len(self.workers)
         for w, batch in self.sched.next_batches():
             if w not in idle:
-                self.wrong(f"worker {w} was given something, and was not idle")
+                self.wrong(f"worker {w} got a batch while it was not idle")
             left = among - idle.index(w) if len(idle) == among else among
             self.given(w, batch, left)
         for w in self.sched.idle:
             if any(tasks for q in (w, None) for _, tasks in self.queues[q]):
-                self.wrong(f"worker {w} is idle and something waits that it may run")
+                self.wrong(f"worker {w} is idle while a task waits that it may run")
 
     def given(self, w: int, batch: Batch, among: int = 0) -> None:
-        """Look at a batch and give it to the worker; ``among``: who divides a handful, 0: all."""
+        """Check a batch and give it to the worker; ``among``: workers that divide the handful, 0:
+        all."""
         worker = self.workers[w]
         tasks = [(batch.job, batch.first + k) for k in range(len(batch.items))]
         self.note("worker", w, "gets", tasks)
         if not worker.alive:
-            self.wrong(f"worker {w} was given {tasks}, and there is no such process")
+            self.wrong(f"dead worker {w} got {tasks}")
         if worker.told != FAR:
-            self.wrong(f"worker {w} was given {tasks} while it is to empty its in_flight")
+            self.wrong(f"recalled worker {w} got {tasks}")
         if batch.seq != len(worker.given):
-            self.wrong(f"seq {batch.seq} for what is item {len(worker.given)} of worker {w}")
+            self.wrong(f"seq {batch.seq} for item {len(worker.given)} of worker {w}")
         queue = self.queues[w] if any(t for _, t in self.queues[w]) else self.queues[None]
         while queue and not queue[0][1]:
             queue.pop(0)
@@ -238,7 +239,7 @@ class SchedulerWorld(World):
             self.wrong(f"{tasks} were given, but first in line are {queue[0][1] if queue else []}")
         for task, item in zip(tasks, batch.items):
             if item != self.payload(task):
-                self.wrong(f"task {task} travels with the payload of another")
+                self.wrong(f"task {task} has the payload of another")
         among = among or len(self.workers)
         self.check_handful(w, batch, len(queue[0][1]), queue is self.queues[None], among)
         del queue[0][1][: len(tasks)]
@@ -247,10 +248,10 @@ class SchedulerWorld(World):
         worker.given.extend((task, batch) for task in tasks)
         worker.messages.extend([batch.seq] * len(tasks))
         if worker.lifetime is not None and len(worker.given) - worker.taken > worker.lifetime:
-            self.wrong(f"worker {w} was given more than the {worker.lifetime} that it may run")
+            self.wrong(f"worker {w} got more tasks than its lifetime of {worker.lifetime}")
 
     def check_handful(self, w: int, batch: Batch, waiting: int, shared: bool, among: int) -> None:
-        """A batch is as large as the rules allow, and no larger."""
+        """A batch has the size that the rules require."""
         n, cost = len(batch.items), self.sched.sizes.cost
         handful = (
             1
@@ -267,7 +268,7 @@ class SchedulerWorld(World):
                 most = min(most, worker.lifetime - len(worker.given) + worker.taken)
             return most
 
-        fed = batch.job in self.open  # more may have come since it was cut
+        fed = batch.job in self.open  # more may have come since the batch was cut
         most = max(map(allowed, range(n, waiting + 1))) if fed else allowed(waiting)
         size = sum(map(len, batch.items))
         if n > most or (n > 1 and size > MOST_BYTES):
@@ -278,11 +279,11 @@ class SchedulerWorld(World):
     # -- workers work ----------------------------------------------------------------------------
 
     def busy(self) -> list[int]:
-        """Return the workers that live and have something that is not finished."""
+        """Return living workers with unfinished tasks."""
         return [w for w, x in enumerate(self.workers) if x.alive and x.finished < len(x.given)]
 
     def begin(self, w: int | None = None) -> None:
-        """A worker comes to its next task; what it was told to skip, it skips."""
+        """A worker reaches its next task, and skips forbidden ones."""
         if w is None:
             busy = self.busy()
             if not busy:
@@ -295,8 +296,8 @@ class SchedulerWorld(World):
         worker.began = seq + 1
         task = worker.given[seq][0]
         if seq >= worker.limit:
-            # With it the rest of the same message.
-            worker.began = seq  # it takes that back, as `Outbox.enter` does
+            # It skips the rest of the message too.
+            worker.began = seq  # it takes the announcement back, like `Outbox.enter`
             message = worker.messages[seq]
             while (
                 worker.finished < len(worker.given) and worker.messages[worker.finished] == message
@@ -307,10 +308,10 @@ class SchedulerWorld(World):
         else:
             self.note("worker", w, "begins", task)
             if task in self.ended:
-                self.wrong(f"{task} is begun, and has ended already ({self.ended[task]})")
+                self.wrong(f"{task} begins after its end ({self.ended[task]})")
 
     def finish(self) -> None:
-        """A worker is through with its task."""
+        """A worker finishes its task."""
         busy = self.busy()
         if busy:
             w = self.one_of(busy)
@@ -330,7 +331,7 @@ class SchedulerWorld(World):
         at = worker.answered
         task, batch = worker.given[at]
         n, skipped = 1, at in worker.skips
-        # Answers that come together are of one batch; and skips come alone.
+        # Answers that arrive together are of one batch; skips arrive alone.
         while (
             at + n < worker.finished
             and worker.given[at + n][1] is batch
@@ -347,7 +348,7 @@ class SchedulerWorld(World):
             seconds = n * self.one_of([1e-6, 3e-5, 2e-4, 3e-3, 0.01])
             got, first = self.sched.answered(w, n, seconds)
             if got is not batch or (got.job, first) != task:
-                self.wrong(f"answers for {task} were taken as for {got.job, first}")
+                self.wrong(f"answers of {task} count as answers of {got.job, first}")
             if not seconds / n * 0.999 <= self.sched.sizes.cost <= max(before, seconds / n) * 1.001:
                 self.wrong(f"cost {self.sched.sizes.cost} after {n} tasks in {seconds} s")
             for i in range(n):
@@ -356,7 +357,7 @@ class SchedulerWorld(World):
         self.after(w)
 
     def skipped(self, w: int, at: int, n: int) -> None:
-        """The worker says that it has skipped; what nobody took from it waits again."""
+        """A worker reports skipped tasks; those not taken back wait again."""
         worker = self.workers[w]
         for i in range(at, at + n):
             task, batch = worker.given[i]
@@ -365,7 +366,7 @@ class SchedulerWorld(World):
         self.sched.skipped(w, n)
 
     def put_back(self, tasks: list[Task]) -> None:
-        """They stand in front again, if anybody still wants them."""
+        """Put tasks in front again, if they are still wanted."""
         if tasks and self.unwanted(tasks[0]):
             for task in tasks:
                 self.end(task, "withdrawn")
@@ -379,7 +380,7 @@ class SchedulerWorld(World):
         self.ended[task] = how
 
     def after(self, w: int) -> None:
-        """What the engine does when answers have come."""
+        """Do what the engine does after answers."""
         worker, in_flight = self.workers[w], self.sched.in_flight[w]
         if in_flight.size == 0 and in_flight.paused:
             worker.told = worker.limit = FAR
@@ -388,7 +389,7 @@ class SchedulerWorld(World):
         held = len(set(worker.messages[worker.answered :]))
         most = 1 if 2 * cost > PREFETCH_SECONDS else 2
         if SHORT_SECONDS < cost <= LONG_SECONDS:
-            # More where so many wait that others have enough, or nobody else may run them.
+            # More, if enough tasks wait for all workers, or if only this worker may run them.
             n = 1 if 2 * cost > PREFETCH_SECONDS else int(PREFETCH_SECONDS / 2 / cost)
             ahead = math.ceil(AHEAD_SECONDS / (n * cost))
             waiting = max((len(t) for _, t in self.queues[None]), default=0)
@@ -409,7 +410,7 @@ class SchedulerWorld(World):
     # -- taking back -----------------------------------------------------------------------------
 
     def look(self) -> None:
-        """The engine looks at a silent worker: it sits on something, or was seen to before."""
+        """The engine checks a silent worker, which holds tasks or did before."""
         w = self.below(len(self.workers))
         worker, in_flight = self.workers[w], self.sched.in_flight[w]
         if not worker.alive:
@@ -425,7 +426,7 @@ class SchedulerWorld(World):
         if surplus != self.sched.surplus(w, worker.began):
             self.wrong(f"surplus of worker {w} is {not surplus}, and it has not begun {unbegun}")
         if in_flight.paused and worker.told != FAR and not worker.skips:
-            # By now it has seen the word.
+            # By now the worker has seen the limit.
             worker.limit = worker.told
             limit = max(worker.told, worker.began)
             back: list[tuple[Batch, list[Task]]] = []
@@ -453,19 +454,19 @@ class SchedulerWorld(World):
     # -- deaths ----------------------------------------------------------------------------------
 
     def death(self) -> None:
-        """A worker dies, whatever it is doing."""
+        """A worker dies in any state."""
         alive = [w for w, x in enumerate(self.workers) if x.alive]
         if alive and self.chance(0.5):
             w = self.one_of(alive)
             self.note("worker", w, "dies")
-            # What it has finished is found in its outbox.
+            # The engine finds finished tasks in its outbox.
             while self.workers[w].alive and self.workers[w].answered < self.workers[w].finished:
                 self.answer(w)
             if self.workers[w].alive:
                 self.bury(w)
 
     def bury(self, w: int) -> None:
-        """Make the accounts of a worker that has ended."""
+        """Account for a worker that has ended."""
         worker = self.workers[w]
         running = worker.given[worker.began - 1][0] if worker.began > worker.answered else None
         back: list[tuple[Batch, list[Task]]] = []
@@ -479,11 +480,11 @@ class SchedulerWorld(World):
             i = worker.began - 1
             batch = worker.given[i][1]
             if i - batch.seq >= batch.taken:
-                running = None  # it was taken back; the worker was about to skip it
+                running = None  # it was taken back, and the worker was about to skip it
         lost = self.sched.gone(w, worker.began)
         found = None if lost is None else (lost[0].job, lost[0].first + lost[1])
         if found != running:
-            self.wrong(f"worker {w} was running {running}, and {found} is taken for lost")
+            self.wrong(f"worker {w} was running {running}, and {found} counts as lost")
         for _, tasks in reversed(back):
             self.put_back(tasks)
         if lost is not None and running is not None:
@@ -509,7 +510,7 @@ class SchedulerWorld(World):
         worker.alive = False
 
     def revive(self, w: int | None = None) -> None:
-        """A new process is ready in the place of one that ended."""
+        """A new process is ready at a dead worker's place."""
         dead = [w for w, x in enumerate(self.workers) if not x.alive]
         if dead:
             w = self.one_of(dead)
@@ -518,7 +519,7 @@ class SchedulerWorld(World):
             self.sched.ready(w, self.lifetime)
 
     def due(self) -> None:
-        """Time passes; what was to be tried again at some time stands in front."""
+        """Advance the time; due retries go to the front."""
         self.clock += 1
         due = [entry for entry in self.later if entry[0] <= self.clock]
         self.later = [entry for entry in self.later if entry[0] > self.clock]
@@ -529,7 +530,7 @@ class SchedulerWorld(World):
             self.wrong(f"the next is due at {next_one}")
 
     def withdraw(self) -> None:
-        """A job has failed: nobody is given what waits of it."""
+        """A job has failed: its waiting tasks are dropped."""
         if self.jobs and self.chance(0.15):
             job = 1 + self.below(self.jobs)
             self.note("withdraw", job)
@@ -555,7 +556,7 @@ class SchedulerWorld(World):
                 self.queues[name] = [e for e in queue if not e[1] or e[1][0][0] != job]
 
     def cancel(self) -> None:
-        """A call is cancelled, while others are wanted that wait or travel with it."""
+        """Cancel a call while others that wait or are sent with it are wanted."""
         running = [task for task in self.retries if task not in self.ended]
         running = [task for task in running if not self.unwanted(task)]
         if not running or self.chance(0.5):
@@ -589,13 +590,13 @@ class SchedulerWorld(World):
                     break
 
     def unwanted(self, task: Task) -> bool:
-        """Whether nobody waits for a task any more."""
+        """Whether no caller waits for a task any more."""
         return task[0] in self.withdrawn or task in self.cancelled
 
     # -- the books -------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Compare the scheduler's books with the model's."""
+        """Compare the scheduler's state with the model's."""
         sched = self.sched
         queued = sum(len(tasks) for q in self.queues.values() for _, tasks in q)
         if sched.waiting() != queued + len(self.later):
@@ -610,14 +611,14 @@ class SchedulerWorld(World):
                 self.wrong(f"worker {w} holds {self.holds(w)}; the scheduler says {in_flight.size}")
             able = in_flight.accepting and not in_flight.held
             if able != (w in sched.idle) or (able and not worker.alive):
-                self.wrong(f"idle are {list(sched.idle)}, and worker {w} is not listed so")
+                self.wrong(f"idle are {list(sched.idle)}, wrong for worker {w}")
         if sched.queued != task_ranges:
             self.wrong(
                 f"{task_ranges} ranges stand in the queues; the scheduler counts {sched.queued}"
             )
 
     def check_running(self, w: int, worker: _Worker) -> None:
-        """The scheduler knows which item a worker is in."""
+        """The scheduler knows each worker's running item."""
         found = self.sched.running(w, worker.began) if worker.alive else None
         at = worker.began - 1
         task = worker.given[at][0] if worker.alive and at >= worker.answered else None
@@ -625,14 +626,14 @@ class SchedulerWorld(World):
             self.wrong(f"worker {w} is in {task}; the scheduler says {found}")
 
     def close_streams(self) -> None:
-        """The inputs come to their ends."""
+        """End all inputs."""
         for task_range, _ in self.open.values():
             assert isinstance(task_range.items, _Fed)
             task_range.items.task_range = None
         self.open.clear()
 
     def drain(self) -> None:
-        """Nothing bad happens any more: then all that was submitted ends."""
+        """Without further deaths all submitted tasks end."""
         self.close_streams()
         for _ in range(4 * len(self.retries) + 200):
             if len(self.ended) == len(self.retries):

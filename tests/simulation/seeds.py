@@ -1,4 +1,4 @@
-"""What all worlds have in common: a seed, a history, and a way to fail."""
+"""Common to all worlds: a seed, a history, and a way to fail."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class SimulationFailed(AssertionError):
-    """Something happened in a simulated world that must not happen.
+    """A rule was broken in a simulated world.
 
-    Fields: ``world`` (its class), ``seed``, ``history`` (what happened, oldest first).
+    Fields: ``world`` (its class), ``seed``, ``history`` (the events, oldest first).
     """
 
     def __init__(self, world: type[World], seed: int, what: str, history: list[str]) -> None:
@@ -30,22 +30,22 @@ class SimulationFailed(AssertionError):
 
 
 class World:
-    """A world that a seed decides: same seed, same code, same history."""
+    """A world that a seed decides: the same seed and code give the same history."""
 
     name: str
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.draw = random.Random(seed)
-        self.verdict: SimulationFailed | None = None  # the first: see `wrong`
+        self.verdict: SimulationFailed | None = None  # the first failure; see `wrong`
         self._history: list[tuple[Any, ...]] = []
 
     def run(self) -> None:
-        """Let it happen; raise `SimulationFailed` when something is wrong."""
+        """Run the history; raise `SimulationFailed` if a rule was broken."""
         try:
             self.play()
         except Exception as exc:
-            # What follows a verdict may fail in any way: the verdict counts.
+            # Errors after a verdict are ignored.
             if self.verdict is None:
                 failure = SimulationFailed(
                     type(self), self.seed, f"{type(exc).__name__}: {exc}", self.history()
@@ -54,29 +54,29 @@ class World:
         self.stop_if_wrong()
 
     def play(self) -> None:
-        """What happens.  For the worlds to define."""
+        """Run the events; each world defines this."""
         raise NotImplementedError
 
     def note(self, *what: Any) -> None:
-        """Keep what happened for the story of a failure; made into text only then."""
+        """Record an event; it becomes text only when a failure shows it."""
         self._history.append(what)
 
     def history(self) -> list[str]:
-        """Return what happened, oldest first."""
+        """Return the events as text, oldest first."""
         return [" ".join(map(str, what)) for what in self._history]
 
     def wrong(self, what: str) -> NoReturn:
-        """Say that something happened that must not.
+        """Fail the history because a rule was broken.
 
-        This ends the history even if the code under test catches what is raised here: the verdict
-        is kept, and raised again by `stop_if_wrong`.
+        This ends the history even if the code under test catches the exception: the verdict is
+        kept, and `stop_if_wrong` raises it again.
         """
         if self.verdict is None:
             self.verdict = SimulationFailed(type(self), self.seed, what, self.history())
         raise self.verdict
 
     def stop_if_wrong(self) -> None:
-        """End the history if there was a verdict.  For worlds to call at each turn."""
+        """Raise the verdict, if there is one. Worlds call this at each turn."""
         if self.verdict is not None:
             raise self.verdict
 
@@ -85,7 +85,7 @@ class World:
         return self.draw.random() < probability
 
     def one_of(self, options: list[T]) -> T:
-        """Return one of these; a little quicker than `random.choice`."""
+        """Return one of the options; a little faster than `random.choice`."""
         return options[int(self.draw.random() * len(options))]
 
     def below(self, n: int) -> int:
@@ -94,18 +94,18 @@ class World:
 
 
 class Reader:
-    """Stands for the input reader of a stream, which is told what was taken."""
+    """Replaces the input reader of a stream."""
 
     def taken(self, items: Any) -> None:
-        """Some of what it has appended is under way."""
+        """Some of its items were taken."""
 
 
 class Passing:
-    """Holds that a stream that goes on lets pass what waits behind it in a queue."""
+    """Checks that an endless stream lets the jobs behind it in a queue pass."""
 
     def __init__(self, world: World, shared: Iterable[Any]) -> None:
         self._world, self._shared = world, shared
-        # Of each range: how many pieces of streams went before it, and of how many streams.
+        # For each range: the pieces of streams that went before it, and the number of streams.
         self._passed: dict[Any, tuple[int, int]] = {}
 
     def given(self) -> None:
@@ -118,11 +118,11 @@ class Passing:
                 n, most = before.get(one, (0, 0))
                 self._passed[one] = n + 1, max(most, streams)
                 if n + 1 > max(most, streams):
-                    self._world.wrong("a stream goes on, and something waits behind it")
+                    self._world.wrong("an endless stream blocks a job behind it")
 
 
 def search(world: type[World], seeds: Iterable[int]) -> SimulationFailed | None:
-    """Run the world for each of these seeds; return the first failure, None when there is none."""
+    """Run the world for each seed; return the first failure or None."""
     for seed in seeds:
         try:
             world(seed).run()

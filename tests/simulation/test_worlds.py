@@ -1,4 +1,4 @@
-"""The simulated worlds: thousands of histories go well, and seeded bugs do not go unnoticed."""
+"""Thousands of histories go well in the simulated worlds, and planted bugs are found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .scheduler import SchedulerWorld
 from .seeds import SimulationFailed, World, search
 
 DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
-"""How many times the usual number of histories to run; `make nightly` runs many."""
+"""Factor for the number of histories; `make nightly` raises it."""
 
 HISTORIES = {"scheduler": 2_000, "engine": 600, "hosts": 400}
 
@@ -27,17 +27,17 @@ pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 @pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld, HostWorld])
 @pytest.mark.parametrize("turn", range(DEEP))
 def test_histories_go_well(world, turn):
-    """Whatever happens in whatever order, every task ends as it must, and nothing is left over."""
+    """In any order of events every task ends as it must, and nothing is left over."""
     n = HISTORIES[world.name]
     assert search(world, range(turn * n, (turn + 1) * n)) is None
 
 
 @pytest.mark.parametrize("mutant", PINNED, ids=str)
 def test_histories_that_went_wrong(mutant: Mutant, monkeypatch: pytest.MonkeyPatch):
-    """The history that shows a rare bug goes well without that bug, and goes wrong with it.
+    """The pinned history of a rare bug goes well without the bug, and wrong with it.
 
-    When the second fails, a change has given this seed another history: look for a new one with
-    `python -m tests.simulation engine --seeds 20000 --mutant NAME`.
+    If only the second part fails, a change has given this seed another history. Then search a new
+    seed by `python -m tests.simulation engine --seeds 20000 --mutant NAME`.
     """
     seed = PINNED[mutant]
     assert search(EngineWorld, [seed]) is None
@@ -47,7 +47,7 @@ def test_histories_that_went_wrong(mutant: Mutant, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld, HostWorld])
 def test_a_seed_is_a_history(world):
-    """The same seed tells the same story each time."""
+    """The same seed gives the same history each time."""
     stories = []
     for _ in range(2):
         one = world(7)
@@ -59,7 +59,7 @@ def test_a_seed_is_a_history(world):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mutant", [*MUTANTS, *HOSTS], ids=str)
 def test_seeded_bugs_are_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch):
-    """A rule that is broken is found, with a seed and its story."""
+    """Each planted bug is found, with a seed and its history."""
     mutant.seed(monkeypatch)
     world = {kind.name: kind for kind in (SchedulerWorld, EngineWorld, HostWorld)}[mutant.world]
     found = search(world, range(4 * HISTORIES[mutant.world]))
@@ -68,7 +68,7 @@ def test_seeded_bugs_are_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch):
 
 
 class Broken(World):
-    """A world in which the seventh history goes wrong."""
+    """A world whose seventh history goes wrong."""
 
     name = "broken"
 
@@ -78,8 +78,8 @@ class Broken(World):
             raise ZeroDivisionError("seven")
 
 
-def test_a_failure_tells_its_seed_and_its_story():
-    """What is raised inside a history comes out as a failure with everything needed to replay."""
+def test_a_failure_has_its_seed_and_history():
+    """An exception in a history becomes a failure with seed and history."""
     found = search(Broken, range(100))
     assert isinstance(found, SimulationFailed) and found.seed == 7
     assert isinstance(found.__cause__, ZeroDivisionError)
@@ -87,7 +87,7 @@ def test_a_failure_tells_its_seed_and_its_story():
 
 
 class Caught(World):
-    """A world whose verdicts are caught by what it tries, and followed by another error."""
+    """A world in which verdicts are caught and another error follows."""
 
     name = "caught"
 
@@ -104,8 +104,8 @@ class Caught(World):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_verdict_counts_whatever_catches_it(seed):
-    """The first verdict fails the history if it is caught, and whatever is raised after it."""
+def test_a_caught_verdict_counts(seed):
+    """The first verdict fails the history, even if it is caught or another exception follows."""
     found = search(Caught, [seed])
     assert isinstance(found, SimulationFailed) and found.what == "first"
     assert found.__cause__ is None
@@ -114,7 +114,7 @@ def test_a_verdict_counts_whatever_catches_it(seed):
 @pytest.mark.parametrize("world", ["scheduler", "engine", "hosts"])
 @pytest.mark.starts
 def test_the_command_line(world):
-    """A seed is replayed, and seeds are searched, from the command line."""
+    """The command line replays a seed and searches seeds."""
     command = [sys.executable, "-m", "tests.simulation", world]
     root = Path(__file__).resolve().parents[2]
     options = {"capture_output": True, "text": True, "check": True, "timeout": 60, "cwd": root}

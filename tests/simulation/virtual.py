@@ -1,9 +1,9 @@
-"""Virtual pipes, shared pages, processes and descriptors: what the engine's world is made of.
+"""Virtual pipes, shared pages, processes and descriptors for the engine's world.
 
-Real are the engine, the scheduler, `FrameReader`, `FrameWriter` and `Outbox`; below them nothing
-is.  The virtual kernel is at least as unkind as the true one: it writes and reads in pieces of any
-size, reports a death any time after it, and shows a store in a shared page to the other side when
-it likes, within a millisecond, in any order, unless a message through a pipe comes between.
+The engine, the scheduler, `FrameReader`, `FrameWriter` and `Outbox` are real; everything below them
+is virtual. The virtual kernel is at least as difficult as a real one. It reads and writes pieces of
+any size. It reports a death at any time later. It shows a store in a shared page to the other side
+within a millisecond, in any order, unless a message through a pipe comes between.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .seeds import World
 __all__ = ["Descriptors", "Kernel", "Page", "Pipe", "SimReactor", "SimWorker"]
 
 SEEN_WITHIN = 0.001
-"""Seconds after which a store to a shared page is seen by the other side, at the latest."""
+"""Maximum seconds until the other side sees a store to a shared page."""
 
 
 class Pipe:
-    """A pipe with two ends, each open or closed."""
+    """A pipe whose ends are open or closed."""
 
     def __init__(self, capacity: int) -> None:
         self.data = bytearray()
@@ -49,7 +49,7 @@ class Descriptors:
         self.open: dict[int, tuple[Pipe, bool]] = {}
 
     def add(self, pipe: Pipe, writes: bool) -> int:
-        """Open an end; numbers are used once, so that a stale one is found out."""
+        """Open an end; each number is used once, so that use after close is found."""
         self._next += 1
         self.open[self._next] = pipe, writes
         return self._next
@@ -63,7 +63,7 @@ class Descriptors:
             pipe.reading = False
 
     def events(self, fd: int, mask: int) -> int:
-        """Return what `poll` would of this descriptor; of a closed one, nothing."""
+        """Return the events of `poll`; none for a closed descriptor."""
         if fd not in self.open:
             return 0
         pipe, writes = self.open[fd]
@@ -76,7 +76,7 @@ class Descriptors:
 
 
 class Kernel:
-    """System calls on virtual descriptors, cut into pieces as the world likes."""
+    """System calls on virtual descriptors, in pieces that the world chooses."""
 
     def __init__(self, world: World, cuts: bool) -> None:
         self.world = world
@@ -88,7 +88,7 @@ class Kernel:
         return 1 + self.world.below(n) if self.cuts and n > 1 and self.world.chance(0.3) else n
 
     def put(self, pipe: Pipe, data: bytes | memoryview) -> int:
-        """Write some of the data; 0 when there is no room."""
+        """Write some of the data; 0 without room."""
         n = min(pipe.room, len(data))
         if n:
             n = self._some(n)
@@ -96,14 +96,14 @@ class Kernel:
         return n
 
     def take(self, pipe: Pipe, n: int) -> bytes:
-        """Read some of what is there."""
+        """Read some of the available data."""
         n = self._some(min(n, len(pipe.data))) if pipe.data else 0
         data = bytes(pipe.data[:n])
         del pipe.data[:n]
         return data
 
     def read(self, fd: int, n: int) -> bytes:
-        """As `os.read` of a pipe that does not block."""
+        """Like `os.read` of a non-blocking pipe."""
         pipe, _ = self.fds.open[fd]
         data = self.take(pipe, n)
         if not data and pipe.writing:
@@ -111,13 +111,13 @@ class Kernel:
         return data
 
     def readv(self, fd: int, buffers: list[memoryview]) -> int:
-        """As `os.readv` with one buffer."""
+        """Like `os.readv` with one buffer."""
         data = self.read(fd, len(buffers[0]))
         buffers[0][: len(data)] = data
         return len(data)
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
-        """As `os.write` to a pipe that does not block.  What was stored before is seen after."""
+        """Like `os.write` to a non-blocking pipe. The other side then sees earlier stores."""
         pipe, _ = self.fds.open[fd]
         if not pipe.reading:
             raise BrokenPipeError
@@ -129,12 +129,12 @@ class Kernel:
         return n
 
     def writev(self, fd: int, buffers: list[bytes | memoryview]) -> int:
-        """As `os.writev`."""
+        """Like `os.writev`."""
         return self.write(fd, b"".join(buffers))
 
 
 class _View:
-    """One side's view of a part of a page: its own stores at once, the other's when shown."""
+    """One side's view of a part of a page; it sees the other side's stores when they are shown."""
 
     def __init__(self, page: Page, mine: Any, theirs: Any, by_parent: bool) -> None:
         self._page, self._mine, self._theirs, self._by_parent = page, mine, theirs, by_parent
@@ -148,13 +148,13 @@ class _View:
 
 
 class _Stack:
-    """Where a worker's stack is written on request: nothing ever stands there."""
+    """The place of a worker's requested stack, always empty."""
 
     def __getitem__(self, key: Any) -> bytes:
         return b""
 
     def __setitem__(self, key: Any, value: bytes) -> None:
-        """It is cleared before each request."""
+        """Ignore that it is cleared before each request."""
 
 
 class Page:
@@ -166,7 +166,7 @@ class Page:
         sides = [memoryview(bytearray(HEADER + capacity)) for _ in range(2)]
         self._words = [side[:HEADER].cast("Q") for side in sides]
         self._data = [side[HEADER:] for side in sides]
-        # Stores that the other side has not seen: (by the parent, when it must, memory, key, value)
+        # Stores unseen by the other side: (by the parent, time limit, memory, key, value)
         self._pending: list[tuple[bool, float, Any, Any, Any]] = []
 
     def box(self, by_parent: bool) -> Outbox:
@@ -186,12 +186,12 @@ class Page:
         return box
 
     def store(self, by_parent: bool, memory: Any, key: Any, value: Any) -> None:
-        """A side has stored something; the other sees it later."""
+        """Store for one side; the other side sees it later."""
         due = self._world.now + SEEN_WITHIN * self._world.draw.random()
         self._pending.append((by_parent, due, memory, key, value))
 
     def show(self, by_parent: bool | None = None) -> None:
-        """Let all stores (of one side) be seen: a system call, or death, orders them."""
+        """Show all stores, or those of one side, as a system call or a death does."""
         if not self._pending:
             return
         left = []
@@ -203,7 +203,7 @@ class Page:
         self._pending = left
 
     def tick(self, now: float) -> None:
-        """Let be seen what is due, each word's stores in their order."""
+        """Show stores that are due, each word's in order."""
         if self._pending:
             late: set[tuple[int, Any]] = set()
             left = []
@@ -218,7 +218,7 @@ class Page:
 
 
 class _Epoll:
-    """What `Reactor` uses of epoll; where it would block, the rest of the world goes on."""
+    """The part of epoll that `Reactor` uses; instead of blocking, the world goes on."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
@@ -290,11 +290,13 @@ class SimReactor(Reactor):
             self._world.kernel.fds.close(self._wake_r)
             self._world.kernel.fds.close(self._wake_w)
             if left or self._handlers:
-                self._world.wrong(f"watched to the end: {sorted(left)} {sorted(self._handlers)}")
+                self._world.wrong(
+                    f"still watched at the end: {sorted(left)} {sorted(self._handlers)}"
+                )
 
 
 class _Poller:
-    """What a caller polls that receives its answer itself; never blocks here."""
+    """The poller of a caller that receives its own answer; it never blocks."""
 
     def __init__(self, world: Any, fds: list[int]) -> None:
         self._world, self._fds = world, fds
@@ -306,14 +308,14 @@ class _Poller:
 
 
 class _Refused(OSError):
-    """The world refuses a process."""
+    """The world refuses to start a process."""
 
 
 class SimWorker(WorkerProcess):
-    """A place whose process is a `Worker` of the world; states and books are the real ones.
+    """A worker whose process is a `Worker` of the world; its states and counts are real.
 
-    Its workers send no invalid message, and nothing but the world refuses a start: another
-    exception that the engine puts down to either is a bug.
+    Virtual workers send no invalid message, and only the world refuses starts. If the engine
+    reports either for another exception, that is a bug.
     """
 
     def __init__(self, world: Any, *parts: Any) -> None:
@@ -333,7 +335,7 @@ class SimWorker(WorkerProcess):
 
     def launch(self, arena: Any) -> tuple[Any, list[Any]]:
         world = self._world
-        # The engine's lock is free meanwhile: callers and workers go on.
+        # The engine's lock is free during this, so callers and workers go on.
         world.others_go_on()
         if self.generation and world.refuses(self.index):
             raise _Refused(24, "the world has no descriptors left")
@@ -345,12 +347,12 @@ class SimWorker(WorkerProcess):
         return process[0].handle, channels
 
     def processor(self) -> tuple[float, float, bool]:
-        """Its world has processors for all."""
+        """The world has enough processors."""
         return 0.0, 0.0, False
 
 
 class SimChannel:
-    """A channel of virtual pipes, with the virtual worker at its other end."""
+    """A channel of virtual pipes with a virtual worker at the other end."""
 
     control = None
 
@@ -365,17 +367,17 @@ class SimChannel:
         self.reader = _SimInlet(kernel, kernel.fds.add(answers, False))
         self.box = self._page.box(by_parent=True)
         self.box.forbid(NO_LIMIT)
-        self._page.show()  # the process is started after it
+        self._page.show()  # the process starts after this store
 
     def attach(self, handle: Any) -> None:
         self.poller: Any = _Poller(self._world, [self.reader.fd, handle.sentinel])
 
     def cut_lifeline(self) -> None:
-        """The handle's signal is enough."""
+        """Do nothing: the handle's signal is enough."""
 
     def close(self) -> None:
         if self in self._world.engine._direct:
-            self._world.wrong(f"worker {self.index} is put away, and a caller polls its pipe")
+            self._world.wrong(f"worker {self.index} is closed while a caller polls its pipe")
         for fd in (self.writer.fd, self.reader.fd):
             self._world.kernel.fds.close(fd)
         self._world.kernel.pages.remove(self._page)

@@ -1,9 +1,9 @@
-"""A virtual worker process: it follows `xpool._worker.protocol`, and stops at every visible step.
+"""A virtual worker process, which follows `xpool._worker.protocol` and stops at every visible step.
 
-Or a thread of one, beside its siblings: `xpool._worker.worker_threads`.
+Or a thread of a process, beside its siblings: `xpool._worker.worker_threads`.
 
-Each ``yield`` is a point at which the world may let others go on, or end the process.  What is
-yielded says when it may go on: None, at once; a number, at that time; a function, when it is true.
+At each ``yield`` the world may let others go on, or end the process. The yielded value says when
+the worker may go on: None, at once; a number, at that time; a function, when it returns true.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WITHDRAWN = object()
 
 
 class Handle:
-    """A process as the parent sees it (`workers.launch.Handle`), reported as the world likes."""
+    """A process as the parent sees it (`workers.launch.Handle`); the world decides its reports."""
 
     def __init__(self, world: Any, worker: Worker) -> None:
         self._world = world
@@ -49,7 +49,7 @@ class Handle:
         self._ended = False
 
     def ended(self) -> bool:
-        """Read what there is to be read."""
+        """Read the reports."""
         if self.news.data:
             self.pid = self._worker.pid
             self.news.data.clear()
@@ -59,7 +59,8 @@ class Handle:
         return self._ended
 
     def signal(self, signum: int) -> None:
-        """SIGKILL ends it; if it listens, SIGTERM does too, and the stop signal breaks off."""
+        """SIGKILL ends the process; unless it is deaf, SIGTERM ends it and the stop signal
+        interrupts."""
         if signum == 9:
             self._worker.doomed = -9
         elif signum == STOP_SIGNAL:
@@ -70,16 +71,16 @@ class Handle:
             self._worker.doomed = -signum
 
     def close(self) -> None:
-        """Let go of the descriptor."""
+        """Close the descriptor."""
         if not self._ended:
-            self._world.wrong("a process was put away that has not ended")
+            self._world.wrong("a process was closed before its end")
         self._world.kernel.fds.close(self.sentinel)
 
 
 class Worker:
-    """One process: its ends of the pipes, its view of the page, and where it is in its life.
+    """One process: its ends of the pipes, its view of the page, and its state.
 
-    ``siblings``: the workers of the process; it joins them.
+    ``siblings``: the workers of the process, itself included.
     """
 
     def __init__(
@@ -93,29 +94,30 @@ class Worker:
     ) -> None:
         self.world = world
         self.index = place.index
-        self.generation = place.generation + 1  # counted when it has been started
+        self.generation = place.generation + 1  # counted after the start
         self.siblings = siblings
         siblings.append(self)
         first = siblings[0]
         self.pid: int = world.next_pid() if first is self else first.pid
         self.ready = self.through = False  # it could serve; it was told to stop
-        self.greeted = False  # and it has said that it is ready
+        self.greeted = False  # it has sent that it is ready
         self.tasks, self.answers, self.page = tasks, answers, page
         self.box = page.box(by_parent=False)
         self.handle: Handle = Handle(world, self) if first is self else first.handle
         self.alive = True
-        self.doomed: int | None = None  # the exit code with which it is about to end
-        self.deaf = world.chance(world.deafness)  # SIGTERM does not reach it: stopped, or in C code
-        self.asked = False  # the stop signal has come and was not handled yet
+        self.doomed: int | None = None  # the exit code with which it will end
+        # SIGTERM has no effect: it is stopped, or in C code.
+        self.deaf = world.chance(world.deafness)
+        self.asked = False  # the stop signal has come and is not handled yet
         self.reported: int | None = None
         self.started: list[tuple[int, int]] = []  # tasks, in order
-        self.at_work: tuple[int, int] | None = None  # the one that runs
-        self.began_at = 0.0  # and since when
-        self.came_at = 0.0  # when it came to the door of that
-        self.unsafe: tuple[int, int] | None = None  # finished, and its answer not yet out
-        self.at_door: tuple[int, int] | None = None  # said to be begun, and not begun yet
+        self.at_work: tuple[int, int] | None = None  # the running task
+        self.began_at = 0.0  # when that began
+        self.came_at = 0.0  # when that was announced
+        self.unsafe: tuple[int, int] | None = None  # finished, with its answer not yet sent
+        self.at_door: tuple[int, int] | None = None  # announced, and not begun yet
         self._buffer = bytearray()
-        self._outgoing: list[bytes] = []  # written by the protocol, and not yet by this process
+        self._outgoing: list[bytes] = []  # from the protocol, not yet written by this process
         self._replies = Replies(self.box, self._send, lambda: world.now)
         self._replies.small = world.box_size // 4
         self._inbox = Inbox(self._replies, lambda number, mode, payload: number, _WITHDRAWN)
@@ -125,7 +127,7 @@ class Worker:
     # -- the world's side ------------------------------------------------------------------------
 
     def may_go_on(self) -> bool:
-        """Whether there is a step that it could make now."""
+        """Whether it could make a step now."""
         if self.doomed is not None:
             return True
         if self.asked and self.at_work is not None:
@@ -139,7 +141,7 @@ class Worker:
 
     @property
     def wakes_at(self) -> float | None:
-        """When it goes on if nothing happens; None: never."""
+        """When it goes on if nothing happens, or None."""
         return self._when if isinstance(self._when, float) else None
 
     def go_on(self) -> None:
@@ -151,12 +153,12 @@ class Worker:
             self._when = next(self._life)
         except StopIteration as stop:
             if self.through and not all(one.through for one in self.siblings):
-                self._when = lambda: False  # it waits for the others
+                self._when = lambda: False  # wait for the siblings
             else:
                 self.end(stop.value)
 
     def end(self, code: int) -> None:
-        """The process has ended; its stores are seen, its ends close."""
+        """End the process: show its stores, close its ends."""
         for one in self.siblings:
             one.alive = False
             one._life.close()
@@ -174,7 +176,7 @@ class Worker:
             world.wrong(f"the first message to a worker is of kind {kind}")
         config = yield from self._read(size)
         if config != world.config(self.index, self.generation, None):
-            world.wrong(f"worker {self.index} of generation {self.generation} is told {config}")
+            world.wrong(f"worker {self.index} of generation {self.generation} gets {config}")
         yield world.now + world.start_takes()
         if world.fails_to_start():
             self._replies.refuse(Refusal("no device", b""))
@@ -219,7 +221,7 @@ class Worker:
         self._outgoing.append(b"".join(parts))
 
     def _write(self) -> Any:
-        """Write what the protocol has given out, in as many system calls as it takes."""
+        """Write the protocol's output in as many system calls as needed."""
         while self._outgoing:
             data = self._outgoing.pop(0)
             self.page.show(by_parent=False)
@@ -259,7 +261,7 @@ class Worker:
             if timed:
                 words[_SINCE] = 0
             if plan.code is not None and not stopped:
-                if plan.rings:  # sys.exit: what is finished is told
+                if plan.rings:  # sys.exit: announce what is finished
                     self._replies.ring()
                     yield from self._write()
                 return plan.code
@@ -270,7 +272,7 @@ class Worker:
                 error |= BODY_AGAIN
             before = self.box.tail
             self._replies.answer(plan.answer, error, last)
-            if self.box.tail != before:  # it lies in the outbox
+            if self.box.tail != before:  # the answer is in the outbox
                 self.unsafe = None
                 yield None
             yield from self._write()
