@@ -1,1 +1,1 @@
-"""CPython's own tests of its pools, from the interpreter at hand, run over xpool's."""
+"""The running interpreter's own tests of pools, run with xpool's pools."""

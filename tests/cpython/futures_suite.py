@@ -1,12 +1,12 @@
-"""Runs CPython's own tests of its executors with `xpool.Executor` in their place.
+"""Runs CPython's own tests of its executors with `xpool.Executor`.
 
     python futures_suite.py CLASS[.TEST] ...
     python futures_suite.py --processes METHOD [CLASS[.TEST] ...]
 
-As `suite`, whose text says more.  These tests make executors by a class attribute; in the scripts
-that they run, the import line is changed.  The first form takes their classes that hold for all
-executors, the second those for processes, which look into the executor: `LookedInto` has what they
-look for.  METHOD is "Fork", "Forkserver" or "Spawn".
+It works like `suite`. These tests make executors by a class attribute; in their scripts the import
+line is changed. The first form runs the classes for all executors. The second runs those for
+process executors, which use private names: `LookedInto` has these. METHOD is "Fork", "Forkserver"
+or "Spawn".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import xpool
 HOME = "test.test_concurrent_futures"
 HAS_TESTS = importlib.util.find_spec(HOME) is not None
 
-# Where they are since they are a package; before, all are in one module.
+# Their modules, since the tests are a package; earlier all are in one module.
 WHERE = {
     "ExecutorTest": "executor",
     "WaitTests": "test_wait",
@@ -44,7 +44,7 @@ WHERE = {
 
 
 def find(name: str) -> Any:
-    """Return one of their classes."""
+    """Return one of CPython's test classes."""
     home = importlib.import_module(HOME)
     if hasattr(home, "__path__"):
         home = importlib.import_module(f"{HOME}.{WHERE[name]}")
@@ -52,20 +52,20 @@ def find(name: str) -> Any:
 
 
 class Executor(xpool.Executor):
-    """An executor that cancels what has not begun when something has.
+    """An executor whose `shutdown` cancels waiting futures only after one has begun.
 
-    Their tests count on it: theirs call a future running when it is handed to a worker's queue.
-    Their scripts import it by its name.
+    CPython's tests expect this, because there a future counts as running when it is in a worker's
+    queue. The tests' scripts import the executor by its name.
     """
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Submit, and remember the first."""
+        """Submit, and keep the first future."""
         future = super().submit(fn, *args, **kwargs)
         self.first = getattr(self, "first", future)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Shut down, once the first has begun if the others are cancelled."""
+        """Shut down; if futures are cancelled, wait until the first has begun."""
         if cancel_futures and hasattr(self, "first"):
             while not (self.first.running() or self.first.done()):
                 time.sleep(0.001)
@@ -73,12 +73,12 @@ class Executor(xpool.Executor):
 
 
 class LookedInto(Executor, PrivateNames):
-    """An executor with the private names of theirs that have a counterpart here."""
+    """An executor with the private names of CPython's that have a counterpart."""
 
     def __init__(
         self, max_workers: int | None = None, mp_context: Any = None, *args: Any, **kwds: Any
     ) -> None:
-        # xpool's own server is what it has for "forkserver".
+        # xpool's counterpart of "forkserver" is its own server.
         if mp_context is not None and mp_context.get_start_method() == "forkserver":
             mp_context = None
         super().__init__(max_workers, mp_context, *args, **kwds)
@@ -92,25 +92,25 @@ class LookedInto(Executor, PrivateNames):
         return self._pool._life.failure
 
 
-LookedInto.__name__ = "Executor"  # the name by which their scripts import it
+LookedInto.__name__ = "Executor"  # the name that the scripts import
 
 
 class Outcomes(Told):
-    """Tells the outcomes; ends the executors that a test left in a circle of references.
+    """Reports outcomes, and ends the executors that a test left in a reference cycle.
 
-    A test that fails before it shuts its executor down leaves it to the traceback.  Its spawned
-    workers would hold the pipe of multiprocessing's resource tracker, for whose end the cleanup of
-    a module of theirs waits.
+    If a test fails before it shuts its executor down, the traceback keeps the executor. Its spawned
+    workers would hold the pipe of multiprocessing's resource tracker, and the cleanup of a test
+    module waits for the end of that pipe.
     """
 
     def stopTest(self, test: Any) -> None:
-        """Collect what the test left."""
+        """Collect the test's remains."""
         super().stopTest(test)
         gc.collect()
 
 
 def over_processes(method: str) -> dict[str, type[unittest.TestCase]]:
-    """Return their classes for processes that start so, with executors of ours."""
+    """Return CPython's classes for processes with this start method, with xpool's executors."""
     home = importlib.import_module(HOME)
     modules = [home]
     if hasattr(home, "__path__"):
@@ -121,7 +121,8 @@ def over_processes(method: str) -> dict[str, type[unittest.TestCase]]:
     found = {}
     for module in modules:
         if hasattr(module, "BrokenProcessPool"):
-            # A death is one future's here, and the end of all of it a `BrokenExecutor`.
+            # In xpool a death fails one future; `BrokenExecutor` means that the executor has
+            # failed.
             ends = (xpool.WorkerDied, concurrent.futures.BrokenExecutor)
             module.BrokenProcessPool = ends  # type: ignore[attr-defined]
         for name, cls in vars(module).items():
@@ -135,7 +136,7 @@ def over_processes(method: str) -> dict[str, type[unittest.TestCase]]:
 
 
 def over_xpool(name: str) -> Any:
-    """Return a class of theirs with executors of ours."""
+    """Return one of CPython's classes with xpool's executors."""
     bases = (find(name), find("BaseTestCase"))
     if not issubclass(bases[0], find("ExecutorMixin")):
         bases = (find("ExecutorMixin"), *bases)
@@ -143,7 +144,7 @@ def over_xpool(name: str) -> Any:
 
 
 def install_in_scripts() -> None:
-    """Change the import line of the tests' scripts to xpool's, and let them import xpool."""
+    """Change the import line of the tests' scripts to xpool, and let them find xpool."""
     module = importlib.import_module(HOME)
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{HOME}.test_shutdown")
@@ -159,7 +160,7 @@ def install_in_scripts() -> None:
 
 
 def main(names: list[str]) -> None:
-    """Run these tests."""
+    """Run the tests."""
     if not HAS_TESTS:
         tell("", "", "skipped", "no tests here")
         return

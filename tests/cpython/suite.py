@@ -1,14 +1,13 @@
-"""Runs CPython's own tests of its pools with xpool's in their place.
+"""Runs CPython's own tests of its pools with xpool's pools.
 
     python suite.py METHOD CLASS[.TEST] ...
 
-METHOD is a start method; a line of JSON on stdout tells the outcome of each test: its name, "ok",
-"skipped" or "failed", and the reason.  Run as a script, in the interpreter whose `test` package it
-takes; nothing of that is part of this project.
+METHOD is a start method. For each test it prints a line of JSON: name, "ok", "skipped" or "failed",
+and the reason. It runs as a script of the interpreter whose `test` package it uses; that package is
+no part of this project.
 
-What is replaced: `Pool` of `multiprocessing`, of its contexts and of `multiprocessing.pool`,
-`ThreadPool`, both in the text of the scripts that these tests run, and `RemoteTraceback`, of which
-xpool's is a subclass.
+It replaces `Pool` of `multiprocessing`, of its contexts and of `multiprocessing.pool`, and
+`ThreadPool`, also in the tests' scripts. It replaces `RemoteTraceback` by xpool's subclass.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MAIN = "test.test_multiprocessing_main_handling"
 METHOD = sys.argv[1] if len(sys.argv) > 1 else "fork"
 
 REPLACED = (
-    # In scripts, the line is what a user changes.
+    # In scripts it changes the line that a user would change.
     (r"from multiprocessing import Pool, ", "from xpool import Pool; from multiprocessing import "),
     (r"from multiprocessing import Pool$", "from xpool import Pool"),
     (r"^(\s*)import multiprocessing$", r"\1import multiprocessing, xpool"),
@@ -51,8 +50,8 @@ def replaced(text: str) -> str:
 
 
 def install() -> None:
-    """Put xpool's pools where these tests look for the standard library's."""
-    # In xpool, "forkserver" is the name of xpool's own fork server.
+    """Replace the standard library's pools by xpool's."""
+    # In xpool "forkserver" is the name of its own fork server.
     pool = functools.partial(xpool.Pool, context=METHOD)
     threads = xpool.ThreadPool
     multiprocessing.Pool = pool  # type: ignore[assignment]
@@ -65,12 +64,12 @@ def install() -> None:
 
 
 def install_in_scripts() -> None:
-    """Have scripts run with the line changed, and with xpool to be found."""
+    """Change the line in the tests' scripts, and let them find xpool."""
     from test import support
     from test.support import script_helper
 
-    # What a thread sleeps that nobody can stop; before Python 3.12 five minutes, where the standard
-    # library most often takes the task back before a thread begins it.
+    # The sleep of a thread that cannot be stopped. It is five minutes before Python 3.12, where the
+    # standard library usually takes the task back before a thread begins it.
     support.LONG_TIMEOUT = 1.0
 
     original = script_helper.assert_python_ok
@@ -90,7 +89,7 @@ def install_in_scripts() -> None:
 
 
 def load_main_handling() -> types.ModuleType:
-    """Import the tests of scripts of many kinds, with the line changed in these."""
+    """Import the tests of many kinds of scripts, with changed lines."""
     spec = importlib.util.find_spec(MAIN)
     assert spec is not None and spec.origin is not None
     with open(spec.origin, encoding="utf-8") as file:
@@ -103,7 +102,7 @@ def load_main_handling() -> types.ModuleType:
 
 
 def main(names: list[str]) -> None:
-    """Run these tests."""
+    """Run the tests."""
     if not HAS_TESTS:
         tell("", "", "skipped", "no tests here")
         return
@@ -113,7 +112,7 @@ def main(names: list[str]) -> None:
     for name in names:
         name, _, test = name.partition(".")
         cls = globals().get(name) or getattr(main_handling, name, None)
-        # Not every version has all of them.
+        # some versions lack some of them
         if cls is not None and not test:
             suite.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(cls))
         elif hasattr(cls, test):
@@ -123,7 +122,7 @@ def main(names: list[str]) -> None:
     globals()["tearDownModule"]()
 
 
-# Also where this is run again for its names, in workers and managers.
+# Also in workers and managers, which run this file again for its names.
 install()
 if HAS_TESTS:
     from test._test_multiprocessing import install_tests_in_module_dict

@@ -1,4 +1,4 @@
-"""What the suites tell of CPython's tests: a line of JSON on stdout for each."""
+"""Reports of CPython's tests: a line of JSON on stdout for each test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _answers = -1
 
 
 def tell(cls: str, test: str, outcome: str, reason: str = "") -> None:
-    """Tell the outcome of one test; what else writes to stdout, writes to stderr from now on."""
+    """Report the outcome of one test; from now on other output goes to stderr."""
     global _answers
     if _answers < 0:
         _answers = os.dup(1)
@@ -22,21 +22,19 @@ def tell(cls: str, test: str, outcome: str, reason: str = "") -> None:
 
 
 class Told(unittest.TestResult):
-    """Tells the outcome of each test in a line."""
+    """Reports the outcome of each test in a line."""
 
     def _tell(self, test: unittest.TestCase, outcome: str, reason: str = "") -> None:
         tell(type(test).__name__, test.id().rpartition(".")[2], outcome, reason)
 
     def addSuccess(self, test: Any) -> None:
-        """Tell that it passed."""
         self._tell(test, "ok")
 
     def addSkip(self, test: Any, reason: str) -> None:
-        """Tell that it was skipped, and why."""
+        """Report the reason of a skip."""
         self._tell(test, "skipped", reason)
 
     def addFailure(self, test: Any, err: Any) -> None:
-        """Tell that it failed."""
         self._tell(test, "failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
 
     addError = addFailure

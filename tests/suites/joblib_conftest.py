@@ -1,4 +1,4 @@
-"""Becomes the ``conftest.py`` of joblib's tests: its backends of processes are xpool's."""
+"""Replaces the ``conftest.py`` of joblib's tests: xpool's backend replaces its process backends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ joblib.parallel.DEFAULT_BACKEND = "xpool"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Know the marker of these tests."""
-    config.addinivalue_line("markers", "thread_unsafe: theirs")
+    """Register the marker of joblib's tests."""
+    config.addinivalue_line("markers", "thread_unsafe: used by joblib's tests")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

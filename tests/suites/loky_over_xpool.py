@@ -1,6 +1,7 @@
-"""Becomes a file among loky's tests: those of its executor, with `xpool.Executor` in its place.
+"""A file for loky's tests: loky's tests of its executor, run with `xpool.Executor`.
 
-`Executor` takes loky's arguments, and has those private names of loky's that have a counterpart.
+`Executor` takes loky's arguments, and has those private names of loky's executor that have a
+counterpart.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import xpool
 
 from . import _executor_mixin, _test_process_executor  # type: ignore[attr-defined]
 
-_executor_mixin.psutil = None  # it counts the children of this process: theirs is the server
+# It counts this process's children, but xpool's workers are children of the server.
+_executor_mixin.psutil = None
 _test_process_executor.ShutdownExecutorError = RuntimeError
-# A death is one future's here, and the end of all of it a `BrokenExecutor`.
+# In xpool a death fails one future; `BrokenExecutor` means that the executor has failed.
 _ends = (xpool.WorkerDied, concurrent.futures.BrokenExecutor)
 _test_process_executor.BrokenProcessPool = _test_process_executor.TerminatedWorkerError = _ends
 _test_process_executor.process_executor._RemoteTraceback = xpool.RemoteTraceback
 
 
 class Executor(PrivateNames):
-    """An executor that is made, and shut down, as loky's."""
+    """An executor with the constructor and `shutdown` of loky's."""
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class Executor(PrivateNames):
         super().__init__(max_workers, None, initializer, initargs)
 
     def shutdown(self, wait: bool = True, kill_workers: bool = False, **options: Any) -> None:
-        """Shut down; ``kill_workers``: now."""
+        """Shut down, with ``kill_workers`` at once."""
         super().shutdown(wait and not kill_workers, **options)
         if kill_workers:
             self._pool._ends_at_once = True
@@ -53,12 +55,12 @@ class Executor(PrivateNames):
 
 
 class Context:
-    """What these tests ask of a context of loky's: an event that can be sent."""
+    """A context with the methods that these tests use: an event that can be sent."""
 
     manager: Any = None
 
     def get_start_method(self) -> str:
-        """Return a name that their scripts take."""
+        """Return the name that the tests' scripts take."""
         return "loky"
 
     def Event(self) -> Any:
@@ -76,26 +78,26 @@ class Mixin(_executor_mixin.ExecutorMixin):  # type: ignore[misc, name-defined]
     context = Context()
 
     def teardown_method(self, method: Any) -> None:
-        """Shut down, whatever has become of it."""
+        """Shut the executor down in any state."""
         executor, self.executor = self.executor, None
         if executor is not None:
             executor.shutdown(kill_workers=True)
 
 
 class TestShutdown(Mixin, _test_process_executor.ExecutorShutdownTest):  # type: ignore[misc, name-defined]
-    """Theirs."""
+    """loky's tests."""
 
     def _prime_executor(self) -> None:
         pass
 
 
 class TestWait(Mixin, _test_process_executor.WaitTests):  # type: ignore[misc, name-defined]
-    """Theirs."""
+    """loky's tests."""
 
 
 class TestAsCompleted(Mixin, _test_process_executor.AsCompletedTests):  # type: ignore[misc, name-defined]
-    """Theirs."""
+    """loky's tests."""
 
 
 class TestExecutor(Mixin, _test_process_executor.ExecutorTest):  # type: ignore[misc, name-defined]
-    """Theirs."""
+    """loky's tests."""

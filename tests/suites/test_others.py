@@ -1,8 +1,7 @@
-"""The tests of joblib and loky pass over xpool's, but for what is theirs alone.
+"""The tests of joblib and loky pass with xpool, except tests of their own internals.
 
-They are taken from where they are installed (joblib's are in its wheel), or unpacked: loky's are in
-its source package, whose folder XPOOL_LOKY names (``make suites`` fetches it).  They run in a
-folder of their own; nothing of them is part of this project.
+joblib's tests are in its wheel. loky's are in its source package, whose folder XPOOL_LOKY names
+(``make suites`` fetches it). They run in a separate folder, and are no part of this project.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ HERE = Path(__file__).parent
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.slow]
 
-# Tests that cannot pass, and why.  One that passes has to leave.
-_FILES = "arrays travel in shared memory here, and not in files that are mapped"
-_CLASS = "it names the class of joblib's own backend"
+# Tests that cannot pass, and why. Remove a test that passes.
+_FILES = "xpool sends arrays in shared memory, not in memory-mapped files"
+_CLASS = "it names the class of joblib's backend"
 JOBLIB = {
-    "test_nested_parallel_warnings": "a call inside a worker goes on alone without a warning here",
-    "test_parallel_pickling": "what __reduce__ raises is raised as it is, not as PicklingError",
-    "test_error_capture": "the workers stay after an error here",
+    "test_nested_parallel_warnings": "xpool runs a nested call sequentially without a warning",
+    "test_parallel_pickling": "xpool raises __reduce__'s own exception, not PicklingError",
+    "test_error_capture": "xpool keeps its workers after an error",
     "test_backend_context_manager": _CLASS,
     "test_backend_hinting_and_constraints": _CLASS,
     "test_nested_parallelism_limit": _CLASS,
-    "test_parallel_with_interactively_defined_bound_method_loky": "it looks into loky's log",
-    "test_multiple_generator_call_separated_gc": "a second call is refused there, and works here",
+    "test_parallel_with_interactively_defined_bound_method_loky": "it reads loky's log",
+    "test_multiple_generator_call_separated_gc": "joblib refuses a second call, xpool does not",
     "test_globals_update_at_each_parallel_call": (
-        "a local function of an imported module reads the module that its worker has imported"
+        "a local function of an imported module uses the worker's import of that module"
     ),
     "test_auto_memmap_on_arrays_from_generator": _FILES,
     "test_memmapping_leaks": _FILES,
@@ -49,34 +48,34 @@ JOBLIB = {
     "test_memmap_returned_as_regular_array": _FILES,
 }
 
-_NAMES = "its script imports an executor from a module of loky's"
-_DEATH = "a death breaks the executor there; here it costs one future"
+_NAMES = "its script imports an executor from loky"
+_DEATH = "a death breaks loky's executor, but fails one future of xpool's"
 LOKY = {
-    "test_shutdown_with_sys_exit_at_pickle": "SystemExit of an argument is raised by `submit` here",
+    "test_shutdown_with_sys_exit_at_pickle": "xpool's `submit` raises an argument's SystemExit",
     "test_interpreter_shutdown": _NAMES,
     "test_hang_gh94440": _NAMES,
     "test_hang_issue39205": _NAMES,
-    "test_processes_terminate_on_executor_gc": "an executor lives here until its work is done",
+    "test_processes_terminate_on_executor_gc": "xpool's executor lives until its work is done",
     "test_processes_crash_handling_after_executor_gc": "as above",
     "test_exited_child": _DEATH,
-    "test_max_workers_negative": "compares a message, which says here what was given",
-    "test_serialization": "reducers of an executor are loky's alone",
-    "test_child_env_executor": "variables of an executor are loky's alone",
+    "test_max_workers_negative": "xpool's message is different: it has the value",
+    "test_serialization": "only loky's executors have reducers",
+    "test_child_env_executor": "only loky's executors have variables",
 }
-# Not run, since they would wait for long before they fail.
+# Not run, because they wait for long before they fail.
 LOKY_NOT_RUN = {
     "test_killed_child": _DEATH,
     "test_killed_child_with_cancelled_work_items": _DEATH,
-    "test_max_depth": "there is no limit on how deep executors may be nested here",
-    "test_memory_leak_protection": "workers that leak are ended by `worker_memory=` here",
-    "test_worker_timeout": "idle workers stay here",
+    "test_max_depth": "xpool does not limit the nesting of executors",
+    "test_memory_leak_protection": "xpool ends leaking workers by `worker_memory=`",
+    "test_worker_timeout": "xpool keeps idle workers",
     "test_manager_thread_crash_breaks_executor": "it breaks a private thread",
     "test_feeder_error_hook_crash_breaks_executor": "it breaks a private queue",
 }
 
 
 def run(folder: Path, names: list[str], *paths: str, deselect: str = "") -> dict[str, list[str]]:
-    """Run tests in a process of their own; return the failures of each, with their reasons."""
+    """Run tests in a new process; return each test's failures with their reasons."""
     path = os.pathsep.join([str(Path(next(iter(xpool.__path__))).parent), *paths])
     report = folder / "report.xml"
     done = subprocess.run(
@@ -95,10 +94,10 @@ def run(folder: Path, names: list[str], *paths: str, deselect: str = "") -> dict
 
 
 def check(outcomes: dict[str, list[str]], excluded: dict[str, str]) -> None:
-    """Fail for a test that failed and is not excluded, or passed and is."""
+    """Fail if a test failed without being excluded, or passed although it is excluded."""
     story = [why for name in outcomes.keys() - excluded for why in outcomes[name]]
     story += [
-        f"{name} is excluded ({excluded[name]}), and passes now"
+        f"{name} passes although it is excluded ({excluded[name]})"
         for name in excluded
         if name in outcomes and not outcomes[name]
     ]
@@ -107,7 +106,7 @@ def check(outcomes: dict[str, list[str]], excluded: dict[str, str]) -> None:
 
 
 def test_joblib(tmp_path: Path) -> None:
-    """joblib's tests of `Parallel`, and of its arrays, pass with "xpool" for its own backends."""
+    """joblib's tests of `Parallel` and of arrays pass with "xpool" instead of its own backends."""
     joblib = pytest.importorskip("joblib", reason="joblib is not installed")
     theirs = Path(joblib.__file__).with_name("test")
     if not theirs.is_dir():
@@ -124,23 +123,23 @@ def test_joblib(tmp_path: Path) -> None:
 
 
 def with_backend(text: str) -> str:
-    """Return a file of joblib's tests in which its backends of processes are named "xpool"."""
+    """Return a file of joblib's tests with "xpool" instead of its process backends."""
     text = text.replace('["multiprocessing", "loky"]\nPARALLEL', '["xpool"]\nPARALLEL')
-    # Not the ids of parameters, which would be the same, nor what is taken out of a list.
+    # Except ids of parameters, which would be equal, and names removed from a list.
     name = re.compile(r"""^((?!.*(?:ids=|\.pop\()).*?["'])(?:loky|multiprocessing)(?=["'])""", re.M)
     while name.search(text):
         text = name.sub(r"\1xpool", text)
-    # What a script needs that uses a backend of ours.
+    # A script with xpool's backend must import it.
     needed = r"\1import xpool.joblib\n\1\2"
     found = r"^( *)(from joblib import .*Parallel.*|import joblib)$"
     return re.sub(found, needed, text, flags=re.MULTILINE)
 
 
 def test_loky(tmp_path: Path) -> None:
-    """loky's tests of its executor pass over `xpool.Executor`."""
+    """loky's tests of its executor pass with `xpool.Executor`."""
     source = os.environ.get("XPOOL_LOKY")
     if not source:
-        pytest.skip("XPOOL_LOKY names no folder with loky's source package: see make suites")
+        pytest.skip("set XPOOL_LOKY to loky's source package, as make suites does")
     shutil.copytree(Path(source) / "tests", tmp_path / "tests")
     shutil.copy(HERE / "loky_over_xpool.py", tmp_path / "tests" / "test_over_xpool.py")
     outcomes = run(

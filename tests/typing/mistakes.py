@@ -1,6 +1,6 @@
-"""Mistakes that type checkers find.  Checked, not run: see `test_typing`.
+"""Mistakes that type checkers find. Checked, not run: see `test_typing`.
 
-A line that is no mistake in their eyes any more is reported as an unused comment.
+If a checker no longer reports a line, it reports the line's comment as unused.
 """
 
 from __future__ import annotations

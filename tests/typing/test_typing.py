@@ -1,4 +1,4 @@
-"""The verbs have the types of the standard library's stubs, and better: two checkers agree."""
+"""Two type checkers infer at least the types of the standard library's stubs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ def _check(command, cwd):
 
 @pytest.mark.exhaustive
 def test_mypy(tmp_path):
-    """mypy --strict infers each result's type, finds each mistake, and no `Any` in users.py."""
+    """mypy --strict infers each result's type, finds each mistake, and finds no `Any` in
+    users.py."""
     pytest.importorskip("mypy", reason="mypy is not installed")
     (tmp_path / "mypy.ini").write_text(MYPY)
     _check(["mypy", "--config-file", "mypy.ini", "--python-version", "3.10", *FILES], tmp_path)
 
 
 def test_pyright(tmp_path):
-    """Under pyright, the same."""
+    """pyright infers the same types and finds the same mistakes."""
     found = [name for name in ("basedpyright", "pyright") if importlib.util.find_spec(name)]
     if not found:
         pytest.skip("neither basedpyright nor pyright is installed")
@@ -58,6 +59,6 @@ def test_pyright(tmp_path):
     _check([found[0], "-p", str(tmp_path), "--pythonpath", sys.executable], tmp_path)
 
 
-def test_the_package_says_that_it_is_typed():
-    """PEP 561: type checkers look at the package."""
+def test_the_package_is_typed():
+    """The package has the marker file of PEP 561, so type checkers read it."""
     assert (ROOT / "xpool" / "py.typed").exists()

@@ -1,4 +1,4 @@
-"""What type checkers make of the verbs.  Checked, not run: see `test_typing`."""
+"""The types that checkers infer for the verbs. Checked, not run: see `test_typing`."""
 
 from __future__ import annotations
 
