@@ -1,4 +1,4 @@
-"""What every test gets: a tier, a time limit with all stacks dumped, a leak check, and pools.
+"""For every test: a tier, a time limit that dumps all stacks, a leak check, and pools.
 
 `tests/README.md` says how a test is assigned to a tier.
 """
@@ -37,7 +37,7 @@ from support.limits import TEST_LIMIT, WAIT
 from support.waiting import Gate, Mailbox
 
 ALL_LEAKS = bool(os.environ.get("XPOOL_TEST_LEAKS"))
-"""Look for processes and shared memory after each test, to find the one that leaves them."""
+"""Check for processes and shared memory after each test, which finds the test that leaks."""
 
 _stderr = sys.__stderr__.fileno() if sys.__stderr__ else 2
 
@@ -65,7 +65,7 @@ def _no_module(name: str) -> str | None:
 
 
 def _no_cluster() -> str | None:
-    # Each process of pytest-xdist would start a cluster of its own.
+    # Each process of pytest-xdist would start its own cluster.
     return _no_module("ray") or (None if OVER_HOSTS else "on a Ray cluster: run by make test-ray")
 
 
@@ -74,29 +74,29 @@ MARKERS: dict[str, tuple[str, Callable[[], str | None]]] = {
     "gpu": ("needs a CUDA device", _no_gpu),
     "xla": ("needs torch_xla", lambda: _no_module("torch_xla")),
     "torch_tpu": ("needs torch_tpu", lambda: _no_module("torch_tpu")),
-    "ray": ("needs a Ray cluster, which is started", _no_cluster),
+    "ray": ("needs a Ray cluster, which the run starts", _no_cluster),
     "peer": ("compares with other pool libraries", _no_peer),
-    "pure": ("starts no process, which is held: run by make check", lambda: None),
-    "starts": ("starts processes, though the pool is one of threads", lambda: None),
-    "exhaustive": ("run by make test-all, or by its name; not by make test", lambda: None),
+    "pure": ("starts no process, which is checked: run by make check", lambda: None),
+    "starts": ("starts processes although its pool has threads", lambda: None),
+    "exhaustive": ("run by make test-all or by name, not by make test", lambda: None),
     "slow": (
         "takes long: run by make nightly, or with XPOOL_TEST_SLOW=1",
         lambda: None if os.environ.get("XPOOL_TEST_SLOW") else "slow; set XPOOL_TEST_SLOW=1",
     ),
     "xpool_only": (
-        "what the standard library's pools do not have",
+        "tests what the standard library's pools do not have",
         lambda: "the standard library does not promise this" if STDLIB else None,
     ),
 }
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers and keep the true stderr, which is not captured at this point."""
+    """Register the markers, and keep the real stderr before pytest captures it."""
     global _stderr
     for name, (text, _) in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
     _stderr = os.dup(2)
-    # A background shell passes SIGINT down ignored, nohup SIGHUP; and so would this process.
+    # Restore signals that the parent ignores: a background shell ignores SIGINT, nohup SIGHUP.
     for number, action in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),
@@ -108,7 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Say which tests are meant."""
+    """Add the option for exhaustive tests."""
     parser.addoption("--all", action="store_true", help="exhaustive tests too (make test-all)")
 
 
@@ -117,7 +117,7 @@ def _is_pure(item: pytest.Item) -> bool:
 
 
 def _without(item: pytest.Item) -> str | None:
-    """Why the kind of pool that a test is about does not have what is tested; None: it has."""
+    """Return why a test's kind of pool lacks the tested feature; None if it has it."""
     if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
         for given in item.callspec.params.values():
             if isinstance(given, Kind) and item.originalname in given.without:
@@ -127,7 +127,7 @@ def _without(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave exhaustive tests to make test-all; skip, with the reason, what cannot run here."""
+    """Deselect exhaustive tests, and skip tests that cannot run here, with the reason."""
     for item in items:
         if not _is_pure(item):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "pure"]
@@ -140,7 +140,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for mark in item.iter_markers():
             if mark.name in MARKERS:
-                # Asked only where it matters: looking for a GPU imports torch.
+                # Ask only if a test needs it, because looking for a GPU imports torch.
                 if mark.name not in reasons:
                     reasons[mark.name] = MARKERS[mark.name][1]()
                 if reason := reasons[mark.name]:
@@ -150,26 +150,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector pass over what the tests' modules hold, torch too: half a second each."""
+    """Exclude imported modules from collections, which would take half a second each with torch."""
     gc.collect()
     gc.freeze()
 
 
 # Processes ---------------------------------------------------------------------------------------
 
-_pure_test = ""  # the test that runs, where it is to start no process
+_pure_test = ""  # the running test, if it must start no process
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if _pure_test and event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"):
         raise AssertionError(
-            f"{_pure_test} starts a process ({event}), and is marked as pure: mark it as starts"
+            f"{_pure_test} is marked as pure but starts a process ({event}): mark it as starts"
         )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Hold a pure test to it."""
+    """Fail a pure test that starts a process."""
     global _pure_test
     _pure_test = item.nodeid if _is_pure(item) else ""
     try:
@@ -182,7 +182,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 class TestTookTooLong(BaseException):
-    """Not an `Exception`: what is tested may catch those and go on waiting."""
+    """Not an `Exception`, because the code under test may catch those and go on waiting."""
 
     __test__ = False
 
@@ -200,10 +200,10 @@ def _alarm(*_: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """End a test that hangs: first by an exception, then, if that is of no use, the whole run."""
+    """Interrupt a test that hangs; if that fails, end the whole run."""
     faulthandler.dump_traceback_later(2 * TEST_LIMIT + 30, exit=True, file=_stderr)
     before = signal.signal(signal.SIGALRM, _alarm)
-    # Again and again: the first one may end in a `finally` that waits for the same thing.
+    # Repeat the alarm, because the first may end in a `finally` that waits for the same thing.
     signal.setitimer(signal.ITIMER_REAL, TEST_LIMIT, 20)
     try:
         return (yield)
@@ -215,10 +215,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Iterator[Any]:
-    """Keep the collector out of reports.
+    """Disable the garbage collector during reports.
 
-    A finalizer that runs Python code while CPython 3.11 builds a syntax tree, as reports do, is
-    answered with ``SystemError: AST constructor recursion depth mismatch``.
+    Reports build syntax trees. If a finalizer runs Python code during that, CPython 3.11 raises
+    ``SystemError: AST constructor recursion depth mismatch``.
     """
     gc.disable()
     try:
@@ -232,7 +232,7 @@ def pytest_runtest_makereport() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True, scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[clusters.Cluster | None]:
-    """A Ray cluster of two hosts, if any test needs one: started before leaks are looked for."""
+    """A Ray cluster of two hosts, if a test needs one; it starts before the leak checks."""
     marked = any(item.get_closest_marker("ray") for item in request.session.items)
     with clusters.started() if marked and not _no_cluster() else contextlib.nullcontext() as it:
         yield it
@@ -240,7 +240,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[clusters.Cluster | None]
 
 @pytest.fixture(scope="session")
 def torch_files() -> None:
-    """torch's server of named shared memory: it, and a connection to it, live as long as we do."""
+    """Start torch's server of named shared memory, which lasts until this process ends."""
     import torch
 
     torch.UntypedStorage._new_using_filename_cpu(1)
@@ -249,15 +249,15 @@ def torch_files() -> None:
 def _taken(**which: bool) -> Snapshot:
     before = Snapshot.take(**which)
     if clusters.is_connected():
-        # Ray keeps connections to whom it has spoken with.
+        # Ray keeps its connections open.
         before.fds = dict.fromkeys(range(1 << 16), "")
     return before
 
 
 @pytest.fixture(autouse=True, scope="module")
 def module_leaves_nothing(request: pytest.FixtureRequest, cluster: object) -> Iterator[None]:
-    """Fail the last test of a module after which processes or names in /dev/shm are left."""
-    # Started before this looks, whichever test of the module comes first.
+    """Fail a module's last test if processes or names in /dev/shm are left."""
+    # Start the server before the snapshot, whichever test is first.
     items = (item for item in request.session.items if item.path == request.path)
     if any("torch_files" in getattr(item, "fixturenames", ()) for item in items):
         request.getfixturevalue("torch_files")
@@ -266,7 +266,7 @@ def module_leaves_nothing(request: pytest.FixtureRequest, cluster: object) -> It
     left = [] if STDLIB else before.leaks(WAIT)
     if left:
         pytest.fail(
-            "left over by the tests of this module (XPOOL_TEST_LEAKS=1 says by which):\n  "
+            "left by the tests of this module (XPOOL_TEST_LEAKS=1 finds the test):\n  "
             + "\n  ".join(left),
             pytrace=False,
         )
@@ -274,22 +274,22 @@ def module_leaves_nothing(request: pytest.FixtureRequest, cluster: object) -> It
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(request: pytest.FixtureRequest, module_leaves_nothing: None) -> Iterator[None]:
-    """Fail the test after which threads or descriptors are left."""
+    """Fail the test if threads or descriptors are left."""
     if "pool" in request.fixturenames:
         request.getfixturevalue("pool")
     elif "make_pool" in request.fixturenames:
         request.getfixturevalue("warm")
     before = _taken(inside=not ALL_LEAKS)
     yield
-    # Threads for callbacks and logs come when they are needed and go with the pool: those of a
-    # pool stay that was there before.
+    # Threads for callbacks and logs start when needed and end with their pool. Those of pools that
+    # existed before the test may stay.
     pools = [name[:-7] for t in before.threads if (name := t.name).endswith("-engine")]
     left = before.leaks(WAIT, rf"({'|'.join(map(re.escape, pools))})-(callbacks|logs).*")
     if STDLIB:
-        # Its pools close their descriptors when they are collected, which is after this.
+        # Its pools close their descriptors later, when they are collected.
         left = [what for what in left if what.startswith(("process", "thread"))]
     if left:
-        pytest.fail("left over after the test:\n  " + "\n  ".join(left), pytrace=False)
+        pytest.fail("left after the test:\n  " + "\n  ".join(left), pytrace=False)
 
 
 # Pools -------------------------------------------------------------------------------------------
@@ -297,12 +297,12 @@ def nothing_leaks(request: pytest.FixtureRequest, module_leaves_nothing: None) -
 
 @pytest.fixture(scope="session")
 def warm(request: pytest.FixtureRequest) -> None:
-    """Start what lives as long as this process, so that no test is charged with it."""
+    """Start what lasts until this process ends, so that it does not count as a test's leak."""
     from multiprocessing import Value, forkserver, resource_tracker
 
     pure = all(_is_pure(item) for item in request.session.items)
     if not pure:
-        Value("i")  # multiprocessing keeps the memory that it takes from here on
+        Value("i")  # multiprocessing keeps the memory that it takes here
         resource_tracker.ensure_running()
         forkserver.ensure_running()
     for kind in THREAD_KINDS if pure else KINDS:
@@ -312,8 +312,8 @@ def warm(request: pytest.FixtureRequest) -> None:
 
 
 def tiers(kinds: list[Kind]) -> list[Any]:
-    """Make kinds the parameters of a fixture: the first of processes and of threads are tried by
-    make test, the others, which stand on the same engine, by make test-all."""
+    """Return kinds as parameters of a fixture. `make test` uses the first kind of processes and of
+    threads; `make test-all` uses all."""
     params = []
     for kind in kinds:
         first = kind in (*PROCESS_KINDS[:1], *THREAD_KINDS[:1])
@@ -351,7 +351,7 @@ def method_kind(request: pytest.FixtureRequest) -> Kind:
 
 
 class Shared:
-    """The pool that the tests of one module and kind share; a test that hung spoils it."""
+    """The pool that tests of one module and kind share; after a test that hung it is replaced."""
 
     def __init__(self, kind: Kind, folder: Path) -> None:
         self.kind = kind
@@ -359,7 +359,7 @@ class Shared:
         self.pool = self._started()
 
     def _started(self) -> Any:
-        """Build a pool and wait until both of its workers run, so that no test is charged."""
+        """Build a pool and wait until both workers run, so that this is no test's leak."""
         pool = self.kind(2)
         name = uuid.uuid4().hex
         box, gate = Mailbox(self.folder / f"{name}.box"), Gate(self.folder / f"{name}.gate")
@@ -393,21 +393,21 @@ def _shared(kind: Kind, warm: None, tmp_path_factory: pytest.TempPathFactory) ->
     shared.pool.close()
     shared.pool.join()
     shared.pool = None
-    # The last test's arguments still hold the pool; the standard library's needs to be collected.
+    # The last test's arguments still refer to the pool.
     left = [] if STDLIB else before.leaks(WAIT)
     if left:
-        pytest.fail(f"left over by the shared {kind!r}:\n  " + "\n  ".join(left), pytrace=False)
+        pytest.fail(f"left by the shared {kind!r}:\n  " + "\n  ".join(left), pytrace=False)
 
 
 @pytest.fixture
 def pool(_shared: Shared) -> Any:
-    """A pool of two workers, shared by the tests of a module: leave it as it is."""
+    """A pool of two workers, shared by a module's tests; a test must not end or change it."""
     return _shared.current()
 
 
 @pytest.fixture
 def make_pool(nothing_leaks: None) -> Iterator[Callable[..., Any]]:
-    """Build pools that are ended after the test: ``make_pool(kind, 2, ...)``."""
+    """Build pools by ``make_pool(kind, 2, ...)``, and end them after the test."""
     made = []
 
     def make(kind: Callable[..., Any], *args: Any, **kwds: Any) -> Any:
@@ -425,7 +425,7 @@ def make_pool(nothing_leaks: None) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def mailbox(tmp_path: Path, nothing_leaks: None) -> Iterator[Mailbox]:
-    """Lines from tasks to the test."""
+    """Receives lines from tasks."""
     box = Mailbox(tmp_path / "mailbox")
     yield box
     box.close()
@@ -441,7 +441,8 @@ def gate(tmp_path: Path, nothing_leaks: None) -> Iterator[Gate]:
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, gate: Gate) -> None:
-    """A module that registers itself in another, posts, and waits at the gate: `import_plugin`."""
+    """A module for `import_plugin`: it registers itself in another module, posts, and waits at the
+    gate."""
     (tmp_path / "registry.py").write_text("entries = []\n")
     (tmp_path / "plugin.py").write_text(
         "import registry\n"
@@ -455,7 +456,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, ga
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """A file that tasks append to, empty at first."""
+    """An empty file for tasks to append to."""
     path = tmp_path / "log"
     path.touch()
     return path
