@@ -1,6 +1,6 @@
-"""Worker pools for PyTorch programs: `multiprocessing.Pool`, fast, unbreakable, device-aware.
+"""Worker pools for PyTorch programs: as `multiprocessing.Pool`, but fast, robust and device-aware.
 
-Names are resolved when they are first used: ``import xpool`` imports neither torch nor dill.
+Names are resolved when they are first used, so ``import xpool`` imports neither torch nor dill.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ __all__ = [*_where, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name in _where:
-        # Without a collection of garbage: that finds nothing, and takes a twentieth of an import.
+        # A garbage collection would find nothing, and take a twentieth of the import.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -88,17 +88,16 @@ def __getattr__(name: str) -> Any:
         finally:
             if collects:
                 gc.enable()
-        # The next look finds it there, and does not come here.
-        globals()[name] = value
+        globals()[name] = value  # Python then no longer calls `__getattr__` for this name
         return value
     try:
-        # A module of the package, which the program has not imported by itself.
+        # The name may be a module of the package that the program has not imported.
         return importlib.import_module(f"xpool.{name}")
     except ModuleNotFoundError as exc:
-        # The module is there, and something that it imports is not.
+        # The module exists, but a module that it imports is missing.
         if exc.name != f"xpool.{name}":
             raise
-    # With these two, a traceback names the attribute that was meant.
+    # With ``name`` and ``obj``, the traceback suggests the right attribute.
     here = sys.modules[__name__]
     raise AttributeError(f"module 'xpool' has no attribute {name!r}", name=name, obj=here)
 

@@ -1,4 +1,4 @@
-"""``python -m xpool``: a report on this machine for pools, and a self-test of two seconds.
+"""``python -m xpool`` prints a report on this machine for pools, after a self-test of two seconds.
 
 ``python -m xpool stacks PID`` prints the stacks of the workers of a running program.
 
@@ -37,14 +37,14 @@ _LIMITS = {
 }
 
 LEAST_FILES = 1024
-"""A limit on open files below this gets a recommendation: a worker takes about six."""
+"""If fewer open files are allowed, the report recommends more.  A worker takes about six."""
 
 SELF_TEST_LIMIT = 30.0
-"""Seconds that each task of the self-test may take; long, for a machine that is very busy."""
+"""Seconds that each task of the self-test may take, even on a very busy machine."""
 
 
 def look(root: Path = Path("/")) -> dict[str, Any]:
-    """Return the report on this machine; ``root`` replaces ``/``."""
+    """Return the report on this machine.  ``root`` replaces ``/`` as the parent of sys and proc."""
     return {
         "versions": _versions(),
         "workers": _workers(),
@@ -81,7 +81,7 @@ def _processors(root: Path) -> dict[str, Any]:
     from xpool.devices.host import usable_cpus
 
     found: dict[str, Any] = {"usable": len(usable_cpus()), "of": os.cpu_count()}
-    # cgroup v2: the microseconds allowed in each period, or "max"; then the period.
+    # In cgroup v2: the allowed microseconds of each period or "max", then the period.
     quota = _read(root / "sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
         found["cgroup allows"] = round(int(quota[0]) / int(quota[1]), 2)
@@ -104,7 +104,7 @@ def _memory(root: Path) -> dict[str, Any]:
         found["cgroup allows"] = int(limit)
         has = int(_read(root / "sys/fs/cgroup/memory.current") or 0)
         stat = dict(line.split() for line in _read(root / "sys/fs/cgroup/memory.stat").splitlines())
-        # The kernel frees the cache of files before other memory, so do not count it.
+        # The file cache is not counted, because the kernel frees it before other memory.
         found["cgroup has"] = max(0, has - int(stat.get("inactive_file", 0)))
     for name, file in (("huge pages", "enabled"), ("huge pages, shared", "shmem_enabled")):
         choices = _read(root / "sys/kernel/mm/transparent_hugepage" / file)
@@ -117,11 +117,11 @@ def _memory(root: Path) -> dict[str, Any]:
 
 
 def _limits() -> dict[str, int | None]:
-    """Return the soft limits of this process; None: unlimited."""
+    """Return the soft limits of this process.  None means unlimited."""
     try:
         import resource
     except ImportError:
-        return {}  # not a Unix, so there are no limits
+        return {}  # the system is not a Unix and has no such limits
     soft = {name: resource.getrlimit(getattr(resource, key))[0] for name, key in _LIMITS.items()}
     return {name: None if n == resource.RLIM_INFINITY else n for name, n in soft.items()}
 
@@ -138,11 +138,11 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # the kernel does not have this file, or a container hides it
+        return ""  # the kernel lacks this file, or a container hides it
 
 
 def advice(found: dict[str, Any]) -> list[str]:
-    """Return recommended changes, one sentence each."""
+    """Return a sentence for each recommended change."""
     said = []
     limits, memory, processors = found["limits"], found["memory"], found["processors"]
     if found["workers"]["start method"] == "spawn":
@@ -176,7 +176,7 @@ def advice(found: dict[str, Any]) -> list[str]:
 
 
 def self_test() -> dict[str, Any]:
-    """Use the main features with two workers; return times, rates, and the failure if any."""
+    """Use the main features with two workers.  Return times and rates, and the first failure."""
     found: dict[str, Any] = {}
     begin = time.perf_counter()
     try:
@@ -188,7 +188,7 @@ def self_test() -> dict[str, Any]:
             begin = time.perf_counter()
             _expect(sum(pool.imap(abs, range(5000))), sum(range(5000)), "imap")
             found["imap, tasks/s"] = round(5000 / (time.perf_counter() - begin))
-            # Large enough for shared memory, if the system has it.
+            # This block is large enough for shared memory.
             block = bytearray(os.urandom(1 << 20)) * 16
             _expect(pool.apply(lambda data: data, (block,)), block, "16 MiB there and back")
             begin = time.perf_counter()
@@ -246,7 +246,7 @@ def _value(value: Any) -> str:
 
 
 def show_stacks(pid: int) -> int:
-    """Print the stacks of the workers of another process; return the exit status."""
+    """Print the stacks of the workers of another process.  Return the exit status."""
     if sys.platform != "linux":
         print("stacks needs Linux: it finds the workers through /proc", file=sys.stderr)
         return 1
@@ -263,7 +263,7 @@ def show_stacks(pid: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report; return the exit status."""
+    """Print the report.  Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m xpool",
         description="A report on this machine for pools, with a self-test. Paste it into an issue.",

@@ -4,7 +4,7 @@
 
     XPoolError
     |-- the caller ------------------------------------------------------------
-    |   |-- PoolClosed          also ValueError    the pool takes no more work
+    |   |-- PoolClosed          also ValueError    the pool accepts no more tasks
     |   |-- OptionError         also ValueError    an argument is invalid
     |   `-- DeviceError         also RuntimeError  a device is not available
     |-- the task ----------------------------------------------------------------
@@ -22,12 +22,12 @@
     `-- xpool ---------------------------------------------------------------------
         `-- InternalError       a bug in xpool, described in the message
 
-The exceptions of tasks are not among these: they are raised unchanged, with the worker's traceback
-as ``__cause__`` (a `RemoteTraceback`).  `TaskStopped` is not among them either: it is raised in a
-task to interrupt it.
+The exceptions of tasks are not among these: callers get them unchanged, with the worker's traceback
+as ``__cause__`` (a `RemoteTraceback`).  `TaskStopped` is not among these either: xpool raises it in
+a task to interrupt the task.
 
-All errors are picklable and keep their fields.  Each job gets its own instance, so that two callers
-do not add their frames to the same traceback.
+All errors can be pickled and then keep their attributes.  Each job gets its own instance, so that
+two callers do not add their frames to the same traceback.
 """
 
 from __future__ import annotations
@@ -80,35 +80,38 @@ def exit_reason(exitcode: int | None) -> str:
 
 
 class PoolClosed(XPoolError, ValueError):
-    """The pool takes no more work: it was closed, terminated, or has failed.
+    """The pool accepts no more tasks, because it was closed or terminated, or has failed.
 
-    It is also a `ValueError`, as in `multiprocessing.pool`.
+    This is also a `ValueError`, as in `multiprocessing.pool`.
     """
 
 
 class OptionError(XPoolError, ValueError):
-    """An argument has an invalid value; the message names the argument."""
+    """An argument has an invalid value.  The text names the argument."""
 
 
 class DeviceError(XPoolError, RuntimeError):
-    """A device is missing or in use, or its framework is missing or does not fit.
+    """A device is missing or in use, or its framework is missing or does not fit torch.
 
-    The message says what to do.
+    The text says what to do.
     """
 
 
 class TaskNotPicklable(XPoolError, pickle.PicklingError):
-    """The function or an argument cannot be sent to a worker; ``__cause__`` is the reason."""
+    """The function or an argument cannot be sent to a worker.  ``__cause__`` is the reason."""
 
 
 class TaskTimeout(XPoolError, TimeoutError):
-    """The task ran longer than its ``timeout=``, and was stopped.  A thread cannot be stopped: it
-    runs on.
+    """The task ran longer than its ``timeout=`` and was stopped, unless it runs in a thread.
 
-    Fields: ``seconds`` (the limit), ``worker`` (its index), ``pid`` (of the worker; None:
-    not known), ``task`` (the task, as text), ``stack`` (its stack at that time, as text, most
-    recent call first; empty: not known), ``stopped`` (False: it runs on in a thread of this
-    process), ``host`` (name of its host; empty: this one).
+    Attributes:
+        seconds: the limit.
+        worker: the index of the worker.
+        pid: the process id of the worker; None: not known.
+        task: the task, as text.
+        stack: the task's stack at that time, as text, most recent call first; empty: not known.
+        stopped: whether the task was stopped.  If not, it runs on in a thread of this process.
+        host: the name of the worker's host; empty: this one.
     """
 
     def __init__(
@@ -162,23 +165,26 @@ class TaskCancelled(XPoolError):
 
 
 class TaskStopped(BaseException):
-    """Raised inside a task to stop it, because its time is over or it was cancelled.
+    """xpool raises this in a task to stop it, because its time is over or it was cancelled.
 
-    It lets ``finally`` and ``with`` run; the caller never sees it.  Like `KeyboardInterrupt` it is
-    not an `Exception`, so that ``except Exception`` does not catch it.  A task that catches it and
-    goes on is killed a moment later, with its worker.
+    ``finally`` and ``with`` blocks of the task run.  The caller never gets this exception.  Like
+    `KeyboardInterrupt` it is not an `Exception`, so ``except Exception`` does not catch it.  If a
+    task catches it and continues, its worker is killed a moment later.
     """
 
 
 class WorkerDied(XPoolError):
     """The worker ended while it ran this task.
 
-    Fields: ``pid`` (int or None), ``exitcode`` (as `multiprocessing.Process.exitcode`:
-    negative for a signal, None if unknown), ``worker`` (its index), ``task``
-    (the task, as text), ``killed`` (how many workers this task has killed so far: with
-    ``retries=`` it may be several; 0: the task is not the cause), ``beside`` (if workers are
-    threads of one process: the part of the other workers in its end, as text, or empty), ``host``
-    (name of the worker's host; empty: this one).
+    Attributes:
+        pid: the process id of the worker, or None.
+        exitcode: as `multiprocessing.Process.exitcode`: negative for a signal; None: not known.
+        worker: the index of the worker.
+        task: the task, as text.
+        killed: how many workers this task has killed, several with ``retries=``; 0: another cause.
+        beside: if workers are threads of one process, how the other workers took part in its end,
+            as text; or empty.
+        host: the name of the worker's host; empty: this one.
     """
 
     def __init__(
@@ -226,7 +232,7 @@ class WorkerDied(XPoolError):
 class TensorLost(WorkerDied):
     """The worker that held a tensor on its device has ended, so the tensor is lost.
 
-    It has the fields of `WorkerDied`; ``task`` describes the tensor.
+    It has the attributes of `WorkerDied`.  ``task`` describes the tensor.
     """
 
     def __str__(self) -> str:
@@ -237,17 +243,16 @@ class TensorLost(WorkerDied):
 
 
 class HostLost(WorkerDied):
-    """The host that had this task is lost, and may have run it.
+    """The host that had this task is lost, and may have run the task.
 
-    It has the fields of `WorkerDied`, and ``reason`` (the known facts about the loss, as text).
-    ``worker`` is -1 if any worker of the host may have run the task; ``pid`` and ``exitcode`` are
+    It has the attributes of `WorkerDied`, and ``reason``: the known facts about the loss, as text.
+    ``worker`` is -1 if any worker of the host may have run the task.  ``pid`` and ``exitcode`` are
     None.
     """
 
     def __init__(self, host: str, reason: str, task: str, worker: int = -1) -> None:
         super().__init__(None, None, worker, task, 0, "", host)
-        # Unpickling calls `__init__` with these.
-        self.args = (host, reason, task, worker)
+        self.args = (host, reason, task, worker)  # unpickling calls `__init__` with these
         self.reason = reason
 
     def __str__(self) -> str:
@@ -258,7 +263,7 @@ class HostLost(WorkerDied):
 
 
 class PeerLost(XPoolError):
-    """A process with which this one works has ended, so its messages will not arrive."""
+    """A process with which this one works together has ended, so its messages will not arrive."""
 
 
 _HINTS: dict[int | None, str] = {
@@ -273,10 +278,10 @@ _HINTS: dict[int | None, str] = {
 
 
 class WorkerStartFailed(XPoolError):
-    """A worker could not be started in several attempts: the pool has stopped.
+    """A worker could not be started in several attempts, so the pool has stopped.
 
-    Fields: ``worker`` (its index), ``attempts``, ``reason`` (text).  If the initializer
-    raised an exception, that is the ``__cause__``.
+    ``worker`` is its index, ``attempts`` their number, and ``reason`` a text.  If the initializer
+    raised an exception, this is the ``__cause__``.
     """
 
     def __init__(self, worker: int, attempts: int, reason: str) -> None:
@@ -291,11 +296,11 @@ class WorkerStartFailed(XPoolError):
 
 
 class PoolBroken(XPoolError):
-    """The pool has stopped: workers died one after the other without finishing a task, or an
-    exception interrupted the pool's own bookkeeping.
+    """The pool has stopped, because workers died one after the other without finishing a task, or
+    because an exception interrupted the pool's own bookkeeping.
 
-    Fields: ``deaths`` (their number), ``seconds`` (the time in which they happened), ``last`` (the
-    last death, as text; without deaths, the exception).
+    ``deaths`` workers died within ``seconds``.  ``last`` describes the last death or, if ``deaths``
+    is 0, the exception.
     """
 
     def __init__(self, deaths: int, seconds: float, last: str) -> None:
@@ -316,13 +321,13 @@ class PoolBroken(XPoolError):
 
 
 class InternalError(XPoolError):
-    """A bug in xpool, or in a hook of a pool that is built on it.  The message describes it."""
+    """A bug in xpool, or in a hook of a subclass of `BasePool`.  The text describes it."""
 
 
 def __getattr__(name: str) -> Any:
     if name in ("RemoteTraceback", "ResultNotPicklable"):
-        # Imported on demand: their bases are in `multiprocessing.pool`, whose import would add a
-        # tenth to the imports of a worker before its first task.
+        # Imported on demand, because the import of `multiprocessing.pool`, which has their bases,
+        # would add a tenth to the imports of a worker before its first task.
         error_imports.ready()
         value = globals()[name] = getattr(import_module("xpool._python.pool_errors"), name)
         return value

@@ -1,12 +1,12 @@
-"""The backends ``"xpool"`` and ``"xpool-threads"`` of joblib: importing this module registers them.
+"""The joblib backends ``"xpool"`` and ``"xpool-threads"``.  Importing this module registers them.
 
     >>> import joblib, xpool.joblib
     >>> with joblib.parallel_config("xpool", n_jobs=2):
     ...     joblib.Parallel()(joblib.delayed(abs)(-n) for n in range(3))
     [0, 1, 2]
 
-Workers stay for the next call with the same number of workers, as loky's do; `shutdown` ends them.
-When a worker dies, its batch runs again, up to `RETRIES` times.
+The workers stay for the next call with the same options, as loky's do.  `shutdown` ends them.  When
+a worker dies, its batch runs again, up to `RETRIES` times.
 
 ``"xpool-threads"`` runs the batches in threads, as joblib's ``"threading"`` does.
 """
@@ -44,26 +44,26 @@ RETRIES = 2
 
 
 _Outcome = tuple[Any, BaseException | None]
-"""How a batch ended: its value, or its error."""
+"""The value of a batch, or its error."""
 
 # Options for arrays in files, which joblib passes to every backend of processes.
 _OF_FILES = frozenset({"max_nbytes", "mmap_mode", "temp_folder", "verbose"})
 
-# Options of `Pool` that this module passes to its own initializer, `_set_up`.
+# Options of `Pool` that this module passes to its initializer `_set_up`.
 _OF_WORKERS = frozenset({"initializer", "initargs"})
 
 
 class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
-    """Runs the batches of one `joblib.Parallel` in the pool that `_take` of a subclass sets."""
+    """Runs the batches of one `joblib.Parallel` in a pool, which `_take` of a subclass sets."""
 
     supports_retrieve_callback = True
 
     _retries = 0
     _pool: BasePool | None = None
-    """The pool of this call."""
+    """The pool of this call of `Parallel`."""
 
     _jobs: set[AsyncResult[Any]]
-    """The unfinished batches.  Needs no lock: each operation on it is atomic."""
+    """The unfinished batches.  They need no lock, because each operation on a set is atomic."""
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         if n_jobs == 0:
@@ -80,9 +80,9 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
         require: str | None = None,
         **options: Any,
     ) -> int:
-        """Take the workers for the next calls; return their number.
+        """Set the pool for the next calls, and return its number of workers.
 
-        Options for arrays in files have no effect, since arrays do not travel in files.
+        Options for arrays in files have no effect, because arrays do not travel in files.
         """
         workers: int = self.effective_n_jobs(n_jobs)
         if workers == 1:
@@ -96,7 +96,7 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
     def submit(
         self, func: Callable[[], Any], callback: Callable[[_Outcome], object] | None = None
     ) -> AsyncResult[Any]:
-        """Submit a batch; ``callback`` is called with its outcome, in a thread of the pool."""
+        """Submit a batch.  A thread of the pool calls ``callback`` with its value or error."""
         pool = self._pool
         if pool is None:
             raise RuntimeError(
@@ -116,7 +116,7 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
         failed = functools.partial(done, None)
         job = pool.apply_async(func, callback=done, error_callback=failed, retries=self._retries)
         jobs.add(job)
-        if over:  # perhaps before `job` was set
+        if over:  # `done` may have run before `job` was set
             jobs.discard(job)
         return job
 
@@ -128,9 +128,8 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
         return value
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
-        """Cancel all batches; a worker that does not stop is replaced."""
-        # A copy, since callbacks remove jobs in another thread.
-        for job in list(self._jobs):
+        """Cancel all batches.  A worker that does not stop is replaced."""
+        for job in list(self._jobs):  # a copy, because callbacks remove jobs in another thread
             job.cancel()
         if not ensure_ready:
             self.terminate()
@@ -139,10 +138,10 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
 class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
     """Runs the batches of one `joblib.Parallel` in the workers of a `Pool`.
 
-    Keyword arguments of ``parallel_config`` and ``Parallel`` that joblib does not know go to
-    `Pool`, for example ``task_timeout=60``, ``maxtasksperchild=100``, or ``initializer`` and
-    ``initargs``.  Workers come from xpool's fork server, unless ``parallel_config`` has a
-    ``context=``, or the variable ``JOBLIB_START_METHOD`` names one.
+    Keyword arguments of ``parallel_config`` and ``Parallel`` that joblib does not know are passed
+    to `Pool`, for example ``task_timeout=60``, ``maxtasksperchild=100``, or ``initializer`` and
+    ``initargs``.  Workers are started by xpool's fork server, unless ``parallel_config`` has a
+    ``context=`` or the environment variable ``JOBLIB_START_METHOD`` names a start method.
     """
 
     supports_inner_max_num_threads = True
@@ -151,9 +150,9 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
     _kept: _Kept | None = None
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """Return the number of workers; 1 inside of a worker, so that batches run in its process.
+        """Return the number of workers.  It is 1 in a worker, whose process then runs the batches.
 
-        Also 1, with a warning, in a daemonic process of `multiprocessing`, which may have no
+        It is also 1, with a warning, in a daemonic process of `multiprocessing`, which may not have
         children.
         """
         workers: int = super().effective_n_jobs(n_jobs)
@@ -171,15 +170,15 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
         return workers
 
     def _take(self, workers: int, options: dict[str, Any]) -> None:
-        # joblib always passes a context; this one is None unless the user has asked for one.
+        # joblib's own ``context`` is always set.  This one is None unless the user has chosen it.
         options["context"] = self.backend_kwargs.get("context", joblib.parallel.DEFAULT_MP_CONTEXT)
         threads = self._prepare_worker_env(workers)
         self._kept = _take(workers, threads, {**self.backend_kwargs, **options})
         self._pool = self._kept.pool
 
     def terminate(self) -> None:
-        """Give the workers back; they stay for the next call."""
-        # Given back only once: joblib may call this several times.
+        """Give the workers back, for the next call."""
+        # joblib may call this several times, so give them back only once.
         kept, self._kept, self._pool = self._kept, None, None
         if kept is not None:
             kept.give_back()
@@ -189,10 +188,11 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
 class ThreadsBackend(_PoolBackend):
     """Runs the batches of one `joblib.Parallel` in the threads of a `ThreadPool`.
 
-    Objects are passed by reference, so ``require="sharedmem"`` accepts this backend.  A thread
-    cannot be stopped: after an error or joblib's ``timeout=``, running batches go on unnoticed.
+    Objects are passed by reference, so ``require="sharedmem"`` accepts this backend.  Threads
+    cannot be stopped: after an error or joblib's ``timeout=``, batches that run continue, and their
+    results are dropped.
 
-    Keyword arguments that joblib does not know go to `ThreadPool`.
+    Keyword arguments that joblib does not know are passed to `ThreadPool`.
     """
 
     uses_threads = supports_sharedmem = True
@@ -203,8 +203,7 @@ class ThreadsBackend(_PoolBackend):
         self._pool = ThreadPool(workers, name="joblib", **others)
 
     def terminate(self) -> None:
-        # Ended only once: joblib may call this several times.
-        pool, self._pool = self._pool, None
+        pool, self._pool = self._pool, None  # joblib may call this several times
         if pool is not None:
             pool.terminate()
 
@@ -220,12 +219,12 @@ def _set_up(
 
 
 def _limit_threads(variables: Mapping[str, str]) -> None:
-    """Limit the threads of numerical libraries: of loaded ones now, of others by variables."""
+    """Limit the threads of numerical libraries.  Variables do this for libraries loaded later."""
     os.environ.update(variables)
     try:
         import threadpoolctl
     except ImportError:
-        return  # loaded libraries keep their threads; scikit-learn installs threadpoolctl
+        return  # the loaded libraries cannot be limited; scikit-learn installs threadpoolctl
     threadpoolctl.threadpool_limits(int(variables["OMP_NUM_THREADS"]))
 
 
@@ -241,9 +240,9 @@ class _Kept:
     def give_back(self) -> None:
         with _lock:
             self.users -= 1
-            # True if another pool is kept by now, or `shutdown` was called while it was in use.
+            # Another pool may be kept now, or `shutdown` was called while this one was in use.
             unwanted = self.users == 0 and _kept is not self
-        # Without the lock, since the end of a pool waits for its workers.
+        # Not under the lock, because the end of a pool waits for its workers.
         if unwanted:
             self.end()
 
@@ -260,17 +259,16 @@ at_fork.renew(globals(), _lock=threading.Lock)
 
 def _take(n_jobs: int, threads: Mapping[str, str], options: Mapping[str, Any]) -> _Kept:
     global _kept
-    # With the pid: a forked child must not use the parent's workers.
+    # The key contains the pid, because a forked child must not use the parent's workers.
     key = os.getpid(), n_jobs, sorted(threads.items()), sorted(options.items(), key=lambda o: o[0])
     old = None
     with _lock:
         kept = _kept
-        # The pool may have been stopped by its own failure.
         if kept is None or not _is_same(kept.key, key) or kept.pool.state != "RUN":
-            # A pool in use is ended by its last user; a parent's pool, by the parent.
+            # The last user ends a pool in use, and the parent ends its own pool.
             if kept is not None and kept.users == 0 and kept.key[0] == os.getpid():  # type: ignore[index]
                 old = kept
-            # Under the lock, although it takes a while: concurrent calls then get the same pool.
+            # Made under the lock, although this takes a while, so that concurrent calls share it.
             begin = dict(threads), options.get("initializer"), options.get("initargs", ())
             others = {name: options[name] for name in options.keys() - _OF_WORKERS}
             pool = Pool(n_jobs, _set_up, begin, name="joblib", **others)
@@ -285,7 +283,7 @@ def _is_same(one: object, other: object) -> bool:
     try:
         return one == other
     except Exception:
-        return False  # for example arrays among the initargs: comparing them gives an array
+        return False  # for example, initargs contain arrays, whose comparison is an array
 
 
 def shutdown() -> None:

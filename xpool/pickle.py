@@ -1,13 +1,14 @@
-"""Pickling for worker pools: fast for plain data, by value for what has no importable name.
+"""Pickling for worker pools.  It is fast for plain data, and by value for objects without an
+importable name.
 
     >>> from xpool import pickle
     >>> square = pickle.loads(pickle.dumps(lambda x: x * x))
     >>> square(7)
     49
 
-`dumps` and `loads` are for users.  The pools use `encode` and `decode`, which keep large
-buffers beside the pickle, and `encode_exception`.  Importing this imports neither torch nor
-numpy nor dill; dill is imported when the C pickler has met something that it cannot do.
+`dumps` and `loads` are for users.  The pools use `encode` and `decode`, which keep large buffers
+beside the pickle, and `encode_exception`.  Importing this module imports none of torch, numpy and
+dill.  dill is imported when the C pickler meets an object that it cannot pickle.
 """
 
 from importlib import import_module
@@ -30,19 +31,18 @@ __all__ = [
     "mark_static_module",
 ]
 
-# The codec knows no kind of object: each of these modules told it, when it was imported, what it
-# can do.
+# When these modules are imported, they register their reducers with the codec.
 _FAMILIES = (classes, exceptions, functions, main_globals, typevars, views)
 
-# What a program without torch and numpy never needs.
+# The modules of reducers that a program without torch or numpy never needs.
 LATE = {"torch": "xpool._pickling.tensors.dense", "numpy": "xpool._pickling.tensors.arrays"}
-lazily(LATE["torch"], "torch", "torch.storage")  # where classes of theirs, or bases of these, are
+lazily(LATE["torch"], "torch", "torch.storage")  # modules of the classes, or of their bases
 lazily(LATE["numpy"], "numpy")
 
 
 def load_late(module: ModuleType) -> None:
-    """In a worker that has just imported a module of `LATE`: be ready for its objects.
+    """Import the reducers for a module of `LATE` that this worker has just imported.
 
-    A task may have taken all descriptors by the time when it returns one.
+    They are imported now, because a task may later have used up all descriptors.
     """
     import_module(LATE[module.__name__])

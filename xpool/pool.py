@@ -1,4 +1,4 @@
-"""The pools by the module name that `multiprocessing` and machin have for theirs."""
+"""The pools, in a module with the name that `multiprocessing` and machin use for it."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
 """`SimpleQueue`: a queue between processes of the program, with many readers and many writers.
 
 The channel is a pair of sockets for packets.  The kernel sends and receives a packet as a whole, so
-readers and writers share no lock, and a process that is killed loses at most the message that it is
-putting or getting.  Large data are in the arena of the process that has put them; the message names
-their place (docs/queue.md).
+readers and writers share no lock, and if a process is killed, at most the message that it is
+putting or getting is lost.  Large data stay in the arena of the process that has put them, and the
+message contains their place (docs/queue.md).
 
-A packet is a message of `xpool._pickling.frame`.  If that is too long for a packet, the message is
-in a file, and the packet is::
+A packet is a message of `xpool._pickling.frame`.  If a message is too long for a packet, it is
+written to a file, and the packet is::
 
     b"\x02"  7 spare bytes  u64 size
 
-A packet carries descriptors: of this file, and of an in-flight lease for each arena that the
-message names.
+A packet carries descriptors: that of this file, and that of an in-flight lease for each arena that
+the message names.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from xpool.pickle import decode, encode
 
 __all__ = ["SimpleQueue"]
 
-# The first byte of such a packet; no plain pickle begins with it, nor `frame.FRAMED`.
+# The first byte of a packet for a file.  Plain pickles and framed messages begin with others.
 _IN_FILE = 2
 _FILE_HEAD = struct.Struct("<BxxxxxxxQ")
-# Of one packet; the kernel allows 253 (SCM_MAX_FD).
+# The largest number of descriptors in a packet.  The kernel allows 253 (SCM_MAX_FD).
 _MOST_FDS = 64
 
 _FOR_A_MESSAGE = 3
-"""Descriptors that a process needs briefly to take out a message: for the in-flight lease, and two
-to open the arena."""
+"""The number of descriptors that a process needs briefly to take out a message: one for the
+in-flight lease, and two to open the arena."""
 
 _SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL if sys.platform == "linux" else 0
 
@@ -65,19 +65,21 @@ class SimpleQueue:
     """A first-in, first-out queue for all processes and threads of a program, as
     `multiprocessing.SimpleQueue`.
 
-    Give it to processes when they are started: as an argument of `multiprocessing.Process` (any
+    A process gets the queue when it is started: as an argument of `multiprocessing.Process` (any
     start method), in ``initargs`` of a pool, or by a fork.  Any number of processes may put and
-    get.  If one of them dies, the others go on; only a message that it has taken out is lost.
+    get.  If a process dies, the others continue, and only a message that it has taken out is lost.
 
     Args:
         ctx: a context of `multiprocessing` or the name of a start method.  It has no effect, and
             exists for compatibility with `multiprocessing.SimpleQueue`.
-        copy_tensor: False: storages of CPU tensors move to shared memory, and all processes that
-            have sent or got them see each other's writes.  True: a receiver's tensors are its own.
+        copy_tensor: if False, the storages of CPU tensors are moved to shared memory, and all
+            processes that have put or got a tensor see each other's writes.  If True, a receiver
+            gets its own copies.
 
     Raises:
-        OptionError (a `ValueError`): there is no such context, or the system is not Linux.
-        OSError: no descriptor is left; a queue needs two in each process.
+        OptionError (a `ValueError`): ``ctx`` is invalid, or the system is not Linux.
+        TypeError: ``ctx`` is neither a context nor a name.
+        OSError: this process can open no more descriptors.  A queue needs two in each process.
     """
 
     def __init__(self, *, ctx: BaseContext | str | None = None, copy_tensor: bool = False) -> None:
@@ -95,23 +97,23 @@ class SimpleQueue:
     def _open(self, reader: socket.socket, writer: socket.socket, copy_tensor: bool) -> None:
         self._reader, self._writer = reader, writer
         self._copy_tensor = bool(copy_tensor)
-        self._arena: Arena | None = None  # to which `_layout` belongs
+        self._arena: Arena | None = None  # the arena to which `_layout` belongs
         self._layout: Layout | None = None
         self._leave_arena: Callable[[], object] | None = None
 
     # -- putting and getting -----------------------------------------------------------------------
 
     def put(self, obj: Any) -> None:
-        """Put an object; waits while the queue is full.
+        """Put an object, and wait while the queue is full.
 
-        It is full if it holds 1 MiB of packets (or the system's ``net.core.wmem_max``, if that is
-        less), or if the memory of its messages has reached the arena's limit (half of the memory
-        that was available).
+        The queue is full if it contains 1 MiB of packets (or the system's ``net.core.wmem_max``, if
+        this is less), or if the memory of its messages has reached the arena's limit (half of the
+        memory that was available).
 
         Raises:
-            TaskNotPicklable: it cannot be pickled or shared; the message says why.
-            OptionError: its tensors should be shared, and this process cannot share memory.
-            OSError: no descriptor is left; nothing was put.
+            TaskNotPicklable: the object cannot be pickled or shared.  The text says why.
+            OptionError: tensors should be shared, but this process cannot share memory.
+            OSError: this process can open no more descriptors.  Nothing was put.
             ValueError: the queue is closed in this process.
         """
         self._check_open()
@@ -123,27 +125,26 @@ class SimpleQueue:
         else:
             self._put(message, -1, held)
         if held:
-            # Its thread releases the blocks when they have arrived, even without another `put`.
+            # Wakes the thread that releases the blocks when they have arrived.
             foreign.call()
 
     def _put(self, packet: bytes | memoryview, file: int, held: dict[Holds, list[Block]]) -> None:
         while not self._try_put(packet, file, held):
-            foreign.reclaim_arrived()  # now, since the wait may be long
+            foreign.reclaim_arrived()  # called now, because the wait may be long
             self._wait(self._writer, select.POLLOUT, None)
             self._check_open()
 
     def get(self, timeout: float | None = None) -> Any:
-        """Take the next object out; wait up to ``timeout`` seconds for one, None: for ever.
+        """Take out the next object.  Wait for it at most ``timeout`` seconds; None: without limit.
 
-        Every process that has the queue can put, including this one, so the queue never ends: if no
-        other process is left, only the timeout ends the wait.  `close` in another thread ends it
-        within a second.
+        The queue never ends, because this process can put objects, too: if no other process is
+        left, only the timeout ends the wait.  `close` in another thread ends it within a second.
 
         Raises:
-            queue.Empty: no object came in time.
+            queue.Empty: no object arrived in time.
             ValueError: the queue is closed in this process, or ``timeout`` is negative.
-            OSError: no descriptor is left; the message stays in the queue.
-            Exception: unpickling the message has failed; the message is lost.
+            OSError: this process can open no more descriptors.  The message stays in the queue.
+            Exception: the message cannot be unpickled, and is lost.
         """
         end = deadline_of(timeout)
         if timeout is not None and timeout < 0:
@@ -164,17 +165,18 @@ class SimpleQueue:
             foreign.call()
         return decode(message)
 
-    quick_put, quick_get = put, get  # machin has these names for variants without locks
+    quick_put, quick_get = put, get  # machin's names for variants without locks
 
     def empty(self) -> bool:
-        """Whether there is no object to take out at this moment."""
+        """Whether the queue has no object at this moment."""
         self._check_open()
         return not _poll(self._reader.fileno(), select.POLLIN, 0)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there is an object to take out.
+        """Return a descriptor that is readable while the queue has an object.
 
-        For `select` and `multiprocessing.connection.wait`.  Another process may take it out first.
+        `select` and `multiprocessing.connection.wait` call this.  Another process may take out the
+        object first.
         """
         self._check_open()
         return self._reader.fileno()
@@ -182,10 +184,10 @@ class SimpleQueue:
     # -- ending ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the queue in this process.  Other processes can go on using it."""
+        """Close the queue in this process.  Other processes can still use it."""
         reader = self.__dict__.get("_reader")
         if reader is None:
-            return  # it was never opened
+            return  # the constructor has raised
         reader.close()
         self._writer.close()
         if self._leave_arena is not None:
@@ -233,14 +235,14 @@ class SimpleQueue:
     def _current_layout(self) -> Layout:
         arena = Arena.own()
         if self._layout is None or arena is not self._arena:
-            # The first call, or the first one after a fork.
+            # This is the first call, or the first one after a fork.
             self._arena = arena
             if arena is None:
                 share: Any = None if self._copy_tensor else _Unshared()
                 self._layout = BY_PIPE._replace(arena=share, anywhere=True)
             else:
                 arena.begin()
-                # Not in `__del__`, which may run at exit after modules were cleared.
+                # `__del__` cannot do this, because modules may be cleared when it runs at exit.
                 self._leave_arena = weakref.finalize(self, _end, arena)
                 share = None if self._copy_tensor else arena
                 self._layout = Layout(lessor=_lease, arena=share, anywhere=True)
@@ -251,8 +253,7 @@ class SimpleQueue:
     ) -> bool:
         """Send a message if there is room for it."""
         try:
-            # No shield: a signal handler can interrupt no bookkeeping here.
-            if file < 0 and not held:
+            if file < 0 and not held:  # no bookkeeping that a signal handler could interrupt
                 self._writer.send(packet, _SEND)
             else:
                 self._send(packet, file, held)
@@ -264,8 +265,8 @@ class SimpleQueue:
                 self._check_open()  # another thread has closed it
             if exc.errno != errno.ETOOMANYREFS:
                 raise
-        # This user's descriptors in packets have reached the limit (ulimit -n).  No event reports
-        # when there are fewer.
+        # Packets contain as many descriptors of this user as allowed (ulimit -n).  No event reports
+        # that there are fewer.
         time.sleep(_PAUSE)
         return False
 
@@ -274,9 +275,9 @@ class SimpleQueue:
         with foreign.passing:
             fds = [] if file < 0 else [file]
             fds += [foreign.in_flight_leases_of(arena).descriptor() for arena in held]
-            # The lock keeps forks from copying leases; nothing waits while it is held.
+            # Under the lock, no fork can copy the leases.  This call does not wait.
             self._writer.sendmsg([packet], packets.rights(fds), _SEND)
-            # After the packet was sent: otherwise it is sent again, with the same blocks.
+            # Only a packet that was sent counts.  Otherwise it is sent again, with the same blocks.
             for arena, blocks in held.items():
                 foreign.in_flight_leases_of(arena).sent(blocks)
 
@@ -284,10 +285,10 @@ class SimpleQueue:
 
     @shielded
     def _try_get(self) -> bytes | memoryview | None:
-        """Take out a message, if there is one, and take holds on its blocks."""
+        """Take out a message and take holds on its blocks, or return None."""
         with foreign.passing:
-            # Before the packet is taken out: the kernel drops descriptors beyond the limit.  If
-            # another thread opens files in between, ``lost`` is true.
+            # Checked before the packet is taken out, because the kernel drops descriptors beyond
+            # the limit.  If another thread opens files after the check, ``lost`` is true.
             _need_descriptors(self._reader.fileno())
             try:
                 data, fds, lost = packets.receive(self._reader, packets.LONGEST, _MOST_FDS)
@@ -302,14 +303,14 @@ class SimpleQueue:
                     )
                 return _opened(data, list(fds)) if fds else data
             finally:
-                # Closing the leases tells the senders that this process holds the blocks.
+                # A closed lease tells the sender that this process holds the blocks.
                 for fd in fds:
                     os.close(fd)
 
     def _wait(self, end: socket.socket, event: int, until: float | None) -> bool:
-        """Wait for an event, for a second at most; return False when ``until`` has passed."""
-        # Another thread may close the queue, and a signal that comes just before a wait would be
-        # missed.
+        """Wait for an event, at most a second.  Return False if ``until`` has passed."""
+        # A second, because `close` in another thread, and a signal just before the wait, do not end
+        # the wait.
         seconds = 1.0 if until is None else min(1.0, until - time.monotonic())
         fd = end.fileno()
         if fd >= 0:
@@ -325,12 +326,12 @@ def _poll(fd: int, event: int, seconds: float) -> bool:
 
 
 def _end(arena: Arena) -> None:
-    if arena is Arena._own:  # otherwise it is the parent's: this process was forked
+    if arena is Arena._own:  # in a forked process, it may be the parent's arena
         arena.end()
 
 
 def _need_descriptors(fd: int) -> None:
-    """Raise `OSError` if the kernel would drop descriptors of a message, since too few are left."""
+    """Raise `OSError` if this process can open too few descriptors for a message."""
     free: list[int] = []
     try:
         for _ in range(_FOR_A_MESSAGE):
@@ -341,9 +342,9 @@ def _need_descriptors(fd: int) -> None:
 
 
 def _lease(nbytes: int) -> Block | None:
-    """Lease a block of this process; wait for memory while messages hold some.
+    """Lease a block of this process.  Wait for memory while messages in queues hold some.
 
-    None: live objects hold all of it; then the message is put into a file.
+    Return None if only objects hold memory.  The message is then put into a file.
     """
     arena = Arena.own()
     if arena is None:
@@ -352,7 +353,7 @@ def _lease(nbytes: int) -> Block | None:
     while block is None and foreign.reclaim_arrived():
         block = arena.lease(nbytes)
         if block is None:
-            time.sleep(_PAUSE)  # no event reports the end of an in-flight lease
+            time.sleep(_PAUSE)  # no event reports that an in-flight lease has ended
     return block
 
 
@@ -370,7 +371,7 @@ def _opened(data: bytes, fds: list[int]) -> bytes | memoryview:
 
 
 class _Unshared:
-    """Replaces a missing arena; only tensors that should be shared use it."""
+    """Takes the place of an arena.  Only tensors that should be shared use it, and get an error."""
 
     def holds(self, address: int) -> bool:
         return False

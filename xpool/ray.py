@@ -1,4 +1,4 @@
-"""Pools over the hosts of a Ray cluster.  docs/hosts.md.
+"""Pools over the hosts of a Ray cluster.  The guide is docs/hosts.md.
 
     import xpool.ray
     from xpool import Pool
@@ -6,8 +6,8 @@
     with Pool(hosts=xpool.ray.hosts()) as pool:     # every core of the cluster
         ...
 
-Ray places an agent on each host, watches it and transfers data; each agent has an engine of xpool
-with workers.  Needs ``pip install xpool[ray]``; Ray is imported at its first use.
+Ray places an agent on each host, watches it and transfers data.  Each agent has an engine of xpool
+with workers.  This module needs ``pip install xpool[ray]``, and imports Ray when it is first used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from xpool.errors import OptionError
 __all__ = ["CtxPool", "Devices", "HostDevice", "Hosts", "Pool", "devices", "hosts"]
 
 CONNECT_SECONDS = 5.0
-"""Seconds in which a cluster must accept a connection."""
+"""Seconds within which a cluster must accept a connection."""
 
 
 class Hosts(NamedTuple):
-    """The hosts of a cluster that a pool uses, and how much of each.  Made by `hosts`."""
+    """The hosts of a cluster that a pool uses, and the resources of each.  `hosts` makes it."""
 
     address: str | None = None
     n: int | None = None
@@ -46,11 +46,11 @@ class Hosts(NamedTuple):
     total: int | None = None
 
     def find(self) -> list[Node]:
-        """Connect to the cluster, and return the hosts that fit.
+        """Connect to the cluster, and return the hosts with the wanted resources and labels.
 
         Raises:
             ImportError: Ray is not installed.
-            OptionError: there is no cluster, or no host in it that fits.
+            OptionError: no cluster was found, or no host in it fits.
         """
         ray = ray_module()
         if ray.util.client.ray.is_connected():
@@ -76,11 +76,11 @@ class Hosts(NamedTuple):
         return make_engine(pool, workers, functools.partial(RayFleet, self, nodes), self.kind)
 
     def driver_address(self) -> str:
-        """Return the address under which hosts reach this program."""
+        """Return the address at which hosts reach this program."""
         return str(ray_module().util.get_node_ip_address())
 
     def living(self) -> list[Node]:
-        """Return the living hosts that fit, those with the most workers first."""
+        """Return the living hosts that fit.  Hosts with more workers come first."""
         every = [self._node(one) for one in named(ray_module().nodes()) if one["Alive"]]
         fit = sorted((one for one in every if one is not None), key=lambda one: -one.workers)
         if not every:
@@ -121,8 +121,8 @@ class Hosts(NamedTuple):
 
 
 class HostDevice(NamedTuple):
-    """A device of a host, as the driver knows it; its worker gets a `xpool.devices.DeviceContext`
-    with this ``host``."""
+    """A device of a host, as the driver describes it.  The device's worker gets a
+    `xpool.devices.DeviceContext` with this ``host``."""
 
     kind: str
     host: str
@@ -149,17 +149,18 @@ def hosts(
     """Return the hosts of a Ray cluster for a pool: ``Pool(hosts=xpool.ray.hosts())``.
 
     Args:
-        address: of the cluster, as for `ray.init`; None: the cluster to which the program is
-            connected, or which RAY_ADDRESS names, or else a new one on this machine only.
-        n: the most hosts; None: all, including those that join while the pool works.
-        per_host: number of workers on each host; None: its number of CPUs.
-        resources: Ray's resources that each host must have besides CPUs, such as ``{"GPU": 4}``;
-            the pool reserves them.
+        address: the cluster's address, as for `ray.init`.  None: the cluster to which the program
+            is connected, else that of RAY_ADDRESS, else a new one on this machine.
+        n: the largest number of hosts.  None: all, including those that join while the pool works.
+        per_host: number of workers on each host.  None: its number of CPUs.
+        resources: Ray's resources that each host must have besides CPUs, such as ``{"GPU": 4}``.
+            The pool reserves them.
         labels: labels that each host must have.
-        runtime_env: as for `ray.init`: brings code, packages and variables to the hosts.
+        runtime_env: code, packages and variables for the hosts, as for `ray.init`.
 
     Raises:
-        OptionError: ``n`` or ``per_host`` is not a positive int.
+        OptionError: ``n`` or ``per_host`` is below 1.
+        TypeError: ``n`` or ``per_host`` is not an int.
     """
     if n is not None:
         check_count("n", n)
@@ -177,18 +178,19 @@ def devices(
     labels: Mapping[str, str] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
 ) -> Devices:
-    """Return a context for each device of a Ray cluster: for ``CtxPool(worker_contexts=...)``.
+    """Return a context for each device of a Ray cluster, for ``CtxPool(worker_contexts=...)``.
 
-    The context that a worker gets is a `xpool.devices.DeviceContext`, which is made on its host for
-    a device that Ray has reserved there.
+    The worker gets a `xpool.devices.DeviceContext`, which is made on its host for a device that Ray
+    has reserved there.
 
     Args:
         kind: "cpu", "cuda" or "tpu".
         address, n, labels, runtime_env: as for `hosts`.
-        per_host: number of devices of each host; None: all.
+        per_host: number of devices of each host.  None: all.
 
     Raises:
         OptionError: the kind does not exist, or no host has such devices.
+        ImportError: Ray is not installed.
     """
     if kind not in ("cpu", "cuda", "tpu"):
         raise OptionError(f"devices(kind={kind!r}): use 'cpu', 'cuda' or 'tpu'")
@@ -204,7 +206,7 @@ def devices(
 
 
 def _look_for(address: str) -> None:
-    """Raise `OSError` if no process listens at an address: Ray would try for minutes."""
+    """Raise `OSError` if no process listens at an address, because Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "://" not in host:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
@@ -214,13 +216,14 @@ class Pool(_Pool):
     """`xpool.Pool` on the cores of a Ray cluster, for programs that only change their imports.
 
     Args:
-        processes: number of cores; None: all.
-        ray_address, ray_remote_args: as for `ray.util.multiprocessing.Pool`: the cluster's address,
-            and options of its actors: ``runtime_env``, and ``num_cpus``, which must be 1.
-        initializer, initargs, maxtasksperchild, options: as for `xpool.Pool`.
+        processes: number of cores.  None: all.
+        ray_address: the cluster's address, as for `ray.util.multiprocessing.Pool`.
+        ray_remote_args: options of actors, as there.  It may contain ``runtime_env``, and
+            ``num_cpus``, which must be 1.
+        initializer, initargs, maxtasksperchild, context, options: as for `xpool.Pool`.
 
     Raises:
-        OptionError: ``ray_remote_args`` has another option, or ``hosts=`` is given as well.
+        OptionError: ``ray_remote_args`` has another option, or ``hosts=`` is given, too.
     """
 
     def __init__(
@@ -235,15 +238,15 @@ class Pool(_Pool):
         **options: Any,
     ) -> None:
         options["hosts"] = _where(options.get("hosts"), processes, ray_address, ray_remote_args)
-        # Ray's own pool has None as the default of `initargs`.
+        # None is the default of `initargs` in Ray's own pool.
         super().__init__(None, initializer, initargs or (), maxtasksperchild, context, **options)
 
 
 class CtxPool(_CtxPool[Any]):
     """`xpool.CtxPool` on the hosts of a Ray cluster.
 
-    ``ray_address`` and ``ray_remote_args``: as for `Pool`, by keyword.  Contexts of `devices`
-    belong to a cluster already, so these arguments are refused with them.
+    ``ray_address`` and ``ray_remote_args`` are as for `Pool`, but only by keyword.  They cannot be
+    given with contexts of `devices`, which already belong to a cluster.
     """
 
     def __init__(
@@ -284,7 +287,7 @@ def _where(
     options = dict(remote or {})
     env = options.pop("runtime_env", None)
     if options.get("num_cpus") == 1:
-        del options["num_cpus"]  # as each worker has
+        del options["num_cpus"]  # each worker has one CPU anyway
     if options:
         raise OptionError(
             f"ray_remote_args={{{sorted(options)[0]!r}: ...}}: workers are not actors; to reserve "

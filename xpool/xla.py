@@ -1,7 +1,7 @@
-"""torch_xla's launchers, with results: `spawn`, `launch`, `MpModelWrapper`, `MpSerialExecutor`.
+"""torch_xla's launchers, but with results: `spawn`, `launch`, `MpModelWrapper`, `MpSerialExecutor`.
 
-For programs that were written for ``torch_xla.launch`` or ``xmp.spawn``: replicas that work
-together, one for each device.  For pools of independent workers, see `xpool.devices`.
+Programs that were written for ``torch_xla.launch`` or ``xmp.spawn`` can use them: they run replicas
+that work together, one for each device.  `xpool.devices` is for pools of independent workers.
 """
 
 from __future__ import annotations
@@ -33,25 +33,28 @@ def spawn(
     *,
     cache: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Run ``fn(index, *args)`` on every XLA device; return the list of results, in that order.
+    """Run ``fn(index, *args)`` on every XLA device.  Return the list of results, by ``index``.
 
-    ``index`` is the replica's global ordinal of torch_xla.  There is a process for each chip,
-    with a thread for each of the chip's devices: two on TPU v2 and v3, ``CPU_NUM_DEVICES`` on the
-    CPU client, else one.  All form one replica group.
+    ``index`` is the replica's global ordinal of torch_xla.  Each chip has a process, with a thread
+    for each device of the chip: two on TPU v2 and v3, ``CPU_NUM_DEVICES`` on the CPU client, else
+    one.  All replicas form one replica group.
 
     Args:
-        nprocs: the number of devices, or None.  1: run ``fn(0, *args)`` in this process; it has
-            ended when this function returns, also with ``join=False``.
-        join: False: return a `ProcessContext` at once.
-        daemon: whether the processes are daemonic; these cannot have children.
-        start_method: None: xpool's fork server; or "spawn", "fork", "forkserver".
-        cache: folder of the persistent compilation cache; each process has its own folder in it.
+        fn: the function.
+        args: its further arguments.
+        nprocs: the number of devices, or None.  With 1, ``fn(0, *args)`` runs in this process, and
+            has ended when `spawn` returns, even with ``join=False``.
+        join: whether to wait for the results.  If False, return a `ProcessContext` at once.
+        daemon: whether the processes are daemonic.  Daemonic processes cannot have children.
+        start_method: "spawn", "fork" or "forkserver".  None: xpool's fork server.
+        cache: folder of the persistent compilation cache, with a folder for each process.
 
     Raises:
-        The error of ``fn``, with its traceback as the cause; the other replicas were stopped.
-        WorkerDied: the process of a replica ended by a signal or `sys.exit`; the others were
+        Exception: the error of ``fn``, with its traceback as the cause.  The other replicas were
             stopped.
-        DeviceError: there is no device, it is in use, or torch_xla is missing or does not fit.
+        WorkerDied: a signal or `sys.exit` ended the process of a replica.  The others were stopped.
+        OptionError: ``nprocs`` is neither 1 nor the number of devices.
+        DeviceError: no device exists, it is in use, or torch_xla is missing or does not fit.
         WorkerStartFailed: a process could not be started.
     """
     check_callable("fn", fn)
@@ -86,9 +89,9 @@ def launch(
     *,
     cache: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
-    """As `spawn`; under torchrun, which has made the processes, run ``fn`` only in this process.
+    """As `spawn`, but under torchrun, which has made the processes, run ``fn`` only in this one.
 
-    ``debug_single_process``: as ``nprocs=1``.
+    ``debug_single_process`` is the same as ``nprocs=1``.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return [fn(int(os.environ["LOCAL_RANK"]), *args)]
@@ -98,10 +101,10 @@ def launch(
 
 
 class _XlaContext(ProcessContext):
-    """The processes of replicas; each returns a dict of its devices' results, by ordinal."""
+    """The processes of replicas.  Each returns a dict of its devices' results, by ordinal."""
 
     def results(self) -> list[Any]:
-        """Return the result of each replica, by ordinal."""
+        """Return the results of the replicas, in the order of their ordinals."""
         merged: dict[int, Any] = {}
         for part in super().results():
             merged |= part or {}
@@ -137,10 +140,10 @@ def _run_here(
 ) -> Any:
     before = ours = dict(os.environ)
     try:
-        # A runtime that was started no longer reads variables.
+        # A runtime that has started no longer reads variables.
         if running_runtime() != "XLA":
             context = devices("xla", 1, per_process=1, cache=cache)[0]
-            # Limits of threads are for workers, which share the machine.
+            # Limits of threads are only for workers, which share the machine.
             env = {k: v for k, v in context.env.items() if not k.endswith("_NUM_THREADS")}
             set_environment(env)
             ours = dict(os.environ)
@@ -148,12 +151,12 @@ def _run_here(
         ordinal = import_module("torch_xla.runtime").global_ordinal()
         return fn(ordinal, *args)
     finally:
-        # Otherwise later processes would be restricted to the device of this replica.
+        # Otherwise later processes could use only the device of this replica.
         _put_back(before, ours)
 
 
 def _put_back(before: dict[str, str], ours: dict[str, str]) -> None:
-    """Undo the changes of `set_environment`, but for variables that ``fn`` has set since."""
+    """Undo the changes of `set_environment`, except for variables that ``fn`` has set later."""
     changed = {name for name in before.keys() | ours.keys() if before.get(name) != ours.get(name)}
     for name in changed:
         if os.environ.get(name) == ours.get(name):
