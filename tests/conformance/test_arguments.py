@@ -244,12 +244,6 @@ def test_kwds_that_are_no_mapping(pool):
         pool.apply_async(work.square, (1,), 3).get()
 
 
-def test_unknown_keyword_of_a_verb(pool):
-    """An unknown keyword of a verb raises a TypeError that names it."""
-    with pytest.raises(TypeError, match="chunk_size"):
-        pool.map(work.square, [1], chunk_size=2)
-
-
 @pytest.mark.parametrize("bad", [None, 3])
 def test_functions_that_cannot_be_called(pool, bad):
     """All verbs refuse a function that is not callable, and the pool stays usable."""
@@ -283,13 +277,6 @@ def test_pools_of_threads_take_the_arguments_of_pools_of_processes(make_pool, th
     pool = make_pool(_class(threads), 2, None, (), None, None, **options)
     call = (lambda _, x: x + 1) if threads == "CtxThreadPool" else (lambda x: x + 1)
     assert pool.map(call, range(3)) == [1, 2, 3] and pool.name == "some"
-
-
-@pytest.mark.xpool_only
-def test_host_names_are_refused():
-    """Host names are refused: the error names the function that makes the argument."""
-    with pytest.raises(ValueError, match=r"made by xpool\.ray\.hosts\(\), not \['a', 'b'\]"):
-        _class("Pool")(hosts=["a", "b"])
 
 
 def test_hosts_without_ray(monkeypatch):

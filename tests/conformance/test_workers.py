@@ -337,16 +337,6 @@ def test_short_tasks_one_after_the_other_use_all_workers(process_kind, make_pool
 
 
 @pytest.mark.xpool_only
-def test_only_p2p_takes_a_worker(make_pool):
-    """Other pools refuse `worker=`."""
-    from xpool import Pool
-
-    pool = make_pool(Pool, 1)
-    with pytest.raises((TypeError, ValueError), match="worker"):
-        pool.apply(work.square, (2,), worker=0)
-
-
-@pytest.mark.xpool_only
 def test_statistics(kind, make_pool):
     """`statistics()` returns the same names before and after tasks, with other numbers."""
     pool = make_pool(kind, 2)

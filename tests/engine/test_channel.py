@@ -89,14 +89,6 @@ def test_a_frame_that_was_cut_short(pipe):
     assert list(reader.frames()) == [] and reader.ended and reader.partial
 
 
-def test_a_frame_too_large_to_be_true(pipe):
-    """A size that nobody can have meant is refused before memory is taken for it."""
-    r, w = pipe
-    os.write(w, TO_PARENT.pack(1, 11, 0, 2**50, 0, 0, 0))
-    with pytest.raises(ValueError, match="bytes is announced"):
-        list(FrameReader(r).frames())
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.binary(min_size=1, max_size=2 * TO_PARENT.size), st.integers(0, 200), st.integers(0, 3))
 @example(frame(1, b""), 0, 1)

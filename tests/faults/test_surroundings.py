@@ -92,7 +92,7 @@ STATES = """
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("spawn", "fork")),
     ],
 )
-@pytest.mark.parametrize("what", ["idle", "running", "starting", "writing", "stopped"])
+@pytest.mark.parametrize("what", ["running", "starting", "writing", "stopped"])
 def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method, what):
     """SIGKILL of the parent ends its workers within three seconds, in any state."""
     path = scripts.write(tmp_path / "parent.py", PARENT.format(body=STATES.strip()))
@@ -100,8 +100,7 @@ def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method, wha
     try:
         workers = [int(line) for line in mailbox.lines(2)]
         started(process)
-        if what != "idle":
-            workers += [int(line) for line in mailbox.lines(2)]
+        workers += [int(line) for line in mailbox.lines(2)]
         process.kill()
         assert wait_gone(workers, 3) == []
     finally:

@@ -155,12 +155,6 @@ def test_the_program_ends_while_the_server_imports(tmp_path):
     assert scripts.run_ok([scripts.write(tmp_path / "ends.py", ENDS)]) == ""
 
 
-def test_names_only():
-    """A module is refused: it would have been imported by the program first."""
-    with pytest.raises(TypeError, match="names of modules"):
-        xpool.preload(pytest)
-
-
 USED = """
     import os
     import xpool
