@@ -105,20 +105,20 @@ def test_a_lazy_map(kind, make_pool, verb, mailbox, gate):
             drawn.append(len(drawn))
             yield (mailbox.path, gate.path)
 
+    def drawing():
+        return any(thread.name.endswith("-input_reader") for thread in threading.enumerate())
+
     results = getattr(pool, verb)(work_at_gate, numbers())
     mailbox.line()
     gate.open(1)
     assert next(results) == "passed"
     mailbox.line()
-    assert results.cancel()
+    assert drawing() and results.cancel()
     for _ in range(2):
         with pytest.raises(TaskCancelled):
             next(results)
     assert not results.cancel()
-    eventually(
-        lambda: not any(t.name.endswith("-feeder") for t in threading.enumerate()),
-        "the thread that draws the input has ended",
-    )
+    eventually(lambda: not drawing(), "the thread that draws the input has ended")
     assert pool.apply(work.square, (3,)) == 9
 
 
