@@ -1,4 +1,4 @@
-"""`apply` and `apply_async`: one call, one result."""
+"""`apply` and `apply_async` run one call."""
 
 from __future__ import annotations
 

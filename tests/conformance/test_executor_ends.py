@@ -305,7 +305,7 @@ def test_initializers_that_fail():
 
 
 def test_max_tasks_per_child_and_mp_context():
-    """The standard names work. An option given by both its names is refused."""
+    """The standard names are accepted. An option given by both its names is refused."""
     with Executor(1, "spawn", max_tasks_per_child=2) as executor:
         pids = [executor.submit(os.getpid).result(WAIT) for _ in range(4)]
     assert pids[0] == pids[1] != pids[2] == pids[3]

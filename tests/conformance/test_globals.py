@@ -11,7 +11,7 @@ from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
 
-# Name of a case: the expression that reads the global. The functions below are made from these.
+# Names of cases, and the expressions that read their globals. The functions below use them.
 READS = {
     "mutated": "CFG['rate'], CFG['list']",
     "made": "made",
@@ -421,8 +421,8 @@ ANSWERS = """\
 @pytest.mark.parametrize("options", ["{}", *also("{'memory_limit': 0}")])
 @pytest.mark.parametrize("guarded", [True, *also(False)])
 def test_one_element_of_a_large_global(tmp_path, guarded, options):
-    """A large global that was changed in place has the values of the time of the call. An element
-    that a worker changed keeps its value until the program changes the global."""
+    """If a large global is changed in place, a task gets its values at the time of the call. An
+    element that a worker changed keeps its value until the program changes the global."""
     guard = 'if __name__ == "__main__":\n    ' if guarded else ""
     text = LARGE + f"\n{guard}main({options})\n"
     out = scripts.run_ok([scripts.write(tmp_path / "large.py", text)])

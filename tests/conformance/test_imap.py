@@ -103,7 +103,7 @@ def test_chunksize_below_one_is_refused(pool, verb, chunksize):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_iterator_is_its_own_iterator(pool, verb):
-    """What `imap` returns is an iterator."""
+    """`imap` returns an iterator."""
     results = getattr(pool, verb)(work.square, [1])
     assert iter(results) is results
     assert list(results) == [1]

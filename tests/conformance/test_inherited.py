@@ -11,7 +11,8 @@ from support.kinds import STDLIB
 
 POOL = "from multiprocessing import Pool" if STDLIB else "from xpool import Pool"
 
-# Separate programs, because the thread that sends descriptors lives as long as its process.
+# These programs are separate, because the thread that sends descriptors lives as long as its
+# process.
 SENT = """
 import multiprocessing, socket
 {pool}

@@ -56,7 +56,7 @@ def test_lazy_imports_of_a_script(tmp_path, options, guard):
 
 
 def test_lazy_imports_on_stdin():
-    """The same program runs from standard input, which sends its functions by value."""
+    """Lazy imports stay lazy if functions are sent by value from standard input."""
     program = PROGRAM.replace("GUARD", "if True:")
     assert scripts.run_ok(["-"], program) == "well False\n"
 
@@ -81,7 +81,7 @@ CELLS = """
 
 
 def test_lazy_imports_of_a_notebook(tmp_path):
-    """Functions in cells of IPython keep lazy imports too."""
+    """Lazy imports in cells of IPython stay lazy in workers."""
     pytest.importorskip("IPython", reason="cells are run by IPython")
     path = scripts.write(tmp_path / "cells.py", CELLS)
     assert scripts.run_ok([path]) == "['[1]', False, False]\n"

@@ -139,7 +139,8 @@ def test_terminate_fails_pending_results(kind, make_pool, mailbox, gate, verb):
     mailbox.line()
     arguments = (3,) if verb == "apply_async" else range(10)
     pending = getattr(pool, verb)(work.square, arguments)
-    # A thread cannot be ended from outside, so open the gate. Otherwise `terminate` never returns.
+    # Open the gate later, because no thread can be ended from outside. Otherwise `terminate` would
+    # wait for ever.
     opener = threading.Timer(0.2, gate.open)
     if not kind.processes:
         opener.start()
@@ -293,7 +294,7 @@ def test_states_and_repr(kind, make_pool, mailbox, gate):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("ends", [("close", "terminate"), ("close", "close"), ("terminate",) * 2])
 def test_ends_in_quick_succession(kind, make_pool, ends):
-    """A call that ends a pool may overlap with the pool's own end."""
+    """A pool may be ended again while it still ends."""
     pools = [make_pool(kind, 1) for _ in range(10)]
     for pool in pools:
         pool.apply(work.square, (1,))
@@ -466,7 +467,7 @@ def parent_of(pid):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("context", ["fork", *also("spawn")])
 def test_pool_of_multiprocessing_s_own_processes_in_a_task(make_pool, context):
-    """In a daemonic worker, a pool with multiprocessing's processes is refused with advice."""
+    """A daemonic worker refuses a pool that starts by fork or spawn, and says what to do."""
     from xpool import OptionError, Pool
 
     with pytest.raises(OptionError, match="is_daemon=False"):

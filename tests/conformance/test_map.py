@@ -1,4 +1,4 @@
-"""`map`, `starmap` and their asynchronous versions: a list in, a list out, in order."""
+"""`map`, `starmap` and their asynchronous versions return results in the input's order."""
 
 from __future__ import annotations
 

@@ -88,14 +88,14 @@ def test_pickling_errors_too(process_kind, make_pool):
 
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 def test_an_error_of_the_input_is_raised(pool, verb):
-    """An exception of the iterable is raised, because no task failed."""
+    """An exception of the iterable is raised, because it belongs to no task."""
     results = getattr(pool, verb)(work.same, failing(3, 2), on_error="return")
     with pytest.raises(StopHere):
         list(results)
 
 
 def test_cancellation_is_raised(kind, make_pool, gate):
-    """If the call is cancelled, `get` raises, because no task failed."""
+    """If the call is cancelled, `get` raises TaskCancelled."""
     pool = make_pool(kind, 1)
     result = pool.map_async(work.gated, [gate.path, None], on_error="return")
     result.cancel()

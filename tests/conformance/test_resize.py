@@ -80,7 +80,7 @@ def test_a_map_under_way(kind, make_pool, gate, mailbox):
 def test_a_removed_worker_finishes_its_task(make_pool, mailbox, gate):
     """A removed worker finishes its running task. Others run the tasks that it had received."""
     pool = make_pool(Pool, 2)
-    # The tasks are short, so each worker is given several at once
+    # The tasks are short, so each worker is given several at once.
     assert pool.map(work.square, range(200), 1) == [x * x for x in range(200)]
     held = at_gate(pool, mailbox, gate, 2)
     rest = [pool.apply_async(work.square, (i,)) for i in range(100)]

@@ -1,4 +1,4 @@
-"""The sources of programs: scripts, standard input, ``-c``, notebooks."""
+"""Programs from scripts, standard input, ``-c`` and notebooks."""
 
 from __future__ import annotations
 

@@ -348,7 +348,7 @@ def _dropped(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _copies(draw: Draw, i: int, processes: bool) -> Block:
-    """Copies and shared objects, and which side sees changes."""
+    """Copies and shared objects, and the changes that each side sees."""
     size = draw.choice((0, 65535, 65536, 10**6))
     return draw.choice(
         (

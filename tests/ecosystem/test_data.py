@@ -86,7 +86,7 @@ def seeded(loader_class, dataset, **options):
     ids=str,
 )
 def test_the_batches_of_torch(options):
-    """Two epochs yield the batches of torch's loader, and use the generator equally."""
+    """Two epochs yield the same batches as torch's loader, and draw the same random numbers."""
     wanted = seeded(theirs.DataLoader, Rows(), **options)
     expected = [batch for _ in range(2) for batch in wanted]
     drawn = torch.rand(1)
@@ -362,7 +362,7 @@ def test_lengths():
 
 
 def test_out_of_order_takes_what_is_ready(tmp_path):
-    """With ``in_order=False``, finished batches come first. A state has the taken ones."""
+    """With ``in_order=False``, finished batches come first. A state records the taken batches."""
     gate = Gate(tmp_path / "gate")
 
     def slow_first(i):
@@ -403,7 +403,7 @@ def test_data_pipes_are_sharded(options):
 
 
 def test_two_iterators_at_once():
-    """Each iterator yields all batches. With persistent workers, a stream's older one raises."""
+    """Each iterator yields all batches. With persistent workers, a newer one ends the older."""
     loader = DataLoader(Rows(), 8, **THREADS)
     for mine, other in zip(loader, loader):
         torch.testing.assert_close(mine, other)
@@ -418,7 +418,7 @@ def test_two_iterators_at_once():
 
 @pytest.mark.parametrize("options", [{}, THREADS, *also({"num_workers": 2})], ids=str)
 def test_report(options):
-    """The report has the times spent on waiting for and making the taken batches."""
+    """The report has the times of waiting for batches and of making them."""
     loader = DataLoader(Rows(), 8, **options)
     assert loader.report().batches == 0 and "No batch" in loader.report().advice
     batches = iter(loader)
@@ -430,7 +430,7 @@ def test_report(options):
 
 
 def test_advice():
-    """There is one advice for each reason of waiting."""
+    """Each reason for waiting has its own advice."""
     fine = LoaderReport(batches=100, workers=1, seconds=10, waited=0.1, made=9, collated=1, ahead=2)
     slow = dataclasses.replace(fine, waited=5)
     for report, word in (
@@ -459,7 +459,7 @@ def test_a_worker_imports_no_pools():
 
 
 def test_the_program_ends_while_threads_work():
-    """The program's end waits for threads that make batches. Inside C++ they would abort it."""
+    """The program's end waits for threads that make batches. Otherwise they would abort it."""
     scripts.run_ok(
         ["-"],
         """
@@ -503,7 +503,7 @@ def test_threads():
 
 
 def test_batches_use_no_shared_file_of_torch():
-    """Batches from torch's collation use no shared file of torch, but the arena."""
+    """torch's collation puts batches into the arena, not into torch's shared files."""
     shared = []
 
     def collate(items):

@@ -1,4 +1,4 @@
-"""Memory of large batches in threads: it is reused after the program drops a batch, not before."""
+"""Threads reuse the memory of a large batch only after the program has dropped it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_batches_outlive_the_loader():
 )
 @pytest.mark.filterwarnings("ignore")
 def test_batches_that_out_would_change(change):
-    """A batch whose gradient, class or strides `out=` would change is left to `torch.stack`."""
+    """Items that `out=` would change in gradient, class or strides are left to `torch.stack`."""
     assert stack([change(item) for item in items(1)]) is None
 
 

@@ -111,7 +111,7 @@ def test_leaves():
 
 
 def test_a_program_ends_while_batches_are_pinned():
-    """The thread ends before the program. Inside torch's code it would abort the process."""
+    """The thread ends before the program. Otherwise it would abort the process."""
     scripts.run_ok(
         ["-"],
         """

@@ -19,7 +19,7 @@ COUNT = 12
 
 
 class Counted(theirs.Dataset):
-    """Numbers. In threads, each made item is counted."""
+    """A dataset of numbers. In threads, it counts each item that is made."""
 
     def __init__(self):
         self.made, self.told = [], threading.Semaphore(0)
@@ -119,7 +119,7 @@ def test_batches_of_another_permutation_are_dropped():
 
 
 def test_leaving_an_epoch():
-    """If the program leaves an epoch early, the next epoch is not prefetched, and is complete."""
+    """If the program leaves an epoch early, the next one is not prefetched. It is complete."""
     dataset = Counted()
     batches = loader(dataset)
     iterator = iter(batches)

@@ -99,7 +99,7 @@ def test_workers_have_the_values_of_globals_in_each_epoch(tmp_path):
 
 
 def test_a_death_at_the_end_of_an_epoch(tmp_path):
-    """After a worker's death, the next epoch still forks, although a server has started."""
+    """After a worker's death, the next epoch still forks, although a fork server runs."""
     program = """
         import os, signal, sys
         import torch

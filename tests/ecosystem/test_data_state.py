@@ -293,7 +293,8 @@ def test_persistent_workers_keep_their_dataset():
 
 
 class Inherited(theirs.Dataset):
-    """Has objects that only a start of multiprocessing passes on. With fork, also an open file."""
+    """A dataset with objects that only a start of multiprocessing passes on. With fork, it has an
+    open file too."""
 
     def __init__(self, context, path):
         self.total, self.lock = context.Value("i", 0), context.Lock()

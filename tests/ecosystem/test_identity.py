@@ -139,8 +139,8 @@ def test_a_partial_and_a_wrapper():
 
 
 def test_modules_of_the_program(tmp_path, monkeypatch):
-    """If a function uses a module's attribute, only the attribute counts. If it imports it, all
-    counts."""
+    """If a function uses a module's attribute, only this attribute is a part. If the function
+    imports the module, all of it is a part."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     package = tmp_path / "identity_package"
@@ -176,7 +176,7 @@ def test_modules_of_the_program(tmp_path, monkeypatch):
 
 
 def test_versions_of_packages(monkeypatch):
-    """The version of a package that a function uses is a part, but not Python's."""
+    """The version of a package that a function uses is a part. Python's version is not."""
     program = "import pytest\nimport json\ndef f(x): return pytest.approx(json.dumps(x))\n"
     before = parts_of(program)
     assert before["the version of pytest"] == pytest.__version__
@@ -259,7 +259,7 @@ def test_cycles():
 
 
 class Odd:
-    """Raises for every attribute."""
+    """Raises an error for every attribute."""
 
     def __getattribute__(self, name):
         if name == "__class__":
@@ -384,7 +384,7 @@ def test_items(tmp_path):
 
 
 def test_names():
-    """The name of a function has its module. The name of an instance is its class's."""
+    """A function is named by its module and name, an instance by its class."""
     assert name_of(textwrap.dedent) == "textwrap.dedent"
     assert name_of(functools.partial(textwrap.dedent, "a")) == "textwrap.dedent"
     assert name_of("a".upper) == "None.str.upper" or name_of("a".upper).endswith("str.upper")

@@ -177,7 +177,7 @@ def make_times(k):
 
 
 def test_a_changed_function_is_refused(pool, path):
-    """The error names the changed part. A new path or `version=` solves it."""
+    """The error names the changed part. A new path or a `version=` avoids it."""
     assert pool.map(make_times(2), [1, 2], journal=path) == [2, 4]
     assert pool.map(make_times(2), [2, 3], journal=path) == [4, 6]
     with pytest.raises(
@@ -339,7 +339,7 @@ def test_other_databases_are_refused(path, make, match):
 
 
 def test_programs_that_begin_a_journal_at_once(tmp_path):
-    """One of several programs makes the journal, the others use it. Another function is refused."""
+    """If several programs begin a journal, one makes it. Another function is refused."""
     barrier = threading.Barrier(6)
 
     def begin(path, func):
@@ -456,7 +456,7 @@ def test_a_result_that_cannot_be_written(pool, path):
 
 
 def test_flow_control_counts_submitted_items(path):
-    """Only submitted items count. Finished items and items without a key do not."""
+    """Flow control counts submitted items only, not finished ones or those without a key."""
     with ThreadPool(1) as pool:
         pool.map(work.square, range(100), journal=path, key=str)
         results = pool.imap(

@@ -1,4 +1,4 @@
-"""``python -m xpool``: the text for bug reports."""
+"""``python -m xpool`` prints the facts for a bug report."""
 
 from __future__ import annotations
 

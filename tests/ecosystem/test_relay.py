@@ -216,7 +216,7 @@ def _log_long(_):
 
 
 class Level(enum.IntEnum):
-    """Plain data only as a number."""
+    """A number with a class of its own."""
 
     HIGH = 3
 
@@ -240,7 +240,7 @@ def test_long_records_are_cut(kept):
 
 
 class Bad:
-    """Has no repr."""
+    """Its repr raises."""
 
     def __repr__(self):
         raise RuntimeError

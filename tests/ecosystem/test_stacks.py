@@ -63,7 +63,7 @@ def test_a_worker_in_c_code():
         pool.apply_async(backtrack, (50,))
         (one,) = _those_that(pool, "in backtrack")
         assert one.task == "backtrack()" and one.item == ""
-        assert re.search("in (prefix)?match", one.stack)  # the name in Python 3.15
+        assert re.search("in (prefix)?match", one.stack)  # `prefixmatch` in Python 3.15
         pool.terminate()
 
 
@@ -128,7 +128,7 @@ def _program(*arguments):
 
 
 def test_a_custom_pool():
-    """A pool with its own workers has no stacks."""
+    """A subclass that makes its own workers has no stacks."""
     from hooks.own_pools import QueueThreadPool
 
     with QueueThreadPool(1) as pool, pytest.raises(OptionError, match="stacks"):
@@ -136,7 +136,7 @@ def test_a_custom_pool():
 
 
 def test_errors_of_waiting_name_it(make_pool, kind, mailbox, gate):
-    """The error of a wait that timed out suggests `stacks`."""
+    """The error of a wait that timed out mentions `stacks`."""
     pool = make_pool(kind, 1)
     result = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, 1))
     with pytest.raises(TimeoutError, match=r"print\(pool.stacks\(\)\)"):

@@ -1,8 +1,6 @@
-"""torchdata's own tests of its stateful loader pass with xpool's loader, except a few.
-
-They are in torchdata's source only, not in its package. XPOOL_TORCHDATA names a folder with the
-source, and `make test-loader` fetches it. `loader_suite` describes what is replaced.
-"""
+"""Most of torchdata's tests of its stateful loader pass with xpool's loader. They are in
+torchdata's source only, not in its package. XPOOL_TORCHDATA names a folder with the source, and
+`make test-loader` fetches it. `loader_suite` describes what is replaced."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def outcomes(folder: Path, file: str) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_their_tests(tmp_path: Path, file: str) -> None:
-    """Each test passes, unless it is excluded. Each excluded test fails."""
+    """Each test passes or is excluded. Each excluded test fails."""
     told = outcomes(tmp_path, file)
     story = [
         f"{name}: {reason}"

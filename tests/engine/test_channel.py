@@ -1,4 +1,4 @@
-"""Frames and the outbox: pipes may cut the bytes anywhere, and pages may wrap anywhere."""
+"""Frames may be cut anywhere by a pipe, and entries may wrap anywhere in a page."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_frame_that_was_cut_short(pipe):
 @example(bytes(1), 0, 0)
 def test_bytes_of_another_writer(stray, size, before):
     """Bytes that a task writes between two messages raise an error."""
-    assume(not stray.startswith(struct.pack("<I", before + 1)))  # that would be a valid number
+    assume(not stray.startswith(struct.pack("<I", before + 1)))  # a valid number would be accepted
     r, w = os.pipe()
     os.set_blocking(r, False)
     try:
@@ -194,7 +194,7 @@ def test_the_limit_is_obeyed(box):
 
 
 def test_a_request_to_stop(box):
-    """A request to stop is for the last begun item only, and so is the stack."""
+    """A request to stop, and a stack, belong to the last begun item only."""
     box.enter(0)
     assert not box.told_to_stop() and box.stack() == ""
     box.ask(1)

@@ -1,4 +1,4 @@
-"""When to interrupt a silent worker: the policy alone, without a clock."""
+"""The policy for interrupting silent workers, tested without a clock."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 
 
 def test_the_limit_of_the_running_task_counts():
-    """If a worker does not report its begin, the limit of its running task counts, not the shorter
-    one of the next task."""
+    """If a worker does not report when it began, the limit of its running task counts, even if the
+    next task has a shorter one."""
     runs: Any = SimpleNamespace(terms=Terms(0, Limit(1.0, False)), withdrawn=False, seq=0)
     waits: Any = SimpleNamespace(terms=Terms(0, Limit(0.01, False)), withdrawn=False, seq=1)
     held: Any = SimpleNamespace(held=[runs, waits], answered=0, paused=False)

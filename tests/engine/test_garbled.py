@@ -51,7 +51,7 @@ streams = st.lists(st.one_of(heads, st.binary(max_size=100)), max_size=6).map(b"
 @FUZZ
 @given(streams, st.lists(st.integers(1, 80), max_size=8))
 def test_any_stream_of_bytes(data, cuts):
-    """The reader yields the announced frames from any bytes in any pieces, or raises an error."""
+    """From any bytes, the reader yields the announced frames or raises an error."""
     pieces, at = [], 0
     for n in cuts:
         pieces.append(data[at : at + n])
@@ -127,7 +127,7 @@ def test_more_than_the_machine_has_is_refused():
 @FUZZ
 @given(st.binary(max_size=200))
 def test_any_table_of_buffers(data):
-    """Any message with buffers is valid or raises ValueError. It never reads beyond its end."""
+    """Decoding any message with buffers succeeds or raises ValueError. It reads no other memory."""
     try:
         pickled, buffers = frame.unpack(memoryview(b"\x01" + data))
     except ValueError:
@@ -150,7 +150,7 @@ def test_messages_cut_short(data):
 @FUZZ
 @given(st.binary(max_size=300))
 def test_any_outbox(data):
-    """Any bytes in an outbox are entries, or raise ValueError."""
+    """Decoding any bytes of an outbox succeeds or raises ValueError."""
     try:
         found = entries(data)
     except (ValueError, struct.error):
@@ -223,7 +223,7 @@ def test_fields_of_log_records(fields):
     )
 )
 def test_any_log_packet(data):
-    """Any bytes are a log record or raise ValueError."""
+    """Decoding any log packet succeeds or raises ValueError."""
     try:
         notice = records.unpack(data)
         record = records.record_from(notice.fields)
@@ -255,7 +255,7 @@ def test_log_packets_that_take_long_are_refused():
 def test_a_worker_that_sends_an_invalid_message(make_pool, garbage):
     """If a worker sends an invalid message, only its running task fails."""
     pool = make_pool(Pool, 2)
-    # The pool then sends calls together
+    # After this, the pool sends calls together.
     assert pool.map(abs, range(500), chunksize=1) == list(range(500))
     before = [pool.apply_async(abs, (-i,)) for i in range(20)]
     task = pool.apply_async(write_to_the_parent, (garbage,))
@@ -263,7 +263,7 @@ def test_a_worker_that_sends_an_invalid_message(make_pool, garbage):
     with pytest.raises(InternalError, match="because it sent an invalid message"):
         task.get(WAIT)
     assert [r.get(WAIT) for r in before + after] == [*range(20), *range(20)]
-    # Here the caller receives the answer
+    # In `apply`, the caller receives the answer.
     with pytest.raises(InternalError, match="write_to_the_parent"):
         pool.apply(write_to_the_parent, (garbage,))
     assert pool.map(abs, range(100), chunksize=1) == list(range(100))

@@ -108,8 +108,7 @@ def test_long_tasks_are_not_held():
 
 
 def test_longer_tasks_are_held_if_many_wait():
-    """A worker holds as many tasks as it needs while the parent computes. The others keep their
-    share."""
+    """A worker holds enough tasks for the time in which the parent computes."""
     for cost, held in (1e-3, 11), (0.005, 5), (0.02, 2), (0.2, 2), (0.3, 1):
         sched = ready(2)
         sched.put(task_range(n=100))
@@ -125,7 +124,7 @@ def test_longer_tasks_are_held_if_many_wait():
 
 
 def test_a_batch_is_no_larger_than_a_pipe():
-    """A batch has one large item only."""
+    """A batch with a large item has no other item."""
     sched = ready(1)
     sched.sizes.cost = 1e-6
     sched.put(TaskRange(1, 0, 0, [b"x" * MOST_BYTES, b"y", b"z"]))
@@ -344,7 +343,7 @@ def test_the_running_item():
 
 
 def test_deaths_in_a_row():
-    """After too many deaths the pool gives up. A finished task or a pause resets the count."""
+    """After too many deaths the pool gives up. A finished task or enough time resets the count."""
     policy = RestartPolicy(3)
     assert [policy.lost(0, EndKind.DIED, t) for t in (0.0, 1.0, 2.0)] == [0.0] * 3
     policy.finished = True
@@ -381,7 +380,7 @@ def test_starts_that_fail():
 
 @given(st.integers(1, 10**6), st.floats(0, 1))
 def test_back_off(tries, chance):
-    """Pauses double up to a maximum. Chance shortens them by at most half."""
+    """Pauses double up to a maximum. A random factor shortens them by at most half."""
     pause = back_off(tries, chance)
     assert FIRST_PAUSE / 2 <= pause <= LONGEST_PAUSE
     full = back_off(tries, 1.0)

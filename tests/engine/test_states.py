@@ -29,7 +29,7 @@ def test_the_page_is_made_from_the_tables():
 
 
 def test_every_state_is_in_its_table():
-    """Every state is in its table."""
+    """Every state is in a table."""
     assert set(POOL) == set(PoolStates) and set(WORKER) == set(WorkerStates)
 
 

@@ -1,4 +1,4 @@
-"""Channels between workers, if one has ended and the parent has not noticed it."""
+"""Requests for channels to a worker that has ended, before the parent has noticed it."""
 
 from __future__ import annotations
 

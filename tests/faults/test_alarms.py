@@ -55,7 +55,7 @@ def strike() -> None:
 
 @pytest.mark.parametrize("kind", ["Pool", "ThreadPool", *also("P2PPool")])
 def test_alarms_at_random_times(kind):
-    """Alarms at random times cause no other errors, and leave no thread or descriptor behind."""
+    """Alarms at random times cause no other error. No thread or descriptor stays."""
     count = 2000 if kind == "ThreadPool" else 300
     out = scripts.run_ok(["-m", "bench.alarms", "--kind", kind, "--alarms", str(count)])
     found = json.loads(out)

@@ -166,8 +166,8 @@ def test_a_waiting_thread_wakes(kind, make_pool, mailbox, gate):
 
 
 def test_at_random_moments(kind, make_pool):
-    """Jobs cancelled at random moments from another thread each get one answer. `cancel` returns
-    true exactly if the answer is TaskCancelled."""
+    """Jobs cancelled at random moments from another thread each get one answer. If `cancel`
+    returned true, the answer is TaskCancelled."""
     from xpool import TaskCancelled
 
     pool = make_pool(kind, 2)
@@ -233,7 +233,7 @@ def test_a_task_that_waits_for_its_next_try(kind, make_pool, log):
 
 
 def test_some_of_many_calls_sent_together(process_kind, make_pool, log, gate):
-    """Of calls sent together, only the cancelled ones do not run."""
+    """If some of the calls sent together are cancelled, all others run."""
     pool = make_pool(process_kind, 2)
     # The pool learns that these tasks are short.
     assert pool.map(work.same, range(500), 1) == list(range(500))

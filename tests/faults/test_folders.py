@@ -71,7 +71,7 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_arguments_and_path_of_any_kind(tmp_path, odd):
-    """Any value of `sys.argv` and `sys.path` lets workers start."""
+    """Workers start with any value of `sys.argv` and `sys.path`."""
     text = (
         START
         + f"""
@@ -92,7 +92,7 @@ def test_arguments_and_path_of_any_kind(tmp_path, odd):
 
 
 def test_workers_get_the_current_arguments(tmp_path):
-    """A worker gets the program's arguments as text, if they cannot be sent."""
+    """A worker gets the program's arguments. Those that cannot be sent become text."""
     text = (
         START
         + """

@@ -30,11 +30,11 @@ CELLS = [
     if expected != "-" and name != "arena"
 ]
 NOTICED_BESIDE = ("status", "control")
-"""Their messages are read apart from the answers, so the task waits for its end."""
+"""The parent reads these descriptors apart from the answers, so the task waits for its end."""
 
 
 def test_the_table_is_complete():
-    """Every descriptor has a cell for every way, and the page shows this table."""
+    """The table has a cell for each descriptor and each misuse. The page shows the table."""
     assert set(matrix.HOSTILE) == set(hostile.DESCRIPTORS)
     assert all(set(ways) == set(hostile.WAYS) for ways in matrix.HOSTILE.values())
     assert matrix.hostile_document() in PAGE.read_text(), "run: python tests/faults/matrix.py"

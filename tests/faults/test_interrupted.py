@@ -52,7 +52,7 @@ def opens_badly():
 @pytest.mark.parametrize("buffersize", [None, 64])
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 def test_a_result_that_cannot_be_unpickled_fails_alone(opens_badly, verb, buffersize):
-    """Of results received together, only those fail that cannot be unpickled."""
+    """If results are received together, only those that cannot be unpickled fail."""
     opens_badly(ValueError, 50, 51, 250, 499)
     with Pool(2) as pool:
         pool.map(same, range(4_000), chunksize=1)  # later results are received together

@@ -79,7 +79,7 @@ def test_an_initializer_that_takes_too_much():
 
 
 def test_memory_high(monkeypatch, tmp_path):
-    """While memory is short, one task runs at a time. Later all workers get tasks again."""
+    """While memory is short, one task runs at a time. Later all workers run tasks again."""
     used = [0.99]
     monkeypatch.setattr(memory, "fullest_scope", lambda: Scope(10 << 30, int(used[0] * (10 << 30))))
     box = Mailbox(tmp_path / "box")
@@ -100,7 +100,7 @@ def test_memory_high(monkeypatch, tmp_path):
 
 
 def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
-    """Each check ends one worker of those that use much memory. Small workers stay."""
+    """Each check ends one of the workers that use much memory, but no small worker."""
     sizes = {1: 10 << 20, 2: 900 << 20, 3: 500 << 20, 4: 950 << 20}
     states = {4: SimpleNamespace(serves=False)}
     workers = [

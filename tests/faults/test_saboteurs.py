@@ -85,7 +85,7 @@ def test_in_the_middle_of_a_lazy_map(process_kind, make_pool, verb, how, log):
 
 
 def test_several_saboteurs(process_kind, make_pool, log, mailbox, gate):
-    """Ten tasks of a hundred kill their workers. The other tasks succeed."""
+    """If ten tasks of a hundred kill their workers, the other tasks succeed."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)
@@ -256,8 +256,7 @@ def test_retries_are_for_deaths_only(process_kind, make_pool, log):
 
 
 def test_a_death_among_many_calls_costs_one(process_kind, make_pool):
-    """If a worker dies, only the call that it was running fails, although calls are sent
-    together."""
+    """If calls are sent together and a worker dies, only the call that it was running fails."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 2)

@@ -1,4 +1,4 @@
-"""Repeating tasks after deaths and chosen exceptions, and the limits of both."""
+"""Tasks are repeated after deaths and chosen exceptions, a limited number of times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_chosen_exceptions(kind, make_pool, log, on):
 
 
 def test_other_exceptions(kind, make_pool, log):
-    """After any other exception, the task does not run again."""
+    """After another exception, the task does not run again."""
     pool = make_pool(kind, 1)
     with pytest.raises(OSError, match="not yet"):
         pool.apply(work.raise_times, (str(log), 9, OSError), retries=5, retry_on=KeyError)
@@ -136,7 +136,7 @@ def test_others_run_in_the_pause(kind, make_pool, log):
 
 
 def test_a_task_that_kills_every_worker(process_kind, make_pool, log):
-    """A task that kills every worker runs at most five times. The error has the number."""
+    """A task that kills every worker runs at most five times. The error has this number."""
     from xpool import WorkerDied
 
     pool = make_pool(process_kind, 1)

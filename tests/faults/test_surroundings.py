@@ -192,7 +192,7 @@ def test_dev_shm_is_full(tmp_path):
 
 
 def limit_addresses(mebibytes):
-    """Limit this process's address space to its present size and that many MiB."""
+    """Limit this process's address space to its present size plus that many MiB."""
     import resource
 
     with open("/proc/self/statm") as file:
@@ -404,8 +404,8 @@ def test_values_held_at_the_end(tmp_path, holder):
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_process_that_was_forked_while_a_worker_started(make_pool, monkeypatch, context):
-    """The forked process keeps the worker's end of the pipe that multiprocessing watches open. The
-    pool still detects the worker's death."""
+    """The forked process has the worker's end of the pipe that multiprocessing watches. So the pipe
+    stays open, but the pool still detects the worker's death."""
     bystanders: list[int] = []
     pipe = os.pipe
 
@@ -429,7 +429,7 @@ def test_a_process_that_was_forked_while_a_worker_started(make_pool, monkeypatch
             inside.clear()
 
     if context == "spawn":
-        resource_tracker.ensure_running()  # it opens a pipe too
+        resource_tracker.ensure_running()  # the tracker opens a pipe too
     monkeypatch.setattr(os, "pipe", forking_pipe)
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", starting)
     try:
@@ -448,7 +448,7 @@ def test_a_process_that_was_forked_while_a_worker_started(make_pool, monkeypatch
 
 
 def test_a_signal_handler_uses_the_pool_while_another_thread_does(make_pool):
-    """A handler that calls `apply` while the main thread is anywhere in a verb gets its answer."""
+    """A handler that calls `apply` gets its result, wherever it interrupts the main thread."""
     from xpool import Pool
 
     pool = make_pool(Pool, 2)

@@ -1,4 +1,4 @@
-"""Tasks that exceed their time limit are stopped, and their error shows the stack."""
+"""A task that exceeds its time limit is stopped. Its error shows its stack."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_frames_of_the_parent_do_not_block_a_stop(make_pool, log):
 def test_a_worker_that_waits_for_a_processor_is_not_killed(
     make_pool, monkeypatch, mailbox, gate, runnable
 ):
-    """A worker that waits for a processor is not killed. Any other worker is."""
+    """A worker that waits for a processor is not killed, any other stuck worker is."""
     from xpool import Pool
     from xpool._engine import start_limit, worker
 
@@ -382,8 +382,7 @@ def test_tasks_behind_a_stuck_one_bound_to_a_worker(make_pool, log):
 
 
 def test_a_thread_that_cannot_be_stopped(thread_kind, make_pool, mailbox, gate):
-    """The task fails with the stack, and another thread replaces its thread. Its late result is
-    dropped."""
+    """The task fails with its stack. A new thread replaces its thread. Its result is dropped."""
     pool = make_pool(thread_kind, 1)
     error = stopped(pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), timeout=LIMIT))
     mailbox.line()

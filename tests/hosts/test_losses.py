@@ -1,4 +1,4 @@
-"""The loss of a worker, an agent or a host. Each task gets one answer and never runs twice at the
+"""If a worker, an agent or a host is lost, each task gets one answer and never runs twice at the
 same time. The error of a lost task names the host."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Stage:
     def whole(self):
         """Replace the victim if it has ended."""
         if not clusters.is_alive(self.victim):
-            self.cluster.remove(self.victim)  # the victim may have ended without a call of `remove`
+            self.cluster.remove(self.victim)  # the victim may have ended by itself
             self.victim = self.cluster.add(losses=100)
 
     def pool(self, **options):

@@ -261,7 +261,7 @@ def test_main(cluster, tmp_path, how):
 
 
 def test_workers_know_their_host(pool):
-    """The indices of workers count through the hosts one after the other."""
+    """Workers are numbered from the first host to the last."""
     found = pool.run_all(where)
     assert [index for index, _, _ in found] == [0, 1, 2, 3]
     hosts = [host for _, host, _ in found]
@@ -356,7 +356,7 @@ def test_ray_is_shut_down_under_two_pools(cluster, tmp_path):
 
 
 def test_statistics_and_report(pool):
-    """Statistics and the report count all hosts together. Statistics list each host by name."""
+    """The statistics and the report count all hosts. The statistics list each host by name."""
     pool.map(work.square, range(100))
     found = eventually(
         lambda: (it := pool.statistics())["running"] == 0 and it["ready"] == 4 and it, "all idle"

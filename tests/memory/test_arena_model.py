@@ -1,4 +1,4 @@
-"""The arena against a model. Several `Arena` objects that share a file act as several processes."""
+"""Compares the arena with a model. Several `Arena` objects that share a file act as processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Program:
         assert attachment is not None
         fd = os.dup(self.own.file.fd)
         other = Arena.join(fd, self.own.facts(attachment, limit))
-        Arena._known[self.own.token] = self.own  # `join` replaced the first arena of this token
+        Arena._known[self.own.token] = self.own  # `join` replaced this entry
         self.others.append(other)
         return other
 
@@ -375,7 +375,7 @@ def test_a_hold_between_check_and_claim() -> None:
         first_look = file.map
 
         class AdoptedThen:
-            """A map after whose first read another process adds a hold."""
+            """After the first read of this map, another process adds a hold."""
 
             def __getitem__(self, key: Any) -> bytes:
                 found = first_look[key]

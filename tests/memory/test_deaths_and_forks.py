@@ -1,4 +1,4 @@
-"""Blocks and processes that are killed, forked, interrupted, or end."""
+"""The fate of blocks if processes are killed, forked, interrupted, or end."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
     "how", ["global", *also("finalizer", "circle", "thread", "unopened", "sys.exit")]
 )
 def test_interpreter_shutdown(tmp_path: Path, how: str) -> None:
-    """Blocks may live until the interpreter ends, which is at once and without output."""
+    """Blocks may live until the interpreter ends. It ends at once and prints nothing."""
     script = write(
         tmp_path / "program.py",
         f"""

@@ -169,7 +169,7 @@ def test_one_storage_stays_one(sharing: Any, in_file: bool) -> None:
 
 
 def of_dead_view(tensor: Any) -> Any:
-    """Return an array over a view of the tensor that no name refers to."""
+    """Return an array over a temporary view of the tensor."""
     return np.from_dlpack(tensor.view(-1))
 
 
@@ -582,7 +582,7 @@ def test_dumps_keeps_what_others_use() -> None:
 
 @pytest.mark.usefixtures("torch_files")
 def test_dumps_is_refused(sharing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`dumps` refuses tensors that others share already. Without memory it raises an error."""
+    """`dumps` refuses shared tensors. Without free memory it raises an error."""
     shared = torch.ones(MIB)
     sharing.apply(tasks.keep, ("shared", shared), worker=0)
     with pytest.raises(xpool.TaskNotPicklable, match=r"workers of a pool. Send a clone\(\)"):

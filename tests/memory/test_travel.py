@@ -219,7 +219,7 @@ def test_memory_limit(make_pool: Callable[..., Any], calm: None, limit: int) -> 
 
 
 def test_memory_limit_in_share_mode(make_pool: Callable[..., Any], calm: None) -> None:
-    """If the limit prevents sharing, an error says so. Freed memory can be used again."""
+    """A tensor beyond the limit cannot be shared. Freed memory can be used again."""
     base = arena().file.used()  # the limit includes tables
     pool = make_pool(xpool.Pool, 1, memory_limit=base + 8 * MIB, is_copy_tensor=False)
     held = [torch.zeros(2 * MIB, dtype=torch.uint8) for _ in range(3)]
@@ -494,7 +494,7 @@ def test_threads(make_pool: Callable[..., Any], calm: None) -> None:
 def test_held_by_waiting_tasks(
     make_pool: Callable[..., Any], calm: None, mailbox: Mailbox, gate: Gate
 ) -> None:
-    """If a worker dies while it holds large tasks, these tasks get their arguments unchanged."""
+    """If a worker dies, the tasks that it held still get their large arguments."""
     pool = make_pool(xpool.Pool, 1)
     first = pool.apply_async(tasks.post_and_gate, (mailbox.path, gate.path))
     rest = [pool.apply_async(tasks.total, (torch.full((MIB,), i),)) for i in range(5)]

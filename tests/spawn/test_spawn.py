@@ -1,4 +1,4 @@
-"""`spawn` and `start_processes`: like those of torch.multiprocessing, but with results."""
+"""`spawn` and `start_processes` work like torch.multiprocessing's, but return results."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def gates(tmp_path: Any, nothing_leaks: None) -> Any:
 
 
 def test_ends_out_of_order(mailbox: Mailbox, gates: list[Gate]):
-    """`join` is true when all processes have ended, in any order. Results are ordered by index."""
+    """`join` returns true when all processes have ended. Results are ordered by index."""
     args = (mailbox.path, [gate.path for gate in gates])
     context = xpool.spawn(turn, args, nprocs=3, join=False)
     told = dict(line.split() for line in mailbox.lines(3))

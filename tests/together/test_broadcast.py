@@ -1,5 +1,4 @@
-"""`broadcast`: one copy for the machine and one object for each worker, until the reference is
-gone."""
+"""`broadcast` makes one copy for the machine, and one object for each worker."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def model_output(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"memory_limit": 0}, {"is_copy_tensor": False}], ids=str)
 def test_each_worker_keeps_one(make_pool, options):
-    """All tasks of a worker get the same object, as an argument, inside one, or in a closure."""
+    """All tasks of a worker get the same object, whether as an argument or in a closure."""
     pool = make_pool(Pool, 3, **options)
     ref = pool.broadcast(table())
     assert "dict" in repr(ref)

@@ -108,7 +108,7 @@ def fails_late() -> Any:
 
 
 def test_the_cause_comes_last(make_pool):
-    """`run_all` raises the first error, although a later `PeerLost` arrives earlier."""
+    """`run_all` raises the error that came first, even if a `PeerLost` arrives earlier."""
     pool = make_pool(P2PPool, 3)
     pool.create_group(timeout=TIMEOUT)
     with pytest.raises(PickledLate, match="of worker 1"):

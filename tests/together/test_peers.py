@@ -134,7 +134,7 @@ def test_memory_is_reused(make_pool):
 
 
 def keep_and_write(value: float) -> list[float]:
-    """Send a tensor, write to it in the receiver, and return both views."""
+    """Send a tensor, and write to it in the receiver. Return both workers' first two elements."""
     me = current_worker()
     if me.index == 0:
         mine = torch.full((LARGE,), value)
@@ -259,8 +259,7 @@ def greet(peer: int) -> None:
 
 
 def test_a_dead_peer_ends_a_receive(make_pool, mailbox):
-    """If a worker dies while another receives from it, that one gets PeerLost. Its replacement
-    works."""
+    """`recv` from a worker that dies raises PeerLost. Its replacement can communicate."""
     pool = make_pool(P2PPool, 2)
     pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
     for result in pair:
@@ -300,7 +299,7 @@ def send_until_lost(box: str) -> int:
 
 
 def test_a_dead_peer_ends_a_send(make_pool, mailbox):
-    """If a worker dies while another sends to it, that one gets PeerLost, and memory is freed."""
+    """`send` to a worker that dies raises PeerLost, and the memory is freed."""
     from xpool._memory.arena import Arena
 
     pool = make_pool(P2PPool, 2)

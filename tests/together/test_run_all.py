@@ -62,7 +62,7 @@ def in_step(box: str, times: int) -> list[int]:
 
 
 def when(mailbox: Any, lines: int, then: Callable[[], object]) -> threading.Thread:
-    """After that many lines, call a function in a thread."""
+    """When that many lines have arrived, call a function in a thread."""
 
     def run() -> None:
         mailbox.lines(lines)
@@ -122,7 +122,7 @@ def test_many_callers_are_served_in_one_order(make_pool, mailbox):
 
 
 def test_an_error_stops_the_others_and_names_the_worker(make_pool, mailbox, gate):
-    """The function's exception is raised and names the worker. The others are stopped."""
+    """`run_all` raises the function's exception, with the worker's index. Others are stopped."""
     pool = make_pool(Pool, 3)
     thread = when(mailbox, 3, lambda: gate.open(1))
     with pytest.raises(KeyError, match="here") as caught:

@@ -1,4 +1,4 @@
-"""Callbacks that a task registers for the end of its process run when the worker ends normally."""
+"""At a worker's normal end, callbacks run that its tasks have registered."""
 
 from __future__ import annotations
 

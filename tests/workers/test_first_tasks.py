@@ -75,7 +75,7 @@ FORKED = """
 
 @pytest.mark.parametrize("line", ["", "import numpy"])
 def test_a_fork_imports_nothing(tmp_path, line: str):
-    """The program imports what a worker needs before the fork, and nothing else."""
+    """Before a fork, the program imports all that a worker needs. The worker imports nothing."""
     if line:
         pytest.importorskip("numpy")
     path = scripts.write(tmp_path / "forked.py", FORKED.replace("IMPORT", line))
@@ -105,7 +105,7 @@ AUTOGRAD = """
 
 
 def test_autograd_is_renewed_before_there_are_threads(tmp_path):
-    """If two threads train first, torch would create its autograd engine in each."""
+    """A forked worker renews torch's autograd engine before it starts threads."""
     pytest.importorskip("torch")
     path = scripts.write(tmp_path / "autograd.py", AUTOGRAD)
     assert scripts.run_ok([path]) == "[1.0, 1.0] []\n"

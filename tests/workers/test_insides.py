@@ -58,7 +58,7 @@ def test_an_error_is_raised_in_another_thread(withdrawn):
 
 @pytest.mark.pure
 def test_reference_counts_need_the_interpreter_lock(monkeypatch):
-    """Without the interpreter lock, no global counts as held alone, so none is moved."""
+    """Without the interpreter lock, reference counts are not exact, so `held_alone` is false."""
     values = {"name": [object()]}
     assert held_alone("name", values) is not is_free_threaded()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)

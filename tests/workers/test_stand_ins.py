@@ -328,7 +328,7 @@ CALLED = """
 
 
 def test_a_caller_that_waits_at_the_pipe_of_a_stand_in(tmp_path):
-    """`apply` waits at a temporary worker's pipe, but gets the answer of its replacement."""
+    """`apply` waits for a temporary worker, but gets the answer of its replacement."""
     assert run(tmp_path, CALLED) == ""
 
 

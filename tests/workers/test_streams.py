@@ -11,7 +11,7 @@ pytestmark = pytest.mark.xpool_only
 
 
 def shout(text):
-    """Write to both streams, through Python and directly. Return the process id."""
+    """Write to both streams, by Python and by the descriptor. Return the process id."""
     import sys
 
     print(text)

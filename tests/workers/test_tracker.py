@@ -1,4 +1,4 @@
-"""The process that makes a block of shared memory unlinks it, not a worker that attaches to it."""
+"""A block of shared memory is unlinked by its maker, not by a worker that attaches to it."""
 
 from __future__ import annotations
 
