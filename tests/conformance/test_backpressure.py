@@ -1,4 +1,4 @@
-"""`imap` without a buffersize: memory limits the results that the caller has not taken."""
+"""Without a buffersize, `imap` limits the memory of results that the caller has not taken."""
 
 from __future__ import annotations
 

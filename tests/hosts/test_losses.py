@@ -27,7 +27,7 @@ from xpool.errors import HostLost
 pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
 
 LEASE = 3.0
-"""Seconds. The default is 10 for slow networks, which these tests do not have."""
+"""Seconds. The default of 10 is for slow networks."""
 
 
 @pytest.fixture(autouse=True)
