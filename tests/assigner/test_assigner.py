@@ -104,7 +104,7 @@ def test_distance_between_kinds(two_gpus: None):
 
 
 def test_shares_of_one_device():
-    """A device named several times is several workers, which share its power."""
+    """A device named several times counts as several workers, which share its power."""
     places = machine.find_places(["cpu", "cpu"], 1, Host())
     assert [place.power for place in places] == [0.5, 0.5]
     assert places[0].memory > 0

@@ -130,7 +130,7 @@ def test_attention_is_counted(wrap: Any):
     ids=["lstm", "gru", "batchnorm"],
 )
 def test_control_flow_that_depends_on_values(model: nn.Module, inputs: Tensor):
-    """Such a model is run, and only the branch taken is counted."""
+    """If control flow depends on values, the model is run, and only the branch taken is counted."""
     assert operations(Hesitant(model), inputs) == operations(model, inputs) > 0
     assert operations(Hesitant(model), -inputs) == 0
 

@@ -31,7 +31,7 @@ import xpool
 HOME = "test.test_concurrent_futures"
 HAS_TESTS = importlib.util.find_spec(HOME) is not None
 
-# Their modules, since the tests are a package; earlier all are in one module.
+# The module of each class; in older versions all classes are in one module.
 WHERE = {
     "ExecutorTest": "executor",
     "WaitTests": "test_wait",

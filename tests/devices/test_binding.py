@@ -70,7 +70,7 @@ def die(context: Bound) -> None:
 def test_variables_are_set_before_any_import(
     make_pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, method: str
 ):
-    """Unpickling the context imports a module that sees the variables as `env` says."""
+    """The variables of `env` are set before the context's module is imported."""
     monkeypatch.setenv("XPOOL_TEST_STALE", "from the parent")
     monkeypatch.setenv("XPOOL_TEST_MANY_A", "1")
     monkeypatch.setenv("XPOOL_TEST_MANY_B", "2")
@@ -177,7 +177,8 @@ def test_cores_are_bound_before_any_import(make_pool: Callable[..., Any], method
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity masks are Linux's")
 def test_workers_follow_their_parents_cores():
-    """A worker may use its parent's cores of now, not those of the fork server's start."""
+    """A worker may use the cores that its parent may use now, not those at the fork server's
+    start."""
     code = (
         "import os; from xpool import Pool\n"
         "with Pool(1) as pool: first = pool.apply(os.sched_getaffinity, (0,))\n"

@@ -143,7 +143,7 @@ def in_thread(core: Core) -> str:
 
 
 def test_threads_of_a_task_are_no_workers(start: Any):
-    """A thread that a task starts is not a worker, because its worker is unknown."""
+    """In a thread that a task started, `current_worker` raises, because the worker is unknown."""
     assert "in the thread in which it runs them" in start(2).apply(in_thread)
 
 
@@ -326,8 +326,8 @@ def end_at(core: int, box: str, once: str) -> None:
 def test_killed_while_it_starts(
     start: Any, mailbox: Mailbox, gate: Gate, tmp_path: Path, which: int
 ):
-    """A process dies in an initializer of its first, middle or last worker; later ones have not
-    begun."""
+    """A process dies in the initializer of its first, middle or last worker; the workers after it
+    have not begun."""
     pool = start(3, initializer=end_at, initargs=(which, mailbox.path, str(tmp_path / "once")))
     asked = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(3)]
     *begun, last = [mailbox.line() for _ in range(which + 2)]
@@ -359,7 +359,7 @@ def test_killed_while_it_answers(start: Any, mailbox: Mailbox, gate: Gate, memor
 
 
 def test_killed_while_it_retires(start: Any, mailbox: Mailbox, gate: Gate):
-    """After `close`, one thread has ended and one runs: its task is answered and `join` returns."""
+    """If the process is killed after `close`, its running task fails and `join` returns."""
     pool = start(2)
     pid = pool.run_all(who)[0][2]
     result = pool.apply_async(at_gate, (mailbox.path, gate.path))

@@ -1,4 +1,4 @@
-"""Which variables a worker with a GPU sets, and the errors when it cannot have one."""
+"""Variables of workers with GPUs, and the errors when a worker cannot have one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_parents_mask(mask: str, order: str | None, expected: list[str], set
 
 
 def test_mig_instances():
-    """Of a GPU in MIG mode workers get the instances; other GPUs are then named by UUID."""
+    """Workers get the instances of a GPU in MIG mode; other GPUs are then named by UUID."""
     host = gpu_host(2, mig={0: ("MIG-a", "MIG-b")})
     assert masks(devices("cuda", host=host)) == ["MIG-a", "MIG-b", "GPU-11111111"]
     chosen = replace(host, environ={MASK: "MIG-b"})

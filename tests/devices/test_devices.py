@@ -1,4 +1,4 @@
-"""What a worker bound to a device sets."""
+"""Variables and threads of workers that are bound to devices."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("n", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
 def test_cores_are_shared_out(eight_cores: None, n: int, threads: int):
-    """Each of n workers on 8 cores gets 8
-
-    n threads, but at least one.
-    """
+    """Each of n workers on 8 cores gets 8 // n threads, but at least one."""
     contexts = devices("cpu", n=n)
     assert [context.ordinal for context in contexts] == list(range(n))
     assert {context.threads for context in contexts} == {threads}

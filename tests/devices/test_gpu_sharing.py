@@ -45,7 +45,7 @@ ON_GPU = pytest.mark.parametrize("device", KINDS[1:], indirect=True)
 
 @pytest.fixture(scope="module", params=KINDS)
 def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The GPU of parent and workers; its value installs it in a worker."""
+    """The GPU of parent and workers; the value is an initializer for workers."""
     if request.param == "gpu":
         # CUDA keeps descriptors open; open them before the leak check.
         torch.ones(1, device="cuda").cpu()
@@ -199,7 +199,7 @@ def test_copies_of_tensors_with_several_receivers(share: Any, each_opened: None)
 
 
 def test_handles_of_two_workers(share: Any):
-    """Of two workers' tensors, the other worker's is copied."""
+    """If a task has tensors of two workers, one of them is copied."""
     pool = share()
     one, two = (pool.apply(tasks.make, (str(i),), worker=i) for i in range(2))
     assert pool.apply(tasks.first_and_second, (one, two), worker=0) == [0.0, 1.0, 2.0, 3.0]

@@ -1,4 +1,4 @@
-"""Which variables a worker with TPU chips sets, for every kind of TPU host."""
+"""Variables of workers with TPU chips, for every kind of TPU host."""
 
 from __future__ import annotations
 
@@ -231,7 +231,8 @@ def test_two_groups_use_different_ports():
 
 
 def test_a_group_across_hosts():
-    """The second of four v5e hosts (4 x 4 chips) gets task ids, addresses and bounds of all."""
+    """The second of four v5e hosts (4 x 4 chips) gets task ids, addresses and bounds of all
+    hosts."""
     host = tpu_host(
         "v5e",
         4,

@@ -224,7 +224,7 @@ def by_reference(world: World, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["to_here", *also("rpc_sync", "rpc_async", "remote")])
 def test_references(ranks: Ranks, how: str):
-    """Calling an object in a dead process names the process, instead of showing torch's error."""
+    """A call of an object in a dead process raises an error that names the process."""
     outcomes = ranks.world(2, by_reference, how, rpc_timeout=TIMEOUT)
     assert "no answer from 'w1': 'w1' has died" in outcomes[0], outcomes
 
@@ -262,7 +262,7 @@ def leaves_without_waiting(rank: int, address: str) -> str:
 
 
 def test_leaving(ranks: Ranks):
-    """Others report a process that left without waiting as having left."""
+    """If a process leaves without waiting, others report that it has left."""
     text = ranks.run(2, leaves_without_waiting, ranks.address())[0]
     assert text == "'w1' has left the world; still there: w0"
 

@@ -69,7 +69,7 @@ def test_leaving_after_a_collective(ranks: Ranks):
 
 
 def hears_first(world: World) -> str:
-    """The report that rank 0 leaves arrives before its data of the barrier."""
+    """The report that rank 0 leaves arrives before its data for the barrier."""
     group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)
     group.barrier()
     if world.rank != 0:

@@ -1,4 +1,4 @@
-"""RPC groups: calls, and values and services of other processes."""
+"""RPC groups: calls, shared values and services."""
 
 from __future__ import annotations
 

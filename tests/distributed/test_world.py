@@ -258,7 +258,7 @@ def beside_a_group(rank: int, address: str, later: str) -> tuple[str, bool]:
 
 
 def test_a_group_of_the_program(ranks: Ranks):
-    """A world is refused if torch has a default group, which stays."""
+    """If torch has a default group, a world is refused and the group stays."""
     [(text, stays)] = ranks.run(1, beside_a_group, ranks.address(), ranks.address())
     assert stays and "has a default group of torch.distributed" in text
 
@@ -292,7 +292,7 @@ def test_rank_taken_twice(ranks: Ranks):
 
 @pytest.mark.exhaustive
 def test_nobody_at_the_address():
-    """If nobody listens at the address, the error says that rank 0 should."""
+    """If nobody listens at the address, the error says that rank 0 must open it."""
     address = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(GroupTimeout, match="Rank 0 opens it"):
         World("w1", 1, 2, dist_init_method=address, dist_timeout=1)

@@ -96,7 +96,7 @@ def test_every_package_has_a_row():
 
 
 def test_imports_point_one_way():
-    """No module imports from a higher row, also not lazily or for types."""
+    """No module imports from a higher row, not even lazily or for types."""
     wrong = []
     for module, target, where in inner_imports():
         if target == "xpool" or room_of(target) not in RANK:
@@ -134,7 +134,7 @@ def test_packages_form_no_cycle():
 
 
 def test_files_form_no_cycle():
-    """Files do not import each other in a cycle, also not in functions or for types."""
+    """Files do not import each other in a cycle, not even in functions or for types."""
     names = {module_name(path): path for path in FILES}
     graph: dict[str, set[str]] = {}
     for module, path in names.items():

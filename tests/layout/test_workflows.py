@@ -42,7 +42,7 @@ def test_the_two_workflows():
 
 @pytest.mark.parametrize(("workflow", "name"), JOBS)
 def test_job_is_sound(workflow: str, name: str):
-    """A job has a timeout, and its jobs, make targets and scripts exist."""
+    """A job has a timeout, and the jobs, make targets and scripts that it names exist."""
     job = job_of(workflow, name)
     assert isinstance(job["timeout-minutes"], int)
     needs = job.get("needs", [])

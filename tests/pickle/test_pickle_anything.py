@@ -56,7 +56,7 @@ def check(sent: Any, back: Any, before: list[Any]) -> None:
 @THOROUGH
 @given(sent=anything.structures())
 def test_encode_and_dumps(sent: Any) -> None:
-    """The trip through a message, in place and copied, and through a plain pickle."""
+    """A structure survives a message, in place and copied, and a plain pickle."""
     before = anything.fingerprint(sent)
     message = encode(sent)
     check(sent, decode(message), before)
@@ -101,7 +101,7 @@ def test_arrays_in_share_mode(share: Layout, sent: Any) -> None:
 @FEW
 @given(sent=anything.structures())
 def test_with_dill(sent: Any) -> None:
-    """The trip through dill's pickler."""
+    """A structure survives dill's pickler."""
     before = anything.fingerprint(sent)
     back, _ = decode(encode((sent, {1: 2}.keys())))
     check(sent, back, before)
@@ -164,7 +164,7 @@ def places(start: int, axes: list[tuple[int, int]], itemsize: int) -> set[int]:
 @settings(max_examples=500, deadline=None)
 @given(LAYOUTS, LAYOUTS)
 def test_alias(one: Any, two: Any) -> None:
-    """`alias` finds common bytes as comparing every byte does."""
+    """`alias` gives the same result as comparing every byte."""
     found, sets = [], []
     for start, axes, itemsize in (one, two):
         lengths, steps = [n for n, _ in axes], [step for _, step in axes]

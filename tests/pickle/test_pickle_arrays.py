@@ -24,7 +24,7 @@ def trip(obj: Any) -> Any:
 
 
 def trips(obj: Any) -> list[Any]:
-    """In place, copied, from a plain pickle, and by dill's pickler."""
+    """Return the object after each trip: in place, copied, by a plain pickle, by dill's pickler."""
     message = encode(obj)
     by_dill = decode(encode((obj, {1: 2}.keys())))[0]
     return [decode(bytearray(message)), decode(message), loads(dumps(obj)), by_dill]

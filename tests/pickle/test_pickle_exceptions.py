@@ -151,7 +151,7 @@ def test_unpicklable_attributes_are_dropped() -> None:
 
 @pytest.mark.parametrize("exc", [BadReduce(1), RaisingReduce(1)], ids=["bad", "raising"])
 def test_bad_reduce(exc: BaseException) -> None:
-    """If __reduce__ fails, it is not used."""
+    """If __reduce__ fails, the exception is pickled without it."""
     back = trip(exc)
     assert type(back) is type(exc)
     assert back.args == (1,)
@@ -271,7 +271,7 @@ def test_a_local_group(receiver: Receiver) -> None:
 
 @with_groups
 def test_a_group_with_unpicklable_members() -> None:
-    """Unpicklable members become what they become alone; the other members are kept."""
+    """Each unpicklable member is treated as if it were alone; other members are kept."""
     exc = noted(TwoArguments(1, "why"), "a note")
     exc.generator = (x for x in ())
     group = Exits([exc, RaisingReduce(2), Refusing("message"), ValueError(3)], 4)

@@ -170,7 +170,8 @@ def test_empty_cell() -> None:
 
 
 def test_coroutine_and_generator_functions(receiver: Receiver) -> None:
-    """Coroutine functions and generator functions can be sent, but not their generators."""
+    """Coroutine functions and generator functions can be sent; the objects that they return
+    cannot."""
 
     async def one() -> int:
         return 1
@@ -258,7 +259,7 @@ def test_refusals_name_object_and_place() -> None:
 
 
 def test_files_are_refused() -> None:
-    """An open file is refused, although dill would open it again in the receiver."""
+    """An open file is refused, because dill would open it anew in the receiver."""
     with open(__file__) as file, pytest.raises(TaskNotPicklable, match="path"):
         encode((lambda: 1, file))
 

@@ -282,7 +282,7 @@ def test_location(run_program: Callable[..., str], how: str) -> None:
     ],
 )
 def test_guard(run_program: Callable[..., str], guard: str, importable: bool) -> None:
-    """Which conditions are recognized as a guard."""
+    """The conditions that count as a guard."""
     program = (
         f"from xpool._pickling.by_value import main\n{guard}\nprint(main.main_is_importable())"
     )

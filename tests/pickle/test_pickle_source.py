@@ -1,4 +1,4 @@
-"""What a script's text tells about its globals."""
+"""Facts about a script's globals that its text shows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_certain_values(text: SourceFile, name: str, value: object, certain: boo
 
 
 def test_names(text: SourceFile) -> None:
-    """Names that only the guard binds, and names that are bound again."""
+    """The text shows names that only the guard binds, and names that are bound again."""
     assert text.has_guard
     assert text.guarded == {"guarded"}
     assert text.rebound == {"AGAIN", "LATER", "guarded"}

@@ -1,4 +1,4 @@
-"""Which statements of a script a worker skips until a task needs their names."""
+"""Statements of a script that a worker skips until a task needs their names."""
 
 from __future__ import annotations
 
@@ -451,7 +451,7 @@ SCRIPT = """
 
 @pytest.mark.xpool_only
 def test_a_worker_runs_what_a_name_needs(tmp_path: Path):
-    """Statements that act run once and first; others run when needed, with their line numbers."""
+    """Statements that act run once and first; others run when needed; line numbers stay right."""
     scripts.write(tmp_path / "probe.py", PROBE)
     path = scripts.write(tmp_path / "script.py", SCRIPT)
     assert scripts.run_ok([path]).splitlines() == [
@@ -603,7 +603,7 @@ FAILING = """
 
 @pytest.mark.xpool_only
 def test_a_statement_that_failed_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A task that needs a failed statement fails; the next task tries again."""
+    """A task that needs a failed statement fails; the next task runs the statement again."""
     monkeypatch.chdir(tmp_path)
     scripts.write(tmp_path / "probe.py", PROBE)
     path = scripts.write(tmp_path / "script.py", FAILING)

@@ -47,7 +47,7 @@ def test_readers_are_killed(make_queue: Any, start: Any, nbytes: int):
         try:
             got.append(results.get(2.0))
         except Exception:
-            break  # all items that will come have come
+            break  # no more items will come
         if len(got) == at and kills < 12:
             victim = readers.pop(rng.randrange(len(readers)))
             victim.kill()

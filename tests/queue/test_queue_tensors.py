@@ -1,4 +1,4 @@
-"""Tensors through queues: shared and copied, over several processes, and what they leave."""
+"""Tensors through queues: shared and copied, passed on, and freed."""
 
 from __future__ import annotations
 
@@ -434,7 +434,7 @@ def test_workers_as_writers(make_queue: Any):
 
 
 def test_from_a_pool_into_a_queue(make_queue: Any):
-    """A worker passes on a shared tensor of its pool as shared; it outlives the worker."""
+    """A worker can share a tensor of its pool through a queue; the tensor outlives the worker."""
     q = make_queue()
     tensor = torch.zeros(1000)
     with Pool(1, parts.remember, (q,), is_copy_tensor=False) as pool:

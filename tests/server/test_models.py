@@ -302,7 +302,7 @@ def misfit_waits(world: World) -> int:
 
 
 def test_a_gradient_that_does_not_fit(ranks: Ranks):
-    """A gradient that does not fit, pushed before the model was managed, blocks no later one."""
+    """An unfit gradient that was pushed too early does not block later ones."""
     assert ranks.good_world(2, misfit_waits) == [0, 1]
 
 

@@ -208,8 +208,8 @@ class EngineWorld(World):
         self.over = False  # retired or terminated
         self.ended_violently = False
         self.turns = 0
-        # Whether the client of the engine requests tasks; requested batches that workers hold, with
-        # the number of tasks that the worker had begun, and the time.
+        # Whether tasks are requested. Of requested batches in workers: the number of tasks that the
+        # worker had begun, and the time.
         self.asks = self.chance(0.25)
         self.asked: list[tuple[Batch, int, int, float]] = []
 
@@ -375,7 +375,7 @@ class EngineWorld(World):
                   "retries, bound to", bound, "limit", limit)  # fmt: skip
         if func:
             task_range = TaskRange(job, func, 0, items, bound, Terms(retries, limit))
-            # From the seed, not from a random number: most streams have no such limit.
+            # Decided by the seed without a random draw; most streams have no such limit.
             if kind == "stream" and self.seed % 3 == 0:
                 self.rooms.append(_Room(self, job))
                 task_range.may_run = self.rooms[-1].may_run
@@ -430,7 +430,7 @@ class EngineWorld(World):
                 self.to_feed.append(task_range)
 
     def feed(self) -> None:
-        """An input reader calls the engine as it has decided."""
+        """An input reader makes the call that it has decided."""
         self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
 
     def cancel(self) -> None:
@@ -730,7 +730,8 @@ class EngineWorld(World):
             self.wrong(f"task {index} of job {job} times out with a retry left")
 
     def check_limits(self) -> None:
-        """A task beyond its limit is interrupted, and its worker is killed 0.1 s later."""
+        """A task beyond its limit is interrupted; if it still runs 0.1 s later, its worker is
+        killed."""
         # For the parent, a worker runs until its end is reported.
         unreported = [one for handle, _ in self.reports for one in handle._worker.siblings]
         for worker in [*self.workers, *unreported]:
@@ -766,7 +767,7 @@ class EngineWorld(World):
     def check_idle(self) -> None:
         """When the engine's thread waits, no worker is idle while a task waits for any worker.
 
-        Nor does a surplus worker serve.
+        No surplus worker serves.
         """
         sched = self.engine.sched
         for slot in self.engine.workers[sched.size :]:

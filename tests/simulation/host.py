@@ -424,7 +424,7 @@ class Host:
             self.world.later(takes * self.world.draw.random(), self._end_turn, one)
 
     def _end_turn(self, one: tuple[int, Callable[..., None]]) -> None:
-        """The call's thread no longer waits for the answer of its single task only."""
+        """The call's thread now waits for any news, not only for its task's answer."""
         if self.alive:
             self.session.wait(one[0])
             self._waiting.insert(0, one)

@@ -463,7 +463,7 @@ class HostWorld(World):
                 self.to_feed.append(task_range)
 
     def feed(self) -> None:
-        """An input reader calls the engine as it has decided."""
+        """An input reader makes the call that it has decided."""
         self.progress = self.now  # a slow input reader is no hang
         self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
 
@@ -670,7 +670,7 @@ class HostWorld(World):
             self.check_bytes(self.engine.sched.table.hosts[number])
 
     def check_bytes(self, host: Any) -> None:
-        """Bytes sent ahead are bounded, except one task for each worker and one bound task for
+        """Bytes sent ahead are bounded, except for one task for each worker and one bound task for
         each."""
         batches = [*host.staged, *dict.fromkeys(host.permitted.values())]
         shared = sum(batch.nbytes for batch in batches if batch.items.bound is None)

@@ -50,7 +50,7 @@ class SimFleet:
         self.closed = False
 
     def start(self, tell: Callable[[Any], object]) -> list[int]:
-        """Begin to start agents, some of which never join."""
+        """Start agents, some of which never join."""
         world = self.world
         return [world.place() for _ in range(world.first_hosts)]
 

@@ -374,7 +374,7 @@ class SchedulerWorld(World):
             self.queues[self.bound[tasks[0]]].insert(0, (None, tasks))
 
     def end(self, task: Task, how: str) -> None:
-        """A task has its answer."""
+        """Record the end of a task."""
         if task in self.ended:
             self.wrong(f"{task} is {how}, and was {self.ended[task]} before")
         self.ended[task] = how

@@ -15,7 +15,7 @@ def test_workers_of_many_hosts_are_kept_busy(hosts: int, trip: float):
     """While tasks wait, nearly all workers work; a lost host loses its running tasks."""
     outcome = Cluster(hosts, 10.0, trip, each=2.0).run()
     assert outcome.busy > 0.95
-    assert outcome.tail < 3 * 15.0  # a task, one that was begun again, and one that waited for it
+    assert outcome.tail < 3 * 15.0  # a task, its repetition, and a task that waited for it
     assert outcome.begun <= outcome.lost <= WORKERS
 
 

@@ -2,7 +2,7 @@
 
 The engine, the scheduler, `FrameReader`, `FrameWriter` and `Outbox` are real; everything below them
 is virtual. The virtual kernel is at least as difficult as a real one. It reads and writes pieces of
-any size. It reports a death at any time later. It shows a store in a shared page to the other side
+any size. It reports a death after any delay. It shows a store in a shared page to the other side
 within a millisecond, in any order, unless a message through a pipe comes between.
 """
 
@@ -154,7 +154,7 @@ class _Stack:
         return b""
 
     def __setitem__(self, key: Any, value: bytes) -> None:
-        """Ignore that it is cleared before each request."""
+        """Ignore the clearing before each request."""
 
 
 class Page:

@@ -1,6 +1,6 @@
 """A virtual worker process, which follows `xpool._worker.protocol` and stops at every visible step.
 
-Or a thread of a process, beside its siblings: `xpool._worker.worker_threads`.
+It may also be a thread of a process, beside its siblings: `xpool._worker.worker_threads`.
 
 At each ``yield`` the world may let others go on, or end the process. The yielded value says when
 the worker may go on: None, at once; a number, at that time; a function, when it returns true.

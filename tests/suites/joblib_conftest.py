@@ -1,4 +1,4 @@
-"""Replaces the ``conftest.py`` of joblib's tests: xpool's backend replaces its process backends."""
+"""The ``conftest.py`` for joblib's tests: xpool's backend replaces the process backends."""
 
 from __future__ import annotations
 

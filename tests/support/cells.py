@@ -85,7 +85,7 @@ def stay_half_written(box: str, size: int) -> bytes:
 
 
 class TwoBuffers:
-    """Is sent as two blocks of shared memory."""
+    """An object that is sent as two blocks of shared memory."""
 
     def __reduce__(self) -> Any:
         return list, ([pickle.PickleBuffer(bytearray(300_000)) for _ in range(2)],)
