@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from receiver import Receiver
 
 from xpool._pickling import frame
-from xpool.errors import TaskNotPicklable
 from xpool.pickle import decode, dumps, encode, loads
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
