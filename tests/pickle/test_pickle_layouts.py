@@ -435,7 +435,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "hooks": (lambda: hooked(leaf(torch.ones(2))), r"hooks.*remove\(\).*x\.detach\(\)"),
     "hooks of a subclass": (lambda: hooked(leaf(torch.ones(2).as_subclass(Tagged))), "hooks"),
     "hooks after backward": (lambda: after_backward(leaf(torch.ones(2))), "hooks"),
-    "freed": (freed, "resized to nothing.*leave it out"),
+    "freed": (freed, "resized to 0 bytes.*leave it out"),
     "computed, sparse": (lambda: leaf(torch.tensor(EYE)).to_sparse(), r"x\.detach\(\)"),
     "computed, nested": (
         lambda: torch.nested.nested_tensor([torch.ones(2)], requires_grad=True) * 2,
