@@ -73,7 +73,7 @@ class Launcher(Protocol):
     """Whether the child gets objects by inheritance: initializer and initargs may be anything."""
 
     bare: bool
-    """Whether the child must still be made a `multiprocessing` process."""
+    """Whether xpool must make the child a process of `multiprocessing`, and run the script."""
 
     forks: bool
     """Whether workers are forks of the program, which lack its OpenMP threads."""

@@ -199,7 +199,7 @@ class RayFleet:
             self._tell(f.Dead(number, reason))
 
     def _say_who_waits(self) -> None:
-        """Warn of each agent that waits for CPUs; an agent that has them only starts slowly."""
+        """Warn of each agent that waits for CPUs, but not of one that only starts slowly."""
         now = time.monotonic()
         late = [number for number, when in list(self._waiting.items()) if when <= now]
         free = _free_cpus() if late else {}

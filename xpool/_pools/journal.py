@@ -146,7 +146,7 @@ class Journal:
         try:
             yield
         except sqlite3.Error as exc:
-            # A subclass: locked, full or missing, which says nothing about the file's content.
+            # A subclass means that the file is locked, full or missing; it may still be a journal.
             if type(exc) is not sqlite3.DatabaseError:
                 raise type(exc)(f"{exc} (the journal {self.path})") from exc
             raise OptionError(f"{self.path} is not a journal: {exc}") from exc

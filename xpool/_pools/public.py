@@ -166,9 +166,9 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             retries: how often a task runs again when its worker dies, or when it raises one of
                 ``retry_on`` (an exception class or a tuple of them), after a pause.
             progress: True or a title shows how many items are done, by tqdm or rich where one is
-                installed, else on stderr.  A callable is called with the number of items done and
-                that of all (None: the input has no length), at most ten times a second, in a
-                thread of its own.
+                installed, else on stderr.  A callable is called with the number of finished items
+                and the number of all items (None: the input has no length), at most ten times a
+                second, in a thread of its own.
             on_error: "raise", or "return": the exception of an item stands in the place of its
                 result, and each item is a task.
             seed: an int.  Before each item, the generators of `random`, numpy and torch are seeded

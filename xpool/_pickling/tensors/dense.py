@@ -316,7 +316,7 @@ def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
     storage, layout = tensor.untyped_storage(), pickler.layout
     arena = layout.arena
     # A storage that was shared before, or received, is in the arena already.  `reduce_shared`
-    # checks one that other processes may have mapped.
+    # checks storages that other processes may have mapped.
     if (
         arena is not None
         and storage.nbytes()
