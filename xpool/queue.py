@@ -125,7 +125,7 @@ class SimpleQueue:
         else:
             self._put(message, -1, held)
         if held:
-            # Wakes the thread that releases the blocks when they have arrived.
+            # Makes a thread release the blocks when they have arrived, even without another `put`.
             foreign.call()
 
     def _put(self, packet: bytes | memoryview, file: int, held: dict[Holds, list[Block]]) -> None:

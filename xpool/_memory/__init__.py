@@ -1,5 +1,5 @@
 """Shared memory: the arena, its blocks and their attachments, buffers for large values.
 
-Used on both sides of the process border.  Never blocks: no lock is shared between processes.
-Imports `xpool._python`.
+Programs and workers use it.  It never blocks, because processes share no lock.  It imports
+`xpool._python`.
 """

@@ -1,24 +1,24 @@
 """The arena: shared memory for large values, in transit and afterwards.
 
-A program has one anonymous file.  The process that owns pools makes it; each worker gets its
-descriptor once and maps it whole.  The file is huge and sparse: memory exists only where it was
-written.  Every process has an **attachment**: a region of the file in which only this process
-allocates **blocks**.  Any process that maps the file can use any block in place: the sender copies
+A program has one anonymous file.  The process that owns pools makes it.  Each worker gets its
+descriptor once and maps the whole file.  The file is huge and sparse: only pages that were written
+take memory.  Every process has an **attachment**: a region of the file in which only this process
+allocates **blocks**.  Any process that maps the file can use any block in place.  The sender copies
 a value into a block once, and the message contains the name of the block.
 
-**Every byte of the tables has one writer**, so processes need no lock between them, and a dead
-process leaves no lock behind.  The owner of a block may reuse it when no process holds it.  A
-sender holds a sent block until it knows that the receiver holds it (a task was answered, an answer
-was acknowledged), so a process holds each block in transit.  When a process dies, the process that
-gave it its attachment first receives its messages and then clears its holds (`reclaim`); blocks
-that other processes hold stay where they are.
+**Every byte of the tables has one writer**, so processes need no lock, and a dead process leaves no
+lock behind.  The owner of a block may reuse it when no process holds it.  A sender holds a block
+until it knows that the receiver holds it (a task was answered, or an answer was acknowledged).  So
+a block in transit is always held.  When a process dies, the process that gave it its attachment
+first receives its messages and then clears its holds (`reclaim`).  Blocks that other processes hold
+are not changed.
 
 An entry of a table keeps its place and size for ever, so the next process with that attachment can
-read the table.  A table that a worker has overwritten is not given to another process.  A block's
-name contains a stamp that changes when the block is reused, so a late message raises an error and
-never reads the value of another message.  Memory is requested before it is written, so a shortage
-is a refusal, after which the value is sent through the pipe, and never a SIGBUS.  The size of the
-file is sealed, so no process can truncate it, which would cause a SIGBUS, too.
+read the table.  If a worker has overwritten a table, no other process gets it.  A block's name
+contains a stamp that changes when the block is reused.  So a late message raises an error and never
+reads the value of another message.  Memory is requested before it is written.  So a shortage is no
+SIGBUS but a refusal, and the value is sent through the pipe.  The size of the file is sealed,
+because truncating the file would also cause a SIGBUS.
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ from xpool._python.hidden import is_mine
 from xpool._python.interrupt import shielded
 
 IDLE_SECONDS = 5.0
-"""Seconds after which the memory of a free block goes back to the system."""
+"""Seconds after which the memory of a free block is given back to the system."""
 
 MISSING = 2**64 - 1
-"""Stands for a block's name: there is no block."""
+"""Takes the place of a block's name if there is no block."""
 
-_AT_ONCE = 512  # blocks that are checked in one turn
+_AT_ONCE = 512  # number of blocks that are checked in one turn
 
-_MOST = 128 << 30  # bytes of addresses for a region: 480 regions fit into 47 bits
+_MOST = 128 << 30  # the largest region in bytes: addresses have 47 bits, and there are 480 regions
 
 
 class Arena(Holds):
-    """One process's view of the file.  All methods may be called by any thread."""
+    """One process's view of the file.  Any thread may call all methods."""
 
     _own: Arena | None = None
-    # Guards `_own`: two threads may make the first pools at once.
-    _making = threading.Lock()
+    _making = threading.Lock()  # guards `_own`: two threads may make the first pools at once
     _known: dict[int, Arena] = {}  # by token
 
     def __init__(
@@ -62,13 +61,11 @@ class Arena(Holds):
     ) -> None:
         super().__init__(file, Region(file, attachment, entries), token, attachment)
         self.limit = limit
-        # Used by the process that made the file: attachments to give away; attachments in which no
-        # process allocates, so that blocks released there can be punched; blocks there that were
-        # held when their owner ended; and attachments of dead processes with messages in transit.
-        self._attachments: list[int] = []
-        self._vacant: set[int] = set()
-        self._left: set[int] = set()
-        self._pending_reclaim: set[int] = set()
+        # Only the process that made the file uses these.
+        self._attachments: list[int] = []  # attachments that new processes can get
+        self._vacant: set[int] = set()  # those in which no process allocates: blocks can be punched
+        self._left: set[int] = set()  # blocks that were held when their owner ended
+        self._pending_reclaim: set[int] = set()  # of dead processes with messages in transit
         self._engines = 0
         Arena._known[token] = self
 
@@ -76,9 +73,9 @@ class Arena(Holds):
 
     @classmethod
     def own(cls) -> Arena | None:
-        """Return the arena of this process's pools, made by the first call; None: unsupported.
+        """Return the arena of this process's pools, or None if the system does not support it.
 
-        Its limit is half of the memory that was available when it was made.
+        The first call makes it.  Its limit is half of the memory that is available then.
         """
         if sys.platform != "linux" or sys.maxsize < 2**32:
             return None
@@ -95,19 +92,20 @@ class Arena(Holds):
 
     @classmethod
     def _make(cls, limit: int, region: int = 0) -> Arena | None:
-        # If another program's file is mapped already, the addresses must suffice for both.
+        # If another program's file is mapped, the addresses must be enough for both.
         most = _MOST // 8 if cls._known else _MOST
         region = region or min(max(2 * limit, 1 << 30), most) // PAGE * PAGE
         fd = -1
         try:
             fd = fixed_file("xpool-arena", ArenaFile.size_for(region))
             attachments.attach(fd, 0)
-            # The token is odd and never 0, which stands for no arena in a message.
+            # The token is odd, because 0 means no arena in a message.
             token = int.from_bytes(os.urandom(8), "little") | 1
             file = ArenaFile(fd, region)
             arena = cls(file, token, 0, limit, file.table(0))
         except (OSError, ValueError, OverflowError):
-            # Not supported, or a limit on addresses or descriptors: values go through pipes.
+            # The system does not support it, or limits addresses or descriptors.  Values are then
+            # sent through pipes.
             if fd >= 0:
                 os.close(fd)
             return None
@@ -117,22 +115,22 @@ class Arena(Holds):
 
     @classmethod
     def join(cls, fd: int, facts: tuple[int, int, int, int]) -> Arena:
-        """Map the file of the process that gave us this descriptor and an attachment.
+        """Map the file of the process that has sent this descriptor and an attachment.
 
         Raises:
-            OSError: the system refuses, probably by a limit on addresses (``ulimit -v``).
+            OSError: the file cannot be mapped, usually because of a limit (``ulimit -v``).
         """
         token, attachment, region, limit = facts
         file = ArenaFile(fd, region)
         return cls(file, token, attachment, limit, file.table(attachment))
 
     def facts(self, attachment: int, limit: int) -> tuple[int, int, int, int]:
-        """Return the second argument of `join`, made of builtins."""
+        """Return the second argument of `join`, for a process with this attachment."""
         return self.token, attachment, self.file.region, limit
 
     @classmethod
     def find(cls, token: int) -> Arena:
-        """Return the arena that a message names.
+        """Return the arena with this token.
 
         Raises:
             LookupError: this process does not have it.
@@ -147,7 +145,8 @@ class Arena(Holds):
 
     @classmethod
     def elsewhere(cls, address: int, arena: Arena | None) -> bool:
-        """Whether an address is in another arena, in a block that another process holds, too."""
+        """Whether an address is in an arena other than ``arena``, in a block that another process
+        holds, too."""
         for other in list(cls._known.values()):
             offset = None if other is arena else other.file.offset_of(address)
             if offset is not None:
@@ -157,11 +156,11 @@ class Arena(Holds):
 
     @classmethod
     def holding_any(cls, address: int) -> Block | None:
-        """As `holding`, in any arena."""
+        """As `holding`, but in any arena."""
         held = (arena.holding(address) for arena in list(cls._known.values()))
         return next(filter(None, held), None)
 
-    # -- the process that made it ------------------------------------------------------------------
+    # -- in the process that made the file ---------------------------------------------------------
 
     @shielded
     def begin(self) -> None:
@@ -173,7 +172,7 @@ class Arena(Holds):
 
     @shielded
     def end(self) -> None:
-        """Record the end of a pool; after the last one, give back all free memory at once."""
+        """Record the end of a pool.  After the last one, give back all free memory at once."""
         with self._turn:
             self._engines -= 1
             last = not self._engines
@@ -185,7 +184,7 @@ class Arena(Holds):
 
     @shielded
     def take_attachment(self) -> int | None:
-        """Return an attachment for a new process; None: all are taken."""
+        """Return an attachment for a new process, or None if all are taken."""
         with self._turn:
             found = None
             for attachment in reversed(self._attachments):
@@ -202,26 +201,26 @@ class Arena(Holds):
     def reclaim(self, attachment: int) -> None:
         """Clear the holds of a process that has ended, and make its attachment available again.
 
-        The blocks that it has sent must have been adopted before.  Takes milliseconds, or more if
-        the dead process had many blocks, so no other lock may be held.
+        The blocks that it has sent must have been adopted before.  The caller must hold no other
+        lock, because this takes milliseconds, and more if the process had many blocks.
         """
         if attachments.taken(self.file.fd, attachment):
-            # Its messages in queues outlive it, and so do its holds.
+            # The process has messages in queues, which still need its holds.
             with self._turn:
                 self._pending_reclaim.add(attachment)
             return
-        # Without the lock: the only writer of this column is dead.
+        # Needs no lock, because the only writer of this column is dead.
         self.file.clear_holds(attachment)
         attachments.leave(self.file, self.file.fd, attachment)
         try:
             table = self.file.table(attachment)
         except ValueError:
-            return  # overwritten: its blocks are unknown, so no process gets it again
+            return  # the table was overwritten, so its blocks are unknown, and no process gets it
         with self._turn:
             self._vacant.add(attachment)
             self._left.update(entry.number for entry in table if entry.filled)
         self._sweep()
-        # Last: a new process may get it only when the remaining blocks are recorded.
+        # Appended last: a new process may get it only after the blocks left were recorded.
         with self._turn:
             self._attachments.append(attachment)
         self._catch_up()
@@ -229,7 +228,7 @@ class Arena(Holds):
     def _sweep(self) -> None:
         """Give back the memory of unheld blocks whose owners have ended."""
         left = list(self._left)
-        # In several turns: a thread that leases a block waits for at most one of them.
+        # Done in several turns, so that a thread that leases a block waits for at most one of them.
         for start in range(0, len(left), _AT_ONCE):
             with self._turn:
                 for number in left[start : start + _AT_ONCE]:
@@ -252,7 +251,7 @@ class Arena(Holds):
         try:
             offset, capacity = self.file.place(number)
         except ValueError:
-            return  # its entry was overwritten: the memory is freed with the file
+            return  # the entry was overwritten, so the memory is freed with the file
         self.file.punch(Entry(number, offset, capacity, self.file.filled[number]))
 
     # -- leasing and holding -----------------------------------------------------------------------
@@ -265,11 +264,11 @@ class Arena(Holds):
         bytes of shared memory (None: the arena's own limit).
         """
         if is_mine(self._turn):
-            return None  # a signal handler or finalizer that interrupts this thread's turn
+            return None  # this is a signal handler or finalizer that interrupts a turn
         with self._turn:
             self._take_dropped()
             most = self.limit if limit is None else limit
-            # Dead processes are cleared only in need: that takes a system call for each.
+            # Dead processes are cleared only if necessary: each needs a system call.
             number = self._region.take(nbytes, most)
             if number is None and self._clear_dead():
                 number = self._region.take(nbytes, most)
@@ -281,14 +280,15 @@ class Arena(Holds):
 
     @property
     def busy(self) -> bool:
-        """Whether this process holds blocks or its region has memory, so that `trim` may help."""
+        """Whether this process holds blocks or its region has memory that `trim` may give back."""
         return bool(self._counts) or self._region.filled
 
     @shielded
     def trim(self, now: float | None = None) -> bool:
-        """Give back memory of blocks that have been free for `IDLE_SECONDS` seconds before ``now``.
+        """Give back the memory of blocks that were free for `IDLE_SECONDS` before ``now``.
 
-        Returns whether a later call may give back more.
+        ``now`` is a time of `time.monotonic`; None: the present.  Returns whether a later call may
+        give back more.
         """
         if is_mine(self._turn):
             return True  # as in `lease`
@@ -315,13 +315,13 @@ class Arena(Holds):
         self._region.collect_all()
 
     def _clear_dead(self) -> bool:
-        """In the process that made the file: clear the holds of foreign processes that ended."""
+        """In the process that made the file, clear the holds of foreign processes that ended."""
         return self.attachment == 0 and attachments.clear_dead(self.file, self.file.fd, 0)
 
     @shielded
     def statistics(self) -> dict[str, int]:
-        """Return counts: ``bytes`` used by the program, ``blocks`` that this process has made, how
-        many of these are held (``out``), and how many blocks this process holds (``held``)."""
+        """Return four counts: the ``bytes`` that the program uses, the ``blocks`` that this process
+        has made, how many of these are held (``out``), and how many blocks it holds (``held``)."""
         interrupts = is_mine(self._turn)
         with self._turn:
             if not interrupts:
@@ -339,7 +339,7 @@ class Arena(Holds):
 class _Inherited(Arena):
     """The parent's arena in a forked child, which may read the blocks that the parent held.
 
-    The holds and the region are the parent's, so nothing is held, released or allocated.
+    The holds and the region belong to the parent, so this neither holds, releases nor allocates.
     """
 
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
@@ -368,7 +368,7 @@ def _before_fork() -> None:
     turns = _forking[get_ident()] = []
     for arena in list(Arena._known.values()):
         if is_mine(arena._turn):
-            continue  # a signal handler interrupts a turn: its child must not use the arena
+            continue  # this is a signal handler that interrupts a turn
         # Held during the fork, so that the child copies consistent counts.
         arena._turn.acquire()
         arena._unpin()
@@ -378,13 +378,13 @@ def _before_fork() -> None:
             try:
                 r, w = os.pipe()
             except OSError:
-                pass  # no descriptor is left: the blocks stay held for good
+                pass  # no descriptor is left, so the blocks are held for ever
         turns.append((arena, r, w))
 
 
 def _after_fork_in_parent() -> None:
     for arena, r, w in _forking.pop(get_ident(), ()):
-        # Only the child has this end now: `Pins` sees a hang-up when it closes.
+        # Now only the child has this end, so `Pins` sees a hang-up when the child closes it.
         if w >= 0:
             os.close(w)
         if arena._counts:
@@ -394,14 +394,14 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    # The child keeps the other end, which closes when the child ends or executes a program.
+    # The child keeps ``w``, which closes when the child ends or executes another program.
     for _, r, _ in _forking.get(get_ident(), ()):
         if r >= 0:
             os.close(r)
     _forking.clear()
     for arena in Arena._known.values():
         arena._pins.close()
-        # A new one: no thread would release the copy of the held lock.
+        # A new lock, because no thread of the child would release the copy of the held one.
         arena._turn = threading.RLock()
         arena.__class__ = _Inherited
     Arena._known = {}

@@ -1,23 +1,23 @@
-"""Attachments: which process has which part of an arena's file, recorded by locks of the kernel.
+"""Records, by locks of the kernel, which process has which part of an arena's file.
 
 A process that maps the file has an **attachment**: the number of a region, and of a column in the
 tables.  The process that made the file gives attachments to its workers and clears them
 (`Arena.reclaim`).  A process that receives the file in a message uses it as a **foreign arena**,
-and takes one of the upper numbers itself.  To take a number is to lock bytes of the file by a lock
-of the open file description (``F_OFD_SETLK``).  The kernel drops the lock when the last descriptor
-of the description is closed, however the process ended, and also when the descriptor was in a
-message.
+and takes one of the upper numbers itself.  A process takes a number by locking bytes of the file
+with a lock of the open file description (``F_OFD_SETLK``).  The kernel drops the lock when the last
+descriptor of this description is closed, no matter how the process ends, and even if the descriptor
+is in a message.
 
-So messages have locks, too.  A sender opens the file again for a message, locks a byte that stands
-for the message, its **in-flight lease**, and sends the descriptor along.  While the byte is locked,
-the message is in transit, or its receiver is about to hold the blocks.  These bytes are in the
-range of the sender's number, and a number in whose range a byte is locked is neither cleared nor
-taken: so messages outlive their sender.
+So messages can have locks, too.  For a message, a sender opens the file again, locks a byte, which
+is the **in-flight lease** of the message, and sends the new descriptor with it.  While the byte is
+locked, the message is in transit, or its receiver is about to hold the blocks.  The byte is in the
+range of the sender's number.  A number is not cleared or taken while any byte in its range is
+locked, so messages may outlive their sender.
 
-Offsets of locks are unrelated to the data at these offsets in the file::
+The offsets of locks have nothing to do with the data at these offsets in the file::
 
-    number << 40          the process with this attachment lives
-    (number << 40) + n    its in-flight lease n has not come back
+    number << 40          the process with this attachment is alive
+    (number << 40) + n    its in-flight lease n is still open
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if sys.platform == "linux":
     import fcntl
 
 FIRST_FOREIGN = 224
-"""Foreign arenas take numbers from the last down to this one, workers from the first on."""
+"""Foreign arenas take the highest free number down to this one.  Workers get the lowest one."""
 
-# Bytes of offsets for each number: 480 spans stay far below 2**63, the end of all offsets.
+# The range of offsets of each number.  480 ranges stay far below 2**63, the end of all offsets.
 _SPAN = 1 << 40
 # `struct flock` of a 64-bit system (fcntl(2)): type, whence, start, length, and a pid, which must
 # be 0 for such locks.
 _FLOCK = struct.Struct("@hhqqi4x")
-_MARKS = 8 * HOLDS  # behind the ledger: a byte for each upper attachment that is not cleared yet
+_MARKS = 8 * HOLDS  # after the ledger: a byte for each upper attachment, 1 until it is cleared
 
 
 def reopen(fd: int) -> int:
     """Return a descriptor of a new open file description of the same file.
 
     Raises:
-        OSError: no descriptor is left, or there is no /proc.
+        OSError: no descriptor is left, or /proc is missing.
     """
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
@@ -57,7 +57,7 @@ def _set(fd: int, kind: int, start: int, length: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
     except OSError as exc:
-        # fcntl(2): either error may mean that another description has a lock there.
+        # Both errors mean that another description has a lock there (fcntl(2)).
         if exc.errno in (errno.EAGAIN, errno.EACCES):
             return False
         raise
@@ -65,9 +65,9 @@ def _set(fd: int, kind: int, start: int, length: int) -> bool:
 
 
 def _locked(fd: int, start: int, length: int) -> bool:
-    """Whether another description than this has a lock there."""
+    """Whether another open file description has a lock in this range."""
     request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    # The kernel writes into the request: whose lock is in the way, or that none is.
+    # The kernel returns the conflicting lock, or F_UNLCK if no lock conflicts.
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, request)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
@@ -76,55 +76,55 @@ def _locked(fd: int, start: int, length: int) -> bool:
 
 
 def attach(fd: int, attachment: int) -> None:
-    """Lock an attachment as alive as long as this description is open."""
+    """Mark an attachment as alive as long as this open file description exists."""
     _set(fd, fcntl.F_WRLCK, attachment * _SPAN, 1)
 
 
 def alive(fd: int, attachment: int) -> bool:
-    """Whether the process with an attachment lives, by the locks of other descriptions."""
+    """Whether the process with an attachment is alive: another description has its lock."""
     return _locked(fd, attachment * _SPAN, 1)
 
 
 def taken(fd: int, attachment: int) -> bool:
-    """Whether the process with an attachment lives, or messages of it are in transit."""
+    """Whether the process with an attachment is alive, or messages of it are in transit."""
     return _locked(fd, attachment * _SPAN, _SPAN)
 
 
 def claim(file: ArenaFile, fd: int, attachment: int, *, foreign: bool) -> bool:
-    """Clear an attachment and take it; return False if it is taken already.
+    """Clear an attachment and take it.  Return False if it is already taken.
 
-    The whole span is locked meanwhile, so no two processes do this at once.
+    The whole range is locked meanwhile, so only one process at a time does this.
     """
     if not _set(fd, fcntl.F_WRLCK, attachment * _SPAN, _SPAN):
         return False
     file.clear_holds(attachment)
     if attachment >= FIRST_FOREIGN:
         file.map[_MARKS + attachment - FIRST_FOREIGN] = foreign
-    # The first byte stays locked, which marks the process as alive.  The rest must be unlocked for
-    # its in-flight leases, which other descriptions lock.
+    # The first byte stays locked, which marks the process as alive.  The others are unlocked, so
+    # that other descriptions can lock them as in-flight leases.
     _set(fd, fcntl.F_UNLCK, attachment * _SPAN + 1, _SPAN - 1)
     return True
 
 
 def leave(file: ArenaFile, fd: int, attachment: int) -> None:
-    """Release a claimed attachment, which must hold nothing any more."""
+    """Release a claimed attachment, which must no longer hold blocks."""
     if attachment >= FIRST_FOREIGN:
-        # Before unlocking: the next process that claims the number sets the mark again.
+        # Cleared before unlocking, because the next process that claims the number sets the mark.
         file.map[_MARKS + attachment - FIRST_FOREIGN] = 0
     _set(fd, fcntl.F_UNLCK, attachment * _SPAN, 1)
 
 
 def clear_dead(file: ArenaFile, fd: int, own: int) -> bool:
-    """Clear the attachments of foreign processes that ended; return whether there were any.
+    """Clear the attachments of foreign processes that have ended.  Return whether any had.
 
-    ``own``: the caller's attachment, whose lock does not exclude the caller.
+    ``own`` is the caller's attachment.  Its lock does not prevent the caller's own claim.
     """
     marks = file.map[_MARKS : _MARKS + HOLDS - FIRST_FOREIGN]
     found = False
     at = marks.find(1)
     while at >= 0:
         attachment = FIRST_FOREIGN + at
-        # The lock of a live process prevents the claim.
+        # The claim fails if the process is alive, because it has the lock.
         if attachment != own and claim(file, fd, attachment, foreign=True):
             leave(file, fd, attachment)
             found = True
@@ -139,7 +139,7 @@ def open_lease(fd: int, attachment: int, number: int) -> int:
     """Return a descriptor that locks the in-flight lease of this number (from 1 on).
 
     Raises:
-        OSError: no descriptor is left, or there is no /proc.
+        OSError: no descriptor is left, or /proc is missing.
     """
     lease = reopen(fd)
     _set(lease, fcntl.F_WRLCK, attachment * _SPAN + number, 1)

@@ -1,7 +1,7 @@
-"""Makes buffers: of new memory in large pages, and of memory at an address.
+"""Makes buffers of new memory in large pages, and of memory at an address.
 
-The first touch of new memory is the largest cost of a large message: the kernel clears the memory
-page by page.  With pages of 2 MiB, which some systems grant on request, it is several times faster.
+The first touch of new memory is the largest cost of a large message, because the kernel clears the
+memory page by page.  Pages of 2 MiB, which some systems allow, make this several times faster.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     import ctypes
 
 HUGE_PAGES_FROM = 4 * 1024 * 1024
-"""Buffers of at least this many bytes get a mapping of their own, in large pages."""
+"""Buffers of at least this many bytes get their own mapping, in large pages."""
 
 
 def new_buffer(size: int) -> bytearray | mmap.mmap:
-    """Return ``size`` zero bytes of writable memory, freed with the last view of it."""
+    """Return ``size`` zero bytes of writable memory.  It is freed with the last view of it."""
     if size < HUGE_PAGES_FROM or sys.platform != "linux":
         return bytearray(size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, AttributeError):
-        pass  # a kernel without large pages
+        pass  # the kernel has no large pages
     return memory
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    import ctypes  # late: programs with small objects never need it
+    import ctypes  # imported here, because programs with small objects never need it
 
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
@@ -44,11 +44,11 @@ def array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 
 def buffer_at(start: int, nbytes: int, owner: Any) -> ctypes.Array[ctypes.c_char]:
-    """Return the ``nbytes`` bytes (> 0) at an address, which live as long as ``owner``.
+    """Return a view of ``nbytes`` (> 0) bytes at an address, which keeps ``owner`` alive.
 
-    For `pickle.PickleBuffer`, which must never get a memoryview: CPython before 3.12.7 crashes when
-    the garbage collector finds the two in a cycle, as in the traceback of an error during pickling
-    (its issue 77894).
+    `pickle.PickleBuffer` gets this view and never a memoryview: CPython before 3.12.7 crashes if
+    the garbage collector finds a `PickleBuffer` and its memoryview in a cycle, such as the
+    traceback of an error during pickling (CPython's issue 77894).
     """
     made = array_type(nbytes).from_address(start)
     made.owner = owner  # type: ignore[attr-defined]  # `from_address` keeps no reference
@@ -61,7 +61,8 @@ _PART = 128 * 1024
 def same_bytes(one: memoryview, other: memoryview) -> bool:
     """Whether two contiguous views of bytes, of the same length, are equal.
 
-    Compares 5 GB a second, since `bytearray` uses memcmp; a memoryview compares item by item.
+    This compares 5 GB a second, because `bytearray` uses memcmp.  A memoryview would compare item
+    by item.
     """
     part = bytearray(min(_PART, one.nbytes))
     for at in range(0, one.nbytes, _PART):

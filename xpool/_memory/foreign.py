@@ -1,16 +1,16 @@
-"""Sends blocks to processes that were not started by the arena's maker.
+"""Sends blocks to processes that the maker of the arena has not started.
 
-A message with descriptors can name blocks of any arena: its sender attaches an in-flight lease for
-each arena (`InFlightLeases`), a descriptor of the arena's file.  A receiver that does not have the
-file yet opens it as a `ForeignArena`.  `xpool._memory.attachments` explains the locks of both.
+A message with descriptors can name blocks of any arena.  For each arena its sender attaches an
+in-flight lease (`InFlightLeases`), which is a descriptor of the arena's file.  A receiver that does
+not have the file opens it as a `ForeignArena`.  `xpool._memory.attachments` explains the locks.
 
-The sender holds the blocks until the lease is closed everywhere: the receiver holds the blocks and
-has closed it, or has died, or the message was lost with its queue.  If the sender dies first, the
-lease keeps its attachment, and so its holds, alive.
+The sender holds the blocks until the lease is closed in all processes and messages: the receiver
+holds the blocks and has closed it, or has died, or the message was lost with its queue.  If the
+sender dies first, the open lease protects its attachment, and so its holds.
 
 `tidy` maintains all this.  It runs every few seconds in a thread, which `call` starts and which
-ends when no block is in transit or held.  So memory goes back to the system also in processes that
-send something and then compute for an hour.
+ends when no block is in transit or held.  So a process that sends an object and then computes for
+an hour gives its memory back, too.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from xpool._python import at_fork
 from xpool._python.interrupt import shielded
 
 passing = threading.RLock()
-"""Held for moments while descriptors of messages are open, so that no fork copies them: a child's
-copy would keep a lease open.  Re-entrant, for signal handlers that use a queue."""
+"""Held briefly while descriptors of messages are open, because a child of a fork would keep copies
+of the leases open.  Reentrant, because signal handlers may use a queue."""
 
 _LOOKS = 4
-"""In-flight leases that a sender checks when it issues one: more than it issues."""
+"""How many in-flight leases a sender checks after each message: more than it makes."""
 
 _SHARE = 32
 _SHARE_BYTES = 256 * 1024
-"""The most blocks, and bytes in blocks, of one in-flight lease."""
+"""The largest number of blocks, and of bytes in blocks, of one in-flight lease."""
 
 
 # -- foreign arenas ---------------------------------------------------------------------------
 
 
 class _Part(ArenaFile):
-    """A mapping of parts of the file: the tables and the maker's region, and others on demand.
+    """A mapping of the file's tables and the maker's region.  Other regions are mapped on demand.
 
-    The whole file takes tens of terabytes of addresses, for which there is little room.
+    The whole file would take tens of terabytes of addresses, and a process has too few for several
+    such files.
     """
 
     def __init__(self, fd: int, region: int) -> None:
         super().__init__(fd, region)
-        # By attachment: the region, and its address.
-        self._others: dict[int, tuple[mmap.mmap, int]] = {}
+        self._others: dict[int, tuple[mmap.mmap, int]] = {}  # regions and addresses, by attachment
 
     def _extent(self) -> int:
         return self.start(1)
@@ -67,7 +67,7 @@ class _Part(ArenaFile):
         if attachment not in self._others:
             region = mmap.mmap(self.fd, self.region, offset=start)
             region.madvise(mmap.MADV_DONTDUMP)
-            # Kept for good: blocks in it refer to the arena, which refers to this.
+            # Never unmapped, because blocks in it may be in use.
             self._others[attachment] = region, address_of(region)
         return (*self._others[attachment], offset - start)
 
@@ -76,7 +76,7 @@ class _Part(ArenaFile):
         return address + place
 
     def offset_of(self, address: int) -> int | None:
-        """Return which byte of these regions is at an address; None: none."""
+        """Return the offset in the file of the byte at an address, or None if it is not mapped."""
         for attachment, (_, begin) in list(self._others.items()):
             if 0 <= address - begin < self.region:
                 return self.start(attachment) + address - begin
@@ -84,25 +84,25 @@ class _Part(ArenaFile):
 
 
 class ForeignArena(Arena):
-    """The arena of another process, in which blocks are held but not leased."""
+    """The arena of another process.  This process holds blocks of it, but leases none."""
 
     def __init__(self, file: ArenaFile, token: int, attachment: int) -> None:
         super().__init__(file, token, attachment, 0, [])
-        self._was_used = True  # since the last `tidy`
-        self._heritage = set(range(HOLDS))  # attachments to clear when the maker is dead
+        self._was_used = True  # whether blocks were held since the last `tidy`
+        self._heritage = set(range(HOLDS))  # attachments to clear after the maker's death
 
     @classmethod
     def enter(cls, fd: int, token: int) -> ForeignArena:
-        """Take an attachment in the file of this descriptor, which came in a message.
+        """Take an attachment in the file of this descriptor, which has arrived in a message.
 
         Raises:
-            OSError: the system refuses descriptors or addresses.
-            LookupError: too many processes have taken attachments.
-            ValueError: it is not the file of an arena.
+            OSError: no descriptor is left, or the file cannot be mapped.
+            LookupError: all attachments are taken.
+            ValueError: the file is not that of an arena.
         """
         if not is_fixed(fd):
             raise ValueError("a message of xpool names a file that can be cut short by its sender")
-        # A new description, for its own locks; the message's description is its sender's.
+        # This process needs its own description, because the message's has the sender's locks.
         own = attachments.reopen(fd)
         try:
             file = _Part(own, ArenaFile.region_of(own))
@@ -120,7 +120,6 @@ class ForeignArena(Arena):
             raise
 
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
-        """Return None: this process allocates nothing here."""
         return None
 
     @property
@@ -130,9 +129,9 @@ class ForeignArena(Arena):
 
     @shielded
     def tidy(self) -> bool:
-        """Leave the arena if nothing was held since the last call; return False if so.
+        """Leave the arena if no block was held since the last call.  Return False if so.
 
-        Called under `passing`, which is needed to hold a block here.
+        The caller holds `passing`, which a thread also needs to hold a block here.
         """
         self.trim()
         with self._turn:
@@ -143,7 +142,7 @@ class ForeignArena(Arena):
                     self._inherit()
                 return True
             del Arena._known[self.token], _foreign[self.token]
-            # Nothing is held, so nothing is in transit; there may be an empty lease.
+            # No block is held, so none is in transit, but a lease without blocks may be open.
             if self.token in _in_flight:
                 _in_flight.pop(self.token).retire()
             attachments.leave(self.file, self.file.fd, self.attachment)
@@ -155,9 +154,9 @@ class ForeignArena(Arena):
         return super()._hold(number)
 
     def _inherit(self) -> None:
-        """Give back unheld memory in place of the dead maker of the file."""
+        """Give back unheld memory, because the maker of the file is dead."""
         file, fd = self.file, self.file.fd
-        # Attachments of workers are unlocked, since workers do not outlive the maker.
+        # Workers do not outlive the maker, so their attachments are unlocked.
         for attachment in self._heritage - {self.attachment}:
             if attachments.claim(file, fd, attachment, foreign=True):
                 attachments.leave(file, fd, attachment)
@@ -167,7 +166,7 @@ class ForeignArena(Arena):
             try:
                 table = file.table(attachment)
             except ValueError:
-                continue  # overwritten: the memory is freed with the file
+                continue  # the table was overwritten, so the memory is freed with the file
             for entry in table:
                 self._punch_if_free(entry.number)
 
@@ -188,9 +187,9 @@ class _InFlightLease:
 
 
 class InFlightLeases:
-    """The blocks of one arena that this process has sent, held until they have arrived.
+    """The blocks of one arena that this process has sent.  They are held until they have arrived.
 
-    All methods except `reclaim` are called under `passing`.
+    Callers of all methods except `reclaim` hold `passing`.
     """
 
     def __init__(self, arena: Holds) -> None:
@@ -201,7 +200,7 @@ class InFlightLeases:
 
     @shielded
     def descriptor(self) -> int:
-        """Return the lease for the next message; consecutive small messages share one.
+        """Return the lease for the next message.  Consecutive small messages share a lease.
 
         Raises:
             OSError: no descriptor is left.
@@ -214,7 +213,7 @@ class InFlightLeases:
 
     @shielded
     def sent(self, blocks: Iterable[Block]) -> None:
-        """Keep the blocks of a message that was sent with `descriptor`."""
+        """Hold the blocks of a message that was sent with `descriptor`, until it has arrived."""
         lease = self._current
         assert lease is not None
         for block in blocks:
@@ -230,16 +229,16 @@ class InFlightLeases:
         lease = self._current
         if lease is not None:
             self._current = None
-            # Copies of it in messages or receivers keep the byte locked.
+            # Copies in messages or receivers keep the byte locked.
             os.close(lease.fd)
             if lease.blocks:
                 self._out.append(lease)
 
     @shielded
     def reclaim(self, most: int | None = None) -> bool:
-        """Release the blocks whose leases are closed, among the ``most`` oldest or all.
+        """Release the blocks of closed leases.  ``most`` leases are checked; None: all.
 
-        Returns whether there were any.
+        Returns whether any was closed.
         """
         fd, attachment = self._arena.file.fd, self._arena.attachment
         found = False
@@ -251,8 +250,7 @@ class InFlightLeases:
             if attachments.out(fd, attachment, lease.number):
                 self._out.append(lease)
             else:
-                # Its blocks are released with it.
-                found = True
+                found = True  # dropping the lease releases its blocks
         return found
 
     @property
@@ -265,7 +263,7 @@ _in_flight: dict[int, InFlightLeases] = {}  # by token
 
 
 def in_flight_leases_of(arena: Holds) -> InFlightLeases:
-    """Return the in-flight leases of this process for an arena; called under `passing`."""
+    """Return the in-flight leases of this process for an arena.  The caller holds `passing`."""
     found = _in_flight.get(arena.token)
     if found is None:
         found = _in_flight[arena.token] = InFlightLeases(arena)
@@ -274,7 +272,7 @@ def in_flight_leases_of(arena: Holds) -> InFlightLeases:
 
 @shielded
 def reclaim_arrived() -> bool:
-    """Release the blocks of all messages that have arrived; return whether any have not."""
+    """Release the blocks of all messages that have arrived.  Return whether any have not."""
     with passing:
         for one in _in_flight.values():
             one.retire()
@@ -286,9 +284,9 @@ def reclaim_arrived() -> bool:
 
 
 def tidy(now: float | None = None) -> bool:
-    """Release and give back what is due; return whether a later call may give back more.
+    """Release blocks that have arrived, and give back memory as `Arena.trim` with this ``now``.
 
-    ``now``: as of `Arena.trim`, which gives back blocks that are free for `IDLE_SECONDS`.
+    Returns whether a later call may give back more.
     """
     again = reclaim_arrived()
     with passing:
@@ -297,15 +295,15 @@ def tidy(now: float | None = None) -> bool:
     return again
 
 
-# Re-entrant: a signal handler that uses a queue may come into `call`.
+# Reentrant, because a signal handler that uses a queue may call `call`.
 _calling = threading.RLock()
-_thread: threading.Thread | None = None  # guarded by _calling, as is the next
-_called = False
+_thread: threading.Thread | None = None  # guarded by _calling
+_called = False  # guarded by _calling
 _wake = threading.Event()
 
 
 def call() -> None:
-    """Have `tidy` run every few seconds, as long as it is needed."""
+    """Make a thread call `tidy` every few seconds, as long as necessary."""
     global _thread, _called
     with _calling:
         _called = True
@@ -314,7 +312,7 @@ def call() -> None:
             try:
                 _thread.start()
             except RuntimeError:
-                _thread = None  # no thread is left, or the interpreter ends: try at the next call
+                _thread = None  # no thread can be started; the next `call` tries again
 
 
 def _run() -> None:
@@ -323,12 +321,11 @@ def _run() -> None:
         while True:
             _wake.wait(IDLE_SECONDS)
             _wake.clear()
-            # Before `tidy`: a call meanwhile makes it run once more.
-            _called = False
+            _called = False  # cleared before `tidy`: a `call` during it makes it run once more
             if not tidy():
                 with _calling:
                     if not _called:
-                        # Under the lock: a call after this check starts another thread.
+                        # Set under the lock, so that a later `call` starts another thread.
                         _thread = None
                         return
     except BaseException:
@@ -342,22 +339,21 @@ def _run() -> None:
 
 def _after_fork_in_child() -> None:
     global _calling, _thread, _wake
-    # A copy of the parent's lease that stays open here would keep the byte locked.
+    # An open copy of the parent's lease would keep the byte locked.
     for one in _in_flight.values():
         if one._current is not None:
             os.close(one._current.fd)
-    # Their arenas are `_Inherited` by now, so these blocks release no hold of the parent.
+    # The arenas are now `_Inherited`, so dropping the blocks releases no hold of the parent.
     _in_flight.clear()
     for foreign in _foreign.values():
-        # While this process may read blocks that its parent held, the attachment must be kept.
+        # The open descriptor protects the attachment while this process may read blocks of it.
         if not foreign._counts:
             os.close(foreign.file.fd)
     _foreign.clear()
     _calling = threading.RLock()
     _thread = None
     _wake = threading.Event()
-    # Taken before the fork by the thread that runs here.
-    passing.release()
+    passing.release()  # this thread took it before the fork
 
 
 at_fork.at_fork(before=passing.acquire, in_parent=passing.release, in_child=_after_fork_in_child)

@@ -1,12 +1,12 @@
-"""Holds of one process on blocks of the arena: `Block` is one of them, `Holds` counts them all.
+"""The holds of one process on blocks of the arena: `Block` is a hold, and `Holds` counts them.
 
-A process holds a block from its first `Block` to its last.  One byte in the tables of the file says
-so to the other processes; how many holds there are is known in this process only.
+A process holds a block while it has at least one `Block` object for it.  A byte in the tables of
+the file tells this to the other processes.  Only this process knows the number of its holds.
 
-One lock guards the counts.  Code that may interrupt its holder never waits for it: a finalizer
-appends to a list (`drop`), and the holder empties the list after releasing the lock.  A signal
-handler that interrupts its own thread's turn gets no new block; its holds are counted when that
-turn ends.
+One lock guards the counts.  The time in which a thread holds it is a turn.  Code that may interrupt
+a turn never waits for the lock: a finalizer appends to a list (`drop`), which the thread empties
+after its turn.  A signal handler that interrupts a turn of its own thread gets no new block, and
+its holds are counted after the turn.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from xpool._python.interrupt import shielded, uninterrupted
 
 
 class Block:
-    """A hold of this process on a block, whose memory is not reused while this object lives.
+    """A hold of this process on a block, whose memory is not reused while this object exists.
 
-    Instances are of a subclass that is a ctypes array over the memory, so an array or a tensor that
-    is made of `memoryview(block)` keeps the block alive.
+    Each instance is also a ctypes array over the memory, so an array or a tensor that is made of
+    `memoryview(block)` keeps the block alive.
     """
 
     __slots__ = ()
@@ -37,17 +37,17 @@ class Block:
     arena: Holds
     number: int
     stands_for: tuple[int, int]
-    """If it stands for a tensor on a device: the index of the worker, and the tensor's bytes."""
+    """If it represents a tensor on a device: the index of the worker, and the tensor's bytes."""
 
     former: Any
-    """Memory that must live as long as this does."""
+    """Memory that must exist as long as this object."""
 
     filled: bool
-    """True if a sender has filled it for one message and does not use it any more."""
+    """True if a sender has filled the block for one message and no longer uses it."""
 
     @property
     def name(self) -> int:
-        """Its name in messages: the stamp of this lease, and the number."""
+        """The block's name in messages: the stamp of this lease, and the number."""
         return self.arena.file.stamps[self.number] << 32 | self.number
 
     def view(self, nbytes: int) -> memoryview:
@@ -56,15 +56,15 @@ class Block:
     @uninterrupted
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if ending():
-            return  # names of this module are gone; the parent clears the holds of dead processes
+            return  # names of this module may be gone; the parent clears the holds
         try:
             arena = self.arena
         except AttributeError:
-            return  # an exception interrupted `_block`: the hold is kept until the process exits
+            return  # an exception interrupted `_block`, so the hold is kept until the process exits
         arena.drop(self.number)
 
 
-block_types: dict[int, Any] = {}  # by capacity: few, since there are four in an octave
+block_types: dict[int, Any] = {}  # by capacity, of which there are only four an octave
 
 
 def make_block_type(capacity: int) -> Any:
@@ -72,17 +72,17 @@ def make_block_type(capacity: int) -> Any:
     if made is None:
         import ctypes
 
-        # `arena` keeps the mapping alive: an object of `from_address` owns no memory.
+        # `arena` keeps the mapping alive, because an object of `from_address` owns no memory.
         bases = Block, ctypes.c_char * capacity
         slots = "arena", "filled", "former", "number", "stands_for"
         space = {"__slots__": slots, "capacity": capacity}
-        # Two threads may make the same type at once, and either can be used.
+        # Two threads may make the same type at once, and both types work.
         made = block_types[capacity] = type(f"Block{capacity}", bases, space)
     return made
 
 
 class Holds:
-    """The blocks of one file that this process holds.  All methods may be called by any thread."""
+    """The blocks of one file that this process holds.  Any thread may call all methods."""
 
     _finalizing = staticmethod(sys.is_finalizing)
 
@@ -92,23 +92,23 @@ class Holds:
         self.attachment = attachment
         self._region = region
         self._mine = file.holds(attachment)
-        # Guards the next four.  Re-entrant: a signal handler or a finalizer may interrupt its own
-        # thread's turn.  It finds out by `is_mine`, and then leaves the counts alone.
+        # Guards the next four.  Reentrant: a signal handler or a finalizer may interrupt a turn of
+        # its own thread.  It finds out by `is_mine`, and then does not change the counts.
         self._turn = threading.RLock()
-        self._counts: dict[int, int] = {}  # how many holds there are on each block
-        # Blocks that this process has held, by offset: an entry keeps its place for ever.
+        self._counts: dict[int, int] = {}  # number of holds on each block
+        # The blocks that this process has held, by offset.  An entry keeps its place for ever.
         self._numbers: dict[int, int] = {}
-        self._dropped: deque[int] = deque()  # dropped by finalizers, and still in `_counts`
-        self._late: list[int] = []  # held by signal handlers, and not yet in `_counts`
+        self._dropped: deque[int] = deque()  # dropped by finalizers, but still in `_counts`
+        self._late: list[int] = []  # held by signal handlers, but not yet in `_counts`
         self._pins = Pins()
 
     def _let_go(self, number: int) -> None:
-        """Called under the lock when the last hold of this process on a block is gone."""
+        """Called, under the lock, when this process has dropped its last hold on a block."""
 
     # -- places ------------------------------------------------------------------------------------
 
     def _number_at(self, address: int) -> int | None:
-        """Return the block that begins at an address, if this process holds it."""
+        """Return the block that begins at an address, if this process has ever held it."""
         offset = self.file.offset_of(address)
         return None if offset is None else self._numbers.get(offset)
 
@@ -116,15 +116,15 @@ class Holds:
 
     @shielded
     def adopt(self, name: int) -> Block:
-        """Hold a block that another process, or this one, holds now.
+        """Hold a block that this process or another one holds now.
 
         Raises:
-            LookupError: no process held it any more, and it was leased again.
-            ValueError: there is no such block.
+            LookupError: the block was no longer held, and was leased again.
+            ValueError: the block does not exist.
         """
         number = name & 0xFFFF_FFFF
         block = self._hold_again(number)
-        stamp = self.file.stamps[number]  # read after the hold is visible: see `ArenaFile.claim`
+        stamp = self.file.stamps[number]  # must be read after the hold is set: see `claim`
         if name >> 32 != stamp:
             raise LookupError(
                 f"block {number} of the arena is gone: its message was withdrawn "
@@ -133,15 +133,15 @@ class Holds:
         return block
 
     def holds(self, address: int) -> bool:
-        """Whether a block that this process holds begins at an address."""
+        """Whether this process holds a block that begins at an address."""
         number = self._number_at(address)
         return number is not None and number in self._counts
 
     @shielded
     def holding(self, address: int) -> Block | None:
-        """Return another hold on the block that begins at an address, if this process has one."""
+        """Return another hold on the block that begins at an address, or None if it is not held."""
         number = self._number_at(address)
-        # The caller uses the memory, so the hold cannot end meanwhile.
+        # The hold cannot end during this call, because the caller uses the memory.
         if number is None or number not in self._counts:
             return None
         return self._hold_again(number)
@@ -149,7 +149,7 @@ class Holds:
     def _hold_again(self, number: int) -> Block:
         """Hold a block that this process or another one holds."""
         if is_mine(self._turn):
-            # The caller interrupts the turn, which will count the hold.
+            # The caller interrupts a turn, after which the hold is counted.
             place = self._place(number)
             self._numbers[place[0]] = number
             self._late.append(number)
@@ -162,13 +162,13 @@ class Holds:
 
     @shielded
     def alone(self, block: Block) -> bool:
-        """Whether this hold is the only one on its block, of any process."""
+        """Whether this is the only hold on the block in all processes."""
         self._catch_up()
         number = block.number
         return self._counts.get(number) == 1 and self.file.only(number, self.attachment)
 
     def _hold(self, number: int) -> Block:
-        # Counted before there is a `Block`, which an exception would drop.
+        # Counted before the `Block` is made: if an exception drops the `Block`, `drop` uncounts it.
         place = self._place(number)
         counts = self._counts
         count = counts.get(number, 0)
@@ -191,16 +191,16 @@ class Holds:
 
     @shielded
     def drop(self, number: int) -> None:
-        """Release a hold.  Called by the garbage collector, at any moment in any thread."""
+        """Release a hold.  The garbage collector calls this, at any moment in any thread."""
         if self._finalizing():
-            return  # modules may be gone already; the holds end with the process
+            return  # modules may be gone, and the holds end with the process
         self._dropped.append(number)
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Count what finalizers and signal handlers have listed.  Called after each turn.
+        """Count the holds that finalizers and signal handlers have listed.  Called after each turn.
 
-        Never waits: another thread that is in its turn calls this afterwards.
+        This never waits: if another thread is in its turn, it calls this afterwards.
         """
         turn = self._turn
         while (self._dropped or self._late) and not is_mine(turn) and turn.acquire(False):
@@ -224,7 +224,7 @@ class Holds:
                 counts[number] = count
                 continue
             del counts[number]
-            # If a handler has held it meanwhile, the byte stays: `late` is counted next.
+            # If a signal handler has held it again, the byte stays, and `late` is counted next.
             if number not in late:
                 self._mine[number] = 0
                 self._let_go(number)

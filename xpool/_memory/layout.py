@@ -1,18 +1,18 @@
-"""The layout of the arena's file; reads and writes its tables.
+"""The layout of the arena's file.  Reads and writes its tables.
 
 ::
 
-    ledger    u64 for each attachment: how many entries its table has; then marks of `attachments`
+    ledger    u64 for each attachment: the length of its table; then the marks of `attachments`
     tables    for each attachment, ENTRY bytes for each block:
                   HOLDS bytes, one for each attachment: 1 while that process holds the block
                   u64 offset in the file, u64 capacity, u64 filled, u32 stamp
     regions   for each attachment: the blocks themselves
 
-``filled``: how many bytes of the block, from its start, have memory.
+``filled`` is the number of bytes, from the start of the block, that have memory.
 
 Every process that maps the file can write to all of it.  So the owner of a table keeps its own copy
-of the entries (`Entry`) and never reads them here; and entries of other tables are checked before
-use: a block must lie in the region of its attachment.
+of the entries (`Entry`) and never reads them here.  Entries of other tables are checked before use:
+a block must lie in the region of its attachment.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import threading
 from xpool._memory.buffers import address_of
 
 HOLDS = 480
-"""Attachments: the most processes that map the file at a time, including the program itself."""
+"""Number of attachments: so many processes, including the program, can map the file at a time."""
 
 ENTRIES = 1 << 18
-"""The most blocks of one attachment."""
+"""The largest number of blocks of one attachment."""
 
 PAGE = mmap.PAGESIZE
 LARGE = 4 * PAGE
-"""Bytes from which a block has its own pages, whose memory can go back to the system."""
+"""Blocks of at least this many bytes have their own pages, whose memory can be given back."""
 
-# Bytes: 480 of holds, three u64, a u32, and 4 to spare; eight entries to a page.
+# The size of an entry: 480 bytes of holds, three u64, a u32, and 4 spare bytes.
 _ENTRY = 512
-# The ledger has 3840 bytes; the marks of `attachments` are the other 256.
+# Before the tables, the ledger has 3840 bytes, and the marks of `attachments` have 256.
 _TABLES = 4096
 _DATA = _TABLES + HOLDS * ENTRIES * _ENTRY
 _NOBODY = bytes(HOLDS)
@@ -47,7 +47,7 @@ _fence = threading.Lock()
 
 
 class Entry:
-    """A block as its owner has written it into the table."""
+    """The owner's copy of an entry."""
 
     __slots__ = ("capacity", "filled", "free_since", "number", "offset")
 
@@ -57,22 +57,22 @@ class Entry:
 
 
 class ArenaFile:
-    """The mapped file.  A block's number is its index in all tables, one after the other."""
+    """The mapped file.  The number of a block is its index in the tables, taken as one table."""
 
     def __init__(self, fd: int, region: int) -> None:
         self.fd = fd
         self.region = region
         self.map = mmap.mmap(fd, self._extent())
-        # Leave it out of core dumps: it spans terabytes of addresses.
+        # Core dumps leave it out, because it has terabytes of addresses.
         self.map.madvise(mmap.MADV_DONTDUMP)
         whole = memoryview(self.map)
         self._ledger = whole[: 8 * HOLDS].cast("Q")
         self._tables = whole[_TABLES:_DATA]
         self._address = 0
-        # The number of entries of tables to which no other process writes, by attachment: its own,
-        # and, in the process that made the file, those of processes that have ended.
+        # By attachment, the number of entries of the tables to which no other process writes: its
+        # own and, in the process that made the file, those of processes that have ended.
         self._counts: dict[int, int] = {}
-        # Columns of the tables, by number.
+        # The columns of the tables, by a block's number.
         words, halves = self._tables.cast("Q"), self._tables.cast("I")
         first = HOLDS // 8
         self.offsets = words[first :: _ENTRY // 8]
@@ -82,25 +82,25 @@ class ArenaFile:
 
     @property
     def address(self) -> int:
-        """Where the mapping begins; computed on first use, which the start of a worker avoids."""
+        """The address of the mapping, computed at the first use to make a worker's start faster."""
         if not self._address:
             self._address = address_of(self.map)
         return self._address
 
     def pages(self, offset: int) -> tuple[mmap.mmap, int, int]:
-        """Return the mapping that has a byte of the file, its address, and the byte's place."""
+        """Return the mapping with a byte of the file, the mapping's address, and the byte's place."""
         return self.map, self.address, offset
 
     def address_at(self, offset: int) -> int:
         return self.address + offset
 
     def offset_of(self, address: int) -> int | None:
-        """Return which byte of the file lies at an address; None: none of it does."""
+        """Return the offset in the file of the byte at an address, or None if it is not mapped."""
         offset = address - self.address
         return offset if 0 <= offset < len(self.map) else None
 
     def holds(self, attachment: int) -> memoryview:
-        """Return the column of an attachment: 1 where its process holds the block."""
+        """Return the column of an attachment: a 1 for each block that its process holds."""
         return self._tables[attachment::_ENTRY]
 
     @staticmethod
@@ -120,10 +120,10 @@ class ArenaFile:
     # -- tables --------------------------------------------------------------------------------
 
     def entries(self, attachment: int) -> int:
-        """Return how many entries an attachment's table has.
+        """Return the number of entries in an attachment's table.
 
         Raises:
-            ValueError: the number was overwritten: it exceeds `ENTRIES`.
+            ValueError: the number was overwritten and is above `ENTRIES`.
         """
         known = self._counts.get(attachment)
         count = self._ledger[attachment] if known is None else known
@@ -145,16 +145,16 @@ class ArenaFile:
             self.place(attachment * ENTRIES + count - 1)
 
     def add(self, entry: Entry) -> bool:
-        """Write the next entry of a table; return False if there is no memory for it."""
+        """Write the next entry of a table.  Return False if there is no memory for it."""
         number = entry.number
         at = _TABLES + number * _ENTRY
-        # The first entry of a page: a shortage is refused here, but would be a SIGBUS in a write.
+        # Reserve each page of the table: without memory, a write would be a SIGBUS.
         if at % PAGE == 0 and not self.reserve(at, PAGE):
             return False
         self.offsets[number] = entry.offset
         self.capacities[number] = entry.capacity
         attachment, index = divmod(number, ENTRIES)
-        # Last: from here on, other processes regard it as a block.
+        # Written last, because other processes now regard the entry as a block.
         self._ledger[attachment] = self._counts[attachment] = index + 1
         return True
 
@@ -163,19 +163,19 @@ class ArenaFile:
         self._ledger[attachment] = self._counts.pop(attachment, 0)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return offset and capacity of a block, by its table.
+        """Return offset and capacity of a block, as the table has them.
 
         Raises:
-            ValueError: there is no such block, or its entry was overwritten.
+            ValueError: the block does not exist, or its entry was overwritten.
         """
         attachment = number // ENTRIES
         if not 0 <= attachment < HOLDS:
             raise ValueError(f"block {number} does not exist: there are {HOLDS} tables")
-        # Each is read once, so that the checked value is the one that is used.
+        # Read once, because another process could change them after the check.
         offset, capacity = self.offsets[number], self.capacities[number]
         start = self.start(attachment)
         if not start <= offset <= offset + capacity <= start + self.region:
-            # An unused entry is all zeros.
+            # An unused entry has only zeros.
             raise ValueError(
                 f"block {number} does not exist, or its entry in the arena's table {attachment} "
                 f"was written over: {capacity} bytes at {offset}"
@@ -183,10 +183,10 @@ class ArenaFile:
         return offset, capacity
 
     def table(self, attachment: int) -> list[Entry]:
-        """Return the entries of an attachment; from now on, no other process writes to them.
+        """Return the entries of an attachment, to which no other process writes from now on.
 
         Raises:
-            ValueError: they were overwritten: they overlap, or lie outside the region.
+            ValueError: entries were overwritten, so that they overlap or lie outside the region.
         """
         first = attachment * ENTRIES
         found: list[Entry] = []
@@ -209,22 +209,22 @@ class ArenaFile:
         return self.map[at : at + HOLDS] == _NOBODY
 
     def claim(self, number: int) -> bool:
-        """Take back a block of one's own that no process holds; messages that name it are void.
+        """Take back an own block if no process holds it.  Messages that name it become invalid.
 
-        The receiver of a late message first sets its hold and then reads the stamp.  This changes
-        the stamp first and then reads the holds again.  So at least one of the two sees the other,
-        and leaves the block alone.
+        The receiver of a late message first sets its hold and then reads the stamp.  This method
+        first changes the stamp and then reads the holds again.  So at least one of the two sees the
+        other and does not use the block.
         """
         at = _TABLES + number * _ENTRY
         if self.map[at : at + HOLDS] != _NOBODY:
             return False
         self.stamps[number] = (self.stamps[number] + 1) & 0xFFFF_FFFF
-        with _fence:  # a lock orders the processor's stores and loads
+        with _fence:  # a lock makes the processor keep the order of the store and the load
             pass
         return self.map[at : at + HOLDS] == _NOBODY
 
     def only(self, number: int, attachment: int) -> bool:
-        """Whether no process except the one with this attachment holds a block."""
+        """Whether only the process with this attachment, or none, holds a block."""
         at = _TABLES + number * _ENTRY
         holds = bytearray(self.map[at : at + HOLDS])
         holds[attachment] = 0
@@ -233,32 +233,31 @@ class ArenaFile:
     def clear_holds(self, attachment: int) -> None:
         """Clear all holds of a process that has ended."""
         holds = self.holds(attachment)
-        # Not the length of each table: most are empty, and this is done twice for each worker.
+        # Skip empty tables, because most are empty, and this is done twice for each worker.
         used = {other for other, count in enumerate(self._ledger.tolist()) if count}
         for other in used | self._counts.keys():
             try:
                 count = self.entries(other)
             except ValueError:
-                continue  # its blocks are unknown, and none of them is reused
+                continue  # the table was overwritten, and none of its blocks is reused
             first = other * ENTRIES
             holds[first : first + count] = bytes(count)
 
     # -- memory ------------------------------------------------------------------------------------
 
     def fill(self, entry: Entry, nbytes: int) -> bool:
-        """Reserve memory for the first ``nbytes`` bytes of a block; False: there is none."""
+        """Reserve memory for the first ``nbytes`` of a block.  Return False if none is left."""
         filled = entry.filled
-        # From the page in which its memory ends.
+        # Begin with the page in which the block's memory ends.
         start = (entry.offset + filled) // PAGE * PAGE
         stop = -(-(entry.offset + nbytes) // PAGE) * PAGE
         if not filled and entry.capacity >= LARGE:
-            # A trace for the process that cleans up if this one dies here.
+            # If this process dies here, another one knows that the block may have memory.
             self._note_filled(entry, 1)
         if not self.reserve(start, stop - start):
             if not filled:
-                self.punch(entry)  # part of it may have been reserved
+                self.punch(entry)  # a part may have been reserved
             return False
-        # Last: a process that dies before leaves only a trace.
         self._note_filled(entry, nbytes)
         return True
 
@@ -266,15 +265,15 @@ class ArenaFile:
         entry.filled = self.filled[entry.number] = nbytes
 
     def reserve(self, start: int, length: int) -> bool:
-        """Reserve memory for whole pages before they are written; False: there is none."""
+        """Reserve memory for whole pages before they are written.  Return False if none is left."""
         try:
             try:
                 self.map.madvise(_POPULATE_WRITE, start, length)
             except OSError as exc:
-                # EINVAL: this kernel does not know the call; other errors are refusals.
+                # EINVAL means that the kernel lacks this call.  Other errors are refusals.
                 if exc.errno != errno.EINVAL:
                     raise
-                os.posix_fallocate(self.fd, start, length)  # Linux before 5.14
+                os.posix_fallocate(self.fd, start, length)  # for Linux before 5.14
         except OSError:
             return False
         return True
@@ -288,10 +287,9 @@ class ArenaFile:
                 pages, _, start = self.pages(entry.offset)
                 pages.madvise(mmap.MADV_REMOVE, start, size)
             except OSError:
-                pass  # a kernel without it: the memory is reused, or freed with the file
+                pass  # the kernel lacks this call: the memory is reused, or freed with the file
             self._note_filled(entry, 0)
 
     def used(self) -> int:
-        """Return how many bytes of memory the whole file has."""
-        # In units of 512 bytes on any file system (stat(2)).
-        return os.fstat(self.fd).st_blocks * 512
+        """Return how many bytes of memory the whole file uses."""
+        return os.fstat(self.fd).st_blocks * 512  # the unit of any file system (stat(2))

@@ -1,8 +1,8 @@
-"""Keeps the blocks of a process held for the children that it forks.
+"""Holds the blocks of a process for the children that it forks.
 
 A forked child has the same memory, but no attachment.  The blocks that its parent held at the fork
 must not be reused while the child may read them.  So the parent holds them once more until the
-child ends or executes another program, which closes the child's end of a pipe.
+child ends or executes another program.  Either closes the child's end of a pipe.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Pins:
         return bool(self._blocks)
 
     def add(self, fd: int, numbers: list[int]) -> None:
-        """Add a child that has the other end of the pipe ``fd``."""
+        """Add a child that has the other end of the pipe ``fd``, and the blocks held for it."""
         self._blocks[fd] = numbers
         self._poller.register(fd, 0)  # poll(2) always reports a hang-up
 
     def take_ended(self) -> list[int]:
-        """Remove the children that have ended, and return their blocks, once for each child."""
+        """Remove the children that have ended.  Return their blocks, once for each child."""
         found: list[int] = []
         for fd, _ in self._poller.poll(0) if self._blocks else ():
             self._poller.unregister(fd)
@@ -36,6 +36,6 @@ class Pins:
         return found
 
     def close(self) -> None:
-        """In a child, close the parent's ends of the pipes."""
+        """Close the parent's ends of the pipes, in a child."""
         for fd in self._blocks:
             os.close(fd)

@@ -1,6 +1,6 @@
-"""The region of one process: the blocks that it alone allocates.
+"""The region of one process, in which only this process allocates blocks.
 
-Called under the lock of its arena.
+All callers hold the lock of the arena.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections import defaultdict, deque
 from xpool._memory.layout import ENTRIES, LARGE, PAGE, ArenaFile, Entry
 
 _YOUNG = 64
-"""The number of latest leases, which are checked first, since most values are short-lived."""
+"""So many of the latest leases are checked first, because most values are short-lived."""
 
 _LEAST, _MOST = 8, 64
-"""Blocks to check before a new one is made; more if earlier checks were successful."""
+"""How many blocks are checked before a new one is made: more if earlier checks found free ones."""
 
 _WORTH = 16 * 1024
-"""Bytes of fresh memory whose first touch takes about as long as checking a block."""
+"""The first touch of so many bytes of new memory takes about as long as checking a block."""
 
 _WARM = 16 * 1024 * 1024
-"""Bytes of free blocks that keep their memory for reuse, or two blocks if these are larger."""
+"""So many bytes of free blocks, or two blocks if these are larger, keep their memory for reuse."""
 
 _AT_ONCE = 512
-"""Blocks whose memory goes back to the system in one turn: about a millisecond."""
+"""The memory of so many blocks is given back in one turn, which takes about a millisecond."""
 
 
 def _capacity(nbytes: int) -> int:
-    """Round up to one of four steps an octave."""
-    # An eighth of the next power of two: so there are four steps between two of them.
+    """Return the smallest capacity for so many bytes."""
+    # A step is an eighth of the next power of two, so there are four steps between two of these.
     step = max(256, 1 << nbytes.bit_length() >> 3)
     if nbytes >= LARGE:
         step = max(step, PAGE)
@@ -45,14 +45,14 @@ class Region:
         self._end = self._top + file.region
         # The blocks, by index.  Other processes may hold blocks of an earlier owner of the region.
         self.entries = entries
-        # Blocks that were held when last checked; the young ones in the order of leases.
+        # Blocks that were held when last checked.  The young ones are in the order of their leases.
         self._young: list[int] = []
         self._old: deque[int] = deque()
-        # Free blocks by capacity: with memory, the longest free first, and without memory.
+        # Free blocks with memory, by capacity; those that are free for the longest time come first.
         self._warm: dict[int, deque[int]] = defaultdict(deque)
-        self._bare: dict[int, list[int]] = defaultdict(list)
+        self._bare: dict[int, list[int]] = defaultdict(list)  # free blocks without memory
         self._looks = _MOST
-        self._spare = 0  # bytes of memory that can go back, in `_warm`
+        self._spare = 0  # number of bytes in `_warm` that can be given back
         if self.entries:
             last = self.entries[-1]
             self._top = last.offset + last.capacity
@@ -60,7 +60,7 @@ class Region:
             self.collect_all()
 
     def place(self, number: int) -> tuple[int, int] | None:
-        """Return offset and capacity of a block; None: it is in another region."""
+        """Return offset and capacity of a block, or None if it is in another region."""
         index = number - self._first
         if 0 <= index < len(self.entries):
             entry = self.entries[index]
@@ -72,9 +72,9 @@ class Region:
         self._file.punch(self.entries[number - self._first])
 
     def take(self, nbytes: int, limit: int) -> int | None:
-        """Return the number of a free block with memory for ``nbytes`` bytes; None: there is none.
+        """Return the number of a free block with memory for ``nbytes`` bytes, or None.
 
-        ``limit``: bytes that all regions of the file may use together.
+        All regions of the file together may use ``limit`` bytes.
         """
         capacity = _capacity(nbytes)
         index = self._find(capacity, nbytes)
@@ -99,17 +99,17 @@ class Region:
             self._look_at_young(most, capacity)
             if not warm and self._old:
                 self._look_at_old(most, capacity)
-            # Checks are in vain while the input and the results of a `map` are held.
+            # Check fewer blocks if none was free, as while input and results of a `map` are held.
             self._looks = min(2 * self._looks, _MOST) if warm else max(_LEAST, self._looks * 3 // 4)
         elif self._old:
-            self._look_at_old(4)  # finds free ones among them in time
+            self._look_at_old(4)  # after some calls, all have been checked
         if warm:
             return self._pop(warm)
         bare = self._bare[capacity]
         return bare.pop() if bare else self._new(capacity)
 
     def _find_in_need(self, capacity: int, nbytes: int, limit: int) -> int | None:
-        """If memory is short: take a block that has enough, or give back that of other blocks."""
+        """Take a block that has enough memory, or give back the memory of other blocks for one."""
         self.collect_all()
         warm, bare = self._warm[capacity], self._bare[capacity]
         for _ in range(len(warm)):
@@ -119,7 +119,7 @@ class Region:
             self._put(index, warmest=False)
         while self.give_back(time.monotonic()):
             pass
-        # `take` has put a block of this size back, so one of the two is not empty.
+        # One of the two is not empty, because `take` has put back a block of this size.
         index = bare.pop() if bare else self._pop(warm)
         if self._extend(index, nbytes, limit):
             return index
@@ -132,7 +132,7 @@ class Region:
 
     def _new(self, capacity: int) -> int | None:
         index = len(self.entries)
-        # A large block begins at a page, since only whole pages go back to the system.
+        # A large block begins at a page, because only whole pages can be given back.
         offset = -(-self._top // PAGE) * PAGE if capacity >= LARGE else self._top
         if index == ENTRIES or offset + capacity > self._end:
             return None
@@ -143,10 +143,10 @@ class Region:
         self.entries.append(entry)
         return index
 
-    # -- finding what is free ----------------------------------------------------------------------
+    # -- finding free blocks -----------------------------------------------------------------------
 
     def _look_at_old(self, most: int, wanted: int = 0) -> None:
-        """Check the next ``most`` old blocks; stop at a free one of capacity ``wanted``."""
+        """Check the next ``most`` old blocks.  Stop at a free one of capacity ``wanted``."""
         old, claim, first = self._old, self._file.claim, self._first
         for _ in range(min(most, len(old))):
             index = old.popleft()
@@ -156,9 +156,10 @@ class Region:
                 return
 
     def _look_at_young(self, most: int = _YOUNG, wanted: int = 0) -> None:
-        """Check ``most`` young blocks; stop at a free one of capacity ``wanted``."""
+        """Check ``most`` young blocks.  Stop at a free one of capacity ``wanted``."""
         young, claim, first = self._young, self._file.claim, self._first
-        # A value that is dropped at once is the youngest; values dropped in turn are the oldest.
+        # If a value is dropped at once, its block is the youngest.  If values are dropped in turn,
+        # the oldest is free.
         for index in young[:-3:-1] + young[: max(0, min(most, len(young)) - 2)]:
             if claim(first + index):
                 young.remove(index)
@@ -166,7 +167,7 @@ class Region:
                     return
 
     def _put(self, index: int, warmest: bool = True) -> int:
-        """Record a free block; return its capacity."""
+        """Record a free block.  Return its capacity."""
         entry = self.entries[index]
         capacity, filled = entry.capacity, entry.filled
         entry.free_since = time.monotonic()
@@ -188,18 +189,18 @@ class Region:
         return index
 
     def collect_all(self) -> None:
-        """Check all blocks that were held; record those that are free now."""
+        """Check all blocks that were held.  Record those that are free now."""
         self._look_at_young()
         self._look_at_old(len(self._old))
 
     # -- giving memory back ------------------------------------------------------------------------
 
     def _kept(self) -> int:
-        """Return how many bytes of free blocks may keep their memory."""
+        """Return how many bytes of free blocks may keep their memory for reuse."""
         return max(_WARM, 2 * max((c for c, warm in self._warm.items() if warm), default=0))
 
     def _cool(self) -> None:
-        """Give back the memory of free blocks that exceeds what is kept for reuse."""
+        """Give back the memory of free blocks above `_kept`."""
         most = self._kept()
         for capacity, warm in self._warm.items():
             while self._spare > most and warm and capacity >= LARGE:
@@ -213,14 +214,13 @@ class Region:
         self._bare[capacity].append(index)
 
     def give_back(self, before: float) -> bool:
-        """Give the memory of blocks that are free since ``before``, and memory that exceeds what is
-        kept for reuse, back to the system.
+        """Give back the memory of blocks that are free since ``before``, and memory above `_kept`.
 
-        Returns True if it has stopped after `_AT_ONCE` blocks and is to be called again.
+        Returns True if it has stopped after `_AT_ONCE` blocks and must be called again.
         """
         left, most = _AT_ONCE, self._kept()
         for capacity, warm in self._warm.items():
-            # Small blocks share pages with others, so their memory stays.
+            # Small blocks keep their memory, because they share pages with others.
             if capacity < LARGE:
                 continue
             while warm and (self.entries[warm[0]].free_since <= before or self._spare > most):
@@ -232,7 +232,7 @@ class Region:
 
     @property
     def filled(self) -> bool:
-        """Whether there is memory that can go back to the system, now or when it is released."""
+        """Whether blocks have memory that can be given back, now or when they are released."""
         return bool(self._spare or self._young or self._old)
 
     @property
@@ -241,5 +241,5 @@ class Region:
 
     @property
     def out(self) -> int:
-        """Blocks that were held when last checked."""
+        """Number of blocks that were held when last checked."""
         return len(self._young) + len(self._old)

@@ -1,6 +1,6 @@
 """Asks the system for its processors and memory, and makes anonymous files."""
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import os
 import sys
@@ -15,12 +15,12 @@ _PROC = "/proc"
 
 
 class _Version(NamedTuple):
-    """The files of a version of cgroups that describe memory."""
+    """The files that describe memory in a version of cgroups."""
 
     folder: str  # contains all groups
-    limits: tuple[str, ...]  # beyond the first, the kernel kills; beyond others, it slows down
+    limits: tuple[str, ...]  # above the first, the kernel kills processes; above others, slows them
     used: str
-    cache: bytes  # name in memory.stat of the file cache, which the kernel reclaims first
+    cache: bytes  # the name of the file cache in memory.stat; the kernel reclaims it first
 
 
 _SECOND = _Version("", ("memory.max", "memory.high"), "memory.current", b"inactive_file")
@@ -30,14 +30,14 @@ _FIRST = _Version(
 
 
 class Scope(NamedTuple):
-    """Memory that processes share: the machine's, or that of a cgroup with a limit."""
+    """The memory of the machine or of a cgroup with a limit, in bytes."""
 
     total: int
     used: int
 
     @property
     def part(self) -> float:
-        """The used part of it, from 0 to 1."""
+        """The used share of the memory, from 0 to 1."""
         return min(1.0, self.used / max(1, self.total))
 
 
@@ -49,12 +49,12 @@ def default_processes() -> int:
 
 
 def available_memory() -> int:
-    """Return how many bytes are free for this process, in the machine and in its cgroups."""
+    """Return how many bytes this process may still use, by the machine and by its cgroups."""
     return max(0, min(total - used for total, used in _scopes()))
 
 
 def fullest_scope() -> Scope:
-    """Return the machine or the cgroup of this process with the largest used part."""
+    """Return the machine or the cgroup of this process, whichever has the largest used share."""
     return max(_scopes(), key=lambda scope: scope.part)
 
 
@@ -63,7 +63,7 @@ def _scopes() -> Iterator[Scope]:
     available = _named(f"{_PROC}/meminfo", b"MemAvailable:")
     yield Scope(installed, 0 if available is None else installed - available * 1024)
     for version, group in _groups():
-        # A group is also subject to the limits of the groups that contain it.
+        # The limits of the groups that contain a group apply to it, too.
         while True:
             folder = os.path.join(_CGROUPS, version.folder, group)
             limits = [_number(os.path.join(folder, name)) for name in version.limits]
@@ -78,7 +78,7 @@ def _scopes() -> Iterator[Scope]:
 
 
 def _groups() -> Iterator[tuple[_Version, str]]:
-    """Yield the cgroups of this process; without /proc, the top ones."""
+    """Yield the cgroups of this process, or the top ones if /proc is missing."""
     try:
         with open(f"{_PROC}/self/cgroup") as file:
             lines = file.read().splitlines()
@@ -102,7 +102,7 @@ def _number(path: str) -> int | None:
 
 
 def _named(path: str, name: bytes) -> int | None:
-    """Return the number after a name, in a file with a name and a number on each line."""
+    """Return the number after a name in a file whose lines have a name and a number."""
     try:
         with open(path, "rb") as file:
             for line in file:
@@ -115,7 +115,7 @@ def _named(path: str, name: bytes) -> int | None:
 
 
 def fixed_file(name: str, size: int) -> int:
-    """Return the descriptor of a new anonymous file of ``size`` zero bytes, whose size is sealed.
+    """Return the descriptor of a new anonymous file of ``size`` zero bytes, with a sealed size.
 
     If another process could truncate the file, processes that map it would get SIGBUS.
 
@@ -134,7 +134,7 @@ def fixed_file(name: str, size: int) -> int:
 
 def fix_size(fd: int) -> None:
     """Seal the size of an anonymous file that was made with ``MFD_ALLOW_SEALING``."""
-    # F_SEAL_SEAL: otherwise a process with the file could seal it against writing.
+    # F_SEAL_SEAL stops other processes from sealing the file against writing.
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
