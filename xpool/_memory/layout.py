@@ -88,7 +88,7 @@ class ArenaFile:
         return self._address
 
     def pages(self, offset: int) -> tuple[mmap.mmap, int, int]:
-        """Return the mapping with a byte of the file, the mapping's address, and the byte's place."""
+        """Return the mapping with a byte of the file, its address, and the byte's place in it."""
         return self.map, self.address, offset
 
     def address_at(self, offset: int) -> int:
