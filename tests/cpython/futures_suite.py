@@ -104,7 +104,7 @@ class Outcomes(Told):
     """
 
     def stopTest(self, test: Any) -> None:
-        """Collect the test's remains."""
+        """Collect the executors that the test left."""
         super().stopTest(test)
         gc.collect()
 

@@ -106,7 +106,7 @@ def is_it(context: Any, tensor: Any, *others: Any) -> bool:
 
 
 def use(context: Any, *tensors: Any, **named: Any) -> tuple[int, float, list[str]]:
-    """Return the pid, the sum of all tensors, and their devices."""
+    """Return the pid, the sum of all tensors, and the tensors' devices."""
     every = [*tensors, *named.values()]
     return (
         os.getpid(),

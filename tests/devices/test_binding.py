@@ -217,7 +217,8 @@ class Member(Bound):
 
 
 def test_a_replica_group_ends_together(make_pool: Callable[..., Any]):
-    """The death of one worker of a group stops the pool with the reason, without a replacement."""
+    """The death of one worker of a group stops the pool with the reason; the worker is not
+    replaced."""
     pool = make_pool(CtxPool, worker_contexts=[Member(), Member()])
     assert pool.apply(seen, ("XPOOL_TEST_NOTHING",)) is None
     with pytest.raises(WorkerDied, match="exit code 3"):
@@ -266,7 +267,7 @@ print(sorted(loaded), "libcuda" in maps, "libtpu" in maps, "libtorch" in maps)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_devices_starts_no_runtime():
     """Counting devices of any kind imports no framework and loads no runtime library."""
     out = subprocess.run(

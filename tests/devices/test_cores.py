@@ -596,7 +596,7 @@ def test_an_uninterruptible_task_ends_its_process(
 
 @pytest.mark.exhaustive
 def test_neighbours_are_retried(start: Any, mailbox: Mailbox, gate: Gate):
-    """A task whose process another task ended is retried as often as ``retries=`` allows."""
+    """If another task ends the process, a task is retried as often as ``retries=`` allows."""
     pool = start(2)
     beside = pool.apply_async(at_gate, (mailbox.path, gate.path), retries=10)
     mailbox.line()

@@ -124,7 +124,7 @@ def test_views_and_aliases(share: Any, each_opened: None):
 
 
 def test_parameters(share: Any, each_opened: None):
-    """Parameters and their attributes stay what they are on the way to a worker."""
+    """Parameters keep their type and attributes on the way to a worker."""
     pool = share()
     model = tasks.make_model()
     expected = (type(model.weight).__name__, True, "weights", [[5.0] * 3] * 2)

@@ -98,7 +98,7 @@ def test_cpu_lists(text: str, cpus: tuple[int, ...]):
 
 
 def test_workers_are_bound_near_their_chips(tmp_path: Path):
-    """On a host with two NUMA nodes a worker gets its chip's cores and its share of the threads."""
+    """On a host with two NUMA nodes a worker gets its chip's cores and a share of the threads."""
     add_node(tmp_path, 0, "0-3")
     add_node(tmp_path, 1, "4-7")
     for i in range(4):

@@ -150,7 +150,7 @@ def test_several_chips_for_a_worker(generation: str, each: int, bounds: str, vis
 
 
 def test_chips_that_form_no_mesh():
-    """Three chips are refused with the possible numbers."""
+    """Three chips are refused, and the error lists the possible numbers."""
     with pytest.raises(OptionError, match="3 TPU chips form no mesh.*1, 2, 4 or 8"):
         devices("tpu", per_worker=3, host=tpu_host("v5e", 8))
 

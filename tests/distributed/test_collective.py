@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
+pytest.importorskip("torch", reason="xpool.distributed needs torch")
 
 import torch
 from support.ranks import Ranks
@@ -149,7 +149,7 @@ def multigpu(world: World) -> None:
 
 
 def test_multigpu_forms(ranks: Ranks):
-    """The multi-GPU functions that torch removed are one operation and local reductions or
+    """Functions for several GPUs, which torch removed, use one operation and local reductions or
     copies."""
     ranks.good_world(2, multigpu)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
+pytest.importorskip("torch", reason="xpool.distributed needs torch")
 
 import torch
 from support.ranks import Ranks, in_world

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
+pytest.importorskip("torch", reason="xpool.distributed needs torch")
 
 import torch
 from support.limits import WAIT
@@ -105,8 +105,8 @@ def in_steps(rank: int, address: str, again: str, last: int) -> tuple[str, float
     threading.settrace(None)  # type: ignore[arg-type]
     total = torch.ones(1)
     if rank != VICTIM:
-        # The other rank may have waited for both limits of the first world in turn; gloo waits five
-        # times the first for a rank that gave up while connecting.
+        # The other rank may have waited for both time limits of the first world. If a rank gives up
+        # while connecting, gloo waits for five times the first limit.
         options = {"dist_timeout": 7 * limit, "dist_init_method": again}
         with World(f"w{rank}", rank // 2, 2, init_rpc=False, **options) as world:
             world.create_collective_group([0, 1]).all_reduce(total)

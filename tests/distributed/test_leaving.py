@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
+pytest.importorskip("torch", reason="xpool.distributed needs torch")
 
 import torch
 from support.ranks import Ranks
@@ -63,7 +63,8 @@ def gathers(world: World) -> list[float]:
 
 
 def test_leaving_after_a_collective(ranks: Ranks):
-    """An operation continues without a rank that did its part; later ones raise `PeerLost`."""
+    """If a rank leaves after its part of an operation, the operation completes; later ones raise
+    `PeerLost`."""
     outcomes = ranks.run(3, part_of, ranks.address(), gathers)
     assert outcomes == [[], [0, 0, 0], [0, 1, 2]], outcomes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
+pytest.importorskip("torch", reason="xpool.distributed needs torch")
 
 import torch
 from support.limits import WAIT

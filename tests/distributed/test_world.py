@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.limits import PROGRAM_LIMIT
 
-pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
+pytest.importorskip("torch", reason="xpool.distributed needs torch")
 
 import torch
 import torch.distributed.rpc as rpc
@@ -346,7 +346,7 @@ def at_no_address(rank: int, option: str, address: str) -> str:
     return str(error.value)
 
 
-def test_a_rank_that_does_not_come_to_a_port(ranks: Ranks):
+def test_a_rank_that_does_not_join(ranks: Ranks):
     """Rank 0 names the rank that did not join."""
     [error] = ranks.run(1, at_a_port, f"tcp://127.0.0.1:{free_port()}", 1)
     assert isinstance(error, GroupTimeout) and "Of 2 ranks, rank 1 did not join" in str(error)

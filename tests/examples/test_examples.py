@@ -15,7 +15,7 @@ from support.limits import PROGRAM_LIMIT
 
 pytest.importorskip("torch", reason="the examples use torch")
 pytest.importorskip("sklearn", reason="the examples use scikit-learn's images")
-pytest.importorskip("tqdm", reason="the main job shows a bar")
+pytest.importorskip("tqdm", reason="the tour shows a progress bar")
 pytest.importorskip("PIL", reason="the examples use pillow")
 
 from PIL import Image

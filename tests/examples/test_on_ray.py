@@ -68,7 +68,8 @@ def test_a_lost_host():
 
 
 def test_the_verbs():
-    """Results, order, callbacks, errors, lambdas, an initializer, and a worker's death."""
+    """The pool handles results, order, callbacks, errors, lambdas, an initializer and a worker's
+    death."""
     out = run(
         """
         import os

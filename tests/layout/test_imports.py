@@ -67,7 +67,7 @@ def room_of(module: str) -> str:
 
 
 def inner_imports() -> Iterator[tuple[str, str, str]]:
-    """Yield xpool's imports of itself: importing module, imported module, file and line."""
+    """Yield imports between xpool's modules: importing module, imported module, file and line."""
     for path in FILES:
         module = module_name(path)
         if module == "xpool":  # its names are lazy, as `test_import_xpool_is_light` checks

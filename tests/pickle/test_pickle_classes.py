@@ -493,13 +493,13 @@ def test_a_changed_class(receiver: Receiver) -> None:
 
 @pytest.mark.parametrize("make", CHECKS, ids=lambda make: make.__name__)
 def test_a_changed_class_of_any_kind(receiver: Receiver, make: Callable[[], Any]) -> None:
-    """For every kind of class, a later attribute does not damage the definition."""
+    """Setting an attribute later keeps the rest of the definition, for every kind of class."""
     one = make()
     assert receiver.call(apply, CHECKS[make], one)
     try:
         type(one).set_later = 3
     except TypeError:
-        pytest.skip("a class that forbids it")
+        pytest.skip("the class forbids it")
     assert receiver.call(lambda: type(one).set_later) == 3
     assert receiver.call(apply, CHECKS[make], one)
     assert CHECKS[make](receiver.call(echo, one))
@@ -539,13 +539,14 @@ def test_annotations_with_type_variables() -> None:
 
 
 class Late:
-    """The reducer of its module is registered when its first object is pickled."""
+    """Its reducer is registered when the first instance is pickled."""
 
     __module__ = "late"
 
 
 def test_a_class_that_holds_methods_of_its_own(receiver: Receiver) -> None:
-    """Methods that a class holds of itself are bound to the class in the other process."""
+    """If attributes of a class hold its methods, the methods are bound to the class in the other
+    process."""
 
     class Base:
         @classmethod

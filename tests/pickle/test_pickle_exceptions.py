@@ -206,7 +206,7 @@ class Exits(ExceptionGroup):  # type: ignore[misc]
 
 
 def outline(exc: Any) -> Any:
-    """Return what can be compared of an exception and of its members."""
+    """Return the comparable parts of an exception and of its members."""
     notes = list(getattr(exc, "__notes__", ()))
     rest = {key: value for key, value in vars(exc).items() if key != "__notes__"}
     members = [outline(one) for one in getattr(exc, "exceptions", ())]

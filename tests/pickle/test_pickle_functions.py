@@ -312,7 +312,7 @@ def test_own_errors_of_state() -> None:
 
 
 def test_own_errors_in_a_class_by_value() -> None:
-    """An exception of an attribute of a local class is raised unchanged."""
+    """If pickling an attribute of a local class raises, the exception is raised unchanged."""
 
     class Local:
         attribute = _Bad(KeyError)

@@ -1,4 +1,4 @@
-"""Local classes of libraries that make classes, which are sent by value.
+"""Local classes that libraries such as pydantic make are sent by value.
 
 Each test is skipped if its library is not installed.
 """

@@ -194,7 +194,10 @@ def test_values_that_share_an_object(tmp_path: Path):
 
 @pytest.mark.pure
 def test_needs_of_a_unit(tmp_path: Path):
-    """A unit needs the units of all names that it uses; a unit that acts needs what it may call."""
+    """A unit needs the units of all names that it uses.
+
+    A unit that acts needs everything that it may call.
+    """
     text = """
         import math
         LIMIT = 3
@@ -377,7 +380,7 @@ def test_harmless_introspection(tmp_path: Path):
 def test_a_module_that_hides_one_of_the_standard_library_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A module beside the script is the program's own, even with a standard library name."""
+    """A module beside the script is the program's own, even if it has a standard library's name."""
     (tmp_path / "antenna").mkdir()
     (tmp_path / "this_is_mine.py").write_text("")
     (tmp_path / "colorsys.py").write_text("print('mine')")

@@ -48,7 +48,7 @@ def test_shared(make_queue: Any, start: Any, method: str, count: int):
 
 @pytest.mark.exhaustive
 def test_hops(make_queue: Any, start: Any, method: str):
-    """A tensor passed from A to B to C to A is the same memory, with the writes of all."""
+    """A tensor passed from A to B to C to A stays the same memory, with the writes of all three."""
     first, second, third = make_queue(), make_queue(), make_queue()
     start(method, parts.add_one, first, second, 3)
     start(method, parts.add_one, second, third, 3)

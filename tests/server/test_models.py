@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="xpool.server stands on torch.distributed")
+pytest.importorskip("torch", reason="xpool.server needs torch")
 
 import torch
 from support.limits import WAIT

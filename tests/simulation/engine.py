@@ -1,7 +1,7 @@
 """The engine in a world of virtual workers, pipes and time.
 
 The engine's thread, callers, workers and accidents take turns in an order that the seed decides.
-They change at each point where real ones could: while the engine's thread waits, between two system
+A turn may end wherever a real one could: while the engine's thread waits, between two system
 calls of a worker, between two stores to a shared page. The world knows the right outcome of each
 task. If nothing more can happen and an answer is missing, the engine hangs, which is found at once.
 """
@@ -430,7 +430,7 @@ class EngineWorld(World):
                 self.to_feed.append(task_range)
 
     def feed(self) -> None:
-        """An input reader makes the call that it has decided."""
+        """An input reader calls `feed`, as it decided earlier."""
         self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
 
     def cancel(self) -> None:

@@ -463,7 +463,7 @@ class HostWorld(World):
                 self.to_feed.append(task_range)
 
     def feed(self) -> None:
-        """An input reader makes the call that it has decided."""
+        """An input reader calls `feed`, as it decided earlier."""
         self.progress = self.now  # a slow input reader is no hang
         self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
 
@@ -718,8 +718,10 @@ class HostWorld(World):
                 self.wrong(f"{host.name} is idle since {host.starved[1]:.6f}")
 
     def check_sat_on(self) -> None:
-        """While another host is idle, no worker keeps tasks behind a long one for longer than it
-        takes to request its host's batches."""
+        """No worker keeps tasks behind a long one while another host is idle.
+
+        The time limit is that of requesting all batches of the worker's host.
+        """
         if self.over or self.losses or self.stalls or self.deaths or self.turns % 8:
             return
         if self.theme == "no room":
@@ -747,8 +749,11 @@ class HostWorld(World):
                     self.wrong(f"worker {worker} of {host.name} keeps tasks since {since:.6f}")
 
     def check_recalled(self) -> None:
-        """Permissions based on a wrong estimate are taken back, except one waiting task for each
-        worker, so that a lost host loses few tasks."""
+        """Permissions that a wrong estimate gave are taken back, so that a lost host loses few
+        tasks.
+
+        One waiting task for each worker may stay.
+        """
         if self.over or self.stalls or not self.unbegun or self.turns % 8:
             return
         # The time of two checks, which are farther apart for longer tasks.

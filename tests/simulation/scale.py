@@ -27,10 +27,10 @@ from xpool._hosts.service import BEAT_SECONDS
 __all__ = ["Cluster", "Outcome"]
 
 ITEM = 5e-6
-"""Seconds of the driver for each task (200,000 a second)."""
+"""Seconds that the driver needs for each task (200,000 a second)."""
 
 CALL = 150e-6
-"""Seconds of the driver for each call of an agent with its reply."""
+"""Seconds that the driver needs for each call of an agent and its reply."""
 
 WORKERS = 64
 

@@ -33,7 +33,7 @@ FAR = 2**62
 
 
 class _Worker:
-    """What a worker process knows, and what it was sent."""
+    """The state of a worker process, and the messages to it."""
 
     def __init__(self, lifetime: int | None) -> None:
         self.alive = True
@@ -50,7 +50,7 @@ class _Worker:
 
 
 class _Fed(deque[bytes]):
-    """Items whose input reader appends between the scheduler's look and its act."""
+    """Items to which the input reader appends between the scheduler's check and its action."""
 
     def __init__(self, world: SchedulerWorld, items: list[bytes]) -> None:
         super().__init__(items)
@@ -186,7 +186,7 @@ class SchedulerWorld(World):
         self.tell()
 
     def tell(self) -> None:
-        """Let input readers make the calls that they have decided."""
+        """Let input readers call `put`, as they decided earlier."""
         while self.to_feed:
             entry = self.to_feed.pop()
             if not entry[0].queued:
@@ -556,7 +556,7 @@ class SchedulerWorld(World):
                 self.queues[name] = [e for e in queue if not e[1] or e[1][0][0] != job]
 
     def cancel(self) -> None:
-        """Cancel a call while others that wait or are sent with it are wanted."""
+        """Cancel one of several calls that wait or are sent together."""
         running = [task for task in self.retries if task not in self.ended]
         running = [task for task in running if not self.unwanted(task)]
         if not running or self.chance(0.5):

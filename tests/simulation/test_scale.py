@@ -20,7 +20,7 @@ def test_workers_of_many_hosts_are_kept_busy(hosts: int, trip: float):
 
 
 def test_a_lost_host_loses_permitted_tasks():
-    """A lost host loses the short tasks of the next 0.05 s, which were permitted to it."""
+    """A host may lose the short tasks that it was permitted for the next 0.05 s."""
     outcome = Cluster(4, 0.01, 0.002, each=30.0).run()
     assert outcome.busy > 0.95
     assert WORKERS < outcome.lost <= 6 * WORKERS

@@ -1,4 +1,4 @@
-"""A file for loky's tests: loky's tests of its executor, run with `xpool.Executor`.
+"""loky's tests of its executor, run with `xpool.Executor`; copied to the folder of loky's tests.
 
 `Executor` takes loky's arguments, and has those private names of loky's executor that have a
 counterpart.

@@ -1,4 +1,5 @@
-"""Saboteurs for the fault matrix; as a program, a cell of it whose fault is in the caller.
+"""Saboteurs for the fault matrix. Run as a program, this file is one cell whose fault is in the
+caller.
 
 ``python cells.py KIND METHOD STAGE HOW`` prints the workers' pids, the task's outcome, and
 "usable". The parent process checks whether and how the program ends.
@@ -31,7 +32,7 @@ entered = threading.Event()
 
 
 def strike(how: str) -> None:
-    """Apply the fault to the caller's process; return if it continues."""
+    """Apply the fault to the caller's process; return only if the process continues."""
     entered.set()
     if how == "SIGSTOP":
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -29,8 +29,8 @@ SETTINGS = {
     "RAY_health_check_failure_threshold": "2",
     "RAY_worker_niceness": "0",
 }
-"""The loss of a host is noticed within two seconds, and agents get their share of a busy machine,
-because Ray would give its workers the lowest priority."""
+"""A lost host is noticed within two seconds. Agents get a normal share of a busy machine, because
+Ray would give its workers the lowest priority."""
 
 
 class Cluster:
