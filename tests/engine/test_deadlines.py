@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xpool._engine.jobs.deadlines import Act, Deadlines, Progress
+from xpool._engine.jobs.deadlines import Act, Deadlines, WorkerProgress
 from xpool._engine.jobs.ranges import Limit, Terms
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
@@ -19,7 +19,7 @@ def test_the_limit_of_the_running_task_counts():
     runs: Any = SimpleNamespace(terms=Terms(0, Limit(1.0, False)), withdrawn=False, seq=0)
     waits: Any = SimpleNamespace(terms=Terms(0, Limit(0.01, False)), withdrawn=False, seq=1)
     held: Any = SimpleNamespace(held=[runs, waits], answered=0, paused=False)
-    seen = Progress(began=1, since=None, pipes=0)
+    seen = WorkerProgress(began=1, since=None, pipes=0)
     deadlines = Deadlines()
     now = 100.0
     while now < 101.9:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from xpool._engine.answers import Answers, EngineOptions, Parts
 from xpool._engine.direct import DirectReceive
 from xpool._engine.dispatcher import Dispatcher
-from xpool._engine.jobs.deadlines import Act, Progress
+from xpool._engine.jobs.deadlines import Act, WorkerProgress
 from xpool._engine.jobs.scheduler import CALLS, Batch, TaskRange
 from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.memory import MemoryGuard
@@ -402,7 +402,7 @@ class WorkerMonitor:
         if worker.interrupted is not None or worker.state is WorkerStates.CONDEMNED:
             return
         box, now = worker.box, self._reactor.now()
-        seen = Progress(box.began, box.since, (worker.reader.got, worker.writer.rest))
+        seen = WorkerProgress(box.began, box.since, (worker.reader.got, worker.writer.rest))
         if seen.since is not None and seen.since > now + 1.0:
             # With such a time in the page, the task would never exceed its limit.
             self.distrust(

@@ -43,7 +43,7 @@ class Source:
 
 
 class SourceQueue(TaskQueue):
-    """The queue of all threads: plain tasks, entries, sources, and None, which ends a thread."""
+    """The queue of all threads: plain and held tasks, sources, and None, which ends a thread."""
 
     def put_source(self, source: Source, threads: int) -> None:
         """Let this many threads take from a source."""
@@ -73,8 +73,8 @@ class SourceQueue(TaskQueue):
                     self.put(task, last)
 
 
-class Entry:
-    """A task with options: a time limit, or retries.
+class HeldTask:
+    """A task that `HeldTasks` holds while it runs, since it has a time limit or retries.
 
     ``chunked``: its function gets the user's function and the arguments of many items.
     """
@@ -170,13 +170,13 @@ class HeldTasks:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._held: dict[int, tuple[PoolThread, Entry]] = {}
+        self._held: dict[int, tuple[PoolThread, HeldTask]] = {}
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # guards all below
         self.alarm: float | None = None
-        self._later: list[tuple[float, int, Entry]] = []  # a heap, by time
+        self._later: list[tuple[float, int, HeldTask]] = []  # a heap, by time
 
-    def begin(self, me: PoolThread, entry: Entry) -> int:
+    def begin(self, me: PoolThread, entry: HeldTask) -> int:
         """Record what a thread begins; return its key."""
         key = next(self._numbers)
         entry.since = time.monotonic()
@@ -190,13 +190,13 @@ class HeldTasks:
         """Forget a running task; return whether the caller is to answer it."""
         return self._held.pop(key, None) is not None
 
-    def retried(self, entry: Entry, ok: bool, value: Any) -> bool:
+    def retried(self, entry: HeldTask, ok: bool, value: Any) -> bool:
         """Have a failed task run again after a pause, if its options say so."""
         options, tries = entry.options, entry.tries + 1
         exc = getattr(value, "exc", value)  # `multiprocessing` may have wrapped it
         if ok or tries > options.retries or not isinstance(exc, (WorkerDied, *options.retry_on)):
             return False
-        again = Entry(entry.task, options, entry.chunked, tries)
+        again = HeldTask(entry.task, options, entry.chunked, tries)
         when = time.monotonic() + back_off(tries, random.Random().random())
         with self._lock:
             heapq.heappush(self._later, (when, next(self._numbers), again))
@@ -211,7 +211,7 @@ class HeldTasks:
             self.alarm = when
         self._wake()
 
-    def take_due(self, now: float) -> list[Entry]:
+    def take_due(self, now: float) -> list[HeldTask]:
         """Return the tasks to be tried again now; begin a check, and set the next alarm."""
         due = []
         with self._lock:
@@ -221,7 +221,7 @@ class HeldTasks:
             self.alarm = self._later[0][0] if self._later else None
         return due
 
-    def take_overdue(self, now: float) -> Iterator[tuple[PoolThread, Entry, float]]:
+    def take_overdue(self, now: float) -> Iterator[tuple[PoolThread, HeldTask, float]]:
         """Yield the tasks that are over their time limits, with these; the caller answers them."""
         # An atomic copy: other threads begin and end tasks meanwhile.
         for key, (pool_thread, entry) in self._held.copy().items():

@@ -22,7 +22,7 @@ from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
 from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.stacks import Whereabouts
-from xpool._engine.thread_tasks import Entry, HeldTasks, Places, PoolThread, Source, SourceQueue
+from xpool._engine.thread_tasks import HeldTask, HeldTasks, Places, PoolThread, Source, SourceQueue
 from xpool._python.starting import PromptThread
 from xpool._worker.callables import item_of, with_context
 from xpool._worker.context import WorkerInfo, enter, exited, leave
@@ -182,7 +182,7 @@ class ThreadWorkers:
         options = self._options
         if options.initializer is None:
             return None
-        key = self._held.begin(me, Entry(None, TaskOptions(timeout=options.initializer_timeout)))
+        key = self._held.begin(me, HeldTask(None, TaskOptions(timeout=options.initializer_timeout)))
         try:
             options.initializer(*options.initargs)
         except BaseException as exc:
@@ -199,7 +199,7 @@ class ThreadWorkers:
         jobs, tasks, answer = self._jobs, self.tasks, self._answer
         held, places, threads = self._held, self._places, self._places.threads
         lifetime, contexts = self._options.lifetime, self._options.contexts
-        entries: dict[tuple[int, int], tuple[int, Entry]] = {}  # by task: its key in `held`
+        entries: dict[tuple[int, int], tuple[int, HeldTask]] = {}  # by task: its key in `held`
 
         def get() -> Any:
             while not me.left and me.done != lifetime:
@@ -219,7 +219,7 @@ class ThreadWorkers:
                     me.source = task
                     del task  # only `me.source` keeps it, and its items, alive
                     continue
-                if type(task) is Entry:
+                if type(task) is HeldTask:
                     entry, task = task, task.task
                 # Skip tasks of a job that failed or was cancelled while they waited.
                 job = jobs.get(task[0])
@@ -335,7 +335,7 @@ class ThreadWorkers:
         for pool_thread, entry, seconds in self._held.take_overdue(now):
             self._time_out(pool_thread, entry, seconds)
 
-    def _time_out(self, pool_thread: PoolThread, entry: Entry, seconds: float) -> None:
+    def _time_out(self, pool_thread: PoolThread, entry: HeldTask, seconds: float) -> None:
         thread = pool_thread.thread
         assert thread is not None
         stack = stack_of(sys._current_frames().get(thread.ident or 0), _OURS)

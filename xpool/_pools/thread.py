@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._calls.streams import Stream
-from xpool._engine.thread_tasks import Entry
+from xpool._engine.thread_tasks import HeldTask
 from xpool._engine.threads import ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task
@@ -104,7 +104,7 @@ class ThreadPool(BasePool):
         last = isinstance(job, Stream)  # calls and maps go before the items of streams
         # The hook's arguments have no options, so they are taken from the job.
         if job is not None and (job.options.timeout is not None or job.options.retries):
-            entry = Entry(obj, job.options, chunked=obj[2] in (each, star_each))
+            entry = HeldTask(obj, job.options, chunked=obj[2] in (each, star_each))
             self._threads.tasks.put(entry, last)
         else:
             self._threads.tasks.put(obj, last)

@@ -24,7 +24,7 @@ from xpool.data.pinning import PinThread, can_pin, pinned
 from xpool.data.preview import Preview
 from xpool.data.report import Times
 from xpool.data.sampling import Request, Sampling, label
-from xpool.data.state import Progress
+from xpool.data.state import EpochProgress
 from xpool.data.worker import Base, EpochSpec, Made, WorkerCopy, is_pipe, is_stateful
 from xpool.data.workers import Inline, Processes, Threads
 
@@ -56,7 +56,7 @@ class Epoch(Iterator[Any]):
 
     def __init__(
         self, loader: Any, workers: Inline | Processes | Threads, is_only: bool, number: int,
-        before: Before, resume: Progress | None,
+        before: Before, resume: EpochProgress | None,
     ) -> None:  # fmt: skip
         self._loader, self._workers = loader, workers
         # Set first, because `__del__` calls it if anything below fails.
@@ -83,7 +83,7 @@ class Epoch(Iterator[Any]):
                 )
         with generators.as_in(before.generators if resume is None else resume.generators):
             if resume is None:
-                self.progress = Progress(generators.states(), count)
+                self.progress = EpochProgress(generators.states(), count)
                 self.progress.bases = before.bases or self.progress.bases
             else:
                 self.progress = resume

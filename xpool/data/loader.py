@@ -20,7 +20,7 @@ from xpool.data.pinning import warn_of_pinning
 from xpool.data.preview import Preview, can_preview
 from xpool.data.report import LoaderReport, Times
 from xpool.data.start import prepare
-from xpool.data.state import Progress, between, check_state, facts
+from xpool.data.state import EpochProgress, between, check_state, facts
 from xpool.data.worker import Base, is_stateful
 from xpool.data.workers import Inline, Processes, Threads, check_pool
 from xpool.errors import OptionError
@@ -141,7 +141,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         self._kept: Processes | Threads | None = None
         # Of the current or last epoch.  The loader keeps no reference to the epoch itself, which
         # must end when the program drops it.
-        self._progress: Progress | None = None
+        self._progress: EpochProgress | None = None
         self._times: Times | None = None
         self._loaded: dict[str, Any] | None = None
         self._number = 0  # of the last epoch
@@ -217,10 +217,10 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         self._loaded = copy.deepcopy(dict(state))
         self._kept = self._preview = None  # their datasets are at another place
 
-    def _of(self, state: dict[str, Any]) -> tuple[Progress | None, Before]:
+    def _of(self, state: dict[str, Any]) -> tuple[EpochProgress | None, Before]:
         """Return the progress in a loaded state (None: between two epochs) and its `Before`."""
         if state["epoch"] is not None:
-            progress = Progress.of(state)
+            progress = EpochProgress.of(state)
             return progress, Before(None, progress.seed, progress.turn - 1, None)
         inner = state["sampler"]["state"]
         if inner is not None:

@@ -14,7 +14,7 @@ from xpool.errors import OptionError
 VERSION = 3
 
 
-class Progress:
+class EpochProgress:
     """The place in an epoch, counted by the batches that the program has taken.
 
     Attributes:
@@ -79,7 +79,7 @@ class Progress:
         return [Base(0, base.state, is_end=True) for base in self.bases]
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Progress:
+    def of(cls, state: Mapping[str, Any]) -> EpochProgress:
         """Return the progress from which `as_state` made ``state``."""
         workers = state["workers"]
         progress = cls(decoded(state["generators"]), len(workers))

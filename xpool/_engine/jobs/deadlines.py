@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
     when: float | None = None
 
 
-class Progress(NamedTuple):
+class WorkerProgress(NamedTuple):
     """The progress of a worker, as far as the parent can see it."""
 
     began: int  # items that it has begun, ever
@@ -52,7 +52,7 @@ class Deadlines:
         self._last_progress: tuple[Any, float] | None = None
 
     def judge(
-        self, held: InFlight, running: tuple[Batch, int] | None, seen: Progress, now: float
+        self, held: InFlight, running: tuple[Batch, int] | None, seen: WorkerProgress, now: float
     ) -> Verdict:
         """Return what to do with a worker that holds ``held`` and runs ``running``."""
         again: list[float] = []
@@ -87,7 +87,7 @@ class Deadlines:
         self,
         held: InFlight,
         running: tuple[Batch, int] | None,
-        seen: Progress,
+        seen: WorkerProgress,
         limit: float,
         now: float,
     ) -> Verdict:

@@ -125,7 +125,7 @@ class Batch:
         self.taken = len(items)
 
     def name(self, index: int) -> tuple[int, int]:
-        """Return job and index of an item as the pool knows them: of a call, its number and 0."""
+        """Return an item's job and index in the pool's numbers; for a call, its number and 0."""
         # As `name_of`, without a function call: each answer to a single call comes this way.
         return (index, 0) if self.job == CALLS else (self.job, index)
 
@@ -146,7 +146,7 @@ def piece(one: Batch | TaskRange, start: int, stop: int) -> "TaskRange":
 
 
 def name_of(job: int, index: int) -> tuple[int, int]:
-    """Return job and index of an item as the pool knows them: of a call, its number and 0."""
+    """Return an item's job and index in the pool's numbers; for a call, its number and 0."""
     return (index, 0) if job == CALLS else (job, index)
 
 

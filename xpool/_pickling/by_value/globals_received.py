@@ -30,7 +30,7 @@ VALUE, PLACE, KEEP, NONE = range(4)
 none, since it cannot be sent."""
 
 
-class Entry(NamedTuple):
+class SentGlobal(NamedTuple):
     """One global in a message."""
 
     name: str  # "rate", or "Config.rate": an attribute of a class or of a function
@@ -56,7 +56,7 @@ def unwrap(sender: str, exact: bool, entries: list[Any], body: bytes, *buffers: 
     if main.is_replica():
         # First run the statements that act, then set the values.
         main.fill(main.TOP)
-        found = [Entry(*entry) for entry in entries]
+        found = [SentGlobal(*entry) for entry in entries]
         with _lock:
             if _incoming.parent is None:
                 _incoming.parent = sender
@@ -79,7 +79,7 @@ _heard = threading.local()
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Callable[[], list[Entry]]]:
+def listening() -> Iterator[Callable[[], list[SentGlobal]]]:
     """Record the globals of a message that this thread opens; yield a function for them."""
     _heard.entries = []
     try:
@@ -88,7 +88,7 @@ def listening() -> Iterator[Callable[[], list[Entry]]]:
         _heard.entries = None
 
 
-def retake(entries: list[Entry]) -> None:
+def retake(entries: list[SentGlobal]) -> None:
     """Set the globals of a function again if other messages have changed them."""
     serials = _incoming.serials
     for entry in entries:
@@ -98,7 +98,7 @@ def retake(entries: list[Entry]) -> None:
                 _take(entry, True)
 
 
-def _take(entry: Entry, exact: bool) -> None:
+def _take(entry: SentGlobal, exact: bool) -> None:
     name, serial, first, kind, data = entry
     last = _incoming.serials.get(name)
     if last == serial or (last is not None and last > serial and not exact):

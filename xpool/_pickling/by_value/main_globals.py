@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from xpool._memory.holds import Block
 from xpool._pickling import reducers
 from xpool._pickling.by_value import checks, main
-from xpool._pickling.by_value.globals_received import KEEP, NONE, PLACE, VALUE, Entry, unwrap
+from xpool._pickling.by_value.globals_received import KEEP, NONE, PLACE, VALUE, SentGlobal, unwrap
 from xpool._pickling.by_value.main import MAIN_NAMES, MISSING
 from xpool._pickling.by_value.names import goes_by_name
 from xpool._pickling.by_value.reads import reads
@@ -61,7 +61,7 @@ class _Sent(NamedTuple):
 
     @property
     def rest(self) -> tuple[int, bool, int, Any]:
-        """The fields of an `Entry` after the name."""
+        """The fields of an `SentGlobal` after the name."""
         return self.serial, self.first, self.kind, self.data
 
 
@@ -181,14 +181,14 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 # -- sending ------------------------------------------------------------------------------------
 
 
-def _collect(names: Iterable[str], layout: Layout) -> list[Entry]:
+def _collect(names: Iterable[str], layout: Layout) -> list[SentGlobal]:
     """Return the globals of ``__main__`` that these lead to and that must be sent."""
     roots = frozenset(names)
     if not _plan(roots).data:
         return []
     values = main.namespace()
     book = layout.book or _outgoing.anyone
-    found: dict[str, Entry] = {}
+    found: dict[str, SentGlobal] = {}
     leading = set[str]()  # those that lead to others
     with _lock:
         # Objects that a receiver made earlier may still use `book.told`: an initializer may have
@@ -203,7 +203,7 @@ def _collect(names: Iterable[str], layout: Layout) -> list[Entry]:
                     value = _value(path, owner, values)
                     if value is not MISSING:
                         sent = _look(path, value, layout, book)
-                        found[path] = Entry(path, *sent.rest)
+                        found[path] = SentGlobal(path, *sent.rest)
                         more |= sent.names
                         if sent.names:
                             leading.add(path)
@@ -348,7 +348,7 @@ class _Prelude:
 
     def __init__(
         self,
-        entries: list[Entry],
+        entries: list[SentGlobal],
         body: bytes,
         buffers: list[PickleBuffer],
         shared: dict[int, Block],
