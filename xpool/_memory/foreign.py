@@ -111,9 +111,9 @@ class ForeignArena(Arena):
                     foreign = _foreign[token] = cls(file, token, attachment)
                     return foreign
             raise LookupError(
-                f"a message of xpool lies in the memory of another process, and "
-                f"{HOLDS - attachments.FIRST_FOREIGN} processes, the most that can, mapped it; "
-                "let fewer processes receive its messages"
+                "a message of xpool lies in memory that "
+                f"{HOLDS - attachments.FIRST_FOREIGN} processes have mapped already, which is the "
+                "limit: let fewer processes receive messages of its sender"
             )
         except BaseException:
             os.close(own)
