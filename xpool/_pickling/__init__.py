@@ -1,6 +1,6 @@
-"""Messages: objects to frames of bytes and back, and the policy for large buffers.
+"""Converts objects to messages and back, and decides where large buffers go.
 
-Used on both sides of the process border; runs users' code (`__reduce__`), so never on the engine's
-thread or under a lock.  The codec knows no kind of object: `by_value` and `tensors` register theirs
-through `xpool.pickle`.  Imports `xpool._memory` and lower layers.
+Programs and workers use it.  It runs users' code (`__reduce__`), so the engine's thread never calls
+it, and no caller holds a lock.  `by_value` and `tensors` register the reducers of their kinds of
+objects through `xpool.pickle`.  It imports `xpool._memory` and lower layers.
 """

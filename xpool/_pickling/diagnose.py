@@ -1,9 +1,10 @@
-"""Finds the part of an object that cannot be pickled, for the error's message.
+"""Finds the part of an object that cannot be pickled, for the error's text.
 
-Runs only after pickling has failed.  If a pickler has refused the object, the error is a
-`TaskNotPicklable`: to name the culprit, this module tries the parts of the object one by one, a few
-levels deep.  If the object's own code has raised (``__reduce__``, ``__getstate__``), its exception
-is raised unchanged, as in the standard library's pool, with a note.  That code is not run again.
+This runs only after pickling has failed.  If a pickler has refused the object, the error is a
+`TaskNotPicklable`, and this module tries the parts of the object one by one, a few levels deep, to
+name the part that fails.  If the object's own code (``__reduce__``, ``__getstate__``) has raised,
+its exception is raised unchanged, as in the standard library's pool, with a note.  That code does
+not run again.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 from xpool._python.item_notes import short
 from xpool.errors import TaskNotPicklable
 
-_busy = threading.local()  # `looking` is true in a thread that searches already
+_busy = threading.local()  # `looking` is true in a thread that is already searching
 
 _LEVELS = 8
-_PARTS = 100  # parts tried at each level
+_PARTS = 100  # number of parts that are tried at each level
 
 
 def refusal(
@@ -40,8 +41,8 @@ def refusal(
         return _noted(obj, error, frame)
 
     path, culprit = "", obj
-    # If the object is nested too deeply, each of its parts fails for the same reason.  The search
-    # may run a `__reduce__` that pickles something itself and fails: that starts no second search.
+    # If the object is nested too deeply, all its parts fail for the same reason.  If the search
+    # runs a `__reduce__` that itself pickles an object and fails, no second search begins.
     if not isinstance(error, RecursionError) and not getattr(_busy, "looking", False):
         _busy.looking = True
         try:
@@ -49,7 +50,7 @@ def refusal(
         finally:
             _busy.looking = False
         if culprit is not obj:
-            error = fails(culprit) or error  # says more than the error of the whole object
+            error = fails(culprit) or error  # more precise than the error of the whole object
     kind = type(culprit).__qualname__
     article = "an" if kind[:1].lower() in "aeiou" else "a"
     what = f"{article} {kind} object ({short(culprit)})"
@@ -67,13 +68,13 @@ def refusal(
 
 
 def foreign_frame(error: BaseException) -> FrameType | None:
-    """Return the first frame of an object's own code if that code raised the error, else None."""
+    """Return the first frame of an object's own code, or None if this has not raised the error."""
     tb, below_pickler = error.__traceback__, False
     while tb is not None:
         module = tb.tb_frame.f_globals.get("__name__") or ""
         package = module.partition(".")[0]
         if package == "xpool" and tb.tb_frame.f_code.co_name not in _OWN_WAYS:
-            # Below a reducer of xpool, an error of a library is not of the object's own code.
+            # If a reducer of xpool calls a library, the library is not the object's own code.
             below_pickler = module in _PICKLERS
         elif below_pickler and package not in _MACHINERY:
             return tb.tb_frame
@@ -109,7 +110,8 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
 
 
 def _path_to(obj: Any, culprit: Any) -> str | None:
-    """Return the path from an object to a part of it, a few levels deep, without their code."""
+    """Return the path from an object to a part of it, a few levels deep.  This runs none of their
+    code."""
     level, seen = [("", obj)], {id(obj)}
     for _ in range(_LEVELS):
         below = []
@@ -167,7 +169,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False):
             try:
                 yield f".{obj.__name__}'s variable {name!r}", cell.cell_contents
-            except ValueError:  # it has no value yet
+            except ValueError:  # the variable has no value yet
                 continue
         for value in obj.__defaults__ or ():
             yield f".{obj.__name__}'s default", value
@@ -181,6 +183,6 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _pickles_itself(kind: type) -> bool:
-    """Whether a class defines its pickled state: then its attributes need not be picklable."""
-    # Except `object`, which has `__getstate__` since Python 3.11.
+    """Whether a class defines its pickled state, so that its attributes need not be picklable."""
+    # `object` does not count, although it has `__getstate__` since Python 3.11.
     return any("__getstate__" in vars(base) for base in kind.__mro__[:-1])

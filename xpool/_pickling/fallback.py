@@ -1,7 +1,7 @@
 """dill's pickler, for objects that the C pickler cannot pickle.
 
-It gets all options as arguments, so it neither uses nor changes dill's global settings.  It calls
-the same reducers as the C pickler first.
+It gets all options as arguments, so it neither uses nor changes dill's global settings.  Like the C
+pickler, it first calls the reducers of xpool.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def pickler_class() -> Any:
         ImportError: dill is not installed.
     """
     dill = import_module("dill")
-    # The type of capsules, which has no public name.
-    capsule = type(import_module("datetime").datetime_CAPI)
+    capsule = type(import_module("datetime").datetime_CAPI)  # the type has no public name
 
     class DillPickler(dill.Pickler):  # type: ignore[misc, name-defined]
         def __init__(self, file: Any, recurse: bool, callback: Any) -> None:
@@ -45,16 +44,16 @@ def pickler_class() -> Any:
             if kind in _PLAIN or kind in _CONTAINERS:
                 return NotImplemented
             if kind is dict:
-                # For the globals of __main__, dill writes a name that only its unpickler knows.
+                # For the globals of __main__, dill would write a name that only dill can load.
                 return reducers.script.pickled_namespace(obj)
-            # dill would pickle a memory address, or a path that the receiver opens again.
+            # dill would pickle the address of a capsule, and the path of a file to open it again.
             if kind is capsule or (issubclass(kind, io.IOBase) and kind not in _IN_MEMORY):
                 raise TypeError(f"cannot pickle {kind.__name__!r} object")
             answer = reducers.reducer_override(self, obj)
             if answer is not NotImplemented or isinstance(obj, type):
                 return answer
             if kind.__module__.partition(".")[0] == "numpy":
-                # dill's own reducers copy arrays into the pickle instead of passing buffers.
+                # dill's own reducers would copy arrays into the pickle.
                 reduce = copyreg.dispatch_table.get(kind)
                 return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
             return NotImplemented

@@ -4,18 +4,17 @@
 
     b"\\x01"  u8 flags  u16 more  u32 count  u64 token
     u64 token x more
-    (u64 place, u64 length, u32 which, u32 shared) x (1 + count)  what lies inline
+    (u64 place, u64 length, u32 which, u32 shared) x (1 + count)  inline bytes
 
 All numbers are little-endian.  The first entry of the table is the pickle, the others are its
 buffers (protocol 5).  A ``place`` is the name of a block in the arena of the token with index
-``which``.  Or it is `MISSING`: then the bytes follow the table, each buffer at a multiple of
-`ALIGN`
-from the start of the message.  A message without buffers and blocks is a plain pickle: its first
-byte is `PLAIN`, the PROTO opcode.
+``which``.  If it is `MISSING`, the bytes are inline: they follow the table, and each buffer begins
+at a multiple of `ALIGN` from the start of the message.  A message without buffers and blocks is a
+plain pickle.  Its first byte is `PLAIN`, the opcode PROTO.
 
-The flag `KEPT`: the sender keeps the blocks and will send them again, so the receiver copies them
-instead of using them in place.  ``shared`` is 1 if both sides use the block (share mode), which is
-never copied.
+The flag `KEPT` means that the sender keeps the blocks and will send them again, so the receiver
+copies them and does not use them in place.  ``shared`` is 1 if both sides use the block (share
+mode).  Such a block is never copied.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
 from xpool._memory.holds import Block, Holds
 from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout
 
-# The first byte: the opcode PROTO of a pickle, or 1, which is no opcode.
+# The first byte is the opcode PROTO of a pickle, or 1, which is not an opcode.
 PLAIN = 0x80
 FRAMED = 0x01
 ALIGN = 16
@@ -44,13 +43,13 @@ _Entry = tuple[int, int, int, int]
 
 
 class Leased(bytes):
-    """A message with parts in blocks, which this process holds as long as the message lives."""
+    """A message with parts in blocks, which this process holds as long as the message exists."""
 
     blocks: dict[tuple[int, int], Block]
-    """By ``which`` and name."""
+    """The blocks, by ``which`` and name."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In another pickle it is plain bytes, which hold no blocks.
+        # Another pickle contains it as plain bytes, which hold no blocks.
         return bytes, (bytes(self),)
 
     def by_arena(self) -> dict[Holds, list[Block]]:
@@ -62,7 +61,7 @@ class Leased(bytes):
 
     @property
     def owners(self) -> dict[int, int]:
-        """The workers whose tensors it refers to by handles, with the bytes of these."""
+        """The workers to whose tensors the message has handles, with the bytes of these tensors."""
         found: dict[int, int] = {}
         for block in self.blocks.values():
             worker, nbytes = getattr(block, "stands_for", (None, 0))
@@ -72,7 +71,7 @@ class Leased(bytes):
 
 
 def weight(message: bytes | memoryview) -> int:
-    """Return how many bytes of memory a message takes, in its blocks or by itself."""
+    """Return how many bytes of memory a message takes: in its blocks, or itself if it has none."""
     if type(message) is Leased:
         return sum(block.capacity for block in message.blocks.values())
     return len(message)
@@ -80,7 +79,7 @@ def weight(message: bytes | memoryview) -> int:
 
 def weight_of_all(messages: Sequence[bytes | memoryview]) -> int:
     """Return how many bytes of memory these messages take together."""
-    # Fast if none is `Leased`: each item of a short task comes through here.
+    # Fast if none is `Leased`, because this is called for all short tasks.
     if Leased in set(map(type, messages)):
         return sum(map(weight, messages))
     return sum(map(len, messages))
@@ -92,16 +91,16 @@ def pack(
     layout: Layout,
     shared: Mapping[int, Block],
 ) -> bytes | memoryview:
-    """Join the pieces of a pickle and its buffers; every byte is copied once.
+    """Join the pieces of a pickle and its buffers.  Every byte is copied once.
 
-    If ``layout`` has a lessor, large parts go into blocks, or all into the message if a lease is
-    refused.  ``shared``: by the `id` of a buffer, the block that it is, in share mode; such a
-    message always names blocks.
+    If ``layout`` has a lessor, large parts are copied into blocks.  If no block can be leased, all
+    parts are copied into the message.  ``shared`` has, by the `id` of a buffer, the block in which
+    the buffer lies (share mode).  The message always names these blocks.
     """
     views = [buffer.raw() if type(buffer) is PickleBuffer else buffer for buffer in buffers]
     size = sum(map(len, chunks))
     blocks: list[Block | None] = [None]
-    # By identity: `buffers` keeps all of them alive, so no other object has the same.
+    # The ids are unique, because `buffers` keeps all buffers alive.
     blocks += [shared.get(id(buffer)) for buffer in buffers]
     leased = _lease(chunks, size, views, blocks, layout)
     table, inline, held = b"", [], {}
@@ -116,7 +115,7 @@ def pack(
             which = arenas.setdefault(block.arena, len(arenas))
             name = block.name
             held[which, name] = block
-            # A given block that was not filled for this message: both sides use it.
+            # Both sides use a given block, unless it was filled for this message.
             of_both = given is not None and not hasattr(given, "filled")
             table += _ENTRY.pack(name, length, which, of_both)
     first, *more = [arena.token for arena in arenas] or [0]
@@ -124,7 +123,6 @@ def pack(
     head = _HEAD.pack(FRAMED, flags, len(more), len(views), first)
     for token in more:
         head += _TOKEN.pack(token)
-    # A pickle in a block is not in the message.
     message = _join(head + table, () if leased[0] is not None else chunks, inline, layout.room)
     if held:
         message = Leased(message)
@@ -139,15 +137,14 @@ def _lease(
     blocks: list[Block | None],
     layout: Layout,
 ) -> list[Block | None]:
-    """Return the blocks of pickle and buffers: those of ``blocks``, and newly filled ones."""
+    """Return the blocks of pickle and buffers: those in ``blocks``, and newly filled ones."""
     if layout.lessor is None:
         return blocks
     leased = list(blocks)
     if size >= INLINE_BELOW:
         leased[0] = block = layout.lessor(size)
         if block is None:
-            # Refused: the blocks leased so far are released with `leased`.
-            return blocks
+            return blocks  # the blocks leased so far are released with `leased`
         at, target = 0, block.view(size)
         for chunk in chunks:
             target[at : at + len(chunk)] = chunk
@@ -170,7 +167,6 @@ def _join(
     parts: list[bytes | memoryview] = [head, *chunks]
     size = sum(map(len, parts))
     for view in views:
-        # Each buffer begins at a multiple of `ALIGN`; the pickle follows the table.
         pad = -size % ALIGN
         parts.append(bytes(pad))
         parts.append(view)
@@ -189,7 +185,7 @@ def tokens(message: bytes | memoryview) -> list[int]:
     """Return the tokens of the arenas whose blocks a framed message names.
 
     Raises:
-        ValueError: the message is cut short or is not a framed one.
+        ValueError: the message is incomplete or is not a framed one.
     """
     if len(message) < _HEAD.size or message[0] != FRAMED:
         raise ValueError("not a message of xpool: neither a pickle nor a framed table")
@@ -202,13 +198,12 @@ def tokens(message: bytes | memoryview) -> list[int]:
 
 
 def hold_blocks(message: bytes | memoryview) -> bytes | memoryview:
-    """Hold the blocks of a message that will be opened later."""
+    """Return a message that will be opened later, with holds on its blocks."""
     if message[0] != FRAMED or type(message) is Leased:
         return message
     known = tokens(message)
     if not known:
         return message
-    # A copy, since only a `Leased` has holds.
     leased = Leased(message)
     leased.blocks = {
         (which, place): _block(known, which, place)
@@ -225,10 +220,10 @@ def _block(known: list[int], which: int, place: int) -> Block:
 
 
 def _table(message: memoryview) -> tuple[int, list[_Entry], int]:
-    """Return flags and table of a framed message, and where the table ends.
+    """Return the flags, the table and the end of the table of a framed message.
 
     Raises:
-        ValueError: the message is cut short.
+        ValueError: the message is incomplete.
     """
     _, flags, more, count, _ = _HEAD.unpack_from(message)
     start = _HEAD.size + 8 * more
@@ -239,11 +234,11 @@ def _table(message: memoryview) -> tuple[int, list[_Entry], int]:
 
 
 def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[memoryview]]:
-    """Return the pickle and the buffers: slices of the message or of its blocks.
+    """Return the pickle and the buffers, which are slices of the message or of its blocks.
 
     Raises:
-        ValueError: the message is cut short or is not a framed one.
-        LookupError: it is in memory that this process does not have.
+        ValueError: the message is incomplete or is not a framed one.
+        LookupError: the message names blocks in memory that this process does not have.
     """
     view = memoryview(message).cast("B")
     known = tokens(view)
@@ -260,7 +255,7 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
                 raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
             parts.append(view[begin:end])
             continue
-        # A message of `hold_blocks` holds it already.
+        # If the message comes from `hold_blocks`, it already holds the block.
         block = held.get((which, place)) or _block(known, which, place)
         part = block.view(size)
         if len(part) < size:
@@ -276,7 +271,7 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
 def inline(message: bytes | memoryview) -> bytes | memoryview:
     """Return the message with the contents of its blocks, for a receiver without the arena.
 
-    A message with shared blocks stays as it is; the receiver's error says what is missing.
+    A message with shared blocks is returned unchanged, and the receiver gets an error.
     """
     if type(message) is not Leased:
         return message
@@ -287,9 +282,10 @@ def inline(message: bytes | memoryview) -> bytes | memoryview:
 
 
 def lodge(message: bytes | memoryview, layout: Layout) -> bytes | memoryview:
-    """Return the message with its large parts in blocks; the inverse of `inline`.
+    """Return the message with its large parts in blocks, without opening it: the inverse of
+    `inline`.
 
-    Does not open it.  A small message, or one that names blocks, is returned as bytes.
+    A small message, and one that names blocks, is returned as bytes.
     """
     view = memoryview(message).cast("B")
     if len(view) < INLINE_BELOW or (view[0] == FRAMED and tokens(view)):
@@ -297,7 +293,7 @@ def lodge(message: bytes | memoryview, layout: Layout) -> bytes | memoryview:
     if view[0] != FRAMED:
         return pack([view], [], layout, {})
     _, table, end = _table(view)
-    # Laid out as in `unpack`, with all parts inline.
+    # All parts are inline, at the same places as in `unpack`.
     parts: list[memoryview] = []
     for _, size, _, _ in table:
         begin = end + -end % ALIGN if parts else end

@@ -1,10 +1,10 @@
 """Converts objects to messages and back.
 
-The C pickler does the work, with the reducers of `reducers`.  If it fails, dill's pickler pickles
-the whole object again, so that shared references and cycles survive.
+The C pickler does this, with the reducers of `reducers`.  If it fails, dill's pickler pickles the
+whole object again, so that shared references and cycles are kept.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import io
 import pickle
@@ -27,7 +27,7 @@ _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 _LONG = frozenset({str, bytes})
 _PLAIN = Layout(out_of_band=False)
 _NAMED = _PLAIN._replace(named=True)
-_COPY = Layout(target=-1)  # handles to tensors on devices are replaced by copies
+_COPY = Layout(target=-1)  # copies replace handles to tensors on devices
 _MAIN = b"__main__"
 
 _dumps: Callable[[Any, int], bytes] = pickle.dumps
@@ -68,7 +68,7 @@ class _FastPickler(pickle.Pickler):
 def _placer(
     layout: Layout, buffers: list[PickleBuffer], shared: dict[int, Block]
 ) -> Callable[[PickleBuffer], bool] | None:
-    """Return the buffer callback of a pickler; it returns true to keep a buffer in the pickle."""
+    """Return the buffer callback of a pickler.  It returns True to keep a buffer in the pickle."""
     if layout.out_of_band or layout.arena is not None:
         return partial(_place, layout.out_of_band, buffers, shared)
     return None
@@ -77,7 +77,7 @@ def _placer(
 def _place(
     out_of_band: bool, buffers: list[PickleBuffer], shared: dict[int, Block], buffer: PickleBuffer
 ) -> bool:
-    # A buffer that is a block already is sent by name, however small it is.
+    # A buffer that already is a block is sent by name, even if it is small.
     if id(buffer) not in shared and not (out_of_band and buffer.raw().nbytes >= INLINE_BELOW):
         return True
     buffers.append(buffer)
@@ -85,7 +85,7 @@ def _place(
 
 
 class _Options(NamedTuple):
-    """The attributes that `reducers.Context` lists, for one run of a pickler."""
+    """The attributes in `reducers.Context` that are options of one run of a pickler."""
 
     layout: Layout
     recurse: bool = False
@@ -99,14 +99,14 @@ class _Options(NamedTuple):
 
 
 class Pickled:
-    """A pickled object, of which messages are made."""
+    """A pickled object, from which messages are made."""
 
     __slots__ = ("buffers", "chunks", "names", "shared")
 
     def __init__(self, pickler: Any) -> None:
         self.chunks: list[bytes] = pickler.chunks
         self.buffers: list[PickleBuffer] = pickler.buffers
-        self.names: set[str] = pickler.names  # of the globals of __main__ that it uses
+        self.names: set[str] = pickler.names  # the globals of __main__ that the object uses
         self.shared: dict[int, Block] = pickler.shared
 
     @property
@@ -115,11 +115,11 @@ class Pickled:
         return sum(map(len, self.chunks)) + sum(one.raw().nbytes for one in self.buffers)
 
     def message(self, layout: Layout) -> bytes | memoryview:
-        """Return a message with its large buffers; each byte is copied once."""
+        """Return a message with the object and its buffers.  Each byte is copied once."""
         return frame.pack(self.chunks, self.buffers, layout, self.shared)
 
     def lies_in(self, message: memoryview) -> bool:
-        """Whether a message that `message` has made contains the same bytes."""
+        """Whether a message from `message` contains the same bytes."""
         pickled, buffers = frame.unpack(message)
         own = [buffer.raw() for buffer in self.buffers]
         sizes = sum(map(len, self.chunks)), *(one.nbytes for one in own)
@@ -133,14 +133,14 @@ class Pickled:
         return all(map(same_bytes, own, buffers))
 
 
-# Idle picklers.  Making one costs more than pickling a small tuple.  No lock, since list.pop and
-# append are atomic: a pickler belongs to the thread that popped it, and an object whose __reduce__
-# pickles something gets another one.
+# Idle picklers, because making one takes longer than pickling a small tuple.  They need no lock,
+# because `list.pop` and `append` are atomic.  A pickler belongs to the thread that has popped it,
+# and if an object's __reduce__ pickles an object, this takes another pickler.
 _at_rest: list[_FastPickler] = []
 
 
 def encode_atoms(items: Sequence[Any]) -> list[bytes] | None:
-    """Pickle many numbers or short texts at once; None: there are objects of other types."""
+    """Pickle many numbers or short texts at once.  Return None if an object has another type."""
     kinds = set(map(type, items))
     if not kinds <= _ATOMS:
         return None
@@ -152,19 +152,19 @@ def encode_atoms(items: Sequence[Any]) -> list[bytes] | None:
 def encode(
     obj: Any, *, recurse: bool = False, main_globals: bool = True, layout: Layout = BY_PIPE
 ) -> bytes | memoryview:
-    """Pickle an object for another process: a plain pickle, or a table of `frame`.
+    """Pickle an object for another process, as a plain pickle or a message of `frame`.
 
-    The caller must keep the result until the receiver has opened it: it may hold blocks.
+    The caller must keep the result until the receiver has opened it, because it may hold blocks.
 
     Args:
-        recurse: as in dill: a by-value function takes along copies of the globals it uses.
-        main_globals: false for a message to the parent, which does not take globals of
-            ``__main__`` from its workers; the pickler then ignores them.
-        layout: how to lay it out; its ``out_of_band`` is true.
+        recurse: as in dill: a function pickled by value contains copies of the globals it uses.
+        main_globals: whether to add the globals of ``__main__`` that the object uses.  False for a
+            message to the parent, which does not take them from its workers.
+        layout: the options of the message.  Its ``out_of_band`` is true.
 
     Raises:
-        TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
-        Exception: what an object's own ``__reduce__`` raised, with a note that says where.
+        TaskNotPicklable: neither pickler can pickle the object.  ``__cause__`` says why.
+        Exception: the error of an object's own ``__reduce__``, with a note that says where.
     """
     kind = type(obj)
     if kind in _ATOMS and (kind not in _LONG or len(obj) < INLINE_BELOW):
@@ -179,14 +179,13 @@ def encode(
         result = _pickle(obj, _Options(layout, recurse))
     else:
         try:
-            # It belongs to this thread until `_rest` puts it back.
-            pickler = _at_rest.pop()
+            pickler = _at_rest.pop()  # it belongs to this thread until `_rest` puts it back
             pickler.layout = layout
         except IndexError:
             pickler = _FastPickler(layout)
         try:
             pickler.dump(obj)
-        # It is not put back, since it may be in the middle of an object.
+        # A failed pickler is not put back, because it may be in the middle of an object.
         except Exception as error:
             if by_handler(error):
                 raise
@@ -200,15 +199,15 @@ def encode(
 
 
 def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | None:
-    """Return the message of a finished pickler, None if it needs another step."""
-    # Tensors share memory: a second run writes the common memory once.
+    """Return the message of a finished pickler, or None if another step is necessary."""
+    # If tensors share memory, a second run writes the common memory only once.
     spans = pickler.tensors
     if spans is not None and spans.again:
         return None
     chunks, buffers, layout = pickler.chunks, pickler.buffers, pickler.layout
     data: bytes | memoryview
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    # An object may be pickled by a name that the receiver lacks, which `_finish` handles.
+    # An object may have been pickled by a name that the receiver lacks.  `_finish` handles this.
     if not reducers.script.importable() and _MAIN in data:
         return None
     if pickler.names:
@@ -221,18 +220,18 @@ def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | 
     small = len(data) < INLINE_BELOW
     if buffers or not (small or layout.lessor is None):
         data = frame.pack(chunks, buffers, layout, pickler.shared)
-        # Now, not with the next message, since they hold memory.
+        # Cleared now, because they hold memory.
         pickler.buffers.clear()
         pickler.shared.clear()
-    if small:  # a pickler's memory of a larger message is not worth keeping
+    if small:  # after a larger message, the pickler would keep too much memory
         _rest(pickler)
     return data
 
 
 def _forget(pickler: Any) -> None:
-    """Release the shared memory of a failed pickler at once.
+    """Release the shared memory of a failed pickler now.
 
-    The frames of its error may keep it alive until the garbage collector runs.
+    The frames of the error may keep the pickler alive until the garbage collector runs.
     """
     pickler.buffers.clear()
     pickler.shared.clear()
@@ -246,15 +245,18 @@ def _rest(pickler: _FastPickler) -> None:
         pickler.spaces.clear()
     pickler.chunks.clear()
     pickler.clear_memo()
-    # Last: from here on another thread may use it.
+    # Appended last, because another thread may now use it.
     _at_rest.append(pickler)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
     """Load a message of `encode` or a pickle of `dumps`.
 
-    Arrays and tensors are writable.  Large ones use the memory of ``data`` in place if it is
-    writable, and keep it alive; from `bytes` they are copied.
+    Arrays and tensors are writable.  If ``data`` is writable, large ones use its memory and keep it
+    alive.  If it is `bytes`, they are copied.
+
+    Raises:
+        EOFError: the message is empty.
     """
     if not data:
         raise EOFError("an empty message")
@@ -270,14 +272,15 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
     Lambdas, local functions and local classes are pickled by value.
 
     Args:
-        recurse: as in dill: a by-value function takes along copies of the globals it uses.
-        copy_tensor: if false, storages of CPU tensors move to torch's shared memory (a file in
-            /dev/shm), and the pickle contains its name.  Any process of this user on this machine
-            can load such a pickle, once, also after this process has ended: see docs/tensors.md.
+        recurse: as in dill: a function pickled by value contains copies of the globals it uses.
+        copy_tensor: if false, storages of CPU tensors are moved to torch's shared memory (a file in
+            /dev/shm), and the pickle contains the file's name.  A process of this user on this
+            machine can load such a pickle once, even after this process has ended: see
+            docs/tensors.md.
 
     Raises:
-        TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
-        Exception: what an object's own ``__reduce__`` raised, with a note that says where.
+        TaskNotPicklable: neither pickler can pickle the object.  ``__cause__`` says why.
+        Exception: the error of an object's own ``__reduce__``, with a note that says where.
     """
     write = SHORT.get(type(obj))
     if write is not None and copy_tensor:
@@ -296,19 +299,19 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
 
 
 class Pickler:
-    """Writes objects to a file, each as a pickle of its own.
+    """Writes objects to a file, each as its own pickle.
 
     Args:
-        file: has ``write(bytes)``.
-        recurse: as in dill: a by-value function takes along copies of the globals it uses.
-        copy_tensor: as of `dumps`.
+        file: an object with ``write(bytes)``.
+        recurse: as in dill: a function pickled by value contains copies of the globals it uses.
+        copy_tensor: as in `dumps`.
     """
 
     def __init__(self, file: Any, recurse: bool = False, copy_tensor: bool = True) -> None:
         self._file, self._recurse, self._copy_tensor = file, recurse, copy_tensor
 
     def dump(self, obj: Any) -> None:
-        """Write one object; `pickle.load` reads it."""
+        """Write one object, which `pickle.load` can read.  Raises the errors of `dumps`."""
         self._file.write(dumps(obj, self._recurse, self._copy_tensor))
 
     def __repr__(self) -> str:
@@ -319,7 +322,7 @@ class Pickler:
 
 
 def _pickle(obj: Any, options: _Options, error: Exception | None = None) -> Pickled:
-    """Pickle with the C pickler (unless that gave ``error`` already), else with dill's."""
+    """Pickle with the C pickler, unless this has already raised ``error``; then with dill's."""
     if error is None:
         fast = options.set_in(_FastPickler(options.layout))
         try:
@@ -330,16 +333,16 @@ def _pickle(obj: Any, options: _Options, error: Exception | None = None) -> Pick
             error = first
         else:
             return _finish(fast, obj, options)
-    # Refused by a reducer of xpool, or out of memory: dill would fail, too.
+    # If a reducer of xpool has refused the object, or memory is short, dill would fail, too.
     if isinstance(error, (XPoolError, MemoryError)):
         raise error
-    # Only these errors mean that dill may pickle what the C pickler cannot.
+    # After other errors than these, dill cannot pickle the object either.
     if not isinstance(error, (PicklingError, TypeError, AttributeError)):
         raise diagnose.refusal(obj, error, fails)
     try:
         return _by_dill(obj, options, error)
     finally:
-        del error  # it keeps this frame alive, and the data pickled so far
+        del error  # its traceback keeps this frame alive, and the data pickled so far
 
 
 def _finish(fast: _FastPickler, obj: Any, options: _Options) -> Pickled:
@@ -347,7 +350,7 @@ def _finish(fast: _FastPickler, obj: Any, options: _Options) -> Pickled:
     if spans is not None and spans.again:
         fast = _FastPickler(options.layout)
         options._replace(tensors=spans.merged()).set_in(fast).dump(obj)
-    # Large buffers are separate chunks, which may be of other types and contain no names.
+    # Only `bytes` can contain names.  Large buffers are separate chunks of other types.
     named = any(_MAIN in chunk for chunk in fast.chunks if type(chunk) is bytes)
     if named and not options.blob and not reducers.script.importable():
         # An object was pickled by its name in __main__, which the receiver lacks.
@@ -368,10 +371,10 @@ def _by_dill(obj: Any, options: _Options, error: Exception) -> Pickled:
         if by_handler(second):
             raise
         without = isinstance(second, ImportError) and second.name == "dill"
-        # The first error names the culprit, unless dill could pickle that object.
+        # A TypeError of the C pickler, or an object's own error, is more precise than dill's.
         if not (without or type(error) is TypeError or diagnose.foreign_frame(error)):
             error = second
-    # Outside of the handler, so that an object's own exception keeps its context.
+    # Raised outside of the handler, so that an object's own exception keeps its context.
     raise diagnose.refusal(obj, error, fails, no_dill=without)
 
 
@@ -390,7 +393,7 @@ def _run_dill(obj: Any, options: _Options) -> Any:
 
 
 def fails(obj: Any) -> BaseException | None:
-    """Return the error if neither pickler can pickle an object; for `diagnose`."""
+    """Return the error if neither pickler can pickle an object, else None."""
     try:
         _FastPickler(_PLAIN).dump(obj)
     except Exception as error:
@@ -416,11 +419,11 @@ def _message(result: Pickled, layout: Layout, main_globals: bool) -> bytes | mem
 
 
 def write_blob(cls: type, recurse: bool) -> tuple[bytes, set[str]]:
-    """Pickle a class's definition; return it with the names of the globals that it uses."""
+    """Pickle a class's definition.  Return it with the names of the globals that it uses."""
     result = _pickle(cls, _Options(_PLAIN, recurse, blob=True))
     return b"".join(result.chunks), result.names
 
 
 def write_global(value: Any, out_of_band: bool) -> Pickled:
-    """Pickle a global; ``out_of_band``: large buffers are not copied into the pickle."""
+    """Pickle a global.  With ``out_of_band``, large buffers are not copied into the pickle."""
     return _pickle(value, _Options(_COPY if out_of_band else _PLAIN))

@@ -1,6 +1,6 @@
-"""The options for the messages of a pool, and the size from which bytes go into shared memory."""
+"""The options for the messages of a pool, and the size above which bytes go into shared memory."""
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import weakref
 from collections.abc import Callable
@@ -10,38 +10,38 @@ from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 
 INLINE_BELOW = 64 * 1024
-"""Bytes.  Below this, a copy in the message costs less than a block of shared memory."""
+"""For fewer bytes than this, a copy in the message costs less than a block of shared memory."""
 
 
 class Layout(NamedTuple):
-    """The options for a message: how it is laid out, and how tensors are sent."""
+    """The options for a message: where its bytes are placed, and how tensors are sent."""
 
     lessor: Callable[[int], Block | None] | None = None
-    """Returns a block of this many bytes, or None.  Without a lessor, all bytes go by pipe."""
+    """Returns a block of so many bytes, or None.  Without a lessor, all bytes are sent by pipe."""
 
     arena: Arena | None = None
-    """Share mode: the storages of tensors move here.  None: copy mode."""
+    """In share mode: the arena to which the storages of tensors are moved.  None: copy mode."""
 
     named: bool = False
-    """Share mode of `dumps`: storages are sent as names of files, as torch shares them."""
+    """In share mode of `dumps`: storages are sent as names of files, as torch shares them."""
 
     anywhere: bool = False
-    """Share mode: descriptors are sent too, so shared memory may lie in any arena."""
+    """In share mode: descriptors are sent, too, so shared memory may be in any arena."""
 
     method: str | None = None
-    """Share mode: the only kind of device whose tensors are shared; None: all kinds."""
+    """In share mode: the only kind of device whose tensors are shared; None: all kinds."""
 
     keep: Callable[[Any, Any], Any] | None = None
-    """Share mode, in a worker: keeps a tensor on a device, and reduces it to a handle."""
+    """In share mode, in a worker: keeps a tensor on a device, and reduces it to a handle."""
 
     gpus: bool = False
-    """Share mode, in the pool's process: whether tensors on GPUs are shared; False: copied."""
+    """In share mode, in the pool's process: whether tensors on GPUs are shared or copied."""
 
     pool: str | None = None
     """Token of the pool whose handles may be sent."""
 
     target: int | None = None
-    """The worker that gets the message: handles of other workers are replaced by copies.  None:
+    """Index of the worker that gets the message.  Copies replace handles of other workers.  None:
     the handles determine the worker."""
 
     out_of_band: bool = True
@@ -54,10 +54,10 @@ class Layout(NamedTuple):
     """The globals of ``__main__`` that the receivers have (`main_globals.Book`)."""
 
     publisher: Callable[[Callable[["Layout"], Any], str], Any] | None = None
-    """Gets a function that writes a message, and a description of it; returns the `Broadcast`."""
+    """Gets a function that writes a message, and a description, and returns the `Broadcast`."""
 
     room: Callable[[int], memoryview] | None = None
-    """Returns memory for a message that must lie in one piece, buffers included."""
+    """Returns memory for a message that must be in one piece, with its buffers."""
 
 
 BY_PIPE = Layout()
@@ -67,5 +67,5 @@ pools: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def share(layout: Layout, arena: Arena, method: str | None) -> Layout:
-    """Return a layout for share mode; ``method``: the only kind that is shared, None: all kinds."""
+    """Return a layout for share mode, in which ``method`` is as in `Layout`."""
     return layout._replace(arena=arena if method in (None, "cpu") else None, method=method)

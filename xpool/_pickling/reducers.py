@@ -1,11 +1,11 @@
-"""The table of reducers, and the interface of a pickler to them.
+"""The table of reducers, and the attributes of a pickler that they use.
 
-Both picklers (C and dill's) call `reducer_override` first.  A reducer returns what ``__reduce__``
-would, or `NotImplemented` to leave the object to the pickler.
+Both picklers (C and dill's) call `reducer_override` first.  A reducer returns the same as a
+``__reduce__`` method, or `NotImplemented` to leave the object to the pickler.
 
-An object that is pickled by value and may be part of a cycle is rebuilt in two steps: an empty
-object is made, which the pickler memoizes, then a setter fills it.  So functions that call each
-other, and classes whose methods use ``super()``, need no special case.
+If an object is pickled by value and may be part of a cycle, it is rebuilt in two steps: first an
+empty object is made, which the pickler memoizes, then a setter fills it.  So functions that call
+each other, and classes whose methods use ``super()``, need no special case.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from xpool._python.forking_pickler import reducer_for
 
 
 class Context(Protocol):
-    """State of one run of a pickler, as the reducers see it."""
+    """The state of one run of a pickler that the reducers use."""
 
-    recurse: bool  # functions are pickled with copies of the globals that they use
-    blob: bool  # a class definition is being pickled: by-value classes are written out
+    recurse: bool  # whether functions are pickled with copies of the globals that they use
+    blob: bool  # whether a class definition is pickled, with the definitions of by-value classes
     names: set[str]  # globals of __main__ that are functions or classes, or that these use
-    follow: bool  # `names` also has those of objects that are pickled by name
+    follow: bool  # whether `names` also gets those of objects that are pickled by name
     spaces: dict[int, Any]  # globals that belong to no module, by id
     tensors: Any  # the state of the reducers of tensors and arrays in this run, or None
     layout: Layout
-    shared: dict[int, Block]  # by the id of a PickleBuffer: the block that it is already
+    shared: dict[int, Block]  # the block in which a PickleBuffer lies, by the buffer's id
 
 
 def in_place(pickler: Context, block: Block) -> PickleBuffer:
     """Return a block as a buffer that a message names and does not copy."""
     buffer = PickleBuffer(block)  # type: ignore[arg-type]
-    # The pickler keeps the buffer in a list, so its `id` stays unique.
+    # The `id` stays unique, because the pickler keeps the buffer in a list.
     pickler.shared[id(buffer)] = block
     return buffer
 
@@ -48,35 +48,35 @@ Reducer = Callable[[Any, Any], Any]
 
 
 script: Any
-"""Answers what a pickler asks about the program's ``__main__`` (`by_value.main_globals`)."""
+"""Answers the picklers' questions about the program's ``__main__`` (`by_value.main_globals`)."""
 
 REDUCERS: dict[type, Reducer] = {}
 
-#: Modules whose reducers are registered when one of their objects is first pickled.
+# By module: the function that registers reducers when an object of the module is first pickled.
 LAZY: dict[str, Callable[[], object]] = {}
 
 
 def lazily(family: str, *modules: str) -> None:
-    """Import the module with the reducers of these modules' objects when one is first pickled."""
+    """Import ``family``, a module of reducers, when an object of ``modules`` is first pickled."""
 
     for name in modules:
         LAZY.setdefault(name, partial(import_module, family))
 
 
-#: Reducers that apply to subclasses, too, unless a nearer base has one.
+# Reducers that apply to subclasses, too, unless a nearer base has one.
 FOR_SUBCLASSES: dict[type, Reducer] = {}
 
-#: xpool's own functions that rebuild objects, with their names, which are in many messages.
+# xpool's own functions that rebuild objects, with their names, which are in many messages.
 BUILDERS: dict[Callable[..., Any], str] = {}
 
 
 def set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
-    """Restore attributes, as the setter of a reduction, of an object with ``__setstate__``."""
+    """Restore the attributes of an object, even if its class has ``__setstate__``."""
     obj.__dict__.update(attributes)
 
 
 def builder(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function of this package that is always pickled by name."""
+    """Register a function of this package that is always pickled by name."""
     BUILDERS[function] = function.__name__
     return function
 
@@ -102,15 +102,15 @@ def reducer_override(pickler: Any, obj: Any) -> Any:
     return reducer(pickler, obj)
 
 
-# Held while a module's reducers are registered, so that no thread finds some of them missing; and
-# over a fork, in whose child an import would wait for ever for that of another thread.
+# Held while a module's reducers are registered, so that no thread finds some of them missing.  Also
+# held during a fork, because the child would wait for ever for an import of another thread.
 _finding = threading.RLock()
 
 
 def _find(kind: type) -> Reducer | None:
     with _finding:
         while True:
-            # Looked for again: another thread may have registered it, or `load` just now.
+            # Another thread, or `load` in the last turn of this loop, may have registered it.
             reducer = REDUCERS.get(kind)
             if reducer is not None:
                 return reducer
@@ -121,13 +121,13 @@ def _find(kind: type) -> Reducer | None:
                 load = LAZY.get(base.__module__)
                 if load is not None:
                     load()
-                    if LAZY.get(base.__module__) is load:  # not if it has put another here
+                    if LAZY.get(base.__module__) is load:  # `load` may have replaced the entry
                         del LAZY[base.__module__]
                     break
             else:
                 return reducer_for(kind)
 
 
-# By name, as in `xpool._engine.channel`.
+# The lambdas look up `_finding` at each fork, because `renew` replaces it in a child.
 at_fork.at_fork(before=lambda: _finding.acquire(), in_parent=lambda: _finding.release())
 at_fork.renew(globals(), _finding=threading.RLock)

@@ -1,4 +1,4 @@
-"""Pickles `memoryview` as a buffer of its own elements."""
+"""Pickles a `memoryview` as a buffer of its elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from xpool._pickling.reducers import Context, builder, register
 
 @register(memoryview)
 def _reduce_memoryview(pickler: Context, view: memoryview) -> Any:
-    """Reduce to the elements, in C order."""
     if len(view.format.lstrip("@")) > 1 or not set(view.format) <= _CASTABLE:
         raise TypeError(
             f"cannot pickle a memoryview of format {view.format!r}; send the object that it "
@@ -20,7 +19,7 @@ def _reduce_memoryview(pickler: Context, view: memoryview) -> Any:
         )
     data: Any
     # A PickleBuffer must not get the memoryview itself (see `buffer_at`), and `from_buffer` of
-    # ctypes takes writable memory only.
+    # ctypes accepts only writable memory.
     if view.nbytes < INLINE_BELOW or view.readonly or not view.c_contiguous:
         data = bytearray(view.tobytes())
     else:
