@@ -150,7 +150,7 @@ class TaskTimeout(XPoolError, TimeoutError):
             else "and runs on: a thread cannot be stopped, another has taken its place"
         )
         imports = (
-            "It was importing, which each worker does once, unless xpool.preload() has it. "
+            "It was importing a module; xpool.preload() imports modules before tasks begin. "
             if self.stopped and "<frozen importlib._bootstrap>" in self.stack
             else ""
         )

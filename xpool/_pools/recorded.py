@@ -133,10 +133,10 @@ def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str,
             except BaseException as exc:  # raised by any object's __reduce__
                 values[n] = Unopened(exc)
                 written = False
-    return value if written else Refused(values, weigh(value))
+    return value if written else RefusedResult(values, weigh(value))
 
 
-class Refused(PickledResult):
+class RefusedResult(PickledResult):
     """The results of an answer; those that cannot be pickled are errors."""
 
     __slots__ = ("_values", "_weight", "count")

@@ -38,7 +38,7 @@ class Before(NamedTuple):
     bases: list[Base] | None  # the workers' states at the end of the last epoch
 
 
-class Pending(NamedTuple):
+class PendingBatch(NamedTuple):
     """A batch that was requested and is not returned yet."""
 
     result: Any
@@ -61,7 +61,7 @@ class Epoch(Iterator[Any]):
         self._loader, self._workers = loader, workers
         # Set first, because `__del__` calls it if anything below fails.
         self._clean = workers.end if is_only else end_later(None)
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[PendingBatch] = deque()
         self._pins, self._pin_thread = loader.pin_memory and can_pin(), None
         if self._pins and not isinstance(workers, Inline):
             self._pin_thread = PinThread()
@@ -183,7 +183,7 @@ class Epoch(Iterator[Any]):
             result = self._workers.make(
                 label(request), WorkerCopy.make, self._spec, request.number, request.indices
             )
-        self._append(Pending(result, request, None, 0))
+        self._append(PendingBatch(result, request, None, 0))
 
     def _begin_next(self) -> None:
         """Request a batch of the next epoch.  All batches of this one have been requested."""
@@ -222,9 +222,9 @@ class Epoch(Iterator[Any]):
             name, WorkerCopy.make_next, self._spec, part, base, place, requests, wants_state,
             shard=part,
         )  # fmt: skip
-        self._append(Pending(result, request, part, place))
+        self._append(PendingBatch(result, request, part, place))
 
-    def _append(self, item: Pending) -> None:
+    def _append(self, item: PendingBatch) -> None:
         if self._pin_thread is not None:
             item = item._replace(result=self._pin_thread.pin(item.result))
         self._pending.append(item)
@@ -317,7 +317,7 @@ class Epoch(Iterator[Any]):
             "says where each worker is"
         )
 
-    def _count(self, item: Pending, answer: Made | None) -> None:
+    def _count(self, item: PendingBatch, answer: Made | None) -> None:
         """Record in the progress that a batch, or an error in its place, was taken."""
         progress, part = self.progress, item.part
         if part is not None:

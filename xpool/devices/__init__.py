@@ -35,7 +35,7 @@ from dataclasses import replace
 
 from xpool.devices.context import DeviceContext
 from xpool.devices.host import Chip, Host
-from xpool.devices.kinds import KINDS, Asked, best
+from xpool.devices.kinds import KINDS, DeviceRequest, best
 from xpool.devices.nvml import Gpu
 from xpool.errors import OptionError
 
@@ -101,7 +101,7 @@ def devices(
         host = Host.here(gpus=kind in ("cuda", "auto"))
     if kind == "auto":
         kind = best(host)
-    found = KINDS[kind](host, Asked(n, per_worker, per_process, independent, framework))
+    found = KINDS[kind](host, DeviceRequest(n, per_worker, per_process, independent, framework))
     if cache is not None:
         found = [_with_cache(context, os.fspath(cache)) for context in found]
     return found

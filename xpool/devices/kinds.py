@@ -76,7 +76,7 @@ def _contexts(
     return made
 
 
-class Asked(NamedTuple):
+class DeviceRequest(NamedTuple):
     n: int | None
     per_worker: int
     per_process: int | None
@@ -110,12 +110,12 @@ def _spread(n: int, per_process: int) -> list[int]:
     return [min(per_process, n - i) for i in range(0, n, per_process)]
 
 
-def _cpu(host: Host, asked: Asked) -> list[DeviceContext]:
+def _cpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     _check_plain("cpu", asked)
     return _contexts(host, "cpu", "torch", [_Part("")] * (asked.n or len(host.cpus)))
 
 
-def _check_plain(kind: str, asked: Asked, why: str = "") -> None:
+def _check_plain(kind: str, asked: DeviceRequest, why: str = "") -> None:
     """Raise `OptionError` unless each worker is an independent process of torch with one device."""
     _, per_worker, per_process, independent, framework = asked
     if per_worker != 1 or not independent or framework or (per_process or 1) > 1:
@@ -124,7 +124,7 @@ def _check_plain(kind: str, asked: Asked, why: str = "") -> None:
         )
 
 
-def _cuda(host: Host, asked: Asked) -> list[DeviceContext]:
+def _cuda(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     n, per_worker, per_process, independent, framework = asked
     if not independent or framework or (per_process or 1) > 1:
         raise OptionError(
@@ -148,7 +148,7 @@ def _cuda(host: Host, asked: Asked) -> list[DeviceContext]:
     return _contexts(host, "cuda", "torch", parts)
 
 
-def _mps(host: Host, asked: Asked) -> list[DeviceContext]:
+def _mps(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     _check_plain("mps", asked, ": a Mac has one GPU, which its n= workers share")
     if not host.metal:
         raise DeviceError("devices('mps'): this is not a Mac with an Apple GPU; use devices('cpu')")
@@ -157,7 +157,7 @@ def _mps(host: Host, asked: Asked) -> list[DeviceContext]:
     return _contexts(host, "mps", "torch", [_Part("")] * (asked.n or 1))
 
 
-def _xla(host: Host, asked: Asked) -> list[DeviceContext]:
+def _xla(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     n, per_worker, per_process, independent, framework = asked
     if framework == "torch_tpu":
         raise OptionError("devices('xla') uses torch_xla; for torch_tpu use devices('tpu')")
@@ -203,7 +203,7 @@ def _check_shares(per_worker: int, per_process: int) -> None:
         )
 
 
-def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
+def _tpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     n, per_worker, per_process, independent, framework = asked
     if not host.chips:
         raise DeviceError(
@@ -329,7 +329,7 @@ def _ports(count: int, at: tpu.Slice) -> list[int]:
             sock.close()
 
 
-KINDS: dict[str, Callable[[Host, Asked], list[DeviceContext]]] = {
+KINDS: dict[str, Callable[[Host, DeviceRequest], list[DeviceContext]]] = {
     "cpu": _cpu,
     "cuda": _cuda,
     "mps": _mps,
