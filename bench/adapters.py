@@ -221,7 +221,7 @@ class Futures(Executor):
 
 
 class Interpreters(Executor):
-    """Threads with an interpreter and a GIL each, which Python 3.14 has."""
+    """Threads that have their own interpreter and GIL.  Needs Python 3.14."""
 
     name, lambdas = "interpreters", True
     missing = "needs Python 3.14"

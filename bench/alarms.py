@@ -1,8 +1,8 @@
 """Use pools while a signal handler raises at random instants.
 
 The program calls random verbs of one kind of pool.  A timer signals the main thread, singly or in
-bursts.  A call that the handler's exception ended is made again.  The program checks that each
-call ends with that exception or the right result, and that no item of an iterator is lost or
+bursts.  If the handler's exception ends a call, the call is made again.  The program checks that
+each call ends with that exception or the right result, and that no item of an iterator is lost or
 comes twice.  It also closes and terminates pools under alarms, and checks that they end.
 
 It prints one line of JSON.  "in finalizers" counts the exceptions that Python printed instead of
@@ -38,7 +38,7 @@ A call that an alarm ended does not count."""
 
 
 class Alarm(Exception):
-    """The handler raises it."""
+    """Raised by the signal handler."""
 
 
 class Wrong(Exception):
@@ -56,7 +56,7 @@ class Bell:
         sys.unraisablehook = self._not_raised
 
     def _ring(self, signum: int, frame: Any) -> None:
-        # Python would print an exception of the hook, and not raise it.
+        # Python prints an exception that is raised in this hook, and does not raise it.
         hooked = frame is not None and frame.f_code is Bell._not_raised.__code__
         if self.armed and not hooked:
             self.heard += 1
@@ -68,7 +68,7 @@ class Bell:
     def set(self, tries: int) -> None:
         """Set the timer for the next alarm, or, one time in ten, for a burst.
 
-        The delay grows with ``tries``, so that each call ends at last.
+        The delay grows with ``tries``, so that some try ends without an alarm.
         """
         patience = 1.3 ** min(tries, 30)
         scale = self.random.choice((2e-5, 2e-4, 2e-3)) * patience

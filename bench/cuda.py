@@ -3,8 +3,8 @@
     python -m bench.cuda            (needs a GPU)
 
 Each time includes the GPU's own work.  The table shows the first time and the median of the later
-ones, because the first share opens the memory in the worker.  Later tensors use the same memory
-again, since torch keeps it.
+ones, because the first share opens the memory in the worker.  torch gives later tensors the same
+memory.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def preloaded_fork(count: int = 10) -> float:
 
 
 def measure(quick: bool = False) -> dict[str, Figure]:
-    """Measure all floors that this machine can."""
+    """Measure all floors that this machine supports."""
     count = 500 if quick else 3000
     figures: dict[str, Figure] = {
         "pipe": {

@@ -228,7 +228,7 @@ def family() -> list[int]:
 
 
 def cpu_seconds() -> float:
-    """Return the processor time of the family, with that of its children that have ended."""
+    """Return the processor time of the family, including children that have ended."""
     ticks = 0
     for pid in family():
         try:

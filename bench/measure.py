@@ -65,7 +65,7 @@ def measure(name: str, keys: Sequence[str], quick: bool, fd: int) -> None:
             peer.open(with_torch=uses_torch(keys), with_lambdas=key == "lambda")
         is_open = True
         outcome = _outcome(peer, key, QUICK if quick else Sizes())
-        # A library that starts slowly gets its next pool in this process, after one broke too.
+        # If a library starts slowly, its next pool is made in this process, even after one broke.
         last = key == keys[-1]
         outcome["goes_on"] = peer.one_process and outcome.get("broken", False) and not last
         os.write(fd, (json.dumps(outcome) + "\n").encode())

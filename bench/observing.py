@@ -3,7 +3,8 @@
     python -m bench.observing [rounds]
 
 Each round times `imap_unordered` of an empty function with both, with the report alone, and with
-neither.  A pool always keeps its report.  So "neither" replaces the method that records an answer.
+neither.  A pool always keeps its report, so for "neither" its method that records an answer is
+replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def stream(pool: Any, **options: Any) -> float:
 
 
 def ignore(*_: Any) -> None:
-    """Stand in for `Ledger.answered`."""
+    """Replaces `Ledger.answered`, and does nothing."""
 
 
 def main(rounds: int = 9) -> None:

@@ -60,9 +60,9 @@ def trace(call: Callable[[], object], engine: list[Any]) -> Passed:
 
 
 def watch_threads() -> list[Any]:
-    """Return a list of profile functions, which is empty.
+    """Return an empty list for profile functions.
 
-    Threads that start from now on report their calls to each function in the list.
+    Threads that start from now on report their calls to each function in it.
     """
     listeners: list[Any] = []
 

@@ -10,8 +10,8 @@ Prints medians of the time for one way, which is half a round trip.  Four ways t
 * ``gloo``: `torch.distributed.send` and `recv` on gloo;
 * ``parent``: the parent passes the result of one worker's task to a task of the other.
 
-Then `run_all` of an empty function is timed, and `broadcast` of 256 MiB, which all workers open,
-against one copy between buffers in warm memory.
+Then `run_all` of an empty function is timed.  Last, all workers open a `broadcast` of 256 MiB.  The
+time is compared with one copy between warm buffers.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from bench.adapters import PEERS, Peer
 SIZES = [16 << 4 * n for n in range(6)]
 """Bytes: 16 B to 16 MiB."""
 AT_ONCE = 8 << 20
-"""Bytes sent in one round, if these are 2 to 400 tasks."""
+"""Bytes to send in one round; but a round has 2 to 400 tasks."""
 
 
 def microseconds(peer: Peer, size: int) -> float:

@@ -35,7 +35,7 @@ PATIENCE = 60.0
 """Seconds after which a task counts as unanswered."""
 
 LIMIT = 0.2
-"""The time limit of tasks that exceed it, in seconds."""
+"""The time limit, in seconds, of tasks that never end."""
 
 LAP = 15.0
 """Seconds of load between two counts."""
@@ -291,7 +291,7 @@ class Faults:
     def run(self, until: float) -> None:
         """Cause faults until then; afterwards let all stopped workers continue."""
         pause = threading.Event()
-        slowed: dict[int, int] = {}  # by pid: how often it is stopped again
+        slowed: dict[int, int] = {}  # by pid: the number of further stops
         due = time.monotonic()
         while due < until:
             due += self.every

@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
 
 class Broken(Exception):
-    """The pool is of no more use; the message says why."""
+    """The pool does not work any more; the message says why."""
 
 
 Run = Callable[[Peer, Sizes], Outcome]
@@ -265,7 +265,7 @@ def _until_replaced(peer: Peer, who: Callable[[], int], old: set[int]) -> tuple[
     """Submit tasks until a process that is not in `old` answers.
 
     Returns:
-        The monotonic time of that answer, and the number of rounds of two tasks that failed.
+        The monotonic time of that answer, and how many tries failed before.
 
     Raises:
         Broken: the pool refuses tasks, or does not answer them.

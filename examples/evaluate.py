@@ -156,8 +156,8 @@ def main() -> None:
     alone.enter()
     expected = [alone.correct(*batch) for batch in batches]
     assert sum(score.items for score in scores) == len(test_images) == 898
-    # Devices round in other ways than the CPU, so an image with two almost equal classes may get
-    # the other one.
+    # Devices round differently from the CPU.  So if two classes of an image are almost equal, the
+    # device may choose the other one.
     may_differ = 0 if bound[0].kind == "cpu" else 1
     for found in (first, scores):
         differences = [abs(score.correct - want) for score, want in zip(found, expected)]

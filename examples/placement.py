@@ -48,7 +48,7 @@ class Rows(nn.Module):
 
 
 class Ensemble(NamedTuple):
-    """The models and their names; a chain is the numbers of the models that an image passes."""
+    """The models and their names; a chain lists the models, by number, that process an image."""
 
     names: list[str]
     models: list[nn.Module]

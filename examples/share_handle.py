@@ -172,7 +172,7 @@ def main() -> None:
     torch.testing.assert_close(first, alone[:BATCH], rtol=1e-2, atol=1e-2)
     says = alone @ heads.T > 0
     expected = int((says == nn.functional.one_hot(test_labels, 10).bool()).sum())
-    # Devices round in other ways than the CPU, so an image close to a head's border may cross it.
+    # Devices round differently from the CPU, so an image close to a head's border may cross it.
     assert abs(correct - expected) <= total // 1000, f"{correct}, one process: {expected}"
     assert correct / total > 0.97, "low accuracy of the heads"
     print(f"checked: one process finds the same for {len(test_images)} images and 10 heads")

@@ -186,7 +186,7 @@ def main() -> None:
     alone.enter()
     again = [run_alone(alone, Trial(best, fold)) for fold in range(FOLDS)]
     found = {o.trial.fold: o.correct for o in outcomes if o.trial.setting == best}
-    # Devices round in other ways than the CPU, and training amplifies the differences.
+    # Devices round differently from the CPU, and training amplifies the differences.
     may_differ = 0 if bound[0].kind == "cpu" else 10
     differences = [abs(found[fold] - correct) for fold, correct in enumerate(again)]
     assert max(differences) <= may_differ, f"one process has other results: {differences}"

@@ -49,7 +49,7 @@ def _memory(n: int, work: str, what: str) -> str:
 
 
 _LOADERS = {
-    # xpool's documentation recommends to begin a program with torch like this.
+    # xpool's documentation recommends this beginning for programs that use torch.
     "xpool": 'import xpool\nif __name__ == "__main__":\n    xpool.preload("torch")\n'
     "from xpool.data import DataLoader\n" + textwrap.dedent(t.IMAGES),
     "torch": "from torch.utils.data import DataLoader\n" + textwrap.dedent(t.IMAGES),
