@@ -72,7 +72,7 @@ class WorkerEvent(enum.Enum):
     LAUNCHED = "its process is started"
     REFUSED = "no process can be started, or none is needed any more"
     HELLO = "it has bound its device and run the initializer"
-    RECALL = "tasks that it has not begun are to go to others"
+    RECALL = "its tasks that have not begun must go to other workers"
     INTERRUPT = "it is asked to stop its running task"
     BROKEN_OFF = "the task that it was asked to stop has ended"
     EMPTIED = "it has answered all that it held"
