@@ -3,7 +3,7 @@
 The images are scikit-learn's handwritten digits (1,797 of 8 x 8 pixels).  Worker 0 normalises
 batches, and workers 1 and 2 compute the two halves of a small convolutional network.  Worker 2 also
 counts the correct classes.  Tensors pass between workers in shared memory, not through the parent,
-and all stages work at the same time.  The number must equal that of one process.
+and all stages work at the same time.  The count must equal that of one process.
 
     python examples/pipeline.py
     python examples/pipeline.py --workers 6        # two pipelines side by side

@@ -113,7 +113,7 @@ def main() -> None:
         try:
             pool.apply(os._exit, (3,))
         except WorkerDied:
-            print("a worker has died of its task, and the pool goes on:", pool.map(abs, [-1, -2]))
+            print("a task killed its worker, and the pool continues:", pool.map(abs, [-1, -2]))
     ray.shutdown()
 
 
