@@ -1,1 +1,1 @@
-"""Tensors of torch and arrays of numpy: copied, shared, exported, or kept by their worker."""
+"""Pickles tensors of torch and arrays of numpy: as copies, as shared memory, or as handles."""

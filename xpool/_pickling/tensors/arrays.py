@@ -1,6 +1,6 @@
-"""Pickles arrays of numpy and of the standard library: their own elements, as buffers.
+"""Pickles arrays of numpy: only their own elements, as buffers.
 
-numpy pickles arrays of Python objects itself.  The sending side never imports numpy here.
+numpy itself pickles arrays of Python objects.  The sender never imports numpy here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from xpool._pickling.reducers import (
 from xpool._pickling.tensors.dense import Memory, bytes_of
 from xpool._pickling.tensors.extents import Seen, of_array
 
-#: Characters of the dtypes that their string describes fully (in both byte orders).
+# The characters of the dtypes that their string describes fully, in both byte orders.
 _PLAIN = frozenset("?bBhHiIlLqQpPefdgFDGSUVmM")
-_names: dict[Any, str] = {}  # only of such dtypes, which are few
+_names: dict[Any, str] = {}  # the strings of such dtypes, of which there are few
 _ndarray: Any = None
 
 
@@ -36,18 +36,18 @@ def _lazy_numpy() -> None:
 
 
 def _lazy_masked() -> None:
-    # Explicitly: numpy imports `numpy.ma` at its first use, when no descriptor may be left.
+    # Not `numpy.ma`, which numpy would import at its first use, when no descriptor may be left.
     REDUCERS[sys.modules["numpy.ma"].MaskedArray] = _reduce_masked
 
 
 LAZY["numpy"] = _lazy_numpy
-# Where numpy says the class is, by its version.
+# The module that the class names depends on numpy's version.
 LAZY["numpy.ma"] = LAZY["numpy.ma.core"] = _lazy_masked
 
 
 def _described(dtype: Any) -> Any:
-    """Return what makes the same dtype: its string if that suffices, else the dtype itself."""
-    if dtype.metadata is not None:  # equal dtypes may have other metadata
+    """Return the string of a dtype if it describes the dtype fully, else the dtype itself."""
+    if dtype.metadata is not None:  # equal dtypes may have different metadata
         return dtype
     name = _names.get(dtype)
     if name is not None:
@@ -60,8 +60,7 @@ def _described(dtype: Any) -> Any:
 
 def _reduce(pickler: Context, array: Any) -> Any:
     dtype = array.dtype
-    # numpy's own pickle contains the objects.
-    if dtype.hasobject:
+    if dtype.hasobject:  # numpy's own pickle contains the objects
         return NotImplemented
     kind = _described(dtype)
     flags = array.flags
@@ -69,7 +68,7 @@ def _reduce(pickler: Context, array: Any) -> Any:
     if not size:
         return _array, (bytearray(), kind, array.shape, array.strides, 0, flags.writeable)
     seen = Seen.of(pickler)
-    # First run: addresses are determined at its end, and only if arrays can alias at all.
+    # In the first run, addresses are determined at the end, and only if arrays can alias at all.
     if seen.plan is None:
         seen.note_array(array)
         if flags.c_contiguous and size < INLINE_BELOW:
@@ -91,7 +90,7 @@ def _dense(seen: Seen, array: Any, kind: Any) -> Any:
     if not gaps:
         data = bytes_of(start, own, array)
         return _array, (data, kind, shape, strides, address - start, writable)
-    # Once for axes that repeat the same elements; the axes in the order of memory.
+    # Copy elements only once if an axis repeats them, and keep the axes in the order of memory.
     once = tuple(slice(None) if step else slice(1) for step in strides)
     compact = array[once].copy("K")
     data = bytes_of(compact.__array_interface__["data"][0], compact.nbytes, compact)
@@ -103,7 +102,7 @@ def _dense(seen: Seen, array: Any, kind: Any) -> Any:
 def _short(array: Any, by_number: bool) -> bytes | None:
     flags = array.flags
     size = array.nbytes
-    # It is the whole message, so there is no object that it could alias.
+    # The array is the whole message, so it cannot alias another object.
     if size >= INLINE_BELOW or not flags.c_contiguous or not flags.writeable or not size:
         return None
     dtype = array.dtype
@@ -115,19 +114,19 @@ def _short(array: Any, by_number: bool) -> bytes | None:
 
 
 def _reduce_mapped(pickler: Context, array: Any) -> Any:
-    """Reduce a memory-mapped file to its values, since the receiver may not have the file."""
+    """Reduce a memory-mapped file to its values, because the receiver may not have the file."""
     np = sys.modules["numpy"]
     return _same, (np.ndarray.view(array, np.ndarray),)
 
 
 def _reduce_subclass(pickler: Context, array: Any) -> Any:
-    """Reduce an array of a class without its own reducer: its values, class and attributes."""
+    """Reduce an array of a class without its own reducer to its values, class and attributes."""
     np = sys.modules["numpy"]
     cls = type(array)
     for name in ("__reduce__", "__reduce_ex__", "__setstate__"):
         if getattr(cls, name) is not getattr(np.ndarray, name):
             return NotImplemented
-    # By numpy's own function, since the class may override or disable it.
+    # Calls numpy's own function, because the class may override or disable it.
     plain = np.ndarray.view(array, np.ndarray)
     attributes = getattr(array, "__dict__", None)
     if attributes:
@@ -137,7 +136,7 @@ def _reduce_subclass(pickler: Context, array: Any) -> Any:
 
 def _reduce_masked(pickler: Context, array: Any) -> Any:
     np = sys.modules["numpy"]
-    # `_fill_value`: the property would make a value if none was set.
+    # Uses `_fill_value`, because the property would make a value if none was set.
     mask = None if array.mask is np.ma.nomask else array.mask
     return _masked, (array.data, mask, array._fill_value, array.hardmask, array._optinfo)
 

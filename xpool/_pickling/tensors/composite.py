@@ -1,6 +1,6 @@
 """Pickles tensors that are made of other tensors, and tensors of subclasses.
 
-Each is sent as its parts, which are reduced like any tensor and so keep their aliases.
+Each is sent as its parts.  These are reduced like any tensor, so they keep their aliases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xpool.errors import TaskNotPicklable
 
 
 def parts(torch: Any, tensor: Any) -> Any:
-    """Return how to rebuild a bare tensor from others; None: it is elements in a storage."""
+    """Return how to rebuild a bare tensor from others, or None if it is elements in a storage."""
     layout = tensor.layout
     if layout is torch.strided:
         if tensor.is_quantized:
@@ -23,7 +23,7 @@ def parts(torch: Any, tensor: Any) -> Any:
         return NotImplemented if tensor.is_nested else None
     shape = tuple(tensor.shape)
     if layout is torch.sparse_coo:
-        # By the private names: the public ones refuse an uncoalesced tensor.
+        # The public methods refuse an uncoalesced tensor.
         members = (tensor._indices(), tensor._values())
         return _sparse, (*members, shape, tensor.is_coalesced())
     if layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -32,16 +32,16 @@ def parts(torch: Any, tensor: Any) -> Any:
     if layout in (torch.sparse_csc, torch.sparse_bsc):
         columns, rows = tensor.ccol_indices(), tensor.row_indices()
         return _compressed, (columns, rows, tensor.values(), shape, layout)
-    # Its memory belongs to mkldnn: values are converted in both directions.
+    # The memory belongs to mkldnn, so the values are converted in both directions.
     if tensor.is_mkldnn:
         return _mkldnn, (tensor.to_dense(),)
     return NotImplemented  # torch pickles it, or says that it cannot
 
 
 def _quantized_parts(torch: Any, tensor: Any) -> Any:
-    """Reduce to the whole storage, since four-bit elements need not begin at a byte.
+    """Reduce to the whole storage, because four-bit elements need not begin at a byte.
 
-    torch's own reduction warns, when it is loaded, that it uses a deprecated kind of storage.
+    torch's own reduction is not used: when it is loaded, it warns of a deprecated kind of storage.
     """
     scheme: Any = tensor.qscheme()
     if scheme == torch.per_tensor_affine:
@@ -93,10 +93,10 @@ def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, 
 
 
 def check(tensor: Any) -> None:
-    """Refuse a tensor that refers to the autograd graph of this process.
+    """Check that a tensor does not refer to the autograd graph of this process.
 
     Raises:
-        TaskNotPicklable: the tensor was computed, tracking gradients, or has hooks.
+        TaskNotPicklable: the tensor is a result that tracks gradients, or it has hooks.
     """
     if tensor.requires_grad and not tensor.is_leaf:
         raise TaskNotPicklable(
@@ -116,7 +116,7 @@ def check(tensor: Any) -> None:
 
 
 def about(tensor: Any) -> str:
-    """Describe a tensor for an error."""
+    """Return a description of a tensor for an error's text."""
     shape = "nested" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
     return f"A tensor {shape}, {tensor.dtype}, on {tensor.device}"
 
@@ -125,16 +125,16 @@ def about(tensor: Any) -> str:
 
 
 def reduce_subclass(pickler: Context, tensor: Any) -> Any:
-    """Reduce a tensor of a class without its own reducer: its values, class and attributes.
+    """Reduce a tensor of a class without its own reducer to its values, class and attributes.
 
-    torch pickles a wrapper, which has no memory and whose attributes are the wrapped tensors.
+    A wrapper has no memory, and its attributes are the wrapped tensors.  torch pickles it.
     """
     torch = sys.modules["torch"]
     cls = type(tensor)
     own_ways = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
     if cls.__reduce_ex__ not in own_ways or cls.__reduce__ is not torch.Tensor.__reduce__:
         return NotImplemented
-    # Otherwise each access to the tensor would call the `__torch_function__` of its class.
+    # Otherwise each use of the tensor would call the `__torch_function__` of its class.
     with torch._C.DisableTorchFunctionSubclass():
         check(tensor)
         if is_kept(pickler.layout, tensor):
@@ -143,7 +143,7 @@ def reduce_subclass(pickler: Context, tensor: Any) -> Any:
         if _is_wrapper(torch, tensor):
             return NotImplemented
         grad = tensor.requires_grad
-        # Also without its `__torch_dispatch__`: this makes a plain tensor of the same memory.
+        # Make a plain tensor of the same memory, without calling the class's `__torch_dispatch__`.
         with torch._C._DisableTorchDispatch():
             bare = torch.Tensor._make_subclass(torch.Tensor, tensor)
     state = torch._utils._get_obj_state(tensor)
@@ -157,7 +157,7 @@ def _is_wrapper(torch: Any, tensor: Any) -> bool:
         return False
     try:
         return bool(tensor.numel() > 0 and tensor.data_ptr() == 0)
-    except RuntimeError:  # it has no storage to have an address
+    except RuntimeError:  # it has no storage, so it has no address
         return True
 
 
@@ -179,7 +179,7 @@ def _set_state(tensor: Any, state: Any) -> None:
 
 
 def reduce_typed_storage(pickler: Context, storage: Any) -> Any:
-    """Reduce a storage with a dtype, as of the old classes such as ``FloatStorage``."""
+    """Reduce a storage with a dtype, such as the old class ``FloatStorage``."""
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 

@@ -1,8 +1,8 @@
-"""Share mode for memory of GPUs, by `torch.multiprocessing.reductions`.
+"""Share mode for memory of GPUs, with `torch.multiprocessing.reductions`.
 
-torch counts the readers of its handles: each must be opened once, by one process.  So each message
-has its own handles, and a message that may be opened several times contains copies instead.
-Processes may number GPUs differently: a GPU is named by its UUID.
+torch counts the readers of its handles: each handle must be opened once, by one process.  So each
+message has its own handles, and a message that may be opened several times contains copies instead.
+A message names a GPU by its UUID, because processes may number GPUs differently.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _WAY_OUT = (
 )
 
 _RECEIVED = "received from another process"
-"""Part of torch's error for memory of another process, which CUDA cannot export again."""
+"""A part of torch's error for memory of another process, which CUDA cannot export again."""
 
 _shared: set[int] = set()
 """The numbers of the GPUs whose memory this process shares with others."""
 
 
 def reduce_shared(pickler: Context, tensor: Any, about: Callable[[], str]) -> Any:
-    """Return how to open a tensor's memory in another process; None: this message has a copy.
+    """Return how to open a tensor's memory in another process, or None if the message gets a copy.
 
     Args:
-        about: describes the tensor, for an error.
+        about: returns a description of the tensor, for an error.
 
     Raises:
-        TaskNotPicklable: CUDA cannot share the memory; the message says why and what to do.
+        TaskNotPicklable: CUDA cannot share the memory.  The text says why and what to do.
     """
     layout = pickler.layout
     if not layout.gpus or layout.kept or not tensor.numel():
         return None
     seen = Seen.of(pickler)
-    # Only the second run exports: the output of the first is discarded and never opened.
+    # Only the second run exports, because the output of the first is never opened.
     if seen.plan is None:
         seen.exports = True
         return _nothing, ()
@@ -52,10 +52,11 @@ def reduce_shared(pickler: Context, tensor: Any, about: Callable[[], str]) -> An
 def export(tensor: Any, about: Callable[[], str]) -> Any:
     """Return the function that opens a tensor's memory once in another process, and its arguments.
 
-    None: the memory was received from another process, and cannot be exported again.
+    Return None if the memory was received from another process, because it cannot be exported
+    again.
 
     Raises:
-        TaskNotPicklable: CUDA cannot share the memory; the message says why and what to do.
+        TaskNotPicklable: CUDA cannot share the memory.  The text says why and what to do.
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -112,11 +113,11 @@ def open_exported(gpu: str, rebuild: Callable[..., Any], args: tuple[Any, ...]) 
 
 @builder
 def _nothing() -> None:
-    """Placeholder in the first run of a pickler, which is never opened."""
+    """Takes the place of a tensor in the first run of a pickler, whose output is never opened."""
 
 
 def identity(ordinal: int) -> str | None:
-    """Return the UUID of a GPU; None: torch before 2.4 does not know it."""
+    """Return the UUID of a GPU, or None with torch before 2.4."""
     properties = sys.modules["torch"].cuda.get_device_properties(ordinal)
     uuid = getattr(properties, "uuid", None)
     return None if uuid is None else str(uuid)
@@ -132,7 +133,7 @@ def _identities() -> list[str | None]:
 def synchronize() -> None:
     """Wait until the GPUs whose memory this process shares have finished its operations.
 
-    So the answer of a task is sent after the task's writes.
+    A worker calls this before it sends the answer of a task, so that the task's writes are done.
     """
     for ordinal in _shared:
         sys.modules["torch"].cuda.synchronize(ordinal)

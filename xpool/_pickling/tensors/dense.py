@@ -1,15 +1,15 @@
 """Pickles torch tensors in copy mode: exactly their own elements.
 
-A tensor is reduced in steps, each with its inverse:
+A tensor is reduced in steps, each of which the receiver undoes:
 
-1. its properties besides the values (a Parameter, a leaf that requires grad, a conjugate view, a
-   subclass, attributes): sent around the bare tensor (`_dressed`, `composite`);
-2. a layout made of other tensors (sparse, nested, quantized): sent as these (`composite`);
-3. elements at steps in a storage: sent as bytes (`_dense`), or as a place in a `Piece` where
-   other objects of the message lie in the same memory (see `extents`).
+1. Properties besides the values (a Parameter, a leaf that requires grad, a conjugate view, a
+   subclass, attributes) are sent with the bare tensor (`_dressed`, `composite`).
+2. A tensor made of other tensors (sparse, nested, quantized) is sent as these (`composite`).
+3. Elements at steps in a storage are sent as bytes (`_dense`).  If other objects of the message
+   lie in the same memory, they are sent as a place in a `Piece` (see `extents`).
 
-`bytes_of` handles all bytes of dense memory, also those of arrays.  The sending side never imports
-torch here: an object of torch must exist before `_lazy_torch` is called.
+`bytes_of` makes buffers of all dense memory, of arrays, too.  The sender never imports torch here,
+because `_lazy_torch` is called only for an object of torch.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from xpool._pickling.tensors.sharing import first_user, move, reduce_named, redu
 from xpool.errors import TaskNotPicklable
 
 _SPREAD = 4
-"""Strides with gaps are kept unless the gaps make the tensor this many times larger."""
+"""Strides with gaps are kept, unless the gaps make the tensor this many times larger."""
 
 _GRAD, _PARAMETER, _CONJ, _NEG = 1, 2, 4, 8
 
 
-#: Names of the dtypes whose tensors have elements only, and no conjugate bit.
+# The names of the dtypes whose tensors have only elements, and no conjugate bit.
 _SIMPLE: dict[Any, str] = {}
 _NAMES: dict[Any, str] = {}
 _FROM_BUFFER: dict[str, Any] = {}
 
-# Looked up in torch once, since lookups are a large part of the cost of a small tensor.
+# Looked up in torch once, because for a small tensor lookups take much of the time.
 _strided: Any = None
-_has_names: Any = None  # in older versions of torch axes may have names
+_has_names: Any = None  # in older versions of torch, axes may have names
 
 
 def _lazy_torch() -> None:
@@ -60,7 +60,7 @@ def _lazy_torch() -> None:
     _learn(torch)
     REDUCERS[torch.Tensor] = _reduce
     SHORT[torch.Tensor] = _short
-    # A Parameter is never just its elements.
+    # A Parameter always has properties besides its elements.
     REDUCERS[torch.nn.Parameter] = reduce_any
     REDUCERS[torch.UntypedStorage] = _reduce_storage
     FOR_SUBCLASSES[torch.Tensor] = composite.reduce_subclass
@@ -83,21 +83,21 @@ def _learn(torch: Any) -> None:
                 _SIMPLE[dtype] = name
 
 
-# -- the one place where elements become bytes -------------------------------------------------
+# -- from elements to bytes ------------------------------------------------------------------------
 
-# A view of memory from an address on, of which only the requested bytes are read.
+# A view of memory from an address on.  Only the requested bytes are read.
 _Window = ctypes.c_char * (sys.maxsize >> 1)
 
 
 def bytes_of(start: int, size: int, owner: Any) -> bytearray | PickleBuffer:
-    """Return ``size`` bytes of memory (> 0) as an object that pickles into a writable buffer.
+    """Return ``size`` bytes of memory (> 0) as an object that is loaded as a writable buffer.
 
     Args:
-        start: their address, not 0.
-        owner: kept alive as long as the result; it keeps the memory where it is.
+        start: the address of the bytes, not 0.
+        owner: the object that owns the memory.  It is kept alive as long as the result.
     """
     if size < INLINE_BELOW:
-        # A copy that becomes part of the pickle, so the owner need not stay alive.
+        # This copy becomes a part of the pickle, so the owner need not be kept alive.
         return bytearray(_Window.from_address(start)[:size])  # type: ignore[arg-type]
     return PickleBuffer(buffer_at(start, size, owner))
 
@@ -125,12 +125,13 @@ def _reduce_piece(pickler: Context, piece: Piece) -> Any:
 
 
 def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
-    """Record the address of an object; return the piece that it shares with others, or None."""
+    """Return the piece that an object shares with others, or None.  In the first run, record the
+    object's extent."""
     seen = Seen.of(pickler)
     if seen.plan is not None:
         piece: Piece | None = seen.plan.get(found)
         return piece
-    # First run: `seen` keeps the object alive, so that its address is not reused meanwhile.
+    # `seen` keeps the object alive, so that no other object gets its address.
     seen.append((*found, obj))
     return None
 
@@ -139,16 +140,16 @@ def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
 
 
 def _simple(tensor: Any) -> str | None:
-    """Return the dtype's name of a tensor that is just contiguous elements; None: it is not."""
+    """Return the dtype's name if a tensor is only contiguous elements, else None."""
     name = _SIMPLE.get(tensor.dtype)
     if (
-        # Complex dtypes are not in `_SIMPLE`, so there is no conjugate bit to check.
+        # Complex dtypes are not in `_SIMPLE`, so the conjugate bit need not be checked.
         name is None
         or not tensor.is_cpu
         or tensor.layout is not _strided
         or tensor.is_nested
         or tensor.requires_grad
-        or tensor._backward_hooks  # which remain from when it required a gradient
+        or tensor._backward_hooks  # they remain if it no longer requires a gradient
         or tensor.is_neg()
         or not tensor.is_contiguous()
         or tensor.__dict__
@@ -159,23 +160,22 @@ def _simple(tensor: Any) -> str | None:
 
 
 def _reduce(pickler: Context, tensor: Any) -> Any:
-    """Reduce a tensor of exactly that type; the most frequent kind directly."""
+    """Reduce a tensor whose type is exactly `torch.Tensor`; this handles the most frequent kind."""
     name = _simple(tensor)
     if name is None:
         return reduce_any(pickler, tensor)
     start = tensor.data_ptr()
     arena = pickler.layout.arena
-    # Share mode.
-    if arena is not None and start:
+    if arena is not None and start:  # share mode
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         count, odd = divmod(storage.nbytes(), tensor.element_size())
         block = arena.holding(address)
-        # Shared before, or received.
+        # The storage was shared before, or received.
         if block is not None and not odd and first_user(pickler, address, tensor) is tensor:
             place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
             return _shared, (in_place(pickler, block), name, count, *place)
-        # In a file, and sent before.
+        # The storage is in a file, and was sent before.
         if block is None and not odd and hasattr(storage, "xpool_place"):
             file = mapped.place_of(pickler, storage)
             if file is not None and first_user(pickler, address, tensor) is tensor:
@@ -190,7 +190,7 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
     # An axis of length 1 may have any stride.
     if seen.plan is not None or 1 in shape or not start:
         return reduce_any(pickler, tensor)
-    # First run: sent alone, and recorded.
+    # In the first run, the tensor is sent alone, and recorded.
     size = tensor.nbytes
     seen.append((start, start + size, (), tensor))
     data = bytes_of(start, size, tensor)
@@ -205,9 +205,9 @@ def _short(tensor: Any, by_number: bool) -> bytes | None:
     shape = tuple(tensor.shape)
     try:
         start = tensor.data_ptr()
-    except RuntimeError:  # inside a transform of torch.func; the pickler will say so
+    except RuntimeError:  # in a transform of torch.func; the pickler will raise the error
         return None
-    # It is the whole message, so there is no object that it could alias.
+    # The tensor is the whole message, so it cannot alias another object.
     if size >= INLINE_BELOW or 1 in shape or not start:
         return None
     end = tail(name) if len(shape) == 1 else tail(name, shape)
@@ -219,7 +219,7 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
     """Reduce a tensor or Parameter of any kind."""
     if tensor.requires_grad or tensor._backward_hooks:
         composite.check(tensor)
-    # Share mode of a worker: the tensor stays on its device, and a handle is sent.
+    # In share mode, a worker keeps the tensor on its device and sends a handle.
     if is_kept(pickler.layout, tensor):
         assert pickler.layout.keep is not None
         return pickler.layout.keep(pickler, tensor)
@@ -236,11 +236,11 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
     if not flags and not tensor.__dict__:
         return _bare(pickler, torch, tensor)
     if pickler.layout.arena is not None and tensor.is_cpu and tensor.layout is _strided:
-        # Now, while surely only this tensor uses it.
+        # Moved now, because `bare` will also use the storage.
         _storage_in_arena(pickler, tensor)
     bare = tensor.detach()
     if flags & _CONJ:
-        # Setting the bit again removes it, so the elements are sent as they are in memory.
+        # A second `conj` removes the bit, so the elements are sent as they are in memory.
         bare = bare.conj()
     if flags & _NEG:
         bare = torch._neg_view(bare)
@@ -250,7 +250,7 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
 
 
 def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
-    """Reduce a tensor that is only its values."""
+    """Reduce a tensor that has no properties besides its values."""
     made_of = composite.parts(torch, tensor)
     if made_of is not None:
         return made_of
@@ -270,7 +270,7 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
 
 
 def _on_device(pickler: Context, tensor: Any) -> Any:
-    """Reduce a tensor on a device: shared in place if this message can, otherwise copied."""
+    """Reduce a tensor on a device: as shared memory if this message allows it, else as a copy."""
     if tensor.is_cuda:
         shared = cuda.reduce_shared(pickler, tensor, partial(composite.about, tensor))
         if shared is not None:
@@ -284,7 +284,7 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
         tensor = _with_memory(tensor)
         start = tensor.data_ptr()
     shape, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
-    # Share mode: the storage is sent by name, and the tensor as a place in it.
+    # In share mode, the storage is sent by name, and the tensor as a place in it.
     if pickler.layout.named:
         return _at, (tensor.untyped_storage(), tensor.storage_offset(), name, shape, strides)
     if pickler.layout.arena is not None:
@@ -292,22 +292,21 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
         user = first_user(pickler, storage.data_ptr(), storage)
         return _at, (user, tensor.storage_offset(), name, shape, strides)
     found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
-    # None in the first run, and for a tensor without aliases.
     piece = piece_of(pickler, found, tensor)
     if piece is not None:
         return _view, (piece, start - piece.start, name, shape, strides)
     _, stop, gaps = found
-    # The bytes as they are in memory, in any order of the axes.
+    # Send the bytes as they are in memory, with any order of the axes.
     if not gaps:
         return _tensor, (bytes_of(start, own, tensor), name, shape, strides)
-    # Once along the axes that repeat the same elements.
+    # Copy elements only once if an axis repeats them.
     once = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
     compact = tensor.as_strided(once, strides).contiguous()
     data = bytes_of(compact.data_ptr(), compact.nbytes, compact)
-    # The gaps are small: the receiver makes them again.
+    # If the gaps are small, the receiver makes them again.
     if stop - start <= _SPREAD * own:
         return _spread, (data, name, once, shape, strides)
-    # Without the gaps; an axis that repeats its elements (stride 0) still does.
+    # Otherwise it gets a tensor without gaps, in which stride 0 still repeats elements.
     pairs = zip(compact.stride(), strides, strict=True)
     return _tensor, (data, name, shape, tuple(new if old else 0 for new, old in pairs))
 
@@ -315,8 +314,8 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
 def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
     storage, layout = tensor.untyped_storage(), pickler.layout
     arena = layout.arena
-    # A storage that was shared before, or received, is in the arena already.  `reduce_shared`
-    # checks storages that other processes may have mapped.
+    # A storage that was shared before, or received, is already in the arena.  `reduce_shared`
+    # handles storages that other processes may have mapped.
     if (
         arena is not None
         and storage.nbytes()
@@ -338,7 +337,7 @@ def _with_memory(tensor: Any) -> Any:
 
 
 def _reduce_storage(pickler: Context, storage: Any) -> Any:
-    """Reduce to a tensor of bytes, since torch's own pickle of a storage does not load."""
+    """Reduce a storage to a tensor of bytes, because torch's own pickle of it cannot be loaded."""
     if storage.device.type == "cpu":
         if pickler.layout.named:
             return reduce_named(pickler, storage)
@@ -366,11 +365,11 @@ def _from_buffer(name: str, buffer: Any) -> Any:
 
 @builder
 def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> Any:
-    """Return a tensor over a buffer; contiguous without strides, flat without a shape."""
+    """Return a tensor over a buffer: contiguous without strides, flat without a shape."""
     make = _FROM_BUFFER.get(name)
     made = make(buffer) if make is not None else _from_buffer(name, buffer)
-    # In place, so that the tensor is no view of another one.  The sizes are passed one by one,
-    # since torch parses a tuple slowly.
+    # Changed in place, so that the tensor is not a view of another one.  The sizes are passed one
+    # by one, because torch parses a tuple slowly.
     if shape is None:
         return made
     if strides is not None:
@@ -389,16 +388,16 @@ def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> A
     index, odd = divmod(offset, dtype.itemsize)
     if not odd:
         return torch.empty(0, dtype=dtype).set_(memory.storage, index, shape, strides)
-    # Not at a multiple of its element size, which a tensor cannot express.
+    # The offset is not a multiple of the element size, so `set_` cannot express it.
     rest = memoryview(memory.buffer)[offset:]
-    # `frombuffer` takes only whole elements.
+    # `frombuffer` accepts only whole elements.
     whole = rest[: len(rest) // dtype.itemsize * dtype.itemsize]
     return _from_buffer(name, whole).as_strided_(shape, strides)
 
 
 @builder
 def _shared(buffer: Any, name: str, count: int, offset: int, shape: Any, strides: Any) -> Any:
-    """Return a tensor in shared memory of ``count`` elements."""
+    """Return a tensor in shared memory that has ``count`` elements."""
     made = (_FROM_BUFFER.get(name) or _from_buffer_of(name))(buffer, count=count)
     return made.as_strided_(shape, strides, offset)
 

@@ -1,7 +1,7 @@
 """Copies tensors of a device through host memory to the receiver's own device, if it has one.
 
-The receiver's own device is the one that its worker is bound to (`xpool.devices`).  The pool's own
-process has none, so a received tensor never starts a device's runtime there.
+A worker's own device is the one to which it is bound (`xpool.devices`).  The pool's process has
+none, so a received tensor never starts a device's runtime there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from xpool._pickling.policy import Layout
 
 
 def is_kept(layout: Layout, tensor: Any) -> bool:
-    """Whether a worker keeps a tensor that it sends, and sends a handle to it."""
+    """Whether this worker keeps a tensor and sends a handle to it."""
     if layout.keep is None or tensor.is_cpu or tensor.is_meta:
         return False
     return layout.method in (None, tensor.device.type)
@@ -21,14 +21,14 @@ def is_kept(layout: Layout, tensor: Any) -> bool:
 
 def on_own_device(tensor: Any) -> Any:
     """Return a received tensor on the device of this process, or in host memory."""
-    # Not imported here: if it was not imported before, this process has no device.
+    # If this module was not imported before, the process has no device.
     context: Any = sys.modules.get("xpool.devices.context")
     device = context.own_device() if context is not None else None
     return tensor if device is None else copy_to(tensor, device)
 
 
 def copy_to(tensor: Any, device: Any) -> Any:
-    """Return a leaf on another device, with all other properties of the tensor."""
+    """Return a leaf tensor on another device, with all other properties of the tensor."""
     torch = sys.modules["torch"]
     made = tensor.detach().to(device)
     if isinstance(tensor, torch.nn.Parameter):

@@ -1,13 +1,13 @@
 """Finds objects of a message that share memory, by arithmetic on addresses.
 
-A tensor or an array is a start, and for each axis a step and a length.  Two of them *alias*
-when some byte belongs to elements of both.  Those that do, by themselves or through others,
-are sent as one `Piece`, the range that covers them, and arrive as views of one piece of
-memory; all others are sent alone.
+A tensor or an array is a start, and a step and a length for each axis.  Two of them *alias* if some
+byte belongs to elements of both.  Objects that alias, directly or through others, are sent as one
+`Piece`, which is the range that covers them, and arrive as views of one piece of memory.  All other
+objects are sent alone.
 
-This is known only when the whole message has been pickled.  So the first run of the pickler sends
-every object alone and records it (`Seen`); if any objects alias, a second run pickles the message
-with the known pieces.  The objects are kept alive until then, so that no address is reused.
+Aliases are known only when the whole message has been pickled.  So the first run of the pickler
+sends every object alone and records it (`Seen`).  If objects alias, a second run pickles the
+message with the known pieces.  Until then the objects are kept alive, so that no address is reused.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from operator import itemgetter
 from typing import Any
 
 Extent = tuple[int, int, tuple[tuple[int, int], ...]]
-"""First byte, byte after the last, and, if there are gaps, the (step, length) of each axis in
-bytes, that of an element itself included; without gaps, or with no more bytes in the range
-than elements, ``()``."""
+"""The address of the first byte, the address after the last, and the axes.  If the elements have
+gaps, the axes are the (step, length) of each axis in bytes, and of the element itself.  Otherwise
+they are ``()``."""
 
 Entry = tuple[int, int, tuple[tuple[int, int], ...], Any]
 """An extent and its object."""
 
-_WORTH_A_LOOK = 2  # a range this many times larger than its elements is compared exactly
-_MEMBERS = 200  # more than this are not compared with one another
-_STEPS = 2_000  # of numpy's search, for one comparison
+_WORTH_A_LOOK = 2  # ranges that are this many times larger than the elements are compared exactly
+_MEMBERS = 200  # more objects than this are not compared with one another
+_STEPS = 2_000  # limits numpy's search in one comparison
 
 
 def extent(
     address: int, shape: Sequence[int], steps: Sequence[int], itemsize: int
 ) -> tuple[Extent, int]:
-    """Return the extent of a tensor or array that is not empty, and its distinct bytes at most.
+    """Return the extent of a tensor or array that is not empty, and an upper bound on the number of
+    its distinct bytes.
 
     Args:
-        address: of the first element.
-        shape, steps: length and step in bytes of each axis; steps may be negative or 0.
-        itemsize: bytes of an element.
+        address: the address of the first element.
+        shape, steps: the length of each axis, and its step in bytes, which may be negative or 0.
+        itemsize: the size of an element in bytes.
     """
     low = high = 0
     own = itemsize
     axes = []
     for length, step in zip(shape, steps, strict=True):
         if length > 1 and step:
-            # Axes that repeat the same elements (step 0) have no bytes of their own.
+            # Axes that repeat the same elements (step 0) add no bytes.
             own *= length
             axes.append((abs(step), length))
             if step > 0:
@@ -54,7 +55,7 @@ def extent(
                 low += (length - 1) * step
     high += itemsize
     span = high - low
-    # Less than `own`: elements overlap, as in windows, and the range is the better bound.
+    # If `span` is less than `own`, elements overlap, as in windows, and `span` is the better bound.
     if span <= own:
         return (address + low, address + high, ()), span
     axes.append((1, itemsize))
@@ -62,7 +63,7 @@ def extent(
 
 
 class _Bytes:
-    """The bytes of an extent, for `numpy.asarray`; they are never read."""
+    """The bytes of an extent, for `numpy.asarray`.  They are never read."""
 
     def __init__(self, one: Extent | Entry) -> None:
         start, stop, axes, *_ = one
@@ -72,7 +73,7 @@ class _Bytes:
 
 
 def alias(one: Extent | Entry, two: Extent | Entry) -> bool:
-    """Whether some byte belongs to both; also True if numpy cannot tell, or is not installed."""
+    """Whether some byte belongs to both.  True if numpy cannot find out, or is not installed."""
     if one[0] >= two[1] or two[0] >= one[1]:
         return False
     numpy = sys.modules.get("numpy")  # torch imports it
@@ -93,19 +94,18 @@ class Piece:
     def __init__(self, members: list[Entry]) -> None:
         self.start = min(one[0] for one in members)
         self.stop = max(one[1] for one in members)
-        self.owners = [one[3] for one in members]  # they keep the memory alive
+        self.owners = [one[3] for one in members]  # keeps the memory alive
 
 
 class Seen(list[Entry]):
-    """The objects of one run of a pickler; for the second run, also the pieces (``plan``)."""
+    """The objects of one run of a pickler and, in the second run, the pieces (``plan``)."""
 
-    # None: this is the first run.
-    plan: dict[Extent, Piece] | None = None
-    arrays: tuple[Any, ...] | list[Any] = ()  # of numpy, whose addresses are slow to get
-    maps: list[Any] | None = None  # of this process, read on demand: see `mapped`
-    # By address: the first object of the message that uses a shared storage, for the others.
+    plan: dict[Extent, Piece] | None = None  # None in the first run
+    arrays: tuple[Any, ...] | list[Any] = ()  # numpy's arrays, whose addresses are slow to get
+    maps: list[Any] | None = None  # the mappings of this process, read on demand by `mapped`
+    # By address, the first object of the message that uses a shared storage.
     users: dict[int, Any] | None = None
-    exports = False  # whether the second run exports memory of GPUs: see `cuda`
+    exports = False  # whether the second run exports memory of GPUs (`cuda`)
 
     @classmethod
     def of(cls, pickler: Any) -> Seen:
@@ -115,7 +115,7 @@ class Seen(list[Entry]):
         return seen
 
     def note_array(self, array: Any) -> None:
-        # All instances share the empty tuple, since most messages have no array.
+        # All instances share an empty tuple, because most messages have no array.
         if isinstance(self.arrays, tuple):
             self.arrays = []
         self.arrays.append(array)
@@ -123,7 +123,6 @@ class Seen(list[Entry]):
     @property
     def again(self) -> bool:
         """Whether a second run must pickle the message."""
-        # The second run is the last.
         if self.plan is not None:
             return False
         if self.exports:
@@ -137,14 +136,14 @@ class Seen(list[Entry]):
 
     def _pieces(self) -> dict[Extent, Piece]:
         entries = list(self)
-        # Arrays that all own their memory cannot alias one another.
+        # Arrays that all own their memory do not alias.
         if self or any(array.base is not None for array in self.arrays):
             entries += ((*of_array(array)[1], array) for array in self.arrays)
         plan: dict[Extent, Piece] = {}
         for members in _groups(entries):
             piece = Piece(members)
             for start, stop, axes, _ in members:
-                # The key is the extent: the second run makes new objects for pickling.
+                # The key is the extent, because the second run makes new objects for pickling.
                 plan[start, stop, axes] = piece
         return plan
 
@@ -163,7 +162,7 @@ def _groups(entries: list[Entry]) -> list[list[Entry]]:
     while at < len(entries):
         first, stop = at, entries[at][1]
         at += 1
-        # In this order, ranges that overlap, directly or through others, are consecutive.
+        # The entries are sorted, so ranges that overlap are consecutive.
         while at < len(entries) and entries[at][0] < stop:
             stop = max(stop, entries[at][1])
             at += 1
@@ -173,7 +172,8 @@ def _groups(entries: list[Entry]) -> list[list[Entry]]:
 
 
 def _split(members: list[Entry], span: int) -> list[list[Entry]]:
-    """Whether objects with overlapping ranges alias; exact only if most bytes would be gaps."""
+    """Divide objects with overlapping ranges into groups that alias.  They are compared exactly if
+    more than half of the range is gaps, and otherwise form one group."""
     if len(members) > _MEMBERS or span <= _WORTH_A_LOOK * sum(map(_bytes, members)):
         return [members]
     groups: list[list[Entry]] = []

@@ -1,14 +1,14 @@
 """Share mode for tensors on devices: the tensor stays in its worker, and a handle is sent.
 
-Chips cannot access each other's memory, and the pool's own process must not open their runtimes.
-So a worker keeps a tensor that it sends, and sends a `TensorHandle`.  A task with the handle runs
-in that worker and gets the tensor itself; for another worker it is replaced by a copy.
+Chips cannot access each other's memory, and the pool's process must not open their runtimes.  So a
+worker keeps a tensor that it returns, and sends a `TensorHandle`.  A task with the handle runs in
+that worker and gets the tensor itself.  Another worker gets a copy.
 
-A block of the arena, a few bytes that stand for the tensor, determines how long the worker keeps
-it: processes with the handle, and messages with it, hold the block.  So handles in unopened
-messages or killed processes are handled like blocks.
+A small block of the arena represents the tensor.  Processes with the handle, and messages with it,
+hold this block, and the worker keeps the tensor as long as it is held.  So handles in unopened
+messages or killed processes need no special case.
 
-The pool's process can use a tensor on a GPU in place: asked for that, its worker exports the memory
+The pool's process can use a tensor on a GPU in place.  The tensor's worker then exports the memory
 (see `cuda`).
 """
 
@@ -28,28 +28,28 @@ from xpool._pickling.tensors.devices import copy_to, on_own_device
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
 
-_TOKEN = 64  # bytes: the least that a block has
+_TOKEN = 64  # bytes of the block that represents a tensor
 
-_AT_ONCE = 64  # kept tensors that are checked before a task
+_AT_ONCE = 64  # number of kept tensors that are checked before a task
 
 
 class TensorHandle:
     """A tensor on the device of a worker.
 
-    Given to the pool as (part of) an argument, it takes the task to that worker, where the function
-    gets the tensor itself, the same object, and nothing is copied.  For another worker
-    (``worker=i``, or handles of two workers in one task) it is copied, through the memory of this
-    machine, and arrives on the device that that worker is bound to, else on the CPU.  The worker
-    keeps the tensor until all handles are gone.
+    If an argument of a task contains a handle, the task runs in the handle's worker, and its
+    function gets the tensor itself, without a copy.  If the task runs in another worker
+    (``worker=i``, or handles of two workers in one task), that worker gets a copy, through the
+    memory of this machine: on the device to which it is bound, or else on the CPU.  The worker
+    keeps the tensor as long as handles exist.
 
     Attributes:
         shape: tuple of int.
         dtype: `torch.dtype`.
-        device: str, as in the worker: ``"xla:0"``, ``"cuda:0"``.
+        device: the name of the device in the worker, such as ``"xla:0"`` or ``"cuda:0"``.
         requires_grad: bool.
-        gpu: UUID of the GPU that it lies on, as str; None: on none.
-        worker: index of the worker.
-        pid: its process.
+        gpu: the UUID of the tensor's GPU, as str; None: it is on no GPU.
+        worker: the index of the worker.
+        pid: the process id of the worker.
     """
 
     def __init__(self, buffer: memoryview, *about: Any) -> None:
@@ -57,7 +57,7 @@ class TensorHandle:
         self._pool, self.worker, self.pid, self.shape, self.dtype, self.device = about[:6]
         self.requires_grad, self.gpu = about[6:]
         block: Block = buffer.obj  # type: ignore[assignment]
-        # By this the pool finds the worker that must run the task.
+        # The pool reads this to find the worker that must run the task.
         block.stands_for = self.worker, self.nbytes  # type: ignore[misc]  # its subclass has it
         self._block = block
 
@@ -68,27 +68,30 @@ class TensorHandle:
         return size
 
     def cpu(self) -> Any:
-        """Return a copy of the tensor in this process, on the CPU, when its worker has time.
+        """Return a copy of the tensor in this process, on the CPU.
 
-        It has what it would have in copy mode: gradient or not, Parameter, attributes.
+        This waits until the tensor's worker is free.  The copy has the same properties as in copy
+        mode: ``requires_grad``, Parameter, attributes.
 
         Raises:
             TensorLost (a `WorkerDied`): the worker has ended.
-            PoolClosed: the pool takes no more work.
+            PoolClosed: the pool accepts no more tasks.
         """
         return self._ask(_to_cpu)
 
     def open(self) -> Any:
-        """Return the tensor itself, in this process: both sides see each other's writes.
+        """Return the tensor itself in this process, so that both sides see each other's writes.
 
-        For tensors on a GPU that this process sees.  It starts CUDA here, which nothing else of
-        a pool does.  torch keeps the memory in the worker as long as this process uses it; when the
-        worker ends, the values are lost.  Attributes that were set on the tensor stay there.
+        The tensor must be on a GPU that this process sees.  This starts CUDA in this process; no
+        other method of a pool does.  torch keeps the memory in the worker as long as this process
+        uses it.  When the worker ends, the values are lost.  Attributes that the worker has set on
+        the tensor are not sent.
 
         Raises:
-            OptionError: it lies on a device whose memory no other process can see.
-            TaskNotPicklable, DeviceError: it cannot be shared, or not be opened; they say why.
-            TensorLost, PoolClosed: as of `cpu`.
+            OptionError: the tensor is on a device whose memory no other process can see.
+            TaskNotPicklable: the memory cannot be shared.  The text says why.
+            DeviceError: the memory cannot be opened.  The text says why.
+            TensorLost, PoolClosed: as in `cpu`.
         """
         if self.gpu is None:
             raise OptionError(
@@ -116,7 +119,7 @@ class TensorHandle:
 
 
 def _to_cpu(*args: Any) -> Any:
-    return copy_to(args[-1], "cpu")  # a context may come before it
+    return copy_to(args[-1], "cpu")  # a context may precede the tensor
 
 
 @register(TensorHandle)
@@ -124,14 +127,14 @@ def _reduce(pickler: Context, handle: TensorHandle) -> Any:
     layout = pickler.layout
     if layout.pool != handle._pool:
         return handle.__reduce__()
-    # For another worker than its own.
+    # Another worker gets a copy.
     if layout.target is not None and layout.target != handle.worker:
         return on_own_device, (handle.cpu(),)
     return open_handle, (in_place(pickler, handle._block), handle._block.name, *handle._about)
 
 
 def _export(*args: Any) -> Any:
-    tensor = args[-1]  # a context may come before it
+    tensor = args[-1]  # a context may precede the tensor
     exported = cuda.export(tensor, lambda: composite.about(tensor))
     if exported is None:
         raise TaskNotPicklable(
@@ -151,7 +154,7 @@ class Keeper:
         self.pool = pool
         self._arena = arena
         self._who = worker, pid
-        self._kept: dict[int, tuple[Block, Any]] = {}  # by name; the last checked come last
+        self._kept: dict[int, tuple[Block, Any]] = {}  # by name; those checked last come last
         Keeper.here.set(self)
 
     def reduce(self, pickler: Context, tensor: Any) -> Any:
@@ -164,9 +167,9 @@ class Keeper:
                 f"No shared memory is left for a handle to a tensor on {tensor.device}; delete "
                 "results, or give the pool a larger memory_limit."
             )
-        # From here on it is kept; `collect` drops it when this is the last hold on the block.
+        # `collect` drops the tensor when this is the only hold on the block.
         self._kept[block.name] = block, tensor
-        sent = self._arena.adopt(block.name)  # the message's own hold, besides that of the table
+        sent = self._arena.adopt(block.name)  # the message has its own hold
         about = tuple(tensor.shape), tensor.dtype, str(tensor.device), tensor.requires_grad
         return open_handle, (
             in_place(pickler, sent),
@@ -182,12 +185,12 @@ class Keeper:
         return None if kept is None else kept[1]
 
     def collect(self, everything: bool = False) -> bool:
-        """Drop tensors without handles; return whether any are left.
+        """Drop tensors without handles.  Return whether any tensors are left.
 
-        Checks some of them in turn, or ``everything``.
+        With ``everything`` this checks all tensors, else some of them in turn.
         """
         count = len(self._kept) if everything else _AT_ONCE
-        # A list of names, since the table changes; kept tensors move to its end.
+        # The loop needs a list, because it moves kept tensors to the end of the dict.
         for name in list(islice(self._kept, count)):
             kept = self._kept.pop(name)
             if not self._arena.alone(kept[0]):
@@ -199,10 +202,10 @@ class Keeper:
 
 
 def _compute() -> None:
-    """Have torch_xla begin to compute recorded operations.
+    """Make torch_xla begin to compute the recorded operations.
 
-    Otherwise the next task would take the time and get the errors, and the inputs would stay on the
-    device even without handles.
+    Otherwise they would take time in the next task, which would also get their errors, and their
+    inputs would stay on the device even without handles.
     """
     torch_xla: Any = sys.modules.get("torch_xla")
     if torch_xla is not None:
@@ -211,9 +214,9 @@ def _compute() -> None:
 
 @builder
 def open_handle(buffer: Any, name: int, pool: str, worker: int, pid: int, *about: Any) -> Any:
-    """Return the tensor in its own worker, a `TensorHandle` in the pool's process."""
+    """Return the tensor in its own worker, or a `TensorHandle` in the pool's process."""
     keeper = Keeper.here.get()
-    # The pool's process, or a worker of another pool of this program's.
+    # This is the pool's process, or a worker of another pool of the program.
     if keeper is None or keeper.pool != pool:
         return TensorHandle(buffer, pool, worker, pid, *about)
     tensor = keeper.get(name)

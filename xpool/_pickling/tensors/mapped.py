@@ -1,15 +1,15 @@
-"""Share mode for memory that other processes have mapped already, which does not move.
+"""Share mode for memory in files, which is not moved because other processes may have mapped it.
 
 ``share_memory_()``, ``from_file(shared=True)`` and `numpy.memmap` make tensors whose memory is a
-file.  If such a tensor moved, other processes that map the file would not see its writes.  So the
-name of the file is sent, and the receiver maps it, too.
+file.  If such a tensor were moved, other processes that map the file would not see its writes.  So
+the name of the file is sent, and the receiver maps the file, too.
 
-A file without a name (torch removes it at once) is opened by the sender's descriptor under /proc.
-So the storage must live until the receiver has opened it: a block of the arena, the token, is sent
-in the same message and stands for the storage (`_lent`).
+If the file has no name (torch removes it at once), the receiver opens it by the sender's descriptor
+under /proc.  So the storage must exist until then.  The message holds a small block of the arena,
+the token, and the sender keeps the storage as long as the token is held (`_lent`).
 
-A worker keeps what it has mapped for some seconds, since the same tensor is often sent again.  A
-file is known by device and inode, which no other file gets while it is mapped.
+A worker keeps its mappings for some seconds, because the same tensor is often sent again.  A file
+is identified by device and inode, which no other file gets while it is mapped.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from xpool.errors import TaskNotPicklable
 
 _DELETED = " (deleted)"
 _OURS = "/memfd:xpool-"
-"""Name prefix of arenas and other files of this package, which have their own rules."""
+"""Name prefix of arenas and other files of this package, which are not handled here."""
 
-_LOOKS = 2  # entries of `_lent` that are checked when one is added
+_LOOKS = 2  # number of entries of `_lent` that are checked when one is added
 
-_MOST_OPENED = 16  # each mapping has a descriptor
+_MOST_OPENED = 16  # the largest number of kept mappings, each of which has a descriptor
 
 Place = tuple[str, int, int, int]
-"""The path of a file, its device and inode, and an offset in it."""
+"""The path of a file, its device and inode, and an offset in the file."""
 
 _Map = tuple[int, int, int, int, str]
 """Start, end, offset in the file, inode and path of a mapping."""
@@ -49,8 +49,8 @@ _lent: dict[int, tuple[Block, Any]] = {}
 """Tokens that receivers may still hold, and their storages, by the `id` of the token."""
 
 _opened: dict[tuple[int, int, int, int], tuple[Any, float]] = {}
-"""By device, inode, offset and length: a buffer, and when it was last used; the latest comes last.
-Used by workers, which call `collect` regularly."""
+"""Buffers, and the times when they were last used, by device, inode, offset and length.  The last
+used one comes last.  Workers use this, and call `collect` regularly."""
 
 _keeps_opened = False
 
@@ -58,15 +58,15 @@ at_fork.renew(globals(), _lent=dict, _opened=dict)
 
 
 def place_of(pickler: Context, storage: Any) -> Place | None:
-    """Return the place of a storage in a file with a shared mapping; None: it is in none.
+    """Return the place of a storage in a file with a shared mapping, or None.
 
     The path is empty if no other process can open the file.
     """
-    # Memory that torch has allocated for itself is not shared: most storages end here.
+    # For most storages this returns: torch has allocated their memory, and it is not shared.
     if not storage.is_shared() and storage.resizable():
         return None
     address, process = storage.data_ptr(), os.getpid()
-    # Found before by this process: the attribute lives as long as the storage and its mapping.
+    # An earlier call in this process has set the attribute, if the storage was sent before.
     known = getattr(storage, "xpool_place", None)
     if known is not None and known[:2] == (process, address):
         place: Place = known[2]
@@ -92,7 +92,7 @@ def _shared_maps() -> list[_Map]:
     found: list[_Map] = []
     with open("/proc/self/maps") as maps:
         for line in maps:
-            # proc(5): from-to, rights, offset, device, inode, path.
+            # The fields are: from-to, rights, offset, device, inode, path (proc(5)).
             extent, rights, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
             if rights.endswith("s") and path and not path[0].startswith(_OURS):
                 start, stop = (int(number, 16) for number in extent.split("-"))
@@ -101,7 +101,7 @@ def _shared_maps() -> list[_Map]:
 
 
 def _path_of(path: str, inode: int, size: int) -> tuple[str, int]:
-    """Return a path by which other processes can open a file, and its device; "" if none."""
+    """Return a path by which other processes can open a file (else ""), and the file's device."""
     if not path.endswith(_DELETED) and (device := _device_of(path, inode, size)) is not None:
         return path, device
     for fd in os.listdir("/proc/self/fd"):
@@ -112,21 +112,21 @@ def _path_of(path: str, inode: int, size: int) -> tuple[str, int]:
 
 
 def _device_of(path: str, inode: int, size: int) -> int | None:
-    """Return the device of the file at a path; None: it is not this file, or is shorter."""
+    """Return the device of the file at a path, or None if it is another file or is shorter."""
     try:
         found = os.stat(path)
     except OSError:
-        return None  # closed meanwhile, or the name belongs to another file by now
+        return None  # the descriptor was closed, or the file was removed
     if found.st_ino != inode or (stat.S_ISREG(found.st_mode) and found.st_size < size):
         return None
     return found.st_dev
 
 
 def lend(pickler: Context, storage: Any, place: Place, about: Callable[[], str]) -> Any:
-    """Return the arguments of `open_file`.
+    """Return the arguments of `open_file`, and keep the storage until it has been opened.
 
     Raises:
-        TaskNotPicklable: it cannot be shared; the message says why and what to do.
+        TaskNotPicklable: the storage cannot be shared.  The text says why and what to do.
     """
     layout = pickler.layout
     arena = layout.arena
@@ -146,7 +146,7 @@ def lend(pickler: Context, storage: Any, place: Place, about: Callable[[], str])
     sent = token.arena.adopt(token.name)
     if id(token) not in _lent:
         collect(_LOOKS)
-    # In any case, since `collect` in another thread may be about to remove it.
+    # Entered again, because `collect` in another thread may have removed it.
     _lent[id(token)] = token, storage
     return in_place(pickler, sent), *place, storage.nbytes()
 
@@ -154,13 +154,11 @@ def lend(pickler: Context, storage: Any, place: Place, about: Callable[[], str])
 def collect(most: int | None = None) -> bool:
     """Release storages that their receivers have opened, and mappings that were not used for long.
 
-    Args:
-        most: how many storages to check; None: all.
-
-    Returns whether any are left.
+    Checks ``most`` storages; None: all.  Returns whether any storages or mappings are left.
     """
     for key in list(islice(_lent, most)):
-        # Removed before the check: `lend` in another thread first holds, then enters it again.
+        # Removed before the check, because `lend` in another thread takes a hold before it enters
+        # the token again.
         entry = _lent.pop(key, None)
         if entry is not None and not entry[0].arena.alone(entry[0]):
             _lent[key] = entry
@@ -174,7 +172,7 @@ def collect(most: int | None = None) -> bool:
 
 
 def keep_opened() -> None:
-    """Keep mappings for tensors that are sent again; the caller calls `collect` regularly."""
+    """Keep mappings for tensors that are sent again.  The caller must call `collect` regularly."""
     global _keeps_opened
     _keeps_opened = True
 
@@ -182,8 +180,7 @@ def keep_opened() -> None:
 def open_buffer(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
     """Return a buffer over a place in a file."""
     key = device, inode, offset, nbytes
-    # Removed, so that it comes last when it is entered again.
-    known = _opened.pop(key, None)
+    known = _opened.pop(key, None)  # removed, so that it comes last when it is entered again
     buffer = _map(path, device, inode, offset, nbytes) if known is None else known[0]
     if _keeps_opened:
         _opened[key] = buffer, time.monotonic()
@@ -210,7 +207,7 @@ def _map(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
         if (found.st_dev, found.st_ino) != (device, inode):
             raise LookupError(gone)
         skip = offset % mmap.ALLOCATIONGRANULARITY
-        # It keeps a descriptor, by which this process can send the tensor on.
+        # The mapping keeps a descriptor, with which this process can send the tensor to others.
         pages = mmap.mmap(fd, skip + nbytes, offset=offset - skip)
     finally:
         os.close(fd)

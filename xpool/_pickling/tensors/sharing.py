@@ -1,10 +1,10 @@
-"""Share mode: the storage of a tensor moves into the arena once, and then only its name is sent.
+"""Share mode: the storage of a tensor moves into the arena once, and messages only name it.
 
 `UntypedStorage._swap_data_ptr_` gives the new memory to every tensor that uses the storage.
 (torch's `share_memory_` would put each storage into its own file in /dev/shm and keep the
-descriptor open.) The receiver of the name maps and opens nothing, since it has mapped the arena.  A
-storage that is in the arena already, since it was shared before or received, does not move; neither
-does one in a file that other processes may have mapped (see `mapped`).
+descriptor open.)  The receiver maps and opens nothing, because it has mapped the arena.  A storage
+is not moved if it was shared before or received, because it is then in the arena, or if it is in a
+file that other processes may have mapped (see `mapped`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from xpool._python import at_fork
 from xpool._python.hidden import is_free_threaded
 from xpool.errors import TaskNotPicklable
 
-# Reentrant, since a signal handler may share a tensor meanwhile.
-# One thread at a time: the second of two that move the same storage finds it in the arena.
+# If two threads move the same storage, the second finds it in the arena.  Reentrant, because a
+# signal handler may share a tensor, too.
 _moving = threading.RLock()
 
 
@@ -38,7 +38,7 @@ def reduce_shared(pickler: Context, storage: Any) -> Any:
     """Return the function that opens a storage, and its arguments, for a layout with an arena.
 
     Raises:
-        TaskNotPicklable: it cannot be shared; the message says why and what to do.
+        TaskNotPicklable: the storage cannot be shared.  The text says why and what to do.
     """
     layout = pickler.layout
     arena = layout.arena
@@ -63,13 +63,16 @@ _TORCH_FILES = "/dev/shm/torch_"
 
 
 def reduce_named(pickler: Context, storage: Any) -> Any:
-    """Return the function that opens a storage by its file's name, in any process of this machine.
+    """Return the function that opens a storage by its file's name, in any process of this machine,
+    and its arguments.
 
-    This is the "file_system" strategy of `torch.multiprocessing`: torch counts the processes with
-    the file and the unread pickles, and a process of torch removes the file after the last of them.
+    This is the "file_system" strategy of `torch.multiprocessing`.  torch counts the processes that
+    have the file and the pickles that were not loaded.  When none is left, a process of torch
+    removes the file.
 
     Raises:
-        TaskNotPicklable: it cannot be moved to such a file; the message says why and what to do.
+        TaskNotPicklable: the storage cannot be moved to such a file.  The text says why and what to
+            do.
     """
     from torch.multiprocessing import reductions
 
@@ -90,17 +93,16 @@ def reduce_named(pickler: Context, storage: Any) -> Any:
         if not path.startswith(_TORCH_FILES):
             target = torch.UntypedStorage._new_using_filename_cpu(nbytes)
             _reserve(target, nbytes, refused)
-            # An attribute lives as long as the storage.
+            # An attribute keeps the old memory as long as the storage exists.
             storage.xpool_former = _exchange(torch, storage, target, None)
         manager, name, _ = storage._share_filename_cpu_()
-    # The pickle counts as a user; loading it ends that.
-    storage._shared_incref()
+    storage._shared_incref()  # counts the pickle as a user until it is loaded
     reductions.shared_cache[name] = reductions.StorageWeakRef(storage)
     return reductions.rebuild_storage_filename, (type(storage), manager, name, nbytes)
 
 
 def _reserve(storage: Any, nbytes: int, refused: str) -> None:
-    """Reserve the memory of a new file, whose shortage would otherwise be a SIGBUS."""
+    """Reserve the memory of a new file.  Otherwise a write could end this process with SIGBUS."""
     _, name, _ = storage._share_filename_cpu_()
     try:
         with open(f"/dev/shm{name.decode()}", "r+b") as file:
@@ -112,7 +114,8 @@ def _reserve(storage: Any, nbytes: int, refused: str) -> None:
 def first_user(pickler: Context, address: int, user: Any) -> Any:
     """Return the first tensor or storage of this message that uses the memory at an address.
 
-    The receiver opens the memory for that one, and objects that share a storage here do so there.
+    The receiver opens the memory only for this one.  So objects that share a storage here also
+    share one there.
     """
     seen = Seen.of(pickler)
     if seen.users is None:
@@ -123,18 +126,18 @@ def first_user(pickler: Context, address: int, user: Any) -> Any:
 def move(
     arena: Arena, layout: Layout, storage: Any, about: Callable[[], str], tensor: Any = None
 ) -> Block:
-    """Move the memory of a storage into the arena; return a hold on it.
+    """Move the memory of a storage into the arena, and return a hold on it.
 
     Args:
-        about: describes the owner of the storage, for an error.
-        tensor: the tensor that is being sent, if any.
+        about: returns a description of the storage's owner, for an error.
+        tensor: the tensor that is sent, if any.
 
     Raises:
-        TaskNotPicklable: it cannot be shared; the message says why and what to do.
+        TaskNotPicklable: the storage cannot be shared.  The text says why and what to do.
     """
     with _moving:
         address, nbytes = storage.data_ptr(), storage.nbytes()
-        # Shared before, or received.
+        # If the storage was shared before or received, it is in the arena.
         block = arena.holding(address)
         if block is None and layout.anywhere:
             block = Arena.holding_any(address)
@@ -162,7 +165,7 @@ def move(
 
 @builder
 def _open_storage(buffer: Any, nbytes: int) -> Any:
-    """Return the storage that has the first bytes of this memory."""
+    """Return the storage of the first ``nbytes`` bytes of this memory."""
     import torch
 
     if buffer is None:
@@ -176,12 +179,12 @@ def _storage_of(tensor: Any) -> Any:
 
 
 def _exchange(torch: Any, storage: Any, target: Any, tensor: Any) -> Any:
-    """Give a storage the memory of another; return the old memory if it must live on, or None.
+    """Give a storage the memory of another.  Return the old memory if it must not be freed.
 
     Other objects may use the old address: a numpy array, a DLPack capsule, an operation in another
-    thread.  Their memory must not be freed.
+    thread.
     """
-    # Before the swap: other tensors of the storage see the new memory from then on.
+    # Copied before the swap, because other tensors of the storage then use the new memory.
     target.copy_(storage)
     needed = (
         not storage.resizable()
@@ -194,9 +197,9 @@ def _exchange(torch: Any, storage: Any, target: Any, tensor: Any) -> Any:
 
 
 def _other_threads_compute() -> bool:
-    """Whether another Python thread may run an operation on any tensor.
+    """Whether another Python thread may be running an operation on any tensor.
 
-    Such an operation has no visible reference.
+    The reference of such an operation is not counted.
     """
     threads = {thread.ident: thread for thread in threading.enumerate()}
     for ident in sys._current_frames():
@@ -207,10 +210,10 @@ def _other_threads_compute() -> bool:
 
 
 def _has_other_users(torch: Any, storage: Any, tensor: Any) -> bool:
-    """Whether others than the sent tensor may use a storage, by torch's counts."""
+    """Whether an object other than ``tensor`` may use the storage, by torch's counts."""
     if tensor is None or not hasattr(torch._C, "_storage_Use_Count"):
         return True
-    # The storage is used by its Python object and the tensor; the tensor by its Python object.
+    # The two users are the storage's Python object and the tensor.
     alone = torch._C._storage_Use_Count(storage._cdata) <= 2
     return not (alone and hasattr(tensor, "_use_count") and tensor._use_count() == 1)
 
@@ -219,8 +222,8 @@ def _swap(torch: Any, storage: Any, other: Any) -> None:
     if hasattr(storage, "_swap_data_ptr_"):
         storage._swap_data_ptr_(other)
         return
-    # Older versions have no call for it.  A StorageImpl begins with a few words (a table of
-    # methods, counts); then come its memory's address, a deleter and what that is called with.
+    # Older versions of torch have no call for this.  A StorageImpl begins with a few words (a table
+    # of methods, counts).  The memory's address, a deleter and the deleter's argument follow.
     words = [(ctypes.c_size_t * 8).from_address(it._cdata) for it in (storage, other)]
     one, two = ([int(word) for word in block] for block in words)
     at = one.index(storage.data_ptr()) if storage.data_ptr() in one else 0
