@@ -1,1 +1,1 @@
-"""Functions, classes and names of ``__main__`` that another process cannot import."""
+"""Pickles functions, classes and globals of ``__main__`` that another process cannot import."""

@@ -1,14 +1,13 @@
-"""`Pool.broadcast`: objects that each worker loads once, and whose data the machine has once.
+"""`Pool.broadcast`: objects that each worker loads once, while the machine has their data once.
 
-The object is pickled once into one block of the arena, with its large buffers.  A task with a
-reference gets the object: the first such task in a worker maps the block **privately** and loads
+The object is pickled once, with its large buffers, into one block of the arena.  A task with a
+reference gets the object.  The first such task in a worker maps the block **privately** and loads
 the message in place.  So all workers share the pages until they write to them, and a worker sees
 only its own writes.
 
-A token, a small block that stands for the reference, determines how long a worker keeps the object:
-processes with the reference, and messages with it, hold the token, and the worker checks whether
-its parent still does.  The worker holds the large block as long as any part of the object is in
-use.
+A small block, the token, represents the reference.  Processes with the reference, and messages with
+it, hold the token, and a worker keeps the object as long as its parent holds the token.  The worker
+holds the large block as long as any part of the object is in use.
 
 Without an arena, or if the pool's ``memory_limit`` is 0, the message is in an anonymous file of the
 parent until the pool ends.
@@ -31,19 +30,18 @@ from xpool._pickling.reducers import Context, builder, in_place, register
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import TaskNotPicklable
 
-# Bytes of a token, which are not used: only its holds matter.
-_TOKEN = 64
-_EVERYONE = -1  # as a message's target: handles to tensors on devices are replaced by copies
+_TOKEN = 64  # bytes of a token; they are not used, because only the holds matter
+_EVERYONE = -1  # as a message's target: copies replace handles to tensors on devices
 
 
 class Broadcast:
     """A reference to an object that each worker of a pool keeps once.
 
-    In an argument or a closure of a task of that pool, it is replaced by the object.  Workers keep
-    the object while the reference lives, and no longer than the pool.
+    If an argument or a closure of a task of this pool contains the reference, the task gets the
+    object.  Workers keep the object as long as the reference and the pool exist.
 
     Attributes:
-        nbytes: size of the pickled object, with its tensors and arrays.
+        nbytes: size of the pickled object in bytes, with its tensors and arrays.
     """
 
     def __init__(self, pool: str, place: Any, nbytes: int, token: Block | None, what: str) -> None:
@@ -63,7 +61,7 @@ class Broadcast:
         return self._token, self._about
 
     def content(self) -> memoryview:
-        """Return the message in place, for reading in the process that wrote it."""
+        """Return the message itself, to read it in the process that wrote it."""
         if self._token is not None:
             block: Block = self._token.former
             return block.view(self.nbytes)
@@ -90,7 +88,7 @@ def _reduce(pickler: Context, ref: Broadcast) -> Any:
         )
     if ref._token is None or layout.pool is None:
         return ref.__reduce__()
-    # The message holds the token, which keeps the object.
+    # The message holds the token, so workers keep the object.
     return open_broadcast, (in_place(pickler, ref._token), *ref._about)
 
 
@@ -100,10 +98,10 @@ def publish(
     lessor: Callable[[int], Block | None],
     what: str,
 ) -> Broadcast:
-    """Return a reference to the message that ``write(layout)`` makes, which lies in a block.
+    """Return a reference to the message that ``write(layout)`` makes in a block of ``lessor``.
 
     Raises:
-        TaskNotPicklable: there is no memory for it, or ``write`` raises this.
+        TaskNotPicklable: there is no memory for the message, or ``write`` raises this.
     """
     block: Block | None = None
 
@@ -118,26 +116,25 @@ def publish(
         return block.view(nbytes)
 
     message = write(Layout(room=room, pool=pool, target=_EVERYONE))
-    # A message without large buffers is a plain pickle, for which `room` was not called.
+    # For a message without large buffers, a plain pickle, `room` was not called.
     if block is None:
         room(len(message))[:] = message
     assert block is not None
     token = lessor(_TOKEN)
     if token is None:
         raise TaskNotPicklable("No shared memory is left for a broadcast; delete earlier ones.")
-    # Holding the token, as a message does, keeps the object.
-    token.former = block
+    token.former = block  # so a hold on the token keeps the message, too
     return Broadcast(pool, block.name, len(message), token, what)
 
 
 class _Pages(mmap.mmap):
-    """A private mapping of a block, which it keeps held."""
+    """A private mapping of a block, which holds the block."""
 
     block: Block
 
 
 class Objects:
-    """The broadcast objects of this worker, by the names of their references."""
+    """The broadcast objects of this worker, by the names of their tokens."""
 
     here: WorkerLocal[Objects] = WorkerLocal()
 
@@ -148,13 +145,12 @@ class Objects:
         Objects.here.set(self)
 
     def get(self, token: int | None, place: Any, nbytes: int) -> Any:
-        """Return the object of a reference, opened if it is not yet."""
+        """Return the object of a reference, and load it if this worker does not have it."""
         key = place.key if token is None else token
         try:
             return self._kept[key]
         except KeyError:
-            # First drop objects without references, to make room.
-            self.collect()
+            self.collect()  # drops objects without references, to make room
         obj = place.load() if token is None else decode(self._map(place, nbytes))
         self._kept[key] = obj
         return obj
@@ -176,9 +172,9 @@ class Objects:
         return memoryview(pages)
 
     def collect(self) -> bool:
-        """Drop objects without references; return whether any are left."""
+        """Drop objects without references.  Return whether any objects are left."""
         for key in list(self._kept):
-            # Objects in files stay, since the end of their references is not known.
+            # Objects in files are kept, because they have no token.
             if type(key) is int and not self._referred(key):
                 del self._kept[key]
         return bool(self._kept)
@@ -186,14 +182,14 @@ class Objects:
     def _referred(self, name: int) -> bool:
         """Whether the pool's process still holds a token."""
         assert self._arena is not None
-        # The stamp detects a block that was leased again; attachment 0 is the pool's process.
+        # The stamp detects a block that was leased again.  The pool's process has attachment 0.
         file, number = self._arena.file, name & 0xFFFF_FFFF
         return file.stamps[number] == name >> 32 and bool(file.holds(0)[number])
 
 
 @builder
 def open_broadcast(buffer: Any, pool: str, token: int | None, place: Any, nbytes: int) -> Any:
-    """Return the object, in a worker of the pool."""
+    """Return the object of a reference.  Only workers of the pool can load it."""
     objects = Objects.here.get()
     if objects is None or objects.pool != pool:
         where = "the pool's own" if pool in pools else "a"

@@ -1,4 +1,4 @@
-"""Measures the checks whether large globals were changed in place, and warns of slow ones."""
+"""Warns if the checks whether a large global has changed take long, and if a global is a lock."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from xpool._pickling.by_value import main
 
 _TOO_LONG = 1.0
-"""Total seconds that the checks of one global may take before a warning."""
+"""If the checks of one global take more seconds in total, there is a warning."""
 
 
-_seconds: dict[str, float] = {}  # that the checks of each global have taken
+_seconds: dict[str, float] = {}  # the total time of the checks, by global
 
 
 def took(name: str, nbytes: int, seconds: float) -> None:
-    """Count a check; warn about the global once its checks have taken too long."""
+    """Count the time of a check.  Warn once if the checks of this global have taken too long."""
     before = _seconds.get(name, 0.0)
     after = _seconds[name] = before + seconds
     if before < _TOO_LONG <= after:
@@ -30,7 +30,7 @@ def took(name: str, nbytes: int, seconds: float) -> None:
 
 
 def keeps_lock(name: str) -> None:
-    """Warn, when a lock is first met, that it keeps no two workers apart."""
+    """Warn that a lock does not exclude two workers from each other.  Called once for each lock."""
     _warn(
         f"Each worker has its own copy of the lock {name!r} of __main__, so tasks of two workers "
         "can hold it at the same time. To prevent that, pass a multiprocessing.Lock in "
@@ -39,7 +39,7 @@ def keeps_lock(name: str) -> None:
 
 
 def _warn(text: str) -> None:
-    """Warn at the first caller outside of xpool."""
+    """Warn, with the first caller outside of xpool as the place."""
     level, frame = 2, sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "xpool":
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]
@@ -52,7 +52,7 @@ def is_final(name: str) -> bool:
     holder: Any = main.namespace().get(owner) if dot else sys.modules["__main__"]
     try:
         kind = _annotations(holder).get(attribute)
-    except Exception:  # 3.14 evaluates them only now, and names in them may be undefined
+    except Exception:  # Python 3.14 evaluates them only now, and a name may be undefined
         return False
     if not isinstance(kind, str):
         kind = str(getattr(kind, "__origin__", kind))
@@ -61,7 +61,7 @@ def is_final(name: str) -> bool:
 
 def _annotations(holder: Any) -> dict[str, Any]:
     if sys.version_info >= (3, 14):
-        import annotationlib  # late: few programs have a large global
+        import annotationlib  # imported here, because few programs have a large global
 
         return annotationlib.get_annotations(holder, format=annotationlib.Format.STRING)
     found: dict[str, Any] = vars(holder).get("__annotations__", {})

@@ -1,12 +1,12 @@
 """Pickles classes by value, and keeps their identity.
 
-A message contains a token for a by-value class and a *blob*: its definition, pickled once and
-compressed.  The receiver loads the blob only if it does not know the token.  So an instance of a
-local class costs little more than one of an importable class.  A process sends a received class
-with the blob that it has received.
+For a by-value class, a message contains a token and a *blob*: the definition of the class, pickled
+once and compressed.  The receiver loads the blob only if it does not know the token.  So an
+instance of a local class costs little more than an instance of an importable class.  A process
+sends a received class with the same blob that it has received.
 
-In the blob, the class and every by-value class that it refers to is written as an empty class and a
-state (see `reducers`), so classes may refer to themselves and to each other.
+In the blob, the class and every by-value class to which it refers are written as an empty class and
+a state (see `reducers`).  So classes may refer to themselves and to each other.
 
 A definition is a snapshot.  The process that defined the class makes a new one if an attribute of
 the class was set or deleted, if a container, an array or an object of the program in an attribute
@@ -39,7 +39,7 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
 
 
 def reduce_class(pickler: Context, cls: type) -> Any:
-    """Pickle by name if the receiver finds it by name, else by value."""
+    """Pickle a class by name if the receiver finds it by name, else by value."""
     name = name_for(pickler, cls)
     if name is not None:
         return name
@@ -59,7 +59,7 @@ def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
         token = registry.token_of(cls)
         entry = registry.lookup(token)
         assert entry is not None
-        # A received class is sent with the blob that came: only its owner changes the definition.
+        # A received class is sent with the received blob: only its owner changes the definition.
         if entry.own:
             mark = _mark(cls)
             if entry.mark != mark:
@@ -74,7 +74,7 @@ def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
 
 
 def _mark(cls: type) -> Any:
-    """Return a value that changes with the definition."""
+    """Return a value that changes if the definition changes."""
     return [
         (name, id(value), _content(name, value))
         for name, value in list(vars(cls).items())
@@ -83,16 +83,16 @@ def _mark(cls: type) -> Any:
 
 
 def _content(name: str, value: Any) -> Any:
-    """Return a value that changes when an attribute is changed in place; most need none."""
+    """Return a value that changes if an attribute is changed in place, or None if it cannot be."""
     kind = type(value)
     mutable = kind in _MUTABLE or kind.__module__ in _OF_PROGRAM
-    # Special attributes are set once.  An object with `__get__` is a kind of function.
+    # Special attributes are set only once.  Objects with `__get__` are functions and the like.
     if not mutable or isinstance(value, type) or hasattr(kind, "__get__") or name[:2] == "__":
         return None
     try:
-        # Only for comparison, so objects of the program may be pickled by name.
+        # The pickle is only compared, so it may contain names of the program.
         return pickle.dumps(value, 5)
-    except Exception as error:  # of any object's own __reduce__
+    except Exception as error:  # an object's `__reduce__` can raise any error
         if by_handler(error):
             raise
     parts = value if kind in _MUTABLE else vars(value) if hasattr(value, "__dict__") else ()
@@ -108,7 +108,7 @@ def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
     entry = registry.lookup(token)
     if entry is not None and (entry.own or entry.version >= version):
         cls = entry.ref()
-        # A class without blobs came inside another definition, or another thread is filling it.
+        # A class without blobs was a part of another definition, or another thread is filling it.
         if cls is not None and (entry.own or entry.blobs):
             return cls
     with registry.lock:
@@ -118,7 +118,7 @@ def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
         if not entry.own:
             entry.version = version
             entry.names = frozenset(names)
-            # Last: from now on `_load` returns it without the lock.
+            # Set last, because `_load` now returns the class without the lock.
             entry.blobs = {False: blob, True: blob}
         return cls
 
@@ -155,7 +155,7 @@ def _shell(cls: type, token: str) -> tuple[Any, ...]:
 def _maker(metaclass: type) -> type:
     """Return the class whose ``__new__`` makes classes of a metaclass without running its code.
 
-    The effects of the metaclass are in the attributes of the class already.
+    The attributes of the class already contain the effects of this code.
     """
     for base in metaclass.__mro__:
         made_by = vars(base).get("__new__")
@@ -192,7 +192,7 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
     return state
 
 
-#: Attributes that Python sets in a class when it or an instance of it is first pickled.
+# Attributes that Python sets in a class when the class or an instance is first pickled.
 _CACHES = frozenset({"__slotnames__", "__annotations_cache__"})
 
 _MADE_BY_PYTHON = _CACHES | {
@@ -216,7 +216,7 @@ def _make(
         try:
             with _muted(bases, known_only=True):
                 return maker.__new__(metaclass, name, bases, creation)
-        except TypeError:  # a hook of an importable base requires keywords
+        except TypeError:  # `__init_subclass__` of an importable base requires keywords
             with _muted(bases, known_only=False):
                 return maker.__new__(metaclass, name, bases, creation)
 
@@ -225,10 +225,11 @@ def _make(
 
 @contextlib.contextmanager
 def _muted(bases: tuple[type, ...], known_only: bool) -> Iterator[None]:
-    """Keep ``__init_subclass__`` of by-value bases from running again.
+    """Keep ``__init_subclass__`` of by-value bases (of all bases, unless ``known_only``) from
+    running again.
 
-    It ran when the class was defined, and its effects are in the state of the class; here it would
-    see an empty class, without the keywords of the class statement.
+    It ran when the class was defined, and its effects are in the state of the class.  Here it would
+    get an empty class, without the keywords of the class statement.
     """
     saved = {}
     for base in bases:
@@ -252,23 +253,23 @@ def _fill(cls: Any, versioned: tuple[int, dict[str, Any], frozenset[str]]) -> No
     entry = registry.known(cls)
     if entry is None or entry.own or entry.version >= version:
         return
-    # These are not set as attributes: registered subclasses, and data of members.
+    # Registered subclasses and the data of members are not set as attributes.
     subclasses = state.pop("_abc_impl", ())
     for key, extra in state.pop("_member_map_", {}).items():
         vars(cls._member_map_[key]).update(extra)
     if entry.version >= 0:
-        # A later version of a known class: its owner has deleted these attributes.
+        # This is a later version of a known class, whose owner has deleted these attributes.
         gone = set(vars(cls)) - state.keys() - skipped - _MADE_BY_PYTHON
         for name in gone:
             if isinstance(vars(cls)[name], FunctionType):
                 type.__delattr__(cls, name)
     for name, value in state.items():
-        # Not by setattr, which a metaclass may forbid or redirect.
+        # Not `setattr`, which a metaclass may override.
         type.__setattr__(cls, name, value)
     for one in subclasses:
         abc.ABCMeta.register(cls, one)
     if subclasses:
-        # `register` has weak references, and would forget a class that goes and comes again.
+        # Keep them alive: `register` has only weak references, and would forget a collected class.
         type.__setattr__(cls, "_xpool_registered", subclasses)
     entry.version = version
 

@@ -1,4 +1,4 @@
-"""Which effects the imports and the definitions of a script may have."""
+"""Finds out which effects the imports and the definitions of a script may have."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ __all__ = [
     "stands_on_torch",
 ]
 
-# These three print, open a browser, and change how the terminal is read.
+# The import of these three prints, opens a browser, or changes how the terminal is read.
 _SILENT = (sys.stdlib_module_names - {"this", "antigravity", "readline"}) | {
     "numpy",
     "torch",
     "xpool",
 }
-"""Modules whose import has no effects outside of themselves."""
+"""Modules whose import has no effects outside of the modules."""
 
 LIBRARY = "library"
-"""Any installed package except numpy and those that use torch; they may affect each other."""
+"""Any installed package except numpy and those that use torch.  These may affect each other."""
 
 SELF_CONTAINED = {
     "PIL", "attr", "attrs", "cv2", "jax", "matplotlib", "numba", "pandas", "plotly", "polars",
     "pyarrow", "pydantic", "scipy", "seaborn", "sklearn", "statsmodels", "tqdm", "xarray",
 }  # fmt: skip
-"""Libraries whose import, and whose functions, called as statements or as decorators, change only
-settings of libraries."""
+"""Libraries whose import changes only settings of libraries.  The same is true of their functions
+if a script calls these as statements or as decorators."""
 
 _OF_WORKERS = {"numpy", "torch", "xpool", "dill", "pytest"}
-"""Packages that a worker may import although no task uses them."""
+"""Packages that a worker may import even if no task uses them."""
 
 
 def is_silent(module: str, folder: str) -> bool:
-    """Whether importing a module has no other effects; ``folder``: that of the script."""
+    """Whether the import of a module has no other effects.  ``folder`` is that of the script."""
     top = module.partition(".")[0]
     file = getattr(sys.modules.get(top), "__file__", None) or ""
     # A module of the program may have the same name.
@@ -55,21 +55,21 @@ def is_silent(module: str, folder: str) -> bool:
 
 
 def library_of(top: str) -> str | None:
-    """Return the library of a package: "torch", "numpy" or `LIBRARY`; None: not installed."""
+    """Return "torch", "numpy" or `LIBRARY` for an installed package, or None for another one."""
     if stands_on_torch(top):
         return "torch"
     return top if top == "numpy" else LIBRARY if is_installed(top) else None
 
 
 def is_installed(top: str) -> bool:
-    """Whether an imported package is neither the program's own nor Python's."""
+    """Whether an imported package belongs neither to the program nor to Python."""
     if "." in top or top in _OF_WORKERS or top in sys.stdlib_module_names:
         return False
     return "-packages" in (getattr(sys.modules.get(top), "__file__", None) or "")
 
 
 def stands_on_torch(top: str) -> bool:
-    """Whether a package is torch, or is imported and uses torch."""
+    """Whether a package is torch, or has been imported and uses torch."""
     torch = sys.modules.get("torch")
     if top == "torch" or torch is None or top not in sys.modules:
         return top == "torch"
@@ -83,7 +83,7 @@ def stands_on_torch(top: str) -> bool:
 
 
 def names_of_star(node: ast.ImportFrom) -> set[str] | None:
-    """Return the names that ``from module import *`` binds; None: unknown."""
+    """Return the names that ``from module import *`` binds, or None if they are not known."""
     module = None if node.level else sys.modules.get(node.module or "")
     if module is None:
         return None
@@ -92,9 +92,9 @@ def names_of_star(node: ast.ImportFrom) -> set[str] | None:
 
 
 def origins_of(groups: Iterable[list[ast.stmt]]) -> dict[str, str]:
-    """Return what the imports of a script bind, by name: "functools.cache" for ``cache``.
+    """Return the full names of the objects that a script imports, by the names that it binds.
 
-    Without names that are bound to something else, too.
+    For example ``{"cache": "functools.cache"}``.  Names with several origins are left out.
     """
     found: dict[str, set[str]] = {}
     for group in groups:
@@ -105,7 +105,7 @@ def origins_of(groups: Iterable[list[ast.stmt]]) -> dict[str, str]:
 
 
 def _origins(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    """Yield what a statement binds, with the full name that is imported, "" if there is none."""
+    """Yield the names that a statement binds, each with the full imported name, or ""."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             top = alias.name.partition(".")[0]
@@ -132,22 +132,22 @@ _INERT = {
     "typing.final", "typing.overload", "typing.runtime_checkable",
     "classmethod", "property", "staticmethod",
 }  # fmt: skip
-"""What makes an object and has no other effect, by its full name."""
+"""Full names of functions and classes that only make an object."""
 
 _ACCESSORS = {"setter", "getter", "deleter"}  # of a property of the same class
 
 _METACLASSES = {"builtins", "abc", "enum", "typing"}
-"""Modules of metaclasses that only make the class."""
+"""Modules with metaclasses that only make the class."""
 
 _OF_ENUM = {"__init__", "__new__", "_generate_next_value_"}
 """Methods that the metaclass of an enumeration calls."""
 
 
 def is_inert(called: ast.expr, origins: Mapping[str, str], bound: set[str]) -> bool:
-    """Whether calling this only makes an object.
+    """Whether a call of this expression only makes an object.
 
     Args:
-        origins: what the script's imports bind, by name: "functools.cache" for ``cache``.
+        origins: the result of `origins_of`.
         bound: all names that the script binds.
     """
     if isinstance(called, ast.Call):  # a decorator with arguments
@@ -164,15 +164,15 @@ def is_inert(called: ast.expr, origins: Mapping[str, str], bound: set[str]) -> b
 def is_plain_class(
     node: ast.ClassDef, found: Any, origins: Mapping[str, str], bound: set[str]
 ) -> bool:
-    """Whether making a class, which is ``found`` in the program, has no other effect.
+    """Whether a class statement, whose class is ``found`` in the program, only makes the class.
 
-    Its bases may notice it: they have lists of their subclasses.
+    Its bases list it as a subclass, which is not counted here.
     """
     if not isinstance(found, type) or type(found).__module__ not in _METACLASSES:
         return False
     if any(keyword.arg != "metaclass" for keyword in node.keywords):
         return False
-    # Except `object`: the hook of any other base runs when the class is made.
+    # `__init_subclass__` of a base runs when the class is made.  That of `object` does nothing.
     if any(
         "__init_subclass__" in vars(base) and base.__module__ not in _METACLASSES
         for base in found.__mro__[1:-1]

@@ -1,8 +1,8 @@
-"""Pickles exceptions so that they load without the code of their class, and so never fail to load.
+"""Pickles exceptions so that they load without code of their class, and so never fail to load.
 
-An exception usually fails to unpickle because the parameters of its ``__init__`` are not its
-``args``.  Here only the ``__new__`` and ``__init__`` of its built-in base run, and the attributes
-are set afterwards.
+If an exception cannot be unpickled, the reason is usually that the parameters of its ``__init__``
+are not its ``args``.  Here only the ``__new__`` and ``__init__`` of its built-in base run, and the
+attributes are set afterwards.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from xpool._python.item_notes import safe_repr
 
 
 def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryview:
-    """Pickle what a task raised, with the worker's traceback.
+    """Pickle the exception of a task, with the worker's traceback.
 
-    `decode` returns an exception of the same class whose ``__cause__`` is a
-    `RemoteTraceback` with the text.  Attributes that cannot be pickled are left out.  If the class
-    cannot be pickled, it returns a `ResultNotPicklable` with the text.
+    `decode` returns an exception of the same class whose ``__cause__`` is a `RemoteTraceback` with
+    the text.  Attributes that cannot be pickled are left out.  If the class cannot be pickled,
+    `decode` returns a `ResultNotPicklable` with the same cause.
     """
     cause = exc.__cause__
-    # The error of a task of a nested pool: the traceback of that pool's worker comes first.
+    # If a task of a nested pool has raised the error, the traceback of that pool's worker is first.
     if (
         hasattr(cause, "text")
         and isinstance(cause, errors.RemoteTraceback)
@@ -44,10 +44,10 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     for form in (_Raised(exc, traceback_text), _Raised(_Salvaged(exc), traceback_text)):
         try:
             data = encode(form, main_globals=False)
-            # Loaded here as a test: many exceptions can be pickled but not unpickled.
+            # Loaded as a test, because many exceptions can be pickled but not unpickled.
             if type(decode(data)) is type(exc):
                 return data
-        except Exception as error:  # whatever the class does in its own __reduce__
+        except Exception as error:  # the code of the class can raise any error
             failure = error
     if failure is None:
         failure = TypeError(f"{type(exc).__qualname__} is unpickled as another type")
@@ -56,7 +56,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
 
 
 def _no_children(exc: BaseException) -> str:
-    """Return advice for when `multiprocessing` refuses to start a process in a worker, or ""."""
+    """Return advice if `multiprocessing` has refused to start a process in a worker, else ""."""
     if not isinstance(exc, AssertionError) or "daemonic processes are not allowed" not in str(exc):
         return ""
     return (
@@ -83,7 +83,7 @@ def add_note(exc: BaseException, note: str) -> None:
 
 
 class _Raised:
-    """Is loaded as an exception with the worker's traceback."""
+    """An object that is loaded as an exception with the worker's traceback."""
 
     def __init__(self, exc: BaseException | _Salvaged, text: str) -> None:
         self.exc, self.text = exc, text
@@ -93,9 +93,9 @@ class _Raised:
 
 
 class _Salvaged:
-    """Is loaded as an exception without the parts that cannot be pickled.
+    """An object that is loaded as an exception without the parts that cannot be pickled.
 
-    Ignores the ``__reduce__`` of its class.
+    It ignores the ``__reduce__`` of the exception's class.
     """
 
     def __init__(self, exc: BaseException) -> None:
@@ -112,7 +112,7 @@ class _Salvaged:
 
 
 def _salvaged_member(exc: BaseException) -> Any:
-    """Return the object that is pickled in place of an exception of a group."""
+    """Return the object that is pickled in place of an exception in a group."""
     for form in (exc, _Salvaged(exc)):
         if _travels(form):
             return form
@@ -123,7 +123,7 @@ def _salvaged_member(exc: BaseException) -> Any:
 def _travels(obj: Any) -> bool:
     try:
         decode(encode(obj, main_globals=False))
-    except Exception as exc:  # any error of the object's own code: it is left out
+    except Exception as exc:  # the object's own code can raise any error
         if by_handler(exc):
             raise
         return False
@@ -141,7 +141,10 @@ _GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 o
 
 
 def reduce_exception(pickler: Context, exc: BaseException) -> Any:
-    """Leave it to the pickler unless loading calls an ``__init__`` or ``__new__`` in Python."""
+    """Reduce an exception whose class has an ``__init__`` or ``__new__`` in Python.
+
+    Leave all others to the pickler, because loading them calls no Python code.
+    """
     cls = type(exc)
     if not (_in_python(cls, "__init__") or _in_python(cls, "__new__")):
         return NotImplemented
@@ -161,7 +164,7 @@ def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     state = reduced[2] if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
     args = tuple(reduced[1])
     if isinstance(exc, _GROUPS):
-        # Its args are those of its own class, which may differ from those of the built-in class.
+        # The args of its own class may differ from those of the built-in class.
         group: Any = exc
         state, args = {"args": args, **state}, (group.message, list(group.exceptions))
     return type(exc), args, {**state, **exc.__dict__}
@@ -183,7 +186,7 @@ def _rebuild(cls: Any, args: tuple[Any, ...]) -> Any:
     exc = _built_in(cls, "__new__").__new__(cls, *args)
     try:
         _built_in(cls, "__init__").__init__(exc, *args)
-    except TypeError:  # the args of the class do not suit the built-in class
+    except TypeError:  # the built-in class needs other args
         BaseException.__init__(exc, *args)
     return exc
 

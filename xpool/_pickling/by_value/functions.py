@@ -1,4 +1,4 @@
-"""Reducers of functions, methods, modules, and the parts of functions."""
+"""Reducers of functions, methods and modules, and of the parts of functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _NO_MODULE = ModuleType("no module")
 
 
 class _Space:
-    """Globals of no module, or with `recurse`: the receiver has one dict for each of them."""
+    """The globals of functions that do not use a module's (or with `recurse`).  In the receiver,
+    functions with the same globals share a dict."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -46,11 +47,11 @@ def _make_space(name: Any) -> dict[str, Any]:
 
 @register(FunctionType)
 def reduce_function(pickler: Context, function: FunctionType) -> Any:
-    """Pickle by name if the receiver finds it by name, else by value."""
+    """Pickle a function by name if the receiver finds it by name, else by value."""
     name: Any = BUILDERS.get(function)
     module: Any = function.__module__
     if name is None and isinstance(module, str) and module not in main.MAIN_NAMES:
-        # Most are at the top level of a module: this is faster than `name_for`.
+        # Most functions are at the top level of a module, and this is faster than `name_for`.
         top = getattr(sys.modules.get(module), "__dict__", {})
         if top.get(function.__qualname__) is function:
             return function.__qualname__
@@ -58,20 +59,20 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
         name = name_for(pickler, function)
     if name is not None:
         return name
-    # By value.  First, the globals that it will have in the receiver.
+    # The function is pickled by value.  First find its globals in the receiver.
     names = global_names(function.__code__)
     values = function.__globals__
     module = values.get("__name__")
     state: dict[str, Any] = {}
     space: Any
     if not pickler.recurse and values is main.namespace():
-        # The receiver must run the script for these.
+        # The receiver runs the script for these names.
         space = main.main_is_importable() and tuple(n for n in names if n in values)
         pickler.names |= names
     elif not pickler.recurse and vars(sys.modules.get(module, _NO_MODULE)) is values:
         space = module
-        # An import hook that rewrote the module here (as pytest's for assertions) may be missing in
-        # the receiver: names that no program can spell belong to the rewritten code.
+        # An import hook may have rewritten the module here, but not in the receiver, as pytest's
+        # for assertions.  Names that are not identifiers belong to the rewritten code.
         helpers = [name for name in names if name in values and not name.isidentifier()]
         if helpers:
             state["helpers"] = {name: values[name] for name in helpers}
@@ -81,11 +82,10 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
             space = pickler.spaces[id(values)] = _Space(values)
         state["globals"] = {name: values[name] for name in names if name in values}
     if function.__module__ != module:  # functools.wraps
-        # None, so that no message contains the name of __main__ needlessly, which would be checked
-        # again (see pickler.py).
+        # None stands for __main__, because messages with this name need more checks (`pickler`).
         in_main = function.__module__ in main.MAIN_NAMES
         state["__module__"] = None if in_main else function.__module__
-    # Then the attributes that a new function of this code lacks.
+    # Then add the attributes that a new function with this code lacks.
     for attribute in _ATTRIBUTES:
         value = getattr(function, attribute, None)
         if value is not None and value != ():
@@ -103,9 +103,9 @@ _ATTRIBUTES = ("__defaults__", "__kwdefaults__", "__doc__", "__qualname__", "__t
 
 
 def annotations_of(obj: Any) -> dict[str, Any]:
-    """Return the annotations of a function or class; empty: a name in them is undefined.
+    """Return the annotations of a function or class, or ``{}`` if a name in them is undefined.
 
-    Python 3.14 evaluates them only here.
+    Python 3.14 evaluates them only when they are read.
     """
     try:
         return dict(obj.__annotations__)
@@ -119,7 +119,7 @@ def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> Funct
         for one in () if isinstance(space, bool) else space:
             if one not in values:
                 main.fill(one)
-        # C code that imports something uses it, and it may be missing in a worker.
+        # C code that imports a module needs it, and it may be missing in a worker.
         values.setdefault("__builtins__", builtins)
     elif isinstance(space, str):
         values = import_module(space).__dict__
@@ -131,7 +131,7 @@ def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> Funct
 def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
     function.__globals__.update(state.pop("globals", ()))
     for name, value in state.pop("helpers", {}).items():
-        # If the receiver has such names, its own rewritten functions use them.
+        # If the receiver has such names, functions that were rewritten there use them.
         function.__globals__.setdefault(name, value)
     function.__dict__.update(state.pop("dict", ()))
     if "__module__" in state and state["__module__"] is None:
@@ -142,7 +142,7 @@ def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
 
 @register(CodeType)
 def _reduce_code(pickler: Context, code: CodeType) -> Any:
-    # Both processes run the same interpreter, as marshal requires.
+    # marshal requires that both processes run the same version of Python, and they do.
     return marshal.loads, (marshal.dumps(code),)
 
 
@@ -150,7 +150,7 @@ def _reduce_code(pickler: Context, code: CodeType) -> Any:
 def _reduce_cell(pickler: Context, cell: CellType) -> Any:
     try:
         state = (cell.cell_contents,)
-    except ValueError:  # an empty cell: the variable has no value yet
+    except ValueError:  # the cell is empty, because the variable has no value yet
         return _make_cell, ()
     return _make_cell, (), state, None, None, _fill_cell
 
@@ -163,16 +163,17 @@ def _fill_cell(cell: CellType, state: tuple[Any]) -> None:
     cell.cell_contents = state[0]
 
 
-# -- what wraps functions -----------------------------------------------------------------
+# -- wrappers of functions ----------------------------------------------------------------
 
 
 @register(MethodType)
 def _reduce_method(pickler: Context, method: MethodType) -> Any:
-    """Pickle by the object and the name, as the standard pickler does; also private names."""
+    """Pickle a method by the object and the name, as the standard pickler does, but allow private
+    names, too."""
     owner, name = method.__self__, method.__func__.__name__
     for found in _private_names(owner, name):
         if getattr(owner, found, None) == method:
-            # While a definition is loaded, the class of the object has no attributes yet.
+            # When the definition is loaded, the class of the object has no attributes yet.
             if pickler.blob and _of_class_by_value(pickler, owner, found):
                 break
             return getattr, (owner, found)
@@ -184,7 +185,7 @@ def _of_class_by_value(pickler: Context, owner: Any, name: str) -> bool:
     for one in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         if name in vars(one):
             return name_for(pickler, one) is None
-    return True  # it is in the metaclass, or in the object itself
+    return True  # the attribute is in the metaclass, or in the object itself
 
 
 def _bind(function: Any, owner: Any) -> MethodType:
@@ -196,17 +197,17 @@ def _private_names(owner: Any, name: str) -> Iterator[str]:
     if name.startswith("__") and not name.endswith("__"):
         classes = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
         for one in classes:
-            # The compiler mangles private names so (_Py_Mangle).
+            # The compiler mangles private names in this way (_Py_Mangle).
             yield f"_{one.__name__.lstrip('_')}{name}"
 
 
 @register(property)
 def _reduce_property(pickler: Context, obj: property) -> Any:
     kind = type(obj)
-    if kind.__module__ == "enum":  # its __new__ and attributes differ between versions
+    if kind.__module__ == "enum":  # its __new__ and attributes differ between Python's versions
         return NotImplemented
     parts = (obj.fget, obj.fset, obj.fdel, obj.__doc__)
-    state = getattr(obj, "__dict__", None)  # of a subclass
+    state = getattr(obj, "__dict__", None)  # only an instance of a subclass has it
     if kind is property or not state:
         return kind, parts
     return kind, parts, state, None, None, set_attributes
@@ -227,7 +228,7 @@ def _lru(maxsize: int | None, typed: bool, function: Callable[..., Any]) -> Any:
 
 @register(CachedFunction)
 def _reduce_lru_cache(pickler: Context, obj: Any) -> Any:
-    """Pickle the inner function; the receiver makes a new cache."""
+    """Pickle the inner function, for which the receiver makes a new cache."""
     name = name_for(pickler, obj)
     if name is not None:
         return name
@@ -237,7 +238,7 @@ def _reduce_lru_cache(pickler: Context, obj: Any) -> Any:
 
 @register(functools.partialmethod)
 def _reduce_partialmethod(pickler: Context, obj: Any) -> Any:
-    """From Python 3.14 on, its ``__new__`` requires the function."""
+    """Call the constructor with the function, which Python 3.14 and later require."""
     return _partialmethod, (obj.func, obj.args, obj.keywords)
 
 
@@ -279,7 +280,7 @@ FOR_SUBCLASSES[ModuleType] = _reduce_module
 
 
 def _lazy_dataclasses() -> None:
-    """Pickle the markers inside ``__dataclass_fields__`` by name."""
+    """Register a reducer that pickles the markers in ``__dataclass_fields__`` by name."""
     import dataclasses
 
     marks = ("_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR", "MISSING", "KW_ONLY")
@@ -302,7 +303,7 @@ LAZY["dataclasses"] = _lazy_dataclasses
 
 
 def _lazy_locks() -> None:
-    """Pickle a lock in a class definition as a new lock; refuse any other lock."""
+    """Register a reducer that pickles a lock in a class definition as a new lock, and no others."""
     import threading
 
     def reduce_lock(pickler: Context, obj: Any) -> Any:
@@ -322,5 +323,5 @@ if sys.version_info >= (3, 15):
 
     @register(LazyImportType)
     def _reduce_lazy_import(pickler: Context, obj: Any) -> Any:
-        # Not by an import statement, which `-X lazy_imports=all` would make lazy.
+        # `-X lazy_imports=all` would make an import statement lazy.
         return import_module("xpool._pickling.by_value.lazy_imports").reduce(obj)

@@ -1,14 +1,14 @@
-"""Sets the globals of ``__main__`` in a worker that its parent has sent.
+"""Sets, in a worker, the globals of ``__main__`` that its parent has sent.
 
-A process that is no replica sets none, so a function that a worker sends back does not change the
-caller's globals.  A worker accepts globals from the first sender only, its parent.
+Only a replica (see `main`) sets globals, so a function that a worker sends back does not change the
+caller's globals.  A worker accepts globals only from its first sender, which is its parent.
 
-A worker keeps a value that its own code made before the first one came.  At the first one, it also
-keeps the value of its own run of the script if that pickles to the same bytes: other objects of the
-script refer to that value, and may compare by identity.
+If code of the worker has set a global before the first value for it arrived, the worker keeps its
+own.  It also keeps the value of its own run of the script if the first received value has the same
+bytes, because other objects of the script refer to that value and may be compared by identity.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import contextlib
 import pickle
@@ -26,27 +26,27 @@ from xpool._pickling.policy import INLINE_BELOW
 from xpool._python import at_fork
 
 VALUE, PLACE, KEEP, NONE = range(4)
-"""The data of an entry: a pickle; the place of a large one; none, since the receiver keeps its own;
-none, since it cannot be sent."""
+"""Kinds of `SentGlobal`.  VALUE has a pickle, and PLACE the place of a large pickle.  KEEP has no
+value, and the receiver keeps its own.  NONE has no value, because it cannot be sent."""
 
 
 class SentGlobal(NamedTuple):
     """One global in a message."""
 
-    name: str  # "rate", or "Config.rate": an attribute of a class or of a function
+    name: str  # "rate", or "Config.rate" for an attribute of a class or of a function
     serial: int
-    first: bool  # the program has not changed it since it was first sent
+    first: bool  # whether the program has not changed it since it was first sent
     kind: int
     data: Any  # the pickle, the place, or the reason why there is neither, in UTF-8
 
 
 class _Incoming:
-    """Guarded by `_lock`."""
+    """The state of a receiver, guarded by `_lock`."""
 
     def __init__(self) -> None:
         self.parent: str | None = None
         self.serials: dict[str, int] = {}
-        # Why values of the program are not here: of names that are missing, or that stayed None.
+        # By global, the reason why its value was not sent.  Those in `left_none` are None here.
         self.missing: dict[str, str] = {}
         self.left_none: dict[str, str] = {}
 
@@ -54,7 +54,7 @@ class _Incoming:
 def unwrap(sender: str, exact: bool, entries: list[Any], body: bytes, *buffers: Any) -> Any:
     """Set the globals that a worker's parent has sent, and load the pickle that needs them."""
     if main.is_replica():
-        # First run the statements that act, then set the values.
+        # The statements that act must run before the values are set.
         main.fill(main.TOP)
         found = [SentGlobal(*entry) for entry in entries]
         with _lock:
@@ -66,7 +66,7 @@ def unwrap(sender: str, exact: bool, entries: list[Any], body: bytes, *buffers: 
             for entry in found:
                 if entry.kind == KEEP:
                     main.settled.discard(entry.name)
-                # In this order, since values may use earlier ones.
+                # The order matters, because values may use earlier ones.
                 main.fill(entry.name.partition(".")[0])
                 if ours:
                     _take(entry, exact)
@@ -80,7 +80,7 @@ _heard = threading.local()
 
 @contextlib.contextmanager
 def listening() -> Iterator[Callable[[], list[SentGlobal]]]:
-    """Record the globals of a message that this thread opens; yield a function for them."""
+    """Record the globals of messages that this thread opens.  Yield a function that has them."""
     _heard.entries = []
     try:
         yield lambda: _heard.entries
@@ -92,7 +92,7 @@ def retake(entries: list[SentGlobal]) -> None:
     """Set the globals of a function again if other messages have changed them."""
     serials = _incoming.serials
     for entry in entries:
-        # Without the lock, since each call comes here; `_take` checks again under it.
+        # Checked without the lock, because this runs for each call.  `_take` checks it again.
         if serials.get(entry.name) != entry.serial:
             with _lock:
                 _take(entry, True)
@@ -103,7 +103,7 @@ def _take(entry: SentGlobal, exact: bool) -> None:
     last = _incoming.serials.get(name)
     if last == serial or (last is not None and last > serial and not exact):
         return
-    # Recorded first: a value that fails to load is not tried again for each task.
+    # Recorded first, so that a value that cannot be loaded is not tried again for each task.
     _incoming.serials[name] = serial
     holder, attribute = _place_of(name)
     if holder is None:
@@ -112,19 +112,18 @@ def _take(entry: SentGlobal, exact: bool) -> None:
     if last is None and current is not MISSING:
         initial = "." in name or main.is_initial(name, current)
         if first and not initial:
-            return  # code in this worker set it before its first value came, and it stays
+            return  # code in this worker has set it before
         if initial and kind == VALUE and _is_same(current, data):
-            return  # it stays the object that other objects of the script refer to
-        # It cannot be pickled, but a fork has it from the program.
+            return  # other objects of the script may refer to this object
         if initial and kind == NONE and main.is_forked():
-            return
+            return  # a fork has the program's value, which cannot be pickled
     if kind == KEEP and current is not MISSING:
         if current is None:
             _incoming.left_none[name] = data.decode("utf-8", "replace")
         return
     try:
         if kind == VALUE:
-            # Some objects are pickled by their own name: a TypeVar, a NewType.
+            # An object may be pickled by its own name, such as a TypeVar or a NewType.
             main.settled.discard(name)
             try:
                 value = pickle.loads(data)
@@ -135,11 +134,11 @@ def _take(entry: SentGlobal, exact: bool) -> None:
             value = place.load() if token is None else open_broadcast(*data)
         else:
             value, _incoming.missing[name] = MISSING, data.decode("utf-8", "replace")
-    except Exception as error:  # of any object's own __setstate__
+    except Exception as error:  # an object's `__setstate__` can raise any error
         value = MISSING
         _incoming.missing[name] = f"{type(error).__name__} while it was loaded: {error}"
     except BaseException:
-        # The task was stopped meanwhile: the next task with this value loads it.
+        # The task was stopped.  The next task with this value loads it.
         if last is None:
             del _incoming.serials[name]
         else:
@@ -156,13 +155,13 @@ def _take(entry: SentGlobal, exact: bool) -> None:
         main.missing.discard(name)
         _incoming.missing.pop(name, None)
         module = sys.modules["__main__"].__dict__
-        # `multiprocessing` has copied the globals of its functions into the module.
+        # If `multiprocessing` has run the script, the module has a copy of the globals.
         if module is not holder:
             module[name] = value
 
 
 def _place_of(name: str) -> tuple[Any, str]:
-    """Return the namespace that a path ends in, None if it does not exist, and the name there."""
+    """Return the namespace (or None) in which a path ends, and the last name of the path."""
     values = main.namespace()
     owner, dot, attribute = name.partition(".")
     if not dot:
@@ -173,7 +172,7 @@ def _place_of(name: str) -> tuple[Any, str]:
 def _is_same(value: Any, data: bytes) -> bool:
     try:
         written = write_global(value, True)
-    except Exception:  # of any object's own __reduce__
+    except Exception:  # an object's `__reduce__` can raise any error
         return False
     if written.nbytes >= INLINE_BELOW:
         return False
@@ -181,18 +180,20 @@ def _is_same(value: Any, data: bytes) -> bool:
 
 
 def _as_of_caller(data: bytes) -> bytes:
-    """Return a pickle without its frame and with __main__ for the script's module, to compare."""
-    if data[2:3] == b"\x95":  # FRAME, and the length of it
+    """Return a pickle without its frame, with __main__ as the script's module, to compare it."""
+    if data[2:3] == b"\x95":  # the opcode FRAME, before the length of the frame
         data = data[:2] + data[11:]
     return _MODULE_OF_GLOBAL.sub(b"\x8c\x08__main__\x94\\1", data)
 
 
-# As SHORT_BINUNICODE, MEMOIZE, the name as the same, and STACK_GLOBAL.
+# The opcodes of a global: SHORT_BINUNICODE and MEMOIZE for the module and for the name, and
+# STACK_GLOBAL.
 _MODULE_OF_GLOBAL = re.compile(rb"\x8c\x0b__mp_main__\x94(\x8c.[^\x94]*\x94\x93)", re.DOTALL)
 
 
 def missing_global(exc: BaseException) -> str | None:
-    """Explain an error about a global that could not be sent here; None: it is about another."""
+    """Explain an error that comes from a global that was not sent here.  None: it has another
+    cause."""
     if isinstance(exc, AttributeError):
         return _global_left_none(exc)
     name = getattr(exc, "name", None)
@@ -214,14 +215,14 @@ def missing_global(exc: BaseException) -> str | None:
 
 
 def _global_left_none(exc: AttributeError) -> str | None:
-    """Explain an AttributeError of None in code that reads a global which stayed None."""
+    """Explain an AttributeError of None in code that reads a global which is None only here."""
     trace = exc.__traceback__
     if not _incoming.left_none or trace is None or getattr(exc, "obj", exc) is not None:
         return None
     while trace.tb_next is not None:
         trace = trace.tb_next
     names = set(trace.tb_frame.f_code.co_names)
-    # "Config.pool" before "pool": its names include that one.
+    # "Config.pool" comes before "pool", because code that reads the first also has the second name.
     for path, reason in sorted(_incoming.left_none.items(), key=lambda one: "." not in one[0]):
         holder, attribute = _place_of(path)
         if names.issuperset(path.split(".")) and (holder or {}).get(attribute, exc) is None:
@@ -233,11 +234,11 @@ def _global_left_none(exc: AttributeError) -> str | None:
     return None
 
 
-# Guards the received state, and the setting of globals.  Re-entrant, since loading a value may load
-# a message with other globals.
+# Guards the received state, and the setting of globals.  Reentrant, because loading a value may
+# load a message with other globals.
 _lock = threading.RLock()
 _incoming = _Incoming()
 
 
-# A forked child accepts another sender than its parent.
+# A forked child may accept another sender than its parent did.
 at_fork.renew(globals(), _lock=threading.RLock, _incoming=_Incoming)

@@ -1,7 +1,7 @@
-"""A lazy import of Python 3.15 (PEP 810) is sent as the import statement that it stands for.
+"""Pickles a lazy import of Python 3.15 (PEP 810) as the import statement that made it.
 
 ``lazy import torch`` binds an object, which Python replaces by the module when the global is first
-used.  An object that has not been used is sent as a lazy import again: the worker imports the
+used.  If it has not been used, the object is sent as a lazy import, and the worker imports the
 module when a task uses it.
 """
 
@@ -23,14 +23,14 @@ def lazy_import(module: str, name: str) -> Any:
     statement = f"lazy from {module} import {name} as it" if name else f"lazy import {module}"
     namespace: dict[str, Any] = {}
     exec(statement, namespace)
-    # Not by a global of this module, whose first use would do the import.
+    # The namespace is separate, because the first use of a global would do the import.
     return namespace["it" if name else module.partition(".")[0]]
 
 
 def reduce(obj: Any) -> Any:
     """Reduce the object that a lazy import binds."""
-    # Only its repr says which import it stands for.  The object of `lazy from` refers to another
-    # such object, which stands for the module.
+    # Only the repr contains the name of the module.  The object of `lazy from` refers to another
+    # such object, that of the module.
     text = repr(obj)
     module, name = text[len(_REPR[0]) : -len(_REPR[1])], ""
     if any(type(part) is _KIND for part in gc.get_referents(obj)):

@@ -1,15 +1,15 @@
-"""Examines ``__main__``, and whether another process can have the same one.
+"""Finds out whether another process can have the same ``__main__`` as this one.
 
 There are two kinds of programs:
 
-* **importable**: a file with an ``if __name__ == "__main__"`` guard, also one that
-  ``python -m`` runs.  A worker runs the file again under another name, as `multiprocessing`
-  does, so functions and classes of ``__main__`` are pickled by name.  Objects that the guarded
-  block defines exist in the caller's process only, and are pickled by value.
+* **importable**: a file with an ``if __name__ == "__main__"`` guard, which ``python`` or
+  ``python -m`` runs.  A worker runs the file again under another name, as `multiprocessing` does,
+  so functions and classes of ``__main__`` are pickled by name.  Objects that the guarded block
+  defines exist only in the caller's process, and are pickled by value.
 * **by value**: a notebook, ``python -``, ``python -c``, an interactive session, a script or
   module without the guard.  Functions and classes are pickled by value.
 
-In both, the values of the globals that they use are sent before them (see `main_globals`).
+For both, the values of the globals that functions use are sent before them (see `main_globals`).
 
 A *replica* is a process (a worker) whose ``__main__`` follows that of another process.
 """
@@ -25,27 +25,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xpool._pickling.by_value.source import (
-        SourceFile,  # at run time only when there is a file to look at
+        SourceFile,  # imported at run time only if there is a file to analyse
     )
 
-#: `multiprocessing` calls the main module of a child by the second name, and makes each
-#: name an alias of the other in ``sys.modules``.
+# In a child, the main module of `multiprocessing` has the second name, and ``sys.modules`` has it
+# under both.
 MAIN_NAMES = frozenset({"__main__", "__mp_main__"})
 
-#: Stands for a global that does not exist.
+# Takes the place of a global that does not exist.
 MISSING: Any = object()
 
 
 class _State:
-    # Without a lock: two threads at worst compute the same value.
-    module: ModuleType | None = None  # the __main__ of the next three fields
+    # Needs no lock: at worst, two threads compute the same value.
+    module: ModuleType | None = None  # the __main__ to which the next four fields belong
     file: Any = None  # its __file__
     importable: bool = False
-    source: SourceFile | None = None  # of an importable one, computed on demand
-    units: bytes | None = None  # of an importable one, pickled, computed on demand
+    source: SourceFile | None = None  # computed on demand if it is importable
+    units: bytes | None = None  # pickled; computed on demand if it is importable
     replica: bool = False
     forked: bool = False
-    told: bool | None = None  # the argument of mark_worker
+    told: bool | None = None  # the argument of `mark_worker`
     values: dict[str, Any] | None = None  # globals of functions, if not the module's own
 
 
@@ -53,16 +53,16 @@ _state = _State()
 _initial: dict[str, Any] = {}
 
 settled: set[str] = set()
-"""In a worker, the globals whose values come from the caller: their statements are not run here."""
+"""In a worker, the globals whose values the caller sends, so that their statements do not run."""
 
 missing: set[str] = set()
-"""In a worker, the globals whose values in the caller cannot be sent here."""
+"""In a worker, the globals whose values the caller cannot send."""
 
 
 def main_is_importable() -> bool:
     """Whether functions and classes of ``__main__`` can be pickled by name."""
     module = sys.modules.get("__main__")
-    # A worker's __main__ may get its file later, when the caller's script is run for its names.
+    # A worker's __main__ may get its file later, when the worker runs the caller's script.
     if module is not _state.module or getattr(module, "__dict__", {}).get("__file__") is not (
         _state.file
     ):
@@ -71,7 +71,7 @@ def main_is_importable() -> bool:
 
 
 def source() -> SourceFile | None:
-    """Return the analysis of the text of an importable ``__main__``; None: not importable."""
+    """Return the analysis of ``__main__``'s text, or None if ``__main__`` is not importable."""
     if not main_is_importable():
         return None
     found = _state.source
@@ -81,9 +81,9 @@ def source() -> SourceFile | None:
 
 
 def units() -> bytes | None:
-    """Return the statements of this script for workers, pickled (`Units`); None: there are none.
+    """Return the pickled `Units` of this script for workers, or None.
 
-    Called when the script's classes exist, since these say what their statements do.
+    This is called after the script has made its classes, because the analysis uses these.
     """
     location = main_location() if main_is_importable() else None
     if location is None:
@@ -92,15 +92,15 @@ def units() -> bytes | None:
         from xpool._pickling.by_value.units import read_units
 
         found = read_units(_file_of(_state.module), namespace())
-        # As plain tuples: importing the classes would double the worker's time for this.
+        # Pickled as plain tuples, because importing their classes would double a worker's time.
         _state.units = b"" if found is None else pickle.dumps(found.plain())
     return _state.units or None
 
 
 def main_location() -> tuple[str, str] | None:
-    """Return ``("path", p)``, ``("name", modname)``, or None when there is no file to run again."""
+    """Return ``("path", p)``, ``("name", modname)``, or None if no file can be run again."""
     module = sys.modules.get("__main__")
-    # Interactive input is in no file.
+    # Interactive input is not in a file.
     if module is None or hasattr(sys, "ps1") or sys.flags.interactive:
         return None
     spec = getattr(module, "__spec__", None)
@@ -119,28 +119,29 @@ def namespace() -> dict[str, Any]:
 
 
 def fill(name: str) -> None:
-    """Run the part of the caller's script here that this name needs, if it was not run.
+    """Run the part of the caller's script that this name needs, unless it has run here.
 
-    `TOP`: the part that is always run.
+    For `TOP`, run the part that every worker runs.
     """
     module = sys.modules["__main__"]
     here = vars(module)
-    # It runs once; the script's own `__getattr__` is not called for `TOP`.
+    # The condition keeps the script's own `__getattr__` from being called with `TOP`.
     if name != TOP or ("_xpool_script" in here and "_xpool_top" not in here):
         getattr(module, name, None)
 
 
 TOP = "the top of the script"
-"""Stands for a name that needs only the statements that act; no real name has spaces."""
+"""Takes the place of a name, and needs only the statements that act.  Real names have no spaces."""
 
 
 def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None:
     """Record that this process is a worker, whose ``__main__`` follows that of its parent.
 
     Args:
-        importable: whether ``__main__`` here is the caller's own file, run again.  None:
-            examined as in the caller's process.
-        forked: the process is a fork of its parent, and has its objects that cannot be pickled.
+        importable: whether this process runs the caller's file as its ``__main__``.  None: find out
+            as in the caller's process.
+        forked: whether the process is a fork of its parent, and so has objects of the parent that
+            cannot be pickled.
     """
     _state.replica, _state.forked = True, forked
     _state.told = importable
@@ -153,9 +154,9 @@ def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None
 
 
 def _run_by_multiprocessing(module: ModuleType) -> dict[str, Any] | None:
-    """Return the globals of functions that `multiprocessing` has defined by running the script.
+    """Return the globals of the script's functions if `multiprocessing` has run the script.
 
-    The module has a copy of these globals, so functions do not see what is set in the module.
+    The module then has a copy of these globals, and its functions do not use the module's.
     """
     if module is not sys.modules.get("__mp_main__"):
         return None
@@ -168,9 +169,9 @@ def _run_by_multiprocessing(module: ModuleType) -> dict[str, Any] | None:
 
 
 def record_initial(names: Iterable[str] | None = None) -> None:
-    """Record these globals, or all that this replica has now, as its initial ones.
+    """Record these globals, or all globals that this replica has now, as its initial ones.
 
-    Called when it is marked, and when the caller's script has been run here for its names.
+    Called by `mark_worker`, and after this process has run the caller's script.
     """
     values = namespace()
     found = list(values) if names is None else names
@@ -188,7 +189,7 @@ def is_forked() -> bool:
 def is_initial(name: str, value: Any) -> bool:
     """Whether this global of the replica's ``__main__`` is the initial object.
 
-    Works once for each name, so that replaced objects are not kept alive.
+    A second call for the same name returns False, so that replaced objects are not kept alive.
     """
     return _initial.pop(name, MISSING) is value
 
@@ -200,7 +201,7 @@ def _examine(module: ModuleType | None) -> None:
     elif (location := main_location()) is not None:
         kind, where = location
         found = _read(module)
-        # The __main__ of a worker started by `python -m` is a runner, not the program.
+        # In a worker that `python -m` has started, __main__ may be a module of xpool itself.
         runner = kind == "name" and where.partition(".")[0] in ("xpool", "multiprocessing")
         importable = found.has_guard and not (runner and _state.replica)
     _state.importable, _state.source = importable, found if importable else None

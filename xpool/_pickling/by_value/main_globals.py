@@ -1,28 +1,29 @@
-"""The globals of ``__main__`` that functions use, sent before them.
+"""Sends the globals of ``__main__`` that functions use, before the functions.
 
 In a worker, a function of ``__main__`` sees the values that the program's globals had at the time
-of its call, independent of earlier tasks in that worker.  An exception is a global that code in the
-worker has set (an initializer with ``global model``): it stays until the program changes its own.
+of its call, no matter which tasks the worker has run before.  There is one exception: if code in
+the worker has set a global (an initializer with ``global model``), the worker keeps it until the
+program changes its own.
 
-The sender looks, for each message that names something of ``__main__``, at the globals that lead on
-from there: what functions and methods name is followed through other functions and classes.  Three
-kinds need not travel, since the receiver has the same: what is not there, what goes by name and is
-followed, and what the script's text says that running it makes (`source`).  A `_Plan` remembers the
-outcome as long as these globals are the same objects.  All others are pickled again each time,
-since they may have been changed in place.  Each has a serial number, which changes with its bytes;
-a receiver sets a global if the number differs from that of the value that it set last.
+For each message with functions or classes of ``__main__``, the sender finds the globals that these
+use, directly or through other functions and classes.  Three kinds of globals are not sent, because
+the receiver has the same: those that do not exist, functions and classes that are pickled by name,
+and values that running the script's text surely makes (`source`).  A `_Plan` keeps this result as
+long as these globals are the same objects.  All others are pickled again for each message, because
+they may have been changed in place.  Each has a serial number, which changes if its bytes change.
+A receiver sets a global if the number differs from that of the value that it has set last.
 
-A large value goes into shared memory, once for each pool (`broadcast`).  For each later message it
-is pickled again, without copying its buffers, and compared with the shared bytes.
+A large value is put into shared memory, once for each pool (`broadcast`).  For each later message
+it is pickled again, without copying its buffers, and compared with the shared bytes.
 
 A value that cannot be pickled is left out.  If only the script's top level binds it, the receiver
-keeps the value of its own run of the script; otherwise the name is unbound there, and the
+keeps the value of its own run of the script.  Otherwise the name is unbound there, and the
 `NameError` says why.
 
 `globals_received` is the receiver's side.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import itertools
 import os
@@ -66,7 +67,7 @@ class _Sent(NamedTuple):
 
 
 class Book:
-    """The globals that the workers of one pool were sent."""
+    """The globals that were sent to the workers of one pool."""
 
     def __init__(self) -> None:
         self.told: frozenset[str] = frozenset()
@@ -74,7 +75,7 @@ class Book:
 
 
 class _Outgoing:
-    """Guarded by `_lock`."""
+    """The state of a sender, guarded by `_lock`."""
 
     def __init__(self) -> None:
         self.sender = os.urandom(16).hex()
@@ -84,18 +85,18 @@ class _Outgoing:
         self.plans: dict[frozenset[str], _Plan] = {}
 
 
-# -- which globals have to travel ---------------------------------------------------------------
+# -- finding the globals to send ----------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
-    values: dict[str, Any]  # the globals
-    same: list[tuple[str, Any]]  # globals that are not sent while they are these objects
+    values: dict[str, Any]  # the namespace of the globals
+    same: list[tuple[str, Any]]  # globals that are not sent as long as they are these objects
     owners: list[tuple[Any, list[int]]]  # classes and functions, with the ids of their attributes
-    data: list[tuple[str, Any]]  # paths of globals that are sent, and of attributes with owners
-    names: frozenset[str]  # all names that the first ones lead to
+    data: list[tuple[str, Any]]  # globals to send, and attributes to send with their owners
+    names: frozenset[str]  # all names that functions and classes of the message use
 
     def holds(self) -> bool:
-        """Whether every global is still the same object."""
+        """Whether all globals are still the same objects."""
         if main.namespace() is not self.values:
             return False
         get = self.values.get
@@ -109,12 +110,11 @@ class _Plan(NamedTuple):
         return True
 
 
-# The most sets of names whose plans are remembered; beyond that all are dropped.
-_PLANS = 256
+_PLANS = 256  # the largest number of plans that are kept; if there are more, all are dropped
 
 
 def _plan(names: frozenset[str]) -> _Plan:
-    # Without the lock: a plan is never changed, only replaced.
+    # Read without the lock, because a plan is never changed, only replaced.
     plan = _outgoing.plans.get(names)
     if plan is None or not plan.holds():
         with _lock:
@@ -182,17 +182,17 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 
 
 def _collect(names: Iterable[str], layout: Layout) -> list[SentGlobal]:
-    """Return the globals of ``__main__`` that these lead to and that must be sent."""
+    """Return the globals that must be sent for these names: the names and all that they use."""
     roots = frozenset(names)
     if not _plan(roots).data:
         return []
     values = main.namespace()
     book = layout.book or _outgoing.anyone
     found: dict[str, SentGlobal] = {}
-    leading = set[str]()  # those that lead to others
+    leading = set[str]()  # those whose values use other globals
     with _lock:
-        # Objects that a receiver made earlier may still use `book.told`: an initializer may have
-        # put one into a global that is None here and leads to nothing.
+        # The globals in `book.told` are checked, too, because a receiver may still use them: an
+        # initializer may have put an object into a global that is None here.
         pending = book.told if roots <= book.told else roots | book.told
         seen = pending
         while pending:
@@ -213,8 +213,8 @@ def _collect(names: Iterable[str], layout: Layout) -> list[SentGlobal]:
             book.told |= roots
     if len(found) == 1:
         return list(found.values())
-    # Definitions first, since unpickling a value may call them; then the values that these read;
-    # attributes after their owners.
+    # Definitions come first, because unpickling a value may call them.  Values that use others come
+    # after these, and attributes after their owners.
     kinds = (FunctionType, ModuleType, type)
     return sorted(
         found.values(),
@@ -237,24 +237,24 @@ _PLAIN = frozenset({dict, list, tuple, set, frozenset, bytearray}) | _NEVER_CHAN
 
 
 def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
-    """Return what to send of a global, with a new serial number if it has changed."""
-    # First, the cases that need no pickling.
+    """Return the record to send of a global, with a new serial number if the global has changed."""
+    # These cases need no pickling.
     large, sent = book.large.get(name), _outgoing.sent.get(name)
     if large is not None and large.refer() is value:
         return large
     if sent is not None and type(value) in _NEVER_CHANGE and sent.refer() is value:
         return sent
-    # Otherwise pickle it, and compare it with what was sent last.
+    # Otherwise pickle the value, and compare it with the pickle that was sent last.
     kind, data, names = VALUE, b"", frozenset[str]()
     try:
         if type(value) not in _PLAIN and _is_of_process(value) and _only_top_level(name):
             raise TypeError(f"each process has a {type(value).__name__} of its own")
         begun = time.perf_counter()
         place, data, names = _pickled(value, layout, large)
-    except Exception as error:  # of any object's own __reduce__
+    except Exception as error:  # an object's `__reduce__` can raise any error
         if by_handler(error):
             raise
-        # A pool refuses by itself.  A worker keeps its own, as a fork would.
+        # A pool raises NotImplementedError.  A worker keeps its own pool, as in a fork.
         itself = isinstance(error, NotImplementedError) and main.source() is not None
         alone = itself or _only_top_level(name)
         kind = KEEP if alone or "." in name else NONE
@@ -274,12 +274,12 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
             if type(value) in _NEVER_CHANGE:
                 sent = _outgoing.sent[name] = sent._replace(refer=_reference(value))
             return sent
-    # A mutable value is not referenced: its bytes are compared in any case.
+    # A mutable value needs no reference, because its bytes are compared each time.
     stays = type(value) in _NEVER_CHANGE or (kind == PLACE and checks.is_final(name))
     refer = _reference(value) if stays or kind in (KEEP, NONE) else _nothing
     first = sent is None and large is None
     now = _Sent(refer, next(_outgoing.serials), first, kind, data, names)
-    # A place belongs to one pool; bytes are the same for all pools.
+    # A place belongs to one pool, but the bytes of a value are the same for all pools.
     if kind == PLACE:
         book.large[name] = now
     else:
@@ -289,7 +289,7 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
 
 
 def _only_top_level(name: str) -> bool:
-    """Whether only the script's top level binds it, which the receiver runs, too."""
+    """Whether only the script's top level binds a global, so that the receiver binds it, too."""
     source = main.source()
     return source is not None and name not in source.rebound
 
@@ -301,14 +301,14 @@ def _nothing() -> Any:
 def _reference(value: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(value)
-    except TypeError:  # a strong reference, so that its id stays unique
+    except TypeError:  # the type has no weak references
         return lambda: value
 
 
 def _pickled(value: Any, layout: Layout, large: _Sent | None) -> tuple[Any, bytes, frozenset[str]]:
-    """Pickle a global; return its place if it is large, else its pickle; and the names it uses.
+    """Pickle a global.  Return its place (None: it is small), its pickle, and the names it uses.
 
-    The place is that of ``large`` if that has the same bytes.
+    If ``large`` has the same bytes, its place is returned.
     """
     written = write_global(value, True)
     if written.nbytes >= INLINE_BELOW:
@@ -322,14 +322,14 @@ def _pickled(value: Any, layout: Layout, large: _Sent | None) -> tuple[Any, byte
 
 
 def _is_of_process(value: Any) -> bool:
-    """Whether each process should have an object of its own of this type, such as a logger."""
+    """Whether each process should have its own object of this type, such as a logger."""
     return any((base.__module__, base.__name__) in _OF_PROCESS for base in type(value).__mro__)
 
 
 _OF_PROCESS = frozenset(
     {
-        ("logging", "Logger"),  # its handlers are this process's
-        ("random", "Random"),  # a copy would give all workers the same numbers
+        ("logging", "Logger"),  # its handlers belong to this process
+        ("random", "Random"),  # with copies, all workers would draw the same numbers
         ("numpy.random._generator", "Generator"),
         ("numpy.random.mtrand", "RandomState"),
     }
@@ -342,8 +342,8 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 class _Prelude:
     """A pickle with the globals that must be set before it is loaded.
 
-    ``exact``: the receiver sets these values even if it has later ones; for the messages of a pool,
-    which may overtake each other.
+    With ``exact``, the receiver sets these values even if it has later ones.  It is true for the
+    messages of a pool, because these may overtake each other.
     """
 
     def __init__(
@@ -355,14 +355,14 @@ class _Prelude:
         exact: bool,
     ) -> None:
         self.entries, self.body, self.buffers, self.exact = entries, body, buffers, exact
-        self.shared = shared  # as of a pickler: `in_place` adds to it
+        self.shared = shared  # as in a pickler: `in_place` adds to it
 
     def __reduce__(self) -> Any:
         entries = []
         for entry in self.entries:
             if entry.kind == PLACE:
                 token, about = entry.data.parts
-                # `in_place` uses only `shared` of a pickler.
+                # `in_place` needs only the attribute `shared` of a pickler.
                 buffer = None if token is None else in_place(self, token)  # type: ignore[arg-type]
                 entry = entry._replace(data=(buffer, *about))
             entries.append(tuple(entry))
@@ -375,7 +375,7 @@ class _MainModule:
     importable = staticmethod(main.main_is_importable)
 
     def pickled_namespace(self, values: dict[Any, Any]) -> Any:
-        """Reduce the globals of ``__main__``; `NotImplemented` for any other dict."""
+        """Reduce the globals of ``__main__``.  Return `NotImplemented` for any other dict."""
         return (main.namespace, ()) if values is main.namespace() else NotImplemented
 
     def preface(
@@ -386,7 +386,7 @@ class _MainModule:
         shared: dict[int, Block],
         layout: Layout,
     ) -> tuple[list[bytes], list[PickleBuffer]] | None:
-        """Put the needed globals before a pickle; None: it needs none."""
+        """Return a pickle that sets the needed globals first, or None if no global is needed."""
         entries = _collect(names, layout)
         if not entries:
             return None
@@ -396,11 +396,12 @@ class _MainModule:
         return [pickle.dumps(wrapped, 5, buffer_callback=outer.append)], outer
 
 
-# Guards what was sent, plans and books; pickling, which runs the program's code, included: two
-# threads must not give one value two numbers.  Re-entrant: that code may send something, too.
+# Guards `_outgoing`, plans and books.  Also held while values are pickled, so that two threads do
+# not give one value two numbers.  Reentrant, because pickling runs the program's code, which may
+# send an object, too.
 _lock = threading.RLock()
 _outgoing = _Outgoing()
 reducers.script = _MainModule()
 
 
-at_fork.renew(globals(), _lock=threading.RLock, _outgoing=_Outgoing)  # a child counts for itself
+at_fork.renew(globals(), _lock=threading.RLock, _outgoing=_Outgoing)  # a child has its own numbers

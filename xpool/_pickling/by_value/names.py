@@ -1,4 +1,4 @@
-"""Decides whether a function or class is pickled by name, and by which name of ``__main__``."""
+"""Decides whether a function or class is pickled by name."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from xpool._pickling.by_value.main import MAIN_NAMES, source
 from xpool._pickling.reducers import Context
 from xpool._python.interrupt import by_handler
 
-#: Names of the modules that `mark_static_module` was given.
-static_modules: set[str] = set()
+static_modules: set[str] = set()  # the names of the modules given to `mark_static_module`
 
 
 def mark_static_module(module: ModuleType) -> None:
     """Declare that a module is the same in every process, so that it is pickled by name.
 
-    Its functions and classes are pickled by name, too, even if they would be pickled by value
-    otherwise.
+    Its functions and classes are pickled by name, too, even if they would otherwise be pickled by
+    value.
+
+    Raises:
+        TypeError: ``module`` is not a module.
     """
     if not isinstance(module, ModuleType):
         raise TypeError(f"mark_static_module takes a module, not {module!r}")
@@ -38,13 +40,13 @@ def goes_by_name(obj: Any) -> bool:
 
 
 def by_name(obj: Any) -> Any:
-    """Return the reduction of a function or class by name; None: not possible."""
+    """Return the reduction of a function or class by name, or None if this is not possible."""
     if goes_by_name(obj):
         return _path_of(obj)
     module_name = obj.__module__
     if module_name in static_modules:
-        # Another object of the same name (of a reloaded module) may replace this one, but a
-        # decorated function must not replace the function inside it.
+        # Another object with the same name (of a reloaded module) may take its place, but a
+        # decorated function must not take the place of its inner function.
         found = _found(module_name, _path_of(obj))
         if type(found) is type(obj) and not hasattr(found, "__wrapped__"):
             return _get, (module_name, _path_of(obj))
@@ -52,13 +54,13 @@ def by_name(obj: Any) -> Any:
 
 
 def name_for(pickler: Context, obj: Any) -> Any:
-    """As `by_name`; also record names of ``__main__``, for the globals that they use."""
+    """As `by_name`, but record names of ``__main__``, whose globals will be sent."""
     module_name = obj.__module__
     if module_name not in MAIN_NAMES:
         return by_name(obj)
     name = path = _path_of(obj)
     text = source()
-    # Most are of the top level: this is faster than `by_name`.
+    # Most objects are at the top level, and this is faster than `by_name`.
     known = text is not None and path not in text.guarded
     if not (known and sys.modules[module_name].__dict__.get(path) is obj):
         name = by_name(obj)
@@ -83,7 +85,7 @@ def _found(module_name: Any, path: str) -> Any:
     if module is None:
         try:
             module = import_module(module_name)
-        except Exception as exc:  # any error of a module's import: not found
+        except Exception as exc:  # the import of a module can raise any error
             if by_handler(exc):
                 raise
             return None

@@ -13,19 +13,19 @@ from xpool._python.hidden import CachedFunction
 
 _names_of: WeakKeyDictionary[CodeType, frozenset[str]] = WeakKeyDictionary()
 
-# Of all versions from 3.10 on (Lib/opcode.py); LOAD_FROM_DICT_OR_GLOBALS came with 3.12.
+# The opcodes of all versions from 3.10 on (Lib/opcode.py); LOAD_FROM_DICT_OR_GLOBALS is since 3.12.
 _ABOUT_GLOBALS = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
 )
 
 
 def global_names(code: CodeType) -> frozenset[str]:
-    """Return names of globals that a function or an inner function reads or writes."""
+    """Return the names of the globals that a function or its inner functions read or write."""
     names = _names_of.get(code)
     if names is None:
         found = set[str]()
         if code.co_names:
-            import dis  # late: its import is slow
+            import dis  # imported here, because its import is slow
 
             found |= {i.argval for i in dis.get_instructions(code) if i.opname in _ABOUT_GLOBALS}
         for const in code.co_consts:
@@ -36,10 +36,10 @@ def global_names(code: CodeType) -> frozenset[str]:
 
 
 def reads(obj: Any) -> set[str]:
-    """Return names of globals that a by-name function or class of ``__main__`` uses.
+    """Return the names of the globals that a by-name function or class of ``__main__`` uses.
 
-    Also those of its parts: a decorated inner function, methods, defaults.  The caller follows the
-    globals that these use in turn.
+    These include the globals of its parts: a decorated inner function, methods, defaults.  They do
+    not include the globals that other globals use.
     """
     values = main.namespace()
     found, seen, todo = set[str](), set[int](), [obj]
@@ -64,7 +64,7 @@ def _inside(one: Any) -> Iterator[Any]:
         for cell in one.__closure__ or ():
             try:
                 yield cell.cell_contents
-            except ValueError:  # it has no value yet
+            except ValueError:  # the variable has no value yet
                 continue
         yield from one.__defaults__ or ()
         yield from (one.__kwdefaults__ or {}).values()

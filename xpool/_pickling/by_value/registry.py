@@ -1,8 +1,8 @@
 """The by-value classes of this process and their tokens.
 
-A class gets a token when it is first pickled by value.  The receiver of a definition looks up the
-token first, so a class that was sent comes back as the same class, and a class that arrives twice
-is one class.
+A class gets a token when it is first pickled by value.  The receiver of a definition first looks up
+the token.  So a class that was sent comes back as the same class, and a class that arrives twice is
+one class.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from xpool._python import at_fork
 class ClassEntry:
     """The record of one by-value class (or type variable)."""
 
-    version = 0  # of the definition; the owner increments it when the class changes
-    mark: Any = None  # by which the owner cheaply detects a change of the class
+    version = 0  # the version of the definition; the owner increments it when the class changes
+    mark: Any = None  # the owner compares it to detect a change of the class
     names: frozenset[str] = frozenset()  # globals of __main__ that its methods use
 
     def __init__(self, token: str, ref: Callable[[], Any], own: bool) -> None:
         self.token = token
         self.ref = ref  # weak
-        self.own = own  # defined here: definitions that arrive never change it
-        self.blobs: dict[bool, bytes] = {}  # definition, by `recurse`
+        self.own = own  # whether it was defined here, so that received definitions never change it
+        self.blobs: dict[bool, bytes] = {}  # the pickled definition, by `recurse`
 
 
 # Guards the tables below.  Held while a definition is written or loaded, so that no thread sees an
-# incomplete class.  Re-entrant, since definitions contain definitions.
+# incomplete class.  Reentrant, because definitions contain definitions.
 lock = threading.RLock()
 _by_id: dict[int, ClassEntry] = {}
 _by_token: dict[str, ClassEntry] = {}
@@ -41,30 +41,30 @@ _gone: deque[tuple[int, ClassEntry]] = deque()
 
 
 def known(obj: Any) -> ClassEntry | None:
-    """Return the record of a class; None: it was never pickled by value."""
-    # Keyed by id, since a metaclass may define equality in any way.
+    """Return the record of a class, or None if it was never pickled by value."""
+    # The key is the id, because a metaclass may define equality in any way.
     found = _by_id.get(id(obj))
     return found if found is not None and found.ref() is obj else None
 
 
 def lookup(token: str) -> ClassEntry | None:
-    """Return the record of a token whose class is alive."""
+    """Return the record of a token, or None if its class is gone."""
     found = _by_token.get(token)
     return found if found is not None and found.ref() is not None else None
 
 
 def token_of(obj: Any) -> str:
-    """Return the token of a class; make one if it has none."""
+    """Return the token of a class, and make one if it has none."""
     with lock:
         found = known(obj)
         return found.token if found else enter(obj, os.urandom(16).hex(), own=True).token
 
 
 def _sweep() -> None:
-    """Remove the entries of classes that are gone; the caller holds the lock."""
+    """Remove the entries of classes that are gone.  The caller holds the lock."""
     while _gone:
         key, entry = _gone.popleft()
-        # Compare whole entries, since the id may belong to another class by now.
+        # The entries are compared, because the id may now belong to another class.
         if _by_id.get(key) is entry:
             del _by_id[key]
         if _by_token.get(entry.token) is entry:
@@ -72,13 +72,14 @@ def _sweep() -> None:
 
 
 def enter(obj: Any, token: str, *, own: bool) -> ClassEntry:
-    """Register a class under a token; the caller holds the lock."""
+    """Register a class under a token.  The caller holds the lock."""
     _sweep()
     key = id(obj)
 
     def forget(_: weakref.ref[Any]) -> None:
         _gone.append((key, entry))
-        # Without waiting, since this may run anywhere: the holder of the lock prunes later.
+        # This may run at any moment, so it must not wait.  If the lock is held, the next `enter`
+        # removes the entry.
         if lock.acquire(blocking=False):
             try:
                 _sweep()
@@ -86,7 +87,7 @@ def enter(obj: Any, token: str, *, own: bool) -> ClassEntry:
                 lock.release()
 
     ref: Callable[[], Any] | None = None
-    with suppress(TypeError):  # type aliases have no weak references; they are few and may stay
+    with suppress(TypeError):  # type aliases have no weak references, but there are few
         ref = weakref.ref(obj, forget)
     entry = ClassEntry(token, ref or (lambda: obj), own)
     _by_id[key] = _by_token[token] = entry
@@ -94,19 +95,19 @@ def enter(obj: Any, token: str, *, own: bool) -> ClassEntry:
 
 
 def shell(token: str, build: Callable[[], Any]) -> Any:
-    """Return the class of the token; build and register it if there is none."""
+    """Return the class of a token.  If there is none, build and register it."""
     with lock:
         entry = lookup(token)
         cls = None if entry is None else entry.ref()
         if cls is None:
             cls = build()
-            # Lower than any version, so that `classes._fill` fills it.
+            # -1 is lower than any version, so `classes._fill` fills the class.
             enter(cls, token, own=False).version = -1
         return cls
 
 
 def disown() -> None:
-    """In a worker that was forked from the parent: accept definitions of the parent."""
+    """In a worker that was forked from the parent, accept definitions of the parent."""
     with lock:
         for entry in _by_token.values():
             entry.own = False

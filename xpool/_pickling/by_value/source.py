@@ -1,11 +1,11 @@
 """Analyses the globals of a script by its syntax tree, without running it.
 
-It answers two questions.  Which names does only the guarded block define, so that a process that
-runs the file for its names lacks them?  And which names surely have the same value in such a
-process, since one statement of the file makes it and nothing rebinds it?
+It answers two questions about a worker, which runs the file without its guarded blocks.  Which
+names does the worker lack, because only a guarded block defines them?  And which names surely have
+the same value in the worker, because one statement of the file makes it and nothing rebinds it?
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import ast
 import sys
@@ -25,19 +25,19 @@ class SourceFile(NamedTuple):
 
     has_guard: bool = False
     guarded: frozenset[str] = frozenset()
-    """Names that only its guarded blocks bind."""
+    """Names that only guarded blocks bind."""
 
     rebound: frozenset[str] = frozenset()
-    """Names that a guarded block, or a function by a ``global`` statement, binds."""
+    """Names that a guarded block binds, or a function with a ``global`` statement."""
 
     constants: Mapping[str, Any] = MappingProxyType({})
-    """Literals by name, also of class attributes ("Config.rate")."""
+    """Literals by the names of globals and of class attributes ("Config.rate")."""
 
     imports: Mapping[str, list[tuple[str, str | None]]] = MappingProxyType({})
-    """By name: the modules, and the names in them, that top-level statements import as it."""
+    """By a bound name, the imported modules and the names in them (None: the module itself)."""
 
     def makes(self, name: str, value: Any) -> bool:
-        """Whether every process that runs the file has this value under this name."""
+        """Whether this name surely has this value in every process that runs the file."""
         if name in self.rebound:
             return False
         constant = self.constants.get(name, _MISSING)
@@ -47,7 +47,8 @@ class SourceFile(NamedTuple):
 
 
 def _same(constant: Any, value: Any) -> bool:
-    """Whether two objects of one type are the same constant: 0.0 is not -0.0, nor (1,) (True,)."""
+    """Whether two objects of one type are the same constant.  0.0 and -0.0 differ, as do (1,) and
+    (True,)."""
     return type(constant) in _CONSTANTS | {tuple} and repr(constant) == repr(value)
 
 
@@ -59,10 +60,9 @@ def _imported(module: str, attribute: str | None) -> Any:
 
 
 def read(path: str, package: str | None) -> SourceFile:
-    """Analyse a file; the result is empty if it cannot be read or parsed.
+    """Analyse a file.  The result is empty if the file cannot be read or parsed.
 
-    Args:
-        package: the module's ``__package__``, for its relative imports.
+    ``package`` is the module's ``__package__``, for its relative imports.
     """
     try:
         with open(path, "rb") as file:
@@ -72,7 +72,7 @@ def read(path: str, package: str | None) -> SourceFile:
     guards: list[ast.If] = []
     outside: list[tuple[str, ast.AST]] = []
     inside: set[str] = set()
-    # Statements of the top level and of guarded blocks; the ``else`` of a guard runs in workers.
+    # The statements that workers run, which include the ``else`` of a guard.
     statements = list(_top_level(tree.body, guards))
     for guard in guards:
         for statement in _top_level(guard.body, []):
@@ -80,7 +80,7 @@ def read(path: str, package: str | None) -> SourceFile:
         statements += _top_level(guard.orelse, [])
     for statement in statements:
         outside += [(name, statement) for name in names_of(statement).bound]
-    # Names that functions may bind: globals that they declare, and any attributes.
+    # Functions may bind the globals that they declare, and any attributes.
     declared, attributes = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -99,7 +99,7 @@ def read(path: str, package: str | None) -> SourceFile:
 def _constants(
     bound: Iterable[tuple[str, ast.AST]], attributes: set[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Return names that one statement binds to an immutable literal, with these literals."""
+    """Yield the names that exactly one statement binds, to an immutable literal, with this."""
     bound = list(bound)
     times = Counter(name for name, _ in bound)
     for name, node in bound:
@@ -141,7 +141,7 @@ def _imports(
                 elif alias.asname is None and alias.name.partition(".")[0] == name:
                     found.setdefault(name, []).append((name, None))
         elif isinstance(node, ast.ImportFrom):
-            # A relative import: one dot is the package itself.
+            # In a relative import, one dot means the package itself.
             above = (package or "").split(".")
             above = above[: len(above) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
@@ -152,7 +152,7 @@ def _imports(
 
 
 def _top_level(body: list[ast.stmt], guards: list[ast.If]) -> Iterator[ast.stmt]:
-    """Yield statements that run when the module runs, except guarded blocks."""
+    """Yield the statements that run when the module runs, except those in guarded blocks."""
     for node in body:
         if isinstance(node, ast.If) and is_guard(node.test):
             guards.append(node)

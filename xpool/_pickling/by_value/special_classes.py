@@ -1,7 +1,7 @@
 """Pickles classes that cannot be made empty: enumerations, named tuples and the like.
 
 For each kind a function returns ``(make, args, skip)``: the function that makes the class, its
-arguments, and the attributes that the class then has, which the state must not set.
+arguments, and the attributes that it sets, which the state must not set again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def namedtuple_shell(cls: type, token: str) -> Shell | None:
     args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values, cls.__bases__)
     skip = set(_OF_NAMEDTUPLE)
     text = attributes.get("__repr__")
-    # `namedtuple` makes its own again; one that the class defines is sent.
+    # `namedtuple` makes its own `__repr__` again.  If the class defines another one, it is sent.
     if isinstance(text, FunctionType) and text.__globals__ is vars(collections):
         skip.add("__repr__")
     return _make_namedtuple, (*args, attributes.get("__orig_bases__")), frozenset(skip)
@@ -71,12 +71,12 @@ _OF_ENUM = frozenset(
     | {"_hashable_values_", "_unhashable_values_", "_unhashable_values_map_", "_member_type_"}
 )
 
-#: Attributes of a member that the metaclass sets, or that are caches.
+# Attributes of a member that the metaclass sets, or that are caches.
 _OF_MEMBER = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"})
 
 
 def enum_shell(cls: Any, token: str) -> Shell | None:
-    """Return how the metaclass makes the enumeration without running its members' code again."""
+    """Return how the metaclass makes the enumeration again without running the members' code."""
     if not isinstance(cls, enum.EnumMeta):
         return None
     members_of: dict[str, Any] = dict(cls.__members__)
@@ -89,7 +89,7 @@ def enum_shell(cls: Any, token: str) -> Shell | None:
 
 
 def member_attributes(cls: Any) -> dict[str, dict[str, Any]]:
-    """Return the attributes that the members' own code has set, by name of the member."""
+    """Return the attributes that the members' own code has set, by the member's name."""
     found = {}
     for key, one in cls.__members__.items():
         extra = {name: value for name, value in vars(one).items() if name not in _OF_MEMBER}
@@ -99,13 +99,12 @@ def member_attributes(cls: Any) -> dict[str, dict[str, Any]]:
 
 
 def _raw(member: Any, data_type: type) -> tuple[Any, ...]:
-    """Return arguments that make the member's data again, without its own ``__new__``."""
+    """Return arguments that make a member's data again, without the member's own ``__new__``."""
     as_object: Any = object.__new__
     if data_type.__new__ is as_object:
         return ()
     if issubclass(data_type, str):
-        # Not `str(member)`, which a class may override.
-        return (str.__str__(member),)
+        return (str.__str__(member),)  # not `str(member)`, which a class may override
     for plain in (int, float, complex, bytes, tuple, frozenset):
         if issubclass(data_type, plain):
             return (plain(member),)
@@ -118,7 +117,7 @@ def _raw(member: Any, data_type: type) -> tuple[Any, ...]:
 
 
 class _EnumMember:
-    """Stands for a member's value in the body of the class."""
+    """Takes the place of a member's value in the body of the class."""
 
     def __init__(self, value: Any, raw: tuple[Any, ...]) -> None:
         self.value, self.raw = value, raw
@@ -140,7 +139,7 @@ def _make_enum(
 
     def build() -> Any:
         name, qualname, module = names
-        # Not the metaclass's own code, which ran when the class was defined.
+        # The metaclass's own code is not called, because it ran when the class was defined.
         body = enum.EnumMeta.__prepare__(name, bases)
         body["__module__"], body["__qualname__"] = module, qualname
         if members:
@@ -150,7 +149,7 @@ def _make_enum(
             body[key] = _EnumMember(value, raw)
         options = {} if boundary is None else {"boundary": boundary}
         made = enum.EnumMeta.__new__(metaclass, name, bases, body, **options)
-        if members:  # the state has those that the class itself defined
+        if members:  # the state sets those that the class itself has defined
             for key in ("__init__", "__new_member__", "_new_member_"):
                 if key in vars(made):
                     type.__delattr__(made, key)
@@ -163,9 +162,10 @@ def _make_enum(
 
 
 def types_among(namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return the local variables of the defining function that a model's annotations use.
+    """Return those local variables of the defining function that a model's annotations may use.
 
-    The model has all of them, and with them a pool in whose ``with`` block it is defined.
+    The model keeps all local variables.  One may be a pool, which cannot be pickled, if the model
+    is defined in its ``with`` block.
     """
     found = {}
     for name, kept in namespace.items():

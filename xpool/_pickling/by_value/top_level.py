@@ -1,4 +1,4 @@
-"""Finds what a statement of a script's top level binds, uses and changes, by its syntax tree."""
+"""Finds the names that a top-level statement binds, uses and changes, by its syntax tree."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class Names:
-    """Names of globals.
+    """The names of globals in a statement.
 
     Attributes:
         bound: names that the statement binds.
-        used: names that it reads.
+        used: names that the statement reads.
         later: names that its functions read when they are called.
         spelled: names in annotations that are texts.
     """
@@ -39,7 +39,7 @@ class Names:
 def names_of(node: ast.stmt) -> Names:
     """Return the names in a statement.
 
-    `later` may contain local variables of functions (those of `reads_of` do not).
+    `later` may contain local variables of functions.  The result of `reads_of` does not.
     """
     found = Names()
     if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -50,7 +50,7 @@ def names_of(node: ast.stmt) -> Names:
 
 
 def _visit(node: ast.AST, found: Names, own: frozenset[str], top: bool) -> None:
-    """Add the names in a node; ``own``: variables of a comprehension, which are no globals."""
+    """Add the names in a node.  ``own`` has the variables of a comprehension, which are local."""
     if isinstance(node, ast.Name):
         if node.id in own:
             return
@@ -94,7 +94,7 @@ def _visit(node: ast.AST, found: Names, own: frozenset[str], top: bool) -> None:
 def _visit_function(
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, found: Names, own: frozenset[str]
 ) -> None:
-    """Add the names that a definition evaluates now, and those in its body."""
+    """Add the names that a definition evaluates when it runs, and those in its body."""
     given = node.args
     every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
     now: list[ast.AST | None] = [*given.defaults, *given.kw_defaults]
@@ -122,11 +122,11 @@ def _visit_function(
 
 
 def reads_of(text: bytes, path: str) -> dict[str, set[str]]:
-    """Return the globals that top-level functions and classes read, by their names.
+    """Return the globals that functions read, by the name of the top-level function or class.
 
-    By the compiler's symbol table, so without local variables.
+    This uses the compiler's symbol table, so local variables are not included.
     """
-    import symtable  # late: called when the first worker starts
+    import symtable  # imported here, because this runs only when the first worker starts
 
     found: dict[str, set[str]] = {}
     for table in symtable.symtable(text.decode(), path, "exec").get_children():
@@ -141,7 +141,7 @@ def reads_of(text: bytes, path: str) -> dict[str, set[str]]:
 
 
 def _spelled(annotations: Iterable[ast.AST | None]) -> Iterator[str]:
-    """Yield names in annotations that are texts, which a library may evaluate."""
+    """Yield names in annotations that are texts, because a library may evaluate these."""
     for one in annotations:
         for part in ast.walk(one) if one is not None else ():
             if isinstance(part, ast.Constant) and type(part.value) is str:
@@ -150,7 +150,7 @@ def _spelled(annotations: Iterable[ast.AST | None]) -> Iterator[str]:
 
 
 def root_of(node: ast.AST) -> ast.Name | None:
-    """Return the name that an expression begins with: ``a`` of ``a.b[0].c``, also through calls."""
+    """Return the name with which an expression begins: ``a`` of ``a.b[0].c`` and of ``a().b``."""
     while not isinstance(node, ast.Name):
         if isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
             node = node.value
@@ -162,7 +162,7 @@ def root_of(node: ast.AST) -> ast.Name | None:
 
 
 def targets_of(node: ast.stmt) -> list[ast.expr]:
-    """Return the targets of a statement, with tuples unpacked, but not those in its block."""
+    """Return the targets of a statement, but not those in its block.  Tuples are unpacked."""
     found: list[ast.expr] = []
     if isinstance(node, (ast.Assign, ast.Delete)):
         found = [*node.targets]
@@ -183,7 +183,7 @@ def targets_of(node: ast.stmt) -> list[ast.expr]:
 
 
 def acted_on(node: ast.stmt) -> Iterator[str]:
-    """Yield names of values that a computing statement changes without binding them."""
+    """Yield the names of values that a computing statement changes but does not bind."""
     for part in ast.walk(node):
         if isinstance(part, ast.stmt):
             changed = targets_of(part)
@@ -196,10 +196,8 @@ def acted_on(node: ast.stmt) -> Iterator[str]:
 
 
 def calls_of(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the expressions that a statement calls, except in bodies of functions.
-
-    Decorators are called.
-    """
+    """Yield the expressions that a statement calls, with decorators, but without those in bodies of
+    functions."""
     todo = [node]
     while todo:
         one = todo.pop()
@@ -215,7 +213,7 @@ def calls_of(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def is_text(node: ast.stmt) -> bool:
-    """Whether a statement is a text, such as a docstring, or another constant."""
+    """Whether a statement is only a constant, such as a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
@@ -225,7 +223,7 @@ def first_line(node: ast.stmt) -> int:
 
 
 def groups_of(statements: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
-    """Divide statements into groups, no two of which have a line in common."""
+    """Divide statements into groups, so that no two groups have a line in common."""
     group: list[ast.stmt] = []
     for node in statements:
         if group and first_line(node) > (group[-1].end_lineno or 0):

@@ -1,4 +1,4 @@
-"""Finds objects that values of a script's globals share with each other or with the program."""
+"""Finds objects that a script's globals share with each other or with the program."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _ATOMS = (
     type(NotImplemented), FunctionType, BuiltinFunctionType, CodeType, MappingProxyType,
     ModuleType, type, enum.Enum,
 )  # fmt: skip
-"""Types whose objects have no identity, or the same one in each process."""
+"""Types whose objects are not compared by identity, or are the same in each process."""
 
 _MANY = 20_000
-"""Number of objects from which a value counts as large, and arrives as a copy."""
+"""A value with more objects than this counts as large, and arrives as a copy."""
 
 
 def held_alone(name: str, values: Mapping[str, Any]) -> bool:
     """Whether only one global refers to a value, so that changes of it have no other effect.
 
-    Local variables and arguments of running functions may refer to it, too.
+    Local variables and arguments of running functions may refer to the value, too.
     """
     if name not in values:
-        return True  # it was there for a block's time
+        return True  # the script has deleted it
     if is_free_threaded():
-        return False  # references of other threads are not all counted
+        return False  # not all references of other threads are counted
     if sys.getrefcount(values[name]) <= _ALONE:
         return True
     # References from frozen or untracked objects cannot be found.
@@ -48,7 +48,8 @@ def held_alone(name: str, values: Mapping[str, Any]) -> bool:
 
 
 _FROZEN_AT_START = 1_000
-"""Python 3.12 starts with some 400 frozen objects; `gc.freeze` freezes thousands."""
+"""Above this number, the program has called `gc.freeze`, which freezes thousands of objects.
+Python 3.12 starts with about 400 frozen objects."""
 
 _ALONE = (lambda values: sys.getrefcount(values["name"]))({"name": object()})
 
@@ -67,7 +68,7 @@ def sharing(values: Mapping[str, Any]) -> set[str]:
 
 
 def _inside(value: Any) -> dict[int, Any] | None:
-    """Return all objects that a value consists of, by id; None: there are too many."""
+    """Return all objects in a value, by id, or None if there are too many."""
     seen: dict[int, Any] = {}
     todo = [value]
     while todo:
@@ -76,7 +77,7 @@ def _inside(value: Any) -> dict[int, Any] | None:
         fresh = []
         for one in todo:
             if type(one) is tuple and not one:
-                continue  # there is one for all
+                continue  # all empty tuples are the same object
             if not isinstance(one, _ATOMS) and id(one) not in seen:
                 seen[id(one)] = one
                 fresh.append(one)

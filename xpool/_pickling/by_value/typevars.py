@@ -1,4 +1,4 @@
-"""Pickles type variables, new types and aliases by a token, since they have an identity."""
+"""Pickles type variables, new types and aliases by a token, to keep their identity."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _reduce(pickler: Context, obj: Any) -> Any:
 def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) -> Any:
     def build() -> Any:
         made = kind(*args, **options)
-        if kind.__name__ != "TypeAliasType":  # whose module is read only
+        if kind.__name__ != "TypeAliasType":  # its `__module__` is read-only
             made.__module__ = module or "__main__"
         return made
 

@@ -1,32 +1,32 @@
-"""Which statements of a script a worker runs, and which it leaves out.
+"""Decides which statements of a script a worker runs, and which it leaves out.
 
-A worker runs the script for its names.  The slow statements are those whose results the program has
-already: loading data, building a model.  So the script's top level is divided into units of whole
-lines, of four kinds:
+A worker runs the script to get its functions and classes.  The slow statements, such as loading
+data or building a model, compute values that the program already has.  So the script's top level is
+divided into units of whole lines, of four kinds:
 
-* a unit that **acts** is run first, in the script's order: calls as statements, loops and ``with``
-  and ``if`` around them, assignments to attributes and items, definitions that call something,
-  imports of modules that may have effects;
-* a unit that **binds** (functions, plain classes, imports of the standard library, numpy and torch)
-  is run when a name is looked up that it binds, or that leads to it; a class also when one is
-  looked up that it derives from, which lists its subclasses;
-* a unit that **computes** is left out: assignments to names, blocks of these, changes of such
-  a value alone (``data.sort()``, ``data["x"] = 1``), and calls of print.  Its values come from the
-  program, with the functions that read them (`main_globals`).  It is run if a value cannot be sent,
-  or if a statement that is run uses the name;
-* a unit that acts in torch or numpy alone **waits** until the worker imports that library.  Imports
-  of installed packages whose names the script uses, settings of some of these, and classes that
-  derive from theirs, wait until the worker imports any installed package.  An import of an unused
-  name is there for its effect.
+* A unit that **acts** runs first, in the script's order: calls as statements, loops and ``with``
+  and ``if`` blocks with such calls, assignments to attributes and items, definitions that call a
+  function, imports of modules that may have effects.
+* A unit that **binds** (functions, plain classes, imports of the standard library, numpy and torch)
+  runs when a name that it binds is looked up, or another name that needs it.  A class statement
+  also runs when one of its base classes is looked up, because these list their subclasses.
+* A unit that **computes** does not run: assignments to names, blocks of these, changes of only
+  such a value (``data.sort()``, ``data["x"] = 1``), and calls of print.  The program sends its
+  values with the functions that read them (`main_globals`).  The unit runs if a value cannot be
+  sent, or if a statement that runs uses the name.
+* A unit that acts only in torch or numpy **waits** until the worker imports that library.  Three
+  kinds of units wait until the worker imports any installed package: imports of installed packages
+  whose names the script uses, settings of some of these packages, and classes that derive from
+  theirs.  An import whose name is not used acts, because it must be there for its effect.
 
-Values that share an object are made by running their statements, since they may be compared by
-identity; large ones are copies in any case.
+If values share an object, their statements run, because the values may be compared by identity.
+Large values are always copies.
 
 If a script uses its globals as a whole (`globals`, `exec`), imports ``*`` from its own package, or
-cannot be analysed, all of it is run.
+cannot be analysed, all of it runs.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import ast
 import builtins
@@ -68,26 +68,26 @@ BINDS, ACTS, COMPUTES, WAITS = range(4)
 
 
 class Unit(NamedTuple):
-    """Whole lines of a script that are run together."""
+    """Whole lines of a script that run together."""
 
-    first: int  # lines, from 1 on, the last included
+    first: int  # the first and the last line, counted from 1
     last: int
-    names: tuple[str, ...]  # names that it binds; if it computes, also those that it changes
-    needs: tuple[int, ...]  # units of other kinds that must be run with it
+    names: tuple[str, ...]  # names that it binds; if it computes, also names that it changes
+    needs: tuple[int, ...]  # units of other kinds that must run with it
     wants: tuple[str, ...]  # computed names that it uses
     reads: tuple[str, ...]  # computed names that its functions use when they are called
     kind: int
-    imports: tuple[str, ...]  # of "torch", "numpy", and `LIBRARY` for other installed packages
-    awaits: tuple[str, ...]  # of the same, where it waits: it runs when one of them is imported
+    imports: tuple[str, ...]  # "torch", "numpy", and `LIBRARY` for other installed packages
+    awaits: tuple[str, ...]  # if it waits: it runs when one of these (as above) is imported
 
 
 class Units(NamedTuple):
-    """The analysis of a script for workers, which have its text."""
+    """The analysis of a script for workers, which have the script's text."""
 
-    check: int  # CRC-32 of the file: of another text nothing is known
-    flags: int  # of the compiler: those of its ``from __future__ import``
+    check: int  # CRC-32 of the analysed file
+    flags: int  # the compiler's flags for its ``from __future__ import``
     units: tuple[Unit, ...]
-    packages: tuple[str, ...]  # that the program has imported: `LIBRARY`, as far as units await it
+    packages: tuple[str, ...]  # packages of `LIBRARY` that the program has imported, if awaited
 
     def plain(self) -> tuple[Any, ...]:
         return self.check, self.flags, tuple(map(tuple, self.units)), self.packages
@@ -99,10 +99,9 @@ _AS_A_WHOLE = {"globals", "exec", "eval", "__import__"}
 
 
 def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
-    """Read a script and divide it into units; None: it is run as a whole.
+    """Read a script and divide it into units.  Return None if all of it must run.
 
-    Args:
-        values: the script's globals in the program, which show what its classes are.
+    ``values`` are the script's globals in the program, which contain its classes.
     """
     try:
         with open(path, "rb") as file:
@@ -111,7 +110,7 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
         reads = reads_of(text, path)
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
-    # Otherwise its lines cannot be compiled one by one.
+    # Lines in another encoding cannot be compiled one by one.
     coding = _CODING.search(b"".join(text.splitlines(True)[:2]))
     utf8 = coding is None or coding[1].lower() in (b"utf-8", b"utf8")
     if not utf8 or text.startswith(b"\xef\xbb\xbf"):
@@ -160,7 +159,7 @@ def _looks_at_itself(tree: ast.Module) -> bool:
 
 
 def _names_a_module(node: ast.expr) -> bool:
-    """Whether an expression may be the script's own module: sys.modules[__name__], __main__."""
+    """Whether an expression may be the script's module, such as ``sys.modules[__name__]``."""
     for part in ast.walk(node):
         name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
         if name in ("modules", "__main__", "import_module"):
@@ -180,7 +179,7 @@ class _StatementGroups:
         named: set[str],
     ) -> None:
         self._reads, self._values, self._folder = reads, values, folder
-        self._named = named  # all names that are used anywhere in the script
+        self._named = named  # all names in the script
         self._groups = groups
         self._alone: dict[str, bool] = {}
         self._names = [Names.all_of(map(names_of, group)) for group in groups]
@@ -189,7 +188,7 @@ class _StatementGroups:
                 if isinstance(node, ast.ImportFrom) and "*" in found.bound:
                     found.bound |= names_of_star(node) or set()
         self._bound = {name for names in self._names for name in names.bound}
-        self._origins = origins_of(groups)  # what imports bind, by name: "functools.cache"
+        self._origins = origins_of(groups)
         self._computed = self._find_computed()
         self._owners: dict[str, list[int]] = {}
         self._binds: list[set[str]] = []
@@ -201,7 +200,7 @@ class _StatementGroups:
             for name in names:
                 self._owners.setdefault(name, []).append(i)
 
-    # -- what computes ----------------------------------------------------------------------
+    # -- units that compute -----------------------------------------------------------------
 
     def _find_computed(self) -> set[str]:
         """Return the names that only computing statements bind."""
@@ -234,7 +233,7 @@ class _StatementGroups:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called = node.value.func
             if isinstance(called, ast.Name):
-                # Not a computed value, which may be any function.  The program has printed already.
+                # The program has already printed.  A computed value may be any function.
                 return "print" not in self._bound and _only_prints(node.value)
             return self._is_own(called)
         if isinstance(node, _BLOCKS):
@@ -245,18 +244,18 @@ class _StatementGroups:
         return False
 
     def _is_own(self, target: ast.expr) -> bool:
-        """Whether the target is a computed value to which nothing else refers."""
+        """Whether the target is, or is in, a computed value to which nothing else refers."""
         root = root_of(target)
         if root is None or root.id not in self._computed:
             return False
         if root is target:
             return True
-        # Computed once, since it may search all objects of the program.
+        # Computed once, because this may search all objects of the program.
         if root.id not in self._alone:
             self._alone[root.id] = held_alone(root.id, self._values)
         return self._alone[root.id]
 
-    # -- what acts --------------------------------------------------------------------------
+    # -- units that act ---------------------------------------------------------------------
 
     def _kind(self, group: list[ast.stmt]) -> int:
         if self._computes(group):
@@ -284,7 +283,7 @@ class _StatementGroups:
         return is_plain_class(node, self._values.get(node.name), self._origins, self._bound)
 
     def _bases_of(self, node: ast.ClassDef) -> list[tuple[str, str]]:
-        """Return the modules and names of all bases, without those of modules that are silent."""
+        """Return the modules and names of all bases, except those of silent modules."""
         found = self._values.get(node.name)
         bases = found.__mro__[1:-1] if isinstance(found, type) else ()
         return [
@@ -294,14 +293,14 @@ class _StatementGroups:
         ]
 
     def _libraries_of_bases(self, node: ast.ClassDef) -> set[str | None]:
-        """Return the libraries whose classes may list this one as a subclass; None: others may."""
+        """Return the libraries whose classes list this one as a subclass, with None for others."""
         modules = {module for module, _ in self._bases_of(node)} - {self._values.get("__name__")}
         return {library_of(module.partition(".")[0]) for module in modules}
 
     def _libraries_of(self, node: ast.stmt) -> set[str]:
         """Return the libraries that a statement imports, or to which its effects are limited.
 
-        The empty set: it may have other effects, and acts.
+        The set is empty if the statement may have other effects, so that it acts.
         """
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             return self._imported_libraries(node)
@@ -329,10 +328,10 @@ class _StatementGroups:
         return set() if None in found else {name for name in found if name is not None}
 
     def _imported_libraries(self, node: ast.Import | ast.ImportFrom) -> set[str]:
-        """Return what an import statement imports, if it may wait; else the empty set.
+        """Return the libraries that an import statement imports, or an empty set if it cannot wait.
 
-        It may not if it imports a module of the program, or a name that the script never uses,
-        which is imported for its effect.  Imports of `SELF_CONTAINED` have no effect to wait for.
+        It cannot wait if it imports a module of the program, or a name that the script never uses:
+        such an import must be there for its effect, unless the library is in `SELF_CONTAINED`.
         """
         tops = {top for top in self._tops(node) if not is_silent(top, self._folder)}
         found = {library_of(top) for top in tops} | {None for top in tops if top == "numpy"}
@@ -346,9 +345,9 @@ class _StatementGroups:
         return {label for label in found if label is not None}
 
     def _library_of(self, node: ast.expr) -> str | None:
-        """Return the library that a name was imported from: "torch" of ``nn.Module``.
+        """Return the library from which a name was imported, such as "torch" for ``nn.Module``.
 
-        None: calling it may have effects outside of libraries.
+        Return "builtins" if a call has no effects, and None if it may have effects elsewhere.
         """
         root = root_of(node)
         if root is None:
@@ -367,10 +366,10 @@ class _StatementGroups:
     def units(self) -> list[Unit]:
         kinds = [self._kind(group) for group in self._groups]
         if kinds and kinds[0] == BINDS and all(map(is_text, self._groups[0])):
-            kinds[0] = ACTS  # the first text is __doc__
+            kinds[0] = ACTS  # the first text sets __doc__
         computed = {n: self._values[n] for n in self._computed if n in self._values}
         for name in sharing(computed):
-            # Units that compute are run together, with all that they need, if a name needs them.
+            # So these units run, with all that they need, when one of their names is looked up.
             for i in self._owners[name]:
                 if kinds[i] == COMPUTES:
                     kinds[i] = BINDS
@@ -382,7 +381,7 @@ class _StatementGroups:
         return [self._unit(i, group) for i, group in enumerate(self._groups)]
 
     def _subclasses(self) -> dict[str, set[int]]:
-        """Return, by a class's name, the units of those that derive from it, which it may list."""
+        """Return, by a class's name, the units of the classes that derive from it."""
         found: dict[str, set[int]] = {}
         for i, group in enumerate(self._groups):
             for node in group:
@@ -399,14 +398,14 @@ class _StatementGroups:
         used = names.used | names.spelled
         reads = set[str]()
         if all(isinstance(node, _DEFINE) for node in group):
-            # It does not call the functions that it defines; the values that these read are sent.
+            # The unit does not call the functions that it defines, and their values are sent.
             reads = {name for name in self._read_by(i) if not self._is_constant(name)}
             constants = {name for name in self._read_by(i) if self._is_constant(name)}
             if self._kinds[i] != BINDS:
                 used = self._all_that(used)
             used |= constants | (names.later - self._left_out)
         else:
-            # A unit that acts or computes may call all that it leads to.
+            # A unit that acts or computes may call all functions that it uses, directly or not.
             used = self._all_that(used | names.later)
         below = {n for name in names.bound for n in self._below.get(name, ())}
         imports, awaits = set[str](), set[str]()
@@ -434,7 +433,7 @@ class _StatementGroups:
         return {alias.name.partition(".")[0] for alias in node.names}
 
     def _all_that(self, some: set[str]) -> set[str]:
-        """Return these names and all that they lead to, also by calls."""
+        """Return these names and all names that their statements and functions use."""
         found, todo = set[str](), list(some)
         while todo:
             name = todo.pop()
@@ -458,7 +457,7 @@ class _StatementGroups:
         }
 
     def _is_constant(self, name: str) -> bool:
-        """Whether a computed name is a literal, which may not be sent at all (`source`)."""
+        """Whether a computed name is a literal.  Literals are not always sent (`source`)."""
         owners = self._owners[name]
         return len(owners) == 1 and all(map(_is_literal, self._groups[owners[0]]))
 
@@ -485,7 +484,7 @@ def _is_literal(node: ast.stmt) -> bool:
 
 
 def _only_prints(call: ast.Call) -> bool:
-    """Whether this is ``print(...)`` to stdout or stderr; printing to another file acts."""
+    """Whether this is ``print(...)`` to stdout or stderr.  Printing to another file acts."""
     files = [keyword.value for keyword in call.keywords if keyword.arg in ("file", None)]
     ours = (isinstance(file, ast.Attribute) and file.attr in ("stdout", "stderr") for file in files)
     return isinstance(call.func, ast.Name) and call.func.id == "print" and all(ours)
