@@ -471,7 +471,7 @@ def _beside(
     if ended_by_us is not None and ended_by_us is not worker:
         why = "sent an invalid message to its parent"
         if ended_by_us.protocol_error is None:
-            task = ran.get(ended_by_us, "what it was given")
+            task = ran.get(ended_by_us, "its task")
             why = f"ran {task}, which did not stop when its time was over or it was cancelled"
         other = f"worker {ended_by_us.index}, another thread of it,"
         return f"The pool ended the process, because {other} {why}."

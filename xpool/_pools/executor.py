@@ -60,7 +60,7 @@ class Executor(PoolExecutor):
         ):
             if given is not None:
                 if options.get(ours) is not None:
-                    raise OptionError(f"{theirs} and {ours} are the same: give one of them")
+                    raise OptionError(f"{theirs} and {ours} mean the same: pass one of them")
                 options[ours] = given
         known = names_of(Executor.__init__.__code__, PoolOptions.__init__.__code__)
         unknown = [name for name in options if name not in known or name == "processes"]

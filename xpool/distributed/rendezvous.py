@@ -45,7 +45,7 @@ def place(rank: int, world_size: int) -> tuple[int, int]:
     rank, world_size = found
     if world_size < 1 or not 0 <= rank < world_size:
         raise OptionError(
-            f"rank {rank} of world_size {world_size} makes no sense: ranks count from 0 to "
+            f"rank {rank} is invalid in a world of {world_size}: ranks count from 0 to "
             "world_size - 1."
         )
     return rank, world_size

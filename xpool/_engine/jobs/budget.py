@@ -30,7 +30,7 @@ class EndKind(enum.Enum):
     FAILED = "it ended by itself before it was ready"
     KILLED = "it was killed before it was ready"
     FINISHED = "it was told to end"
-    STOPPED = "the pool stopped it, for what it did"
+    STOPPED = "the pool stopped it, because of its task"
     DIED = "it died after it was ready"
 
 
