@@ -116,8 +116,8 @@ class FlowControl:
             if self.drawn - buffer.handed_out >= self._buffersize:
                 return False
         ahead = self.put - self.taken_items
-        return ahead < self._most_ahead() and (
-            ahead == 0 or self.bytes_in - self.taken_bytes < AHEAD_BYTES
+        return ahead == 0 or (
+            ahead < self._most_ahead() and self.bytes_in - self.taken_bytes < AHEAD_BYTES
         )
 
     def _has_room(self) -> bool:
@@ -366,7 +366,10 @@ class InputReader:
                 yield from self._one_by_one(itertools.chain(items, iterator))
                 return
             flow.drawn += len(items)
+            ended = len(items) < n
             yield _Run(prepared)
+            if ended:
+                return
             del items, prepared
 
     def _one_by_one(self, iterator: Iterator[Any]) -> Iterator[Any]:

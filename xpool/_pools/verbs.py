@@ -236,7 +236,7 @@ def submit_map(
     if options.progress is not False:
         length = len(items)
         job.progress = Progress(options.progress, job.label, length, size, lambda: length)
-    _start_map(pool, job, work._replace(chunked=size > 1), items, size)
+    _start_map(pool, job, Work(work.func, work.starred, size > 1), items, size)
     return job
 
 
@@ -350,7 +350,7 @@ def imap(
     except BaseException:
         job.release()  # ends the thread of a journal
         raise
-    _begin_stream(pool, job, work._replace(chunked=size > 1), iterable, size)
+    _begin_stream(pool, job, Work(work.func, work.starred, size > 1), iterable, size)
     return results
 
 
