@@ -202,9 +202,9 @@ def test_no_world():
     [
         ({"name": "a b"}, "name must be 1 to 127 letters"),
         ({"name": ""}, "name must be"),
-        ({"rank": 3}, "rank 3 of world_size 3"),
-        ({"rank": -2}, "rank -2 of world_size 3"),
-        ({"world_size": 0}, "world_size 0"),
+        ({"rank": 3}, "rank 3 is invalid in a world of 3"),
+        ({"rank": -2}, "rank -2 is invalid in a world of 3"),
+        ({"world_size": 0}, "in a world of 0"),
         ({"rank": 1.0}, "rank must be a whole number"),
         ({"rank": -1}, "rank is not given, and the environment variable RANK"),
         ({"init_dist": False, "init_rpc": False}, "init_dist or init_rpc"),

@@ -138,9 +138,7 @@ def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:
     classes = value if isinstance(value, tuple) else (value,)
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, BaseException)):
-            raise TypeError(
-                f"{name} must be an exception class, or a tuple of these, not {value!r}"
-            )
+            raise TypeError(f"{name} must be an exception class or a tuple of these, not {value!r}")
     return classes
 
 
