@@ -245,9 +245,8 @@ class TensorLost(WorkerDied):
 class HostLost(WorkerDied):
     """The host that had this task is lost, and may have run the task.
 
-    It has the attributes of `WorkerDied`, and ``reason``: the known facts about the loss, as text.
-    ``worker`` is -1 if any worker of the host may have run the task.  ``pid`` and ``exitcode`` are
-    None.
+    It has the attributes of `WorkerDied` (``pid`` and ``exitcode`` are None), and ``reason``: the
+    known facts about the loss, as text.  ``worker`` is -1 if any worker may have run the task.
     """
 
     def __init__(self, host: str, reason: str, task: str, worker: int = -1) -> None:
@@ -299,8 +298,8 @@ class PoolBroken(XPoolError):
     """The pool has stopped, because workers died one after the other without finishing a task, or
     because an exception interrupted the pool's own bookkeeping.
 
-    ``deaths`` workers died within ``seconds``.  ``last`` describes the last death or, if ``deaths``
-    is 0, the exception.
+    ``deaths`` workers died within ``seconds``.  ``last`` is a text about the last death (or, if
+    ``deaths`` is 0, about the exception).
     """
 
     def __init__(self, deaths: int, seconds: float, last: str) -> None:

@@ -152,8 +152,7 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         """Return the number of workers.  It is 1 in a worker, whose process then runs the batches.
 
-        It is also 1, with a warning, in a daemonic process of `multiprocessing`, which may not have
-        children.
+        It is also 1, with a warning, in daemonic processes, which may not have children.
         """
         workers: int = super().effective_n_jobs(n_jobs)
         with contextlib.suppress(RuntimeError):
@@ -189,8 +188,7 @@ class ThreadsBackend(_PoolBackend):
     """Runs the batches of one `joblib.Parallel` in the threads of a `ThreadPool`.
 
     Objects are passed by reference, so ``require="sharedmem"`` accepts this backend.  Threads
-    cannot be stopped: after an error or joblib's ``timeout=``, batches that run continue, and their
-    results are dropped.
+    cannot be stopped: after an error or joblib's ``timeout=``, batches that run continue.
 
     Keyword arguments that joblib does not know are passed to `ThreadPool`.
     """

@@ -10,8 +10,7 @@ written to a file, and the packet is::
 
     b"\x02"  7 spare bytes  u64 size
 
-A packet carries descriptors: that of this file, and that of an in-flight lease for each arena that
-the message names.
+A packet carries the descriptors of this file and of an in-flight lease for each arena it names.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ class SimpleQueue:
         ctx: a context of `multiprocessing` or the name of a start method.  It has no effect, and
             exists for compatibility with `multiprocessing.SimpleQueue`.
         copy_tensor: if False, the storages of CPU tensors are moved to shared memory, and all
-            processes that have put or got a tensor see each other's writes.  If True, a receiver
-            gets its own copies.
+            processes that have put or got a tensor see each other's writes.  If True, it is copied.
 
     Raises:
         OptionError (a `ValueError`): ``ctx`` is invalid, or the system is not Linux.
@@ -175,8 +173,7 @@ class SimpleQueue:
     def fileno(self) -> int:
         """Return a descriptor that is readable while the queue has an object.
 
-        `select` and `multiprocessing.connection.wait` call this.  Another process may take out the
-        object first.
+        `multiprocessing.connection.wait` calls this.  Another process may take out the object.
         """
         self._check_open()
         return self._reader.fileno()
@@ -265,8 +262,7 @@ class SimpleQueue:
                 self._check_open()  # another thread has closed it
             if exc.errno != errno.ETOOMANYREFS:
                 raise
-        # Packets contain as many descriptors of this user as allowed (ulimit -n).  No event reports
-        # that there are fewer.
+        # Too many of this user's descriptors are in packets (ulimit -n).  No event reports an end.
         time.sleep(_PAUSE)
         return False
 
@@ -309,8 +305,7 @@ class SimpleQueue:
 
     def _wait(self, end: socket.socket, event: int, until: float | None) -> bool:
         """Wait for an event, at most a second.  Return False if ``until`` has passed."""
-        # A second, because `close` in another thread, and a signal just before the wait, do not end
-        # the wait.
+        # At most a second, because `close` in another thread and earlier signals end no wait.
         seconds = 1.0 if until is None else min(1.0, until - time.monotonic())
         fd = end.fileno()
         if fd >= 0:

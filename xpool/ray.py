@@ -180,8 +180,7 @@ def devices(
 ) -> Devices:
     """Return a context for each device of a Ray cluster, for ``CtxPool(worker_contexts=...)``.
 
-    The worker gets a `xpool.devices.DeviceContext`, which is made on its host for a device that Ray
-    has reserved there.
+    The worker gets a `xpool.devices.DeviceContext` of a device that Ray has reserved on its host.
 
     Args:
         kind: "cpu", "cuda" or "tpu".

@@ -127,7 +127,6 @@ def check_progress(value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, *choices: str | None) -> None:
-    """Raise `OptionError` unless ``value`` is one of the choices."""
     if value not in choices:
         *others, last = map(repr, choices)
         raise OptionError(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
@@ -153,8 +152,7 @@ def check_args(
     """Return the ``args`` of a call as a tuple.  The pool passes ``before`` arguments before them.
 
     Raises:
-        TypeError: ``args`` is not iterable, or it is a string and ``func`` cannot be called with
-            its characters.
+        TypeError: ``args`` is not iterable, or is a string whose characters ``func`` cannot take.
     """
     hint = f"for one argument write args=({reprlib.repr(args)},)"
     if not hasattr(args, "__iter__"):
@@ -176,7 +174,6 @@ def check_args(
 
 
 def check_iterable(name: str, value: Any) -> tuple[Any, ...]:
-    """Return ``value`` as a tuple.  Raise `TypeError` if it is not iterable."""
     if not hasattr(value, "__iter__"):
         raise TypeError(f"{name} must be iterable, not {value!r}")
     return tuple(value)

@@ -1,8 +1,7 @@
 """Shows how many items of a job are done, for ``progress=``.
 
-The thread that receives answers counts the items.  Another thread reads the count ten times a
-second and shows it with tqdm, else with rich, else as a line on stderr, or calls the caller's
-function with it.
+The thread that receives answers counts the items.  Ten times a second, another thread shows the
+count with tqdm, else with rich, else as a line on stderr, or calls the caller's function with it.
 
 The job does not depend on the display: stderr may be closed, or a pipe without a reader, and the
 display may raise any error.

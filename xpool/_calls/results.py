@@ -59,7 +59,6 @@ class Unopened:
 
 
 def tasks_in(value: Any) -> int:
-    """Return the number of tasks that an answer answers."""
     return value.count if isinstance(value, PickledResult) else 1
 
 
@@ -71,7 +70,6 @@ def open_one(answer: Any) -> Any:
 
 
 def value_of(opened: Any) -> Any:
-    """Return an unpickled value, or raise the error in an `Unopened`."""
     if type(opened) is Unopened:
         raise opened.exc
     return opened
@@ -94,8 +92,7 @@ def about_to_block() -> None:
 class Job:
     """A call of a verb, which is answered task by task.
 
-    One thread at a time, usually the engine's, calls ``deliver`` and ``fail``.  They set
-    ``settled`` once.
+    One thread at a time, usually the engine's, calls ``deliver`` and ``fail``, which set `settled`.
     """
 
     drop_function: Callable[[], object] | None = None
@@ -141,7 +138,6 @@ class Job:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Wake the callers."""
         if self.progress is not None:
             self.progress.end()
         self._waiters.wake()

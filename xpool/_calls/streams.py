@@ -143,8 +143,7 @@ class IMapIterator(Iterator[T]):
         Raises:
             StopIteration: all results were returned.
             multiprocessing.TimeoutError: the result has not arrived in time.
-            Exception: the error that the task or the input raised.  A StopIteration becomes a
-                `RuntimeError`.
+            Exception: the error of the task or the input; a `RuntimeError` for a StopIteration.
         """
         # Computed only before the first wait, because most results have already arrived.
         deadline: float | None = None
@@ -152,7 +151,7 @@ class IMapIterator(Iterator[T]):
             buffer, got = self.buffer, False
             value: Any
             try:
-                # If this were a call, a signal handler that raises after it would lose the value.
+                # A loop, because if a signal handler raises after a call, the value is lost.
                 for value in buffer.take:
                     got = True
                     try:

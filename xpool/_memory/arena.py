@@ -10,8 +10,7 @@ a value into a block once, and the message contains the name of the block.
 lock behind.  The owner of a block may reuse it when no process holds it.  A sender holds a block
 until it knows that the receiver holds it (a task was answered, or an answer was acknowledged).  So
 a block in transit is always held.  When a process dies, the process that gave it its attachment
-first receives its messages and then clears its holds (`reclaim`).  Blocks that other processes hold
-are not changed.
+first receives its messages and then clears its holds (`reclaim`), but changes no other holds.
 
 An entry of a table keeps its place and size for ever, so the next process with that attachment can
 read the table.  If a worker has overwritten a table, no other process gets it.  A block's name
@@ -104,8 +103,7 @@ class Arena(Holds):
             file = ArenaFile(fd, region)
             arena = cls(file, token, 0, limit, file.table(0))
         except (OSError, ValueError, OverflowError):
-            # The system does not support it, or limits addresses or descriptors.  Values are then
-            # sent through pipes.
+            # Without support, or with too few addresses or descriptors, values go through pipes.
             if fd >= 0:
                 os.close(fd)
             return None
@@ -145,8 +143,7 @@ class Arena(Holds):
 
     @classmethod
     def elsewhere(cls, address: int, arena: Arena | None) -> bool:
-        """Whether an address is in an arena other than ``arena``, in a block that another process
-        holds, too."""
+        """Whether an address is in another arena, in a block that other processes hold, too."""
         for other in list(cls._known.values()):
             offset = None if other is arena else other.file.offset_of(address)
             if offset is not None:
@@ -287,8 +284,7 @@ class Arena(Holds):
     def trim(self, now: float | None = None) -> bool:
         """Give back the memory of blocks that were free for `IDLE_SECONDS` before ``now``.
 
-        ``now`` is a time of `time.monotonic`; None: the present.  Returns whether a later call may
-        give back more.
+        ``now`` is as `time.monotonic`; None: now.  Returns whether a later call may give back more.
         """
         if is_mine(self._turn):
             return True  # as in `lease`

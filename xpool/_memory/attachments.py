@@ -5,8 +5,7 @@ tables.  The process that made the file gives attachments to its workers and cle
 (`Arena.reclaim`).  A process that receives the file in a message uses it as a **foreign arena**,
 and takes one of the upper numbers itself.  A process takes a number by locking bytes of the file
 with a lock of the open file description (``F_OFD_SETLK``).  The kernel drops the lock when the last
-descriptor of this description is closed, no matter how the process ends, and even if the descriptor
-is in a message.
+descriptor of this description, which may be in a message, is closed, however the process ends.
 
 So messages can have locks, too.  For a message, a sender opens the file again, locks a byte, which
 is the **in-flight lease** of the message, and sends the new descriptor with it.  While the byte is
@@ -37,8 +36,7 @@ FIRST_FOREIGN = 224
 
 # The range of offsets of each number.  480 ranges stay far below 2**63, the end of all offsets.
 _SPAN = 1 << 40
-# `struct flock` of a 64-bit system (fcntl(2)): type, whence, start, length, and a pid, which must
-# be 0 for such locks.
+# `struct flock` of a 64-bit system (fcntl(2)): type, whence, start, length, and a pid, always 0.
 _FLOCK = struct.Struct("@hhqqi4x")
 _MARKS = 8 * HOLDS  # after the ledger: a byte for each upper attachment, 1 until it is cleared
 

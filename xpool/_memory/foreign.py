@@ -48,8 +48,7 @@ _SHARE_BYTES = 256 * 1024
 class _Part(ArenaFile):
     """A mapping of the file's tables and the maker's region.  Other regions are mapped on demand.
 
-    The whole file would take tens of terabytes of addresses, and a process has too few for several
-    such files.
+    The whole file would take tens of terabytes of addresses, of which a process has few.
     """
 
     def __init__(self, fd: int, region: int) -> None:

@@ -158,8 +158,7 @@ class Region:
     def _look_at_young(self, most: int = _YOUNG, wanted: int = 0) -> None:
         """Check ``most`` young blocks.  Stop at a free one of capacity ``wanted``."""
         young, claim, first = self._young, self._file.claim, self._first
-        # If a value is dropped at once, its block is the youngest.  If values are dropped in turn,
-        # the oldest is free.
+        # Dropped values often have the youngest blocks, or the oldest if they are dropped in turn.
         for index in young[:-3:-1] + young[: max(0, min(most, len(young)) - 2)]:
             if claim(first + index):
                 young.remove(index)

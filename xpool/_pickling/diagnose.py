@@ -3,8 +3,7 @@
 This runs only after pickling has failed.  If a pickler has refused the object, the error is a
 `TaskNotPicklable`, and this module tries the parts of the object one by one, a few levels deep, to
 name the part that fails.  If the object's own code (``__reduce__``, ``__getstate__``) has raised,
-its exception is raised unchanged, as in the standard library's pool, with a note.  That code does
-not run again.
+it does not run again, and its exception is raised unchanged, as in the standard pool, with a note.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
 
 
 def _path_to(obj: Any, culprit: Any) -> str | None:
-    """Return the path from an object to a part of it, a few levels deep.  This runs none of their
-    code."""
+    """Return the path from an object to a part a few levels deep, without running their code."""
     level, seen = [("", obj)], {id(obj)}
     for _ in range(_LEVELS):
         below = []

@@ -282,8 +282,7 @@ def inline(message: bytes | memoryview) -> bytes | memoryview:
 
 
 def lodge(message: bytes | memoryview, layout: Layout) -> bytes | memoryview:
-    """Return the message with its large parts in blocks, without opening it: the inverse of
-    `inline`.
+    """Return the unopened message with its large parts in blocks: the inverse of `inline`.
 
     A small message, and one that names blocks, is returned as bytes.
     """

@@ -274,9 +274,8 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
     Args:
         recurse: as in dill: a function pickled by value contains copies of the globals it uses.
         copy_tensor: if false, storages of CPU tensors are moved to torch's shared memory (a file in
-            /dev/shm), and the pickle contains the file's name.  A process of this user on this
-            machine can load such a pickle once, even after this process has ended: see
-            docs/tensors.md.
+            /dev/shm), and the pickle contains the file's name.  A process of this user can load
+            such a pickle once, even after this process has ended: see docs/tensors.md.
 
     Raises:
         TaskNotPicklable: neither pickler can pickle the object.  ``__cause__`` says why.

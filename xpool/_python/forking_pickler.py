@@ -1,8 +1,7 @@
 """The reducers of `multiprocessing` for connections, sockets and shared memory of ctypes.
 
 The pools of `multiprocessing` send tasks and results with a pickler that has a table of reducers,
-to which `multiprocessing.reduction.register` adds.  xpool uses this table for all types for which
-it has no reducer.
+to which `multiprocessing.reduction.register` adds.  xpool uses it for types without its own one.
 """
 
 from __future__ import annotations

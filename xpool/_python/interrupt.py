@@ -2,15 +2,13 @@
 
 Python calls a signal handler in the main thread, between any two instructions.  The handlers of
 Ctrl-C and of time limits made with SIGALRM raise.  If one raises while the thread writes a task to
-a worker, the pool's record of the written tasks is wrong, and a later `get` could wait for ever.
-Locks do not help.
+a worker, the pool's record is wrong, and a later `get` could wait for ever.  Locks do not help.
 
 So a function that updates such state is `shielded`.  While one runs in the main thread, a
 `Deferred` replaces each Python handler of the usual signals.  If the handler may raise at the
 present place, the `Deferred` calls it at once.  If not, it is called when the thread next reaches
 such a place.  Within a shielded function, these places are the functions marked `interruptible`,
-which wait or run code of the program.  Outside shielded functions, the program's own handlers are
-installed.
+which wait or run code of the program.  Outside, the program's own handlers are installed.
 
 This does not cover exceptions of other signals' handlers, `RecursionError` and
 `PyThreadState_SetAsyncExc`.  They break the pool with an error that names them: see `cut_short`.

@@ -1,8 +1,7 @@
 """Adds a note to an exception that tells which item of a map raised it.
 
 The worker knows the item and its place in the chunk, but only the caller's process knows the
-chunk's number.  So the worker notes the place, and the caller's process replaces it by the item's
-number.
+chunk's number.  So the worker notes the place, and the caller's process replaces it by a number.
 """
 
 from __future__ import annotations

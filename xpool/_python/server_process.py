@@ -1,7 +1,6 @@
 """Starts the process of a fork server, with the program's options of Python.
 
-The server reads its code from an anonymous file, because other users can read the command line of a
-process.
+The server reads its code from an anonymous file, because other users can read a command line.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ def _options() -> list[str]:
 
 
 def credentials() -> tuple[object, ...]:
-    """Return user, groups, umask and niceness.  A process inherits them, and may not be able to
-    change them."""
+    """Return user, groups, umask and niceness, which a process inherits and often cannot change."""
     with open("/proc/self/status", "rb") as file:
         facts = file.read().splitlines()
     names = b"Umask:", b"Uid:", b"Gid:", b"Groups:"

@@ -17,9 +17,8 @@ from typing import Any
 from xpool._python.interrupt import uninterrupted
 
 LOST_SIGNAL = 1.0
-"""Seconds after which a wait begins again.  Without this limit, Ctrl-C could have no effect: a
-signal does not end a wait if it arrives after the interpreter has checked for signals, but before
-the wait begins."""
+"""Seconds after which a wait begins again.  Otherwise Ctrl-C could have no effect: a signal between
+the interpreter's check for signals and the beginning of the wait does not end the wait."""
 
 
 def deadline_of(timeout: float | None) -> float | None:
@@ -76,8 +75,7 @@ class Waiters(list[Any]):
 
     def wake(self) -> None:
         """Make all waiters check again."""
-        # `copy` locks the list, even without the interpreter lock.  So the caller's store comes
-        # before it.
+        # `copy` locks the list, even without the interpreter lock, so it sees the caller's store.
         while self.copy():
             try:
                 self.pop().release()  # removed, so that a waiter is not woken twice

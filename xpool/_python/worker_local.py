@@ -32,7 +32,6 @@ class WorkerLocal(Generic[T]):
         self._local = threading.local()
 
     def get(self) -> T | None:
-        """Return the value of this thread's worker, or None."""
         one: T | None = getattr(self._local, "one", None)
         return self._process if one is None else one
 

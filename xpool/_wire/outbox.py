@@ -43,8 +43,7 @@ from xpool._wire.wire import ENTRY, ERROR_BIT
 
 STOP_SIGNAL: int = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2
 """Asks a worker to write its stack and to break off the item that `stop` names.  Libraries use
-SIGUSR1 and SIGUSR2, and the C library uses the first real-time signals, but programs seldom use
-this one."""
+SIGUSR1 and SIGUSR2, and the C library uses the first real-time signals, but hardly this one."""
 
 # In bytes: a page of words, the ring of answers, and the stack.
 HEADER = 4096
@@ -220,8 +219,7 @@ class Outbox:
         return words[LIMIT] == self.limit and words[HEAD] == self.head
 
     def count_adopted(self) -> None:
-        """Count one more answer whose blocks the parent has taken over.  The worker may release
-        them."""
+        """Count one more answer whose blocks the parent has taken over from the worker."""
         self._adopted += 1
         self.words[_ADOPTED] = self._adopted
 

@@ -1,8 +1,7 @@
 """The ends of a worker's pipes.  The parent's ends never block; the worker's ends may.
 
 Each pipe has one writer and one reader.  So it needs no lock, which a dead process could still
-hold.  If the writer dies within a frame, the pipe ends in the middle of this frame, which the
-reader detects.
+hold.  If the writer dies within a frame, the reader finds the pipe's end within this frame.
 """
 
 from __future__ import annotations

@@ -49,8 +49,7 @@ _HIGHEST_LEVEL = 2**16  # limited, because loggers keep an entry for each level 
 class Notice(NamedTuple):
     """The content of a packet.
 
-    ``kind`` is `LOG` or `WARNING`.  ``dropped`` is the number of notices that this worker could not
-    send.
+    ``kind`` is `LOG` or `WARNING`.  ``dropped`` counts the notices that the worker could not send.
     """
 
     kind: str

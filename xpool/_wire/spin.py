@@ -17,9 +17,8 @@ from typing import Any
 from xpool._memory.system import default_processes
 
 _MOMENT = 300e-6
-"""How many seconds a poll lasts: longer than a short task and its messages take if both sides
-sleep.  A shorter poll would end before the other side, which sleeps, has answered, so both sides
-would always sleep."""
+"""Seconds of a poll: longer than a short task and its messages take if both sides sleep.  A shorter
+poll would end before the sleeping other side answers, so both sides would always sleep."""
 
 _MOST = 16
 

@@ -74,8 +74,7 @@ class ModelComplexityEstimator:
         attention.  The pass runs on torch's "meta" device, which computes only shapes: the model,
         the inputs and the random generators do not change.  If this fails, for example because
         control flow depends on values, the pass runs once with values, on copies of the model's
-        state.  During that pass, fused kernels that the counter does not know are disabled in the
-        whole process.
+        state.  Meanwhile the whole process uses no fused kernels that the counter does not know.
 
         Raises:
             OptionError (a `ValueError`): ``forward`` fails with these inputs (its error is the

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 EXACT_LIMIT = 2**17
-"""If there are at most so many placements (m to the n), all are tried.  This takes about as long as
-the descent."""
+"""Up to so many placements (m to the n), all are tried, which takes as long as the descent."""
 
 BATCH = 2**19
 """Number of elements of the largest intermediate tensor."""

@@ -293,8 +293,7 @@ class Epoch(Iterator[Any]):
             )
 
     def _ready_place(self) -> int:
-        """Wait for the next batch, or any batch if ``in_order`` is False; return its index in
-        `_pending`."""
+        """Wait for the next batch (any if not ``in_order``).  Return its index in `_pending`."""
         timeout = self._loader.timeout or None
         if self._loader.in_order or self._loader.num_workers == 0:
             self._pending[0].result.wait(timeout)

@@ -47,9 +47,8 @@ class DeviceContext:
     """Number of threads that one operation may use in this worker."""
 
     env: Mapping[str, str | None] = field(default_factory=dict, hash=False)
-    """Variables that the worker sets before it imports anything else.  A value of None deletes the
-    variable, and deletions come first.  A name that ends in ``*`` means all names with that
-    prefix."""
+    """Variables that the worker sets before it imports anything else.  None deletes a variable, and
+    deletions come first.  A name that ends in ``*`` means all names with that prefix."""
 
     name: str = ""
     """The device's name on this machine, such as ``"2"``, ``"0,1"`` or ``"GPU-..."``; or empty."""
@@ -58,8 +57,7 @@ class DeviceContext:
     """The framework that opens the device: ``"torch"``, ``"torch_xla"`` or ``"torch_tpu"``."""
 
     count: int = 1
-    """Number of devices of the worker.  A chip of TPU v2, v3 and 7x counts as two, unless two
-    workers share it."""
+    """Number of devices of the worker.  A whole chip of TPU v2, v3 and 7x counts as two."""
 
     cpus: tuple[int, ...] = ()
     """Cores near the device, to which the worker is bound; empty: the parent's cores."""

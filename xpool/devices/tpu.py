@@ -47,8 +47,7 @@ _CORES = {"v3": 2, "v4": 2, "v5p": 2, "7x": 2}
 """Number of cores of a chip, for generations whose slice names count cores and not chips."""
 
 DEVICES = {"v3": 2, "7x": 2}
-"""Number of devices that frameworks see in a chip.  A chip of v4 or v5p has two cores, but is one
-device."""
+"""Number of devices in a chip.  A chip of v4 or v5p has two cores, but is one device."""
 
 CORE_EACH = {"v3"}
 """Generations whose programs use each core as a device ("v3" includes v2)."""
@@ -59,8 +58,7 @@ _SHAPES = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 _CUBE = {"v4", "v5p"}  # in these generations eight chips form a cube, in others a flat mesh
 
 _TORCH_TPU_7X = {2: "1,1,1,2", 4: "1,2,1,2", 8: "2,2,1,2"}
-"""Topologies by number of devices.  In torch_tpu, the two devices of a 7x chip are a fourth
-dimension."""
+"""Topologies by number of devices.  The two devices of a 7x chip are a fourth dimension."""
 
 
 @dataclass(frozen=True)

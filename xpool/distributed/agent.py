@@ -107,8 +107,7 @@ def shut_down(graceful: bool) -> None:
         except RuntimeError:
             pass  # it was not running, or a rank has just died; it has ended now
 
-    # This thread can be abandoned: torch's timeout does not limit how long torch waits for
-    # functions that run here.
+    # This thread can be abandoned, because torch's timeout does not limit waits for functions here.
     thread = threading.Thread(target=end, name="xpool-rpc-shutdown", daemon=True)
     thread.start()
     # With ``graceful``, torch waits twice: for all ranks, and for the ends of their calls.

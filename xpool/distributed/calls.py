@@ -50,8 +50,7 @@ def raised(exc: BaseException) -> Raised:
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function for another process.  Return its result in a form that torch can send, or its
-    error as `Raised`."""
+    """Call a function for another process.  Return a sendable form of its result or error."""
     try:
         value = func(*args, **kwargs)
         return sendable(getattr(func, "__qualname__", repr(func)), value)

@@ -24,12 +24,10 @@ class RpcGroup:
     ``to`` is the name of a member. ``timeout`` is in seconds: -1 is the world's ``rpc_timeout``, 0
     is no timeout. The callee imports functions by name. Functions without an importable name
     (lambdas, local functions) are sent by value, and so are arguments and results that torch cannot
-    pickle. If the function raises an error, the caller gets it, with the remote traceback as its
-    ``__cause__``.
+    pickle. The caller gets the function's error, with the remote traceback as ``__cause__``.
 
     A key belongs to the process that has paired or registered it, until that process withdraws it
-    or dies. If a group is sent to a process that has a group of this name, the process gets its own
-    group.
+    or dies. A process that receives a group and has one of the same name gets its own group.
 
     All calls raise:
         NotAMember: ``to`` is not in the group.
@@ -87,8 +85,7 @@ class RpcGroup:
     ) -> RRef:
         """Run ``func`` in ``to``, leave its result there, and return a reference to it at once.
 
-        If ``func`` raises an error, ``to_here()`` raises a new one that torch makes, as `RRef`
-        says.
+        If ``func`` raises an error, torch makes a new one for ``to_here()``: see `RRef`.
         """
         return send(
             lambda *what: _remote(self._member(to), _call, what, timeout), func, args, kwargs

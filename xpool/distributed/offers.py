@@ -81,7 +81,6 @@ class Offers:
             self.own[kind].pop(key, None)
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the group's `Register`, in the first member."""
         return call(self._first, _in_register, (method, self._group_name, *args)).wait()
 
     def find(self, kind: Kind, key: Hashable) -> tuple[str | None, list[Any]]:

@@ -90,7 +90,7 @@ class ReceivingAny(Pending):
     def wait(self, timeout: timedelta | None = None) -> int:
         in_time = self._over.wait(None if timeout is None else timeout.total_seconds())
         self._operations.forget_event(self._over)
-        # `watched` turns these errors into the group's.  It knows a timeout by the text.
+        # `watched` turns these errors into the group's.  It recognizes a timeout by the text.
         with self._operations.watched("irecv"):
             if not in_time:
                 raise RuntimeError("Timed out waiting")
@@ -171,8 +171,7 @@ class Operations:
             if launching and not (connection_lost(exc) or isinstance(exc, dist.DistError)):
                 raise  # an error in the caller's arguments: nothing was sent
             names = tuple(self._world.names[rank] for rank in self.ranks)
-            # While `explain` waits, `Peers` may break the group with the name of the lost process.
-            # That first reason stays.
+            # While `explain` waits, `Peers` may break the group with a more precise error.
             self.break_for(explain(self._world, names, exc, self.timeout))
             raise self._error(what) from exc
 

@@ -49,7 +49,7 @@ class Peers:
             raise PeerLost(f"No call can reach {name!r}: {self.describe(name)}.")
 
     def wait_lost(self, names: list[str], seconds: float) -> list[str]:
-        """Wait, at most ``seconds``, until one of ``names`` is lost.  Return those that are."""
+        """Wait, at most ``seconds``, until one of ``names`` is lost.  Return the lost names."""
         with self._changed:
             self._changed.wait_for(lambda: any(name in self._lost for name in names), seconds)
             return [name for name in names if name in self._lost]
@@ -57,8 +57,7 @@ class Peers:
     def lose(self, name: str, reason: str, completed: dict[Any, int] | None = None) -> None:
         """Record that a process is lost.  `Farewell` describes ``completed``."""
         with self._changed:
-            # The first reason stays.  After `leave`, a failed call does not mean that the other
-            # process is lost.
+            # The first reason stays.  After `leave`, a failed call does not mean a loss.
             if name in self._lost or name == self.me or self._leaving:
                 return
             # Recorded before `_on_loss` ends meetings, because these call `lost`.

@@ -48,8 +48,7 @@ class PushPullModelServer:
         """Push the model's state, as its version + 1.  Return whether the server stored it.
 
         The server does not store it if another process has pushed since this model was pulled.
-        Then, with ``pull_on_fail``, the newest state is loaded into ``model``.  Gradients do not
-        change.
+        Then, with ``pull_on_fail``, the newest state is loaded into ``model``, but no gradients.
 
         Raises:
             VersionError: the model's version is higher than any that the server has had.
@@ -88,8 +87,7 @@ class PushPullModelServerImpl:
         server_name: a name that is unique in the group.  The client is paired under it.
         group: an `RpcGroup` that contains this process.
         model_name: the model's key in the ordered server.
-        o_server: the client of another ordered server.  None: an `OrderedServerSimpleImpl` is made
-            in this process.
+        o_server: the client of another ordered server.  None: this process makes a server.
 
     Raises:
         GroupKeyError: the name is taken.

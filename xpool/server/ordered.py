@@ -44,9 +44,8 @@ class OrderedServerBase(ABC):
 class OrderedServerSimple(OrderedServerBase):
     """The client of an `OrderedServerSimpleImpl`, which may be in another process.
 
-    The client can be pickled.  ``server_name`` and ``group`` are those of the server.  `push` and
-    `pull` raise `GroupKeyError` if the group has no such server, and `PeerLost` if its process has
-    died.
+    The client can be pickled.  ``server_name`` and ``group`` are those of the server.  Calls raise
+    `GroupKeyError` if the group has no such server, and `PeerLost` if its process has died.
     """
 
     def __init__(self, server_name: str, group: RpcGroup) -> None:

@@ -71,8 +71,7 @@ def _is_result(value: Any) -> bool:
 def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
     """Watch all calls of the class's hooks in the block.
 
-    This changes the class itself and later restores it, because workers could not import a
-    subclass.
+    This changes the class itself for a time, because workers could not import a subclass.
     """
 
     def watched(name: str) -> Any:
@@ -224,8 +223,7 @@ def check_channel(make: Callable[[], Any], *, limit: float = LIMIT) -> None:
     """Check a queue with the methods ``put(obj)``, ``get(timeout)`` and, optionally, ``close()``.
 
     `get` must return equal objects in the order of `put`, each once, for objects of any size and
-    any number of threads.  `get` must raise `queue.Empty` after its timeout in seconds, and not
-    earlier.
+    any number of threads.  It must raise `queue.Empty` after its timeout in seconds.
 
     Args:
         make: makes the queue.

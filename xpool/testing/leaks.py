@@ -106,8 +106,7 @@ def _ours() -> dict[str, str]:
         if up == _SELF or mark in environment.split(b"\0"):
             ours[pid] = parent
         elif environment:
-            # If the environment is empty, the process has ended or belongs to another user.  It is
-            # checked again later.
+            # If the environment is empty (ended, or another user's), the process is checked again.
             _strangers.add(pid)
     _numbers.update(ours)
     return ours

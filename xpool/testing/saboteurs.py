@@ -24,8 +24,7 @@ EXITS = {
 """The ways to end a process, each with the exit code that the parent sees."""
 
 WAYS = ("raise", *EXITS, "SIGSTOP", "hang", "spin")
-"""All ways: raise an exception, end the process (`EXITS`), stop by a signal, wait for ever, and
-compute for ever."""
+"""Raise an exception, end the process (`EXITS`), stop by a signal, wait or compute for ever."""
 
 
 def same(x: Any = None) -> Any:

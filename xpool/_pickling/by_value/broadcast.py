@@ -2,8 +2,7 @@
 
 The object is pickled once, with its large buffers, into one block of the arena.  A task with a
 reference gets the object.  The first such task in a worker maps the block **privately** and loads
-the message in place.  So all workers share the pages until they write to them, and a worker sees
-only its own writes.
+the message in place.  So all workers share the pages, and a write changes only the writer's copy.
 
 A small block, the token, represents the reference.  Processes with the reference, and messages with
 it, hold the token, and a worker keeps the object as long as its parent holds the token.  The worker

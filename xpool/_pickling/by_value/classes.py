@@ -118,7 +118,7 @@ def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
         if not entry.own:
             entry.version = version
             entry.names = frozenset(names)
-            # Set last, because `_load` now returns the class without the lock.
+            # Set last, because `_load` returns a class with blobs without taking the lock.
             entry.blobs = {False: blob, True: blob}
         return cls
 
@@ -225,8 +225,7 @@ def _make(
 
 @contextlib.contextmanager
 def _muted(bases: tuple[type, ...], known_only: bool) -> Iterator[None]:
-    """Keep ``__init_subclass__`` of by-value bases (of all bases, unless ``known_only``) from
-    running again.
+    """Keep ``__init_subclass__`` of by-value bases (unless ``known_only``, of all) from running.
 
     It ran when the class was defined, and its effects are in the state of the class.  Here it would
     get an empty class, without the keywords of the class statement.

@@ -168,8 +168,7 @@ def _fill_cell(cell: CellType, state: tuple[Any]) -> None:
 
 @register(MethodType)
 def _reduce_method(pickler: Context, method: MethodType) -> Any:
-    """Pickle a method by the object and the name, as the standard pickler does, but allow private
-    names, too."""
+    """Pickle a method by object and name, as the standard pickler does, but allow private names."""
     owner, name = method.__self__, method.__func__.__name__
     for found in _private_names(owner, name):
         if getattr(owner, found, None) == method:

@@ -186,14 +186,12 @@ def _as_of_caller(data: bytes) -> bytes:
     return _MODULE_OF_GLOBAL.sub(b"\x8c\x08__main__\x94\\1", data)
 
 
-# The opcodes of a global: SHORT_BINUNICODE and MEMOIZE for the module and for the name, and
-# STACK_GLOBAL.
+# The opcodes of a global: twice SHORT_BINUNICODE and MEMOIZE (module, name), and STACK_GLOBAL.
 _MODULE_OF_GLOBAL = re.compile(rb"\x8c\x0b__mp_main__\x94(\x8c.[^\x94]*\x94\x93)", re.DOTALL)
 
 
 def missing_global(exc: BaseException) -> str | None:
-    """Explain an error that comes from a global that was not sent here.  None: it has another
-    cause."""
+    """Explain an error about a global that was not sent here, or return None for other errors."""
     if isinstance(exc, AttributeError):
         return _global_left_none(exc)
     name = getattr(exc, "name", None)

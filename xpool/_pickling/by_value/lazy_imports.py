@@ -28,7 +28,6 @@ def lazy_import(module: str, name: str) -> Any:
 
 
 def reduce(obj: Any) -> Any:
-    """Reduce the object that a lazy import binds."""
     # Only the repr contains the name of the module.  The object of `lazy from` refers to another
     # such object, that of the module.
     text = repr(obj)

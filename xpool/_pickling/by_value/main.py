@@ -28,8 +28,7 @@ if TYPE_CHECKING:
         SourceFile,  # imported at run time only if there is a file to analyse
     )
 
-# In a child, the main module of `multiprocessing` has the second name, and ``sys.modules`` has it
-# under both.
+# In a child of `multiprocessing`, ``sys.modules`` has the main module under both names.
 MAIN_NAMES = frozenset({"__main__", "__mp_main__"})
 
 # Takes the place of a global that does not exist.
@@ -140,8 +139,7 @@ def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None
     Args:
         importable: whether this process runs the caller's file as its ``__main__``.  None: find out
             as in the caller's process.
-        forked: whether the process is a fork of its parent, and so has objects of the parent that
-            cannot be pickled.
+        forked: whether the process is a fork of its parent, with objects that cannot be pickled.
     """
     _state.replica, _state.forked = True, forked
     _state.told = importable

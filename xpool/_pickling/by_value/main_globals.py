@@ -62,7 +62,7 @@ class _Sent(NamedTuple):
 
     @property
     def rest(self) -> tuple[int, bool, int, Any]:
-        """The fields of an `SentGlobal` after the name."""
+        """The fields of a `SentGlobal` after the name."""
         return self.serial, self.first, self.kind, self.data
 
 
@@ -397,8 +397,7 @@ class _MainModule:
 
 
 # Guards `_outgoing`, plans and books.  Also held while values are pickled, so that two threads do
-# not give one value two numbers.  Reentrant, because pickling runs the program's code, which may
-# send an object, too.
+# not give one value two numbers.  Reentrant, because pickling runs code that may send an object.
 _lock = threading.RLock()
 _outgoing = _Outgoing()
 reducers.script = _MainModule()

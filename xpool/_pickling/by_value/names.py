@@ -18,8 +18,7 @@ static_modules: set[str] = set()  # the names of the modules given to `mark_stat
 def mark_static_module(module: ModuleType) -> None:
     """Declare that a module is the same in every process, so that it is pickled by name.
 
-    Its functions and classes are pickled by name, too, even if they would otherwise be pickled by
-    value.
+    Its functions and classes are then always pickled by name, too.
 
     Raises:
         TypeError: ``module`` is not a module.

@@ -1,8 +1,7 @@
 """The by-value classes of this process and their tokens.
 
 A class gets a token when it is first pickled by value.  The receiver of a definition first looks up
-the token.  So a class that was sent comes back as the same class, and a class that arrives twice is
-one class.
+the token.  So a class that was sent comes back, or arrives a second time, as the same class.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ def enter(obj: Any, token: str, *, own: bool) -> ClassEntry:
 
     def forget(_: weakref.ref[Any]) -> None:
         _gone.append((key, entry))
-        # This may run at any moment, so it must not wait.  If the lock is held, the next `enter`
-        # removes the entry.
+        # This may run at any moment, so it must not wait.  The next `enter` sweeps, too.
         if lock.acquire(blocking=False):
             try:
                 _sweep()

@@ -47,8 +47,7 @@ class SourceFile(NamedTuple):
 
 
 def _same(constant: Any, value: Any) -> bool:
-    """Whether two objects of one type are the same constant.  0.0 and -0.0 differ, as do (1,) and
-    (True,)."""
+    """Whether two objects of one type are the same constant, as 0.0 and -0.0 are not."""
     return type(constant) in _CONSTANTS | {tuple} and repr(constant) == repr(value)
 
 
@@ -99,7 +98,7 @@ def read(path: str, package: str | None) -> SourceFile:
 def _constants(
     bound: Iterable[tuple[str, ast.AST]], attributes: set[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the names that exactly one statement binds, to an immutable literal, with this."""
+    """Yield each name that exactly one statement binds to an immutable literal, and the literal."""
     bound = list(bound)
     times = Counter(name for name, _ in bound)
     for name, node in bound:

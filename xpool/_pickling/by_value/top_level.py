@@ -196,8 +196,7 @@ def acted_on(node: ast.stmt) -> Iterator[str]:
 
 
 def calls_of(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the expressions that a statement calls, with decorators, but without those in bodies of
-    functions."""
+    """Yield the expressions that a statement calls, and decorators, but no bodies of functions."""
     todo = [node]
     while todo:
         one = todo.pop()

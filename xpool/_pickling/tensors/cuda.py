@@ -52,8 +52,7 @@ def reduce_shared(pickler: Context, tensor: Any, about: Callable[[], str]) -> An
 def export(tensor: Any, about: Callable[[], str]) -> Any:
     """Return the function that opens a tensor's memory once in another process, and its arguments.
 
-    Return None if the memory was received from another process, because it cannot be exported
-    again.
+    Return None if the memory was received from another process and cannot be exported again.
 
     Raises:
         TaskNotPicklable: CUDA cannot share the memory.  The text says why and what to do.

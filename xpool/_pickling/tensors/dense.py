@@ -125,8 +125,7 @@ def _reduce_piece(pickler: Context, piece: Piece) -> Any:
 
 
 def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
-    """Return the piece that an object shares with others, or None.  In the first run, record the
-    object's extent."""
+    """Return the piece that an object shares with others, or None.  The first run records it."""
     seen = Seen.of(pickler)
     if seen.plan is not None:
         piece: Piece | None = seen.plan.get(found)

@@ -18,9 +18,8 @@ from operator import itemgetter
 from typing import Any
 
 Extent = tuple[int, int, tuple[tuple[int, int], ...]]
-"""The address of the first byte, the address after the last, and the axes.  If the elements have
-gaps, the axes are the (step, length) of each axis in bytes, and of the element itself.  Otherwise
-they are ``()``."""
+"""The address of the first byte, the address after the last, and, if the elements have gaps, the
+(step, length) of each axis in bytes and of the element itself, else ``()``."""
 
 Entry = tuple[int, int, tuple[tuple[int, int], ...], Any]
 """An extent and its object."""
@@ -33,8 +32,7 @@ _STEPS = 2_000  # limits numpy's search in one comparison
 def extent(
     address: int, shape: Sequence[int], steps: Sequence[int], itemsize: int
 ) -> tuple[Extent, int]:
-    """Return the extent of a tensor or array that is not empty, and an upper bound on the number of
-    its distinct bytes.
+    """Return the extent of a tensor or array that is not empty, and the most bytes it can have.
 
     Args:
         address: the address of the first element.

@@ -157,8 +157,7 @@ def collect(most: int | None = None) -> bool:
     Checks ``most`` storages; None: all.  Returns whether any storages or mappings are left.
     """
     for key in list(islice(_lent, most)):
-        # Removed before the check, because `lend` in another thread takes a hold before it enters
-        # the token again.
+        # Removed before the check, because `lend` takes a hold before it enters the token again.
         entry = _lent.pop(key, None)
         if entry is not None and not entry[0].arena.alone(entry[0]):
             _lent[key] = entry

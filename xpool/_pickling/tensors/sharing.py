@@ -63,16 +63,14 @@ _TORCH_FILES = "/dev/shm/torch_"
 
 
 def reduce_named(pickler: Context, storage: Any) -> Any:
-    """Return the function that opens a storage by its file's name, in any process of this machine,
-    and its arguments.
+    """Return the function that opens a storage by its file's name, and the function's arguments.
 
     This is the "file_system" strategy of `torch.multiprocessing`.  torch counts the processes that
-    have the file and the pickles that were not loaded.  When none is left, a process of torch
-    removes the file.
+    have the file and the pickles that were not loaded.  After the last, its own process removes the
+    file.
 
     Raises:
-        TaskNotPicklable: the storage cannot be moved to such a file.  The text says why and what to
-            do.
+        TaskNotPicklable: the storage cannot be moved to such a file.  The text says why.
     """
     from torch.multiprocessing import reductions
 
@@ -114,8 +112,7 @@ def _reserve(storage: Any, nbytes: int, refused: str) -> None:
 def first_user(pickler: Context, address: int, user: Any) -> Any:
     """Return the first tensor or storage of this message that uses the memory at an address.
 
-    The receiver opens the memory only for this one.  So objects that share a storage here also
-    share one there.
+    The receiver opens the memory only for this one, so the others share its storage there, too.
     """
     seen = Seen.of(pickler)
     if seen.users is None:
@@ -181,8 +178,7 @@ def _storage_of(tensor: Any) -> Any:
 def _exchange(torch: Any, storage: Any, target: Any, tensor: Any) -> Any:
     """Give a storage the memory of another.  Return the old memory if it must not be freed.
 
-    Other objects may use the old address: a numpy array, a DLPack capsule, an operation in another
-    thread.
+    A numpy array, a DLPack capsule or an operation in another thread may use the old address.
     """
     # Copied before the swap, because other tensors of the storage then use the new memory.
     target.copy_(storage)
