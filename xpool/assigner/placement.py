@@ -87,7 +87,7 @@ def _power(problem: Problem) -> Tensor:
 def cost(p: Tensor, problem: Problem) -> Tensor:
     """Return the cost of placements of shape ``[..., n, m]`` as a tensor of shape ``[...]``."""
     n, m = p.shape[-2:]
-    # Of model i on device k: the distances to the models to which it sends, times the amounts.
+    # `way[i, k]`: the distances of device k to the models to which i sends data, times the amounts.
     way = _connection(problem) @ p @ _shares(problem.device_distance).T
     size = (problem.model_size @ p).squeeze(-2)
     excess = (_shares(problem.model_complexity) @ p).squeeze(-2) - _power(problem)

@@ -38,8 +38,8 @@ class Made(NamedTuple):
     """The answer of a worker."""
 
     batch: Any
-    seconds: float = 0.0  # how long the worker took to make the batch
-    collating: float = 0.0  # how much of this collate_fn took
+    seconds: float = 0.0  # how many seconds the worker took to make the batch
+    collating: float = 0.0  # the part of these seconds that collate_fn took
     state: bytes | None = None  # the state after this batch; None: none exists or is wanted
     ended: bool = False  # whether the part has ended, without another batch
 

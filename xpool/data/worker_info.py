@@ -60,8 +60,8 @@ def seed_own(generators: Any, seed: int) -> None:
 def use_threads() -> None:
     """Make `get_worker_info` return the info of the calling thread.
 
-    Torch's function reads a variable of the process.  This replaces the function's code and not the
-    function, because programs may have imported the function under names of their own.
+    Torch's function reads a variable of the process.  This replaces the code of the function, and
+    not the function itself, because programs may have imported it under other names.
     """
     vars(torch_worker)["_xpool_of_thread"] = _of_thread
     torch_worker.get_worker_info.__code__ = _get_worker_info.__code__

@@ -262,7 +262,7 @@ class Operations:
             works = [*self._works, *(one._work for one in self._messages)]
             busy = any(not work.is_completed() for work in works)
         self.break_for(GroupError(f"{self.label} was destroyed; make a new one."), abort=False)
-        # Pending operations would keep the connections open.  Without them, torch closes these.
+        # If no operation is pending, torch itself closes the connections.
         self._close(abort=busy)
         if not self.destroyed:
             self.destroyed = True

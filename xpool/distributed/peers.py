@@ -63,7 +63,7 @@ class Peers:
             # Recorded before `_on_loss` ends meetings, because these call `lost`.
             self._lost[name] = reason
             self._changed.notify_all()
-        # The lock is free here: `Meetings` calls `lost` while it holds its own lock.
+        # Not called under the lock, because `Meetings` calls `lost` while it holds its own lock.
         self._on_loss(name, completed or {})
 
     def leave(self) -> list[str]:

@@ -46,7 +46,7 @@ def watch(pid: int) -> int | None:
 
 
 def wait_gone(pids: Iterable[int], limit: float = LIMIT) -> list[int]:
-    """Wait until all processes have ended.  After ``limit`` seconds, return those that run."""
+    """Wait until all processes have ended.  After ``limit`` seconds, return the others."""
     fds = {fd: pid for pid in pids if (fd := watch(pid)) is not None}
     poller = select.poll()
     for fd in fds:

@@ -398,7 +398,7 @@ class _StatementGroups:
         used = names.used | names.spelled
         reads = set[str]()
         if all(isinstance(node, _DEFINE) for node in group):
-            # The unit does not call the functions that it defines, and their values are sent.
+            # The unit does not call the functions that it defines.  Values that they read are sent.
             reads = {name for name in self._read_by(i) if not self._is_constant(name)}
             constants = {name for name in self._read_by(i) if self._is_constant(name)}
             if self._kinds[i] != BINDS:

@@ -36,7 +36,7 @@ def _lazy_numpy() -> None:
 
 
 def _lazy_masked() -> None:
-    # Not `numpy.ma`, which numpy would import at its first use, when no descriptor may be left.
+    # Not `np.ma`: numpy imports the module when this is first read, and may have no descriptor.
     REDUCERS[sys.modules["numpy.ma"].MaskedArray] = _reduce_masked
 
 

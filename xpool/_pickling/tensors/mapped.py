@@ -5,8 +5,8 @@ file.  If such a tensor were moved, other processes that map the file would not 
 the name of the file is sent, and the receiver maps the file, too.
 
 If the file has no name (torch removes it at once), the receiver opens it by the sender's descriptor
-under /proc.  So the storage must exist until then.  The message holds a small block of the arena,
-the token, and the sender keeps the storage as long as the token is held (`_lent`).
+under /proc.  So the storage must exist until then.  The message holds a token, which is a small
+block of the arena, and the sender keeps the storage as long as the token is held (`_lent`).
 
 A worker keeps its mappings for some seconds, because the same tensor is often sent again.  A file
 is identified by device and inode, which no other file gets while it is mapped.
