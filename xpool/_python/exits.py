@@ -3,7 +3,7 @@
 In the standard library's pools, each worker runs the finalizers of `multiprocessing.util.Finalize`
 and waits for threads, and spawned workers also run `atexit` callbacks.  Workers of xpool do all
 three with every start method, in the order of a spawned process, if they end by themselves: after
-`close`, by `maxtasksperchild`, or by `sys.exit` in a task.  A terminated or killed worker does not.
+`close`, by `maxtasksperchild`, or by `sys.exit` in a task.  Killed workers do none of these.
 
 A forked worker does not run its parent's callbacks, which may remove the parent's temporary files.
 """

@@ -58,8 +58,8 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
             program takes the last batches of this one.  The sampler gives the same indices as
             without.  This has no effect if the dataset, a ``worker_init_fn`` or a sampler that is
             not torch's may keep state.
-        snapshot_every_n_steps: the loader records the state of an iterable dataset or a sampler
-            after each so many batches of a worker; 0: never.  A resumed loader makes the batches
+        snapshot_every_n_steps: the number of batches of a worker after which the loader records the
+            state of an iterable dataset or a sampler; 0: never.  A resumed loader makes the batches
             since the last record again, and skips those that were taken.
 
     After `load_state_dict` of a `state_dict`, a loader goes on in the middle of an epoch or begins

@@ -135,7 +135,7 @@ def find_chips(root: Path) -> tuple[Chip, ...]:
         files = [f"dev/accel{i}" for i in range(len(found))]
         found = [replace(c, file=f) if (root / f).exists() else c for c, f in zip(found, files)]
     elif (root / "dev/vfio").is_dir():
-        return ()  # VFIO without a chip's file: this container has no chips
+        return ()  # VFIO has no file of a chip, so this container has no chips
     users = holders((c.file for c in found if c.file), root)
     return tuple(replace(c, user=users.get(c.file, "")) for c in found)
 

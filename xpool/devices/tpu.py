@@ -129,7 +129,7 @@ def group_env(
     framework: str,
     master_port: int = 29500,
 ) -> Env:
-    """Return the variables of this host's worker ``rank`` in a replica group with a chip a worker.
+    """Return the variables of this host's worker ``rank`` in a group of workers with one chip each.
 
     ``chips`` are all chips of the group on this host.  ``ports`` has one port for each chip.  They
     are the same on every host, and other groups of the host must not use them.
