@@ -99,7 +99,7 @@ class Region:
             self._look_at_young(most, capacity)
             if not warm and self._old:
                 self._look_at_old(most, capacity)
-            # Check fewer blocks if none was free, as while input and results of a `map` are held.
+            # If no block was free, as during a `map` that holds its results, check fewer next time.
             self._looks = min(2 * self._looks, _MOST) if warm else max(_LEAST, self._looks * 3 // 4)
         elif self._old:
             self._look_at_old(4)  # after some calls, all have been checked

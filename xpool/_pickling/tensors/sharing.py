@@ -66,8 +66,8 @@ def reduce_named(pickler: Context, storage: Any) -> Any:
     """Return the function that opens a storage by its file's name, and the function's arguments.
 
     This is the "file_system" strategy of `torch.multiprocessing`.  torch counts the processes that
-    have the file and the pickles that were not loaded.  After the last, its own process removes the
-    file.
+    have the file and the pickles that were not loaded.  After the last of these, a process of torch
+    removes the file.
 
     Raises:
         TaskNotPicklable: the storage cannot be moved to such a file.  The text says why.
