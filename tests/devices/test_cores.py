@@ -147,6 +147,27 @@ def test_threads_of_a_task_are_no_workers(start: Any):
     assert "in the thread in which it runs them" in start(2).apply(in_thread)
 
 
+def profiled(core: Core) -> list[str]:
+    """Return the names of the functions that are called here."""
+    names: list[str] = []
+    sys.setprofile(lambda frame, event, arg: names.append(frame.f_code.co_name))
+    try:
+        who(core)
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def test_tasks_can_be_profiled(start: Any):
+    """A task's calls can be profiled, after tasks that have ended and tasks that were stopped."""
+    pool = start(2)
+    pool.run_all(who)
+    assert "who" in pool.apply_async(profiled, timeout=30).get()
+    with pytest.raises(TaskTimeout):
+        pool.apply(post_and_run, (os.devnull, "counts"), timeout=0.5)
+    assert all("who" in names for names in pool.run_all(profiled, timeout=30))
+
+
 def log_start(path: str) -> None:
     work.log_line(path, f"begin {current_worker().index}")
     work.log_line(path, f"end {current_worker().index}")

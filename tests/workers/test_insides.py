@@ -13,7 +13,7 @@ from support import scripts
 
 from xpool._pickling.by_value.top_values import held_alone
 from xpool._python import import_hooks
-from xpool._python.async_error import raise_in_thread
+from xpool._python.async_error import raise_in_thread, withdraw
 from xpool._python.hidden import is_free_threaded
 from xpool._python.starting import PromptThread
 
@@ -25,9 +25,8 @@ class Broken(Exception):
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("withdrawn", [False, True])
-def test_an_error_is_raised_in_another_thread(withdrawn):
-    """`raise_in_thread` raises when the thread next runs Python code. None withdraws the error."""
+def test_an_error_is_raised_in_another_thread():
+    """`raise_in_thread` raises when the thread next runs Python code."""
     gate, begun, seen = threading.Lock(), threading.Event(), []
     gate.acquire()
 
@@ -42,18 +41,29 @@ def test_an_error_is_raised_in_another_thread(withdrawn):
 
     thread = threading.Thread(target=run, daemon=True)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # the other thread does not run between the two calls
+    sys.setswitchinterval(1000)  # the other thread does not run before the call
     try:
         thread.start()
         begun.wait()
         raise_in_thread(thread.ident, Broken)
-        if withdrawn:
-            raise_in_thread(thread.ident, None)
     finally:
         sys.setswitchinterval(interval)
         gate.release()
     thread.join()
-    assert seen == ["no error" if withdrawn else "an error"]
+    assert seen == ["an error"]
+
+
+@pytest.mark.pure
+def test_calls_can_be_profiled_after_an_error_is_withdrawn():
+    """`withdraw` leaves no flag set that would stop a profiled call."""
+    names = []
+    withdraw()
+    sys.setprofile(lambda frame, event, arg: names.append(frame.f_code.co_name))
+    try:
+        is_free_threaded()
+    finally:
+        sys.setprofile(None)
+    assert "is_free_threaded" in names
 
 
 @pytest.mark.pure

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from xpool._python.async_error import raise_in_thread
+from xpool._python.async_error import raise_in_thread, withdraw
 from xpool._python.worker_local import share_process
 from xpool._wire.outbox import STACK, STACK_AT, STOP_SIGNAL, TASK_LINE, Outbox
 from xpool._worker.callables import item_of
@@ -129,7 +129,7 @@ class _WorkerThread(threading.Thread):
 
     def stoppable(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def run_inside(*task: Any) -> Any:
-            self._inside = True
+            raised, self._inside = self._raised, True
             try:
                 return run(*task)
             finally:
@@ -139,7 +139,8 @@ class _WorkerThread(threading.Thread):
                 # the task is over, or this waits for it and then withdraws its exception.
                 while self._raising:
                     time.sleep(0)
-                raise_in_thread(self.ident, None)
+                if self._raised != raised:
+                    withdraw()
 
         return run_inside
 
