@@ -167,7 +167,7 @@ def test_iterable_that_raises_within_a_chunk(pool, chunksize, whole):
 
 @pytest.mark.parametrize("chunksize", [1, 2])
 def test_unordered_iterable_that_raises_midway(pool, chunksize):
-    """`imap_unordered` yields each result before the iterable's error once, then raises."""
+    """`imap_unordered` yields the results of the items before the error, and raises the error."""
     results = pool.imap_unordered(work.square, failing(20, 7), chunksize)
     good = []
     with pytest.raises(StopHere):
