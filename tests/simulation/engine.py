@@ -44,6 +44,9 @@ SYSTEM_PAUSE = 0.1
 
 MOST_TURNS = 20_000
 
+LARGEST_PID = 1 << 22
+"""The kernel gives no process a larger one (`PID_MAX_LIMIT`)."""
+
 MOST_WORKERS = 4
 
 
@@ -165,7 +168,8 @@ class EngineWorld(World):
         self.rooms: list[_Room] = []
         n = self.one_of([1, 2, 2, 3])
         siblings = self.one_of([(), (), (), [[0, 1]], [range(n)]]) if n > 1 else ()
-        self.pids = itertools.count(2)
+        # No real process has these: the engine reads processor times under /proc.
+        self.pids = itertools.count(LARGEST_PID + 1)
         self.workers: list[Worker] = []
         self.reports: list[tuple[Handle, int | None]] = []  # deaths that are not reported yet
         self.failed_starts = [0] * MOST_WORKERS  # of each worker, since it was last ready

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from xpool._engine import start_limit, worker
+from xpool._engine.worker import processor_times
+
 from .engine import EngineWorld
 from .hosts import HostWorld
 from .mutants import MUTANTS, PINNED, Mutant
@@ -54,6 +57,20 @@ def test_a_seed_is_a_history(world):
         one.run()
         stories.append(one.history())
     assert stories[0] == stories[1] and len(stories[0]) > 5
+
+
+def test_no_history_depends_on_a_process_of_this_machine(monkeypatch):
+    """The engine finds no real process under the pids of the world."""
+    found = set()
+
+    def times(pid):
+        found.add(answer := processor_times(pid))
+        return answer
+
+    for module in start_limit, worker:
+        monkeypatch.setattr(module, "processor_times", times)
+    assert search(EngineWorld, range(60)) is None
+    assert found == {(0.0, 0.0, False)}
 
 
 @pytest.mark.exhaustive

@@ -346,10 +346,6 @@ class SimWorker(WorkerProcess):
         world.others_go_on()
         return process[0].handle, channels
 
-    def processor(self) -> tuple[float, float, bool]:
-        """The world has enough processors."""
-        return 0.0, 0.0, False
-
 
 class SimChannel:
     """A channel of virtual pipes with a virtual worker at the other end."""

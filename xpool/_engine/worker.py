@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """When a worker was asked to stop its task, and its processor times (`processor`) then."""
+    """When a worker was asked to stop its task, and its `processor_times` then."""
 
     when: float
     ran: float
