@@ -3,7 +3,7 @@
 Called with the engine's lock held.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import os
 from collections import deque
@@ -25,14 +25,14 @@ from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
 from xpool.errors import InternalError, TaskTimeout, WorkerDied
 
 CULPRIT = 5
-"""Workers that one task may kill, whatever its ``retries``."""
+"""Most workers that one task may kill, however large its ``retries`` is."""
 
 _WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "_worker", "")
 OURS = tuple(f'"{_WORKER}{name}.py"' for name in ("loop", "callables"))
 
 
 def own_part(stack: str) -> str:
-    """Return the task's part of a faulthandler stack: without the title and xpool's frames."""
+    """Return a faulthandler stack without its title and xpool's frames."""
     lines = [line for line in stack.splitlines() if line.startswith("  ")]
     ours = [i for i, line in enumerate(lines) if any(o in line for o in OURS)]
     # If the task is a C function, which has no frame, xpool's last frame stays.
@@ -40,17 +40,16 @@ def own_part(stack: str) -> str:
 
 
 def _chance() -> float:
-    """Return a random number below 1.  The program may have seeded `random`."""
+    """Return a random number from 0 to 1.  Not from `random`, which the program may have seeded."""
     return int.from_bytes(os.urandom(4), "little") / (1 << 32)
 
 
 class EngineOptions(NamedTuple):
     """Options of an engine.
 
-    ``lifetime``: tasks that a process may run, None: any number.  ``processes``: workers that are
-    threads of one process, by index; each other worker has a process of its own.  ``together``: all
-    workers end when one dies.  ``hands_back``: the caller of the engine retries tasks, see
-    `Answers`.
+    ``lifetime``: most tasks of a process; None: no limit.  ``processes``: groups of worker indexes;
+    the workers of a group are threads of one process.  ``together``: all workers end when one dies.
+    ``hands_back``: the engine's caller retries tasks (see `Answers`).
     """
 
     lifetime: int | None = None
@@ -114,25 +113,25 @@ class Answers:
         if early:
             worker.early.announced()
         self._policy.finished = True
-        # Before the scheduler moves on: the ledger names the task at the front.
+        # Before `_sched.answered`, because the ledger needs the task that is still at the front.
         held = worker.in_flight.held
         self._ledger.answered(worker.index, held[0] if held else None, count + bool(body), nanos)
         self._ledger.bytes_in += len(body)
-        # If all were taken early, none is left and the time is not used.
+        # `or 1`: if all answers were taken early, `seconds` is not used.
         seconds = nanos * 1e-9 / (boxed + bool(body) or 1)
         if boxed:
             data = worker.box.take(mark)
             self._ledger.bytes_in += len(data)
-            # An interrupted item needs an answer of its own, whatever the worker answered.
+            # If an item was interrupted, take the answers one by one, because `_answer` handles it.
             plain = not errors & OUTBOX_MIXED and worker.interrupted is None
             job, together = self._sched.next_answers(worker.index)
             if plain and boxed <= together and job != CALLS:
-                # They stay in one piece until the consumer opens it.
+                # The answers stay one piece of data until the consumer unpickles them.
                 batch, first = self._sched.answered(worker.index, boxed, seconds * boxed)
                 self.results.append((batch.job, first, (True, Encoded(data, boxed, True))))
             else:
                 self._split(worker, data, boxed, plain and boxed <= together, seconds)
-        # All answers up to the head were taken early.  Any other mark means that one is missing.
+        # All answers up to `head` were taken early.  With any other mark, an answer is missing.
         elif count and mark != worker.box.head:
             raise ValueError(f"outbox mark {mark}, but all is taken up to {worker.box.head}")
         if body:
@@ -143,7 +142,7 @@ class Answers:
     def _split(
         self, worker: WorkerProcess, data: bytes, boxed: int, calls: bool, seconds: float
     ) -> None:
-        """Take answers one by one; ``calls``: they are values of calls of one batch."""
+        """Take answers one by one; ``calls``: all are values, not errors, of calls in one batch."""
         found = entries(data)
         if len(found) != boxed:
             raise ValueError(f"it reports {boxed} answers, but wrote {len(found)}")
@@ -171,7 +170,7 @@ class Answers:
         """Record that a recalled worker has skipped some items.
 
         Raises:
-            ValueError: the worker was not recalled; the items would be sent to it for ever.
+            ValueError: the worker was not recalled, so it would skip the same items for ever.
         """
         if worker.box.limit == NO_LIMIT:
             raise ValueError(f"it skipped {count} tasks that it had to begin")
@@ -190,8 +189,8 @@ class Answers:
         again: bool = False,
     ) -> None:
         """Take one answer; ``again``: it is an error after which the task is retried."""
-        # Hold the blocks that it names before the worker may drop them, also for an answer that
-        # no caller will open.  This comes first, since it raises if the answer is invalid.
+        # Hold the blocks of the payload before the worker may free them, even if no caller will
+        # open the answer.  Do this first, because it raises if the payload is invalid.
         if payload[0] == FRAMED:
             payload = hold_blocks(payload)
             if type(payload) is Leased:
@@ -217,7 +216,7 @@ class Answers:
     def _broken_off(self, worker: WorkerProcess, batch: Batch, position: int) -> None:
         """Answer a task that was asked to stop and has stopped or died.
 
-        The worker's own answer is ignored: the time limit had passed before.
+        The worker's own answer is ignored, because the task had exceeded its limit before.
         """
         stack = worker.broken_off()
         limit = batch.terms.limit
@@ -233,7 +232,7 @@ class Answers:
 
     def _again(self, batch: Batch, position: int, killed: bool) -> None:
         """Have a task run once more, after a pause."""
-        # In a pool over hosts the driver has the retries, and decides where the task runs again.
+        # In a pool over hosts, the driver counts the retries and chooses the next worker.
         if self._hands_back:
             self._result(batch, batch.first + position, None, killed)
             return
@@ -250,17 +249,17 @@ class Answers:
     # -- workers that died or sent an invalid message --------------------------------------------
 
     def disown(self, worker: WorkerProcess, exc: Exception) -> None:
-        """Fail the unanswered tasks that a worker with an invalid message has begun.
+        """Fail the tasks that a worker had begun and not answered when it sent an invalid message.
 
-        Whether they were completed is unknown.
+        It is unknown whether they were completed.
         """
         in_flight = worker.in_flight
         began = worker.begun(in_flight.answered)
-        if began > in_flight.sent:  # invalid, too: it can have begun one at most
+        if began > in_flight.sent:  # this number is invalid, too: assume one
             began = in_flight.answered + 1
         while in_flight.held and in_flight.answered < began:
             batch = in_flight.held[0]
-            # Before `answered` counts it.  Items that were taken back wait elsewhere already.
+            # Before `answered` counts the item.  Items that were taken back are queued already.
             wanted = batch.done < batch.taken and not batch.withdrawn
             index = self._sched.answered(worker.index, 1)[1]
             if wanted and batch.terms.retries > 0 and batch.terms.killed + 1 < CULPRIT:
@@ -282,10 +281,10 @@ class Answers:
     ) -> None:  # fmt: skip
         """Answer a task whose worker ended, or have it run again.
 
-        ``not_counted``: the process ended because of a task in another of its threads.  ``beside``:
-        what its error says about the other threads.  ``last``: no worker will start any more.
+        ``not_counted``: a task in another thread of the process has caused its end.  ``beside``:
+        text about the other threads, for the error.  ``last``: no worker will start any more.
         """
-        # It ended by the signal that was to stop this task, or by the kill after it.
+        # The signal that should stop this task, or the kill after it, has ended the worker.
         if batch.seq + position == worker.interrupted:
             self._broken_off(worker, batch, position)
             return

@@ -1,7 +1,7 @@
 """The channel to a worker: two pipes, the shared page, and the descriptors beside them.
 
-Each child that the program forks closes the descriptors that only the parent may hold: a copy of
-the writing end of a lifeline would keep a worker alive after its parent.
+Each forked child of the program closes the descriptors that only the parent may hold.  For example,
+a copy of the writing end of a lifeline would keep a worker alive after its parent.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def disown(fd: int) -> None:
 
 
 def _close(fd: int) -> None:
-    # Remove it first: once closed, its number may stand for another file, which a forked child
-    # would close.
+    # Remove it first: after `close`, another file may get its number, and a forked child would
+    # close that file.
     _parents_only.discard(fd)
     os.close(fd)
 
 
 def _widen(fd: int) -> None:
-    """Let the pipe hold a megabyte, if the system allows it: large messages need fewer turns."""
+    """Let the pipe hold a megabyte if the system allows it: large messages need fewer writes."""
     if sys.platform == "linux":
         try:
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, 1 << 20)
         except (OSError, AttributeError):
-            return  # over the user's limit of pipe memory: the default of 64 KiB does
+            return  # above the user's limit of pipe memory; the default of 64 KiB works, too
 
 
 def _after_fork_in_child() -> None:
@@ -66,7 +66,7 @@ def _after_fork_in_child() -> None:
 
 
 at_fork.at_fork(in_child=_after_fork_in_child)
-# Looked up by name, since each child makes a new lock: Ctrl-C may have interrupted `acquire`.
+# Lambdas, because each child makes a new lock.  Ctrl-C may have interrupted `acquire`.
 at_fork.at_fork(before=lambda: _forking.acquire(), in_parent=lambda: _forking.release())
 at_fork.renew(globals(), _forking=threading.RLock)
 
@@ -78,23 +78,23 @@ class Channel(Protocol):
     reader: FrameReader  # the pipe from it
     box: Outbox  # the page that both see
     poller: Any  # of `reader` and the sentinel, for a caller that receives its answer itself
-    control: int | None  # a socket by which it asks for channels to other workers
+    control: int | None  # a socket on which the worker asks for channels to others
 
     def attach(self, handle: Handle) -> None:
         """Record the process that has the other end."""
 
     def cut_lifeline(self) -> None:
-        """End the process, whose pid may be unknown."""
+        """Make the process end, even if its pid is unknown."""
 
     def close(self) -> None:
         """Close all descriptors; the process has ended, or was not started."""
 
 
 class PipeChannel:
-    """A channel; until `boot` is closed, also the worker's ends of it.
+    """A channel of pipes.
 
-    ``boot`` is a socket through which the worker receives its ends.  ``has_control``: the worker
-    can ask for channels to others.
+    ``boot``: the socket from which the worker receives its ends; they stay open until it is closed.
+    ``has_control``: the worker can ask for channels to others.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PipeChannel:
         self._relay = relay
         self._logs: LogChannel | None = None
         self.control: int | None = None
-        # Held until the worker's ends are closed here: a child forked meanwhile would keep them.
+        # Held until the worker's ends are closed here: a child forked before would keep them open.
         with _forking:
             self.boot = self._make(index, has_control, arena)
 
@@ -143,7 +143,7 @@ class PipeChannel:
             box = Outbox(page)
             # The page is all zeros: a limit of 0 would forbid the worker to begin any task.
             box.forbid(NO_LIMIT)
-            # In the order of the table in `worker.entry`.
+            # `others` has the order of the table in `worker.entry`.
             if relay is not None:
                 others.append(its_logs)
             if arena is not None:
@@ -203,5 +203,5 @@ def _packed(kind: bytes, fds: Sequence[int]) -> socket.socket:
 
 
 def bundle(boots: Sequence[socket.socket]) -> socket.socket:
-    """Return the boot socket of a process with several workers, from which it gets theirs."""
+    """Return the boot socket of a process with several workers; it carries their boot sockets."""
     return _packed(SEVERAL, [boot.fileno() for boot in boots])

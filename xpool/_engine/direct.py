@@ -1,9 +1,9 @@
 """A caller that waits for one answer receives it in its own thread.
 
-This saves the engine's thread a turn: two of the three context switches of an answer.  Meanwhile
-the worker's pipe is muted for the engine's thread.  It stays muted while the worker is idle, which
-sends nothing then.  Before a muted worker gets a task, its pipe is polled, so that data which tasks
-wrote there are not read as the next answer.  The engine's thread sees a death by the sentinel.
+This saves two of the three context switches of an answer.  Meanwhile the pipe is muted: it does not
+wake the engine's thread.  It stays muted while the worker is idle, because an idle worker sends
+nothing.  A muted pipe is polled before its worker gets a task; otherwise, data that a task wrote
+there would be read as the next answer.  The sentinel reports a death to the engine's thread.
 
 Called with the engine's lock held.
 """
@@ -43,7 +43,7 @@ class DirectReceive:
 
     def begin(self, worker: WorkerProcess, job: int) -> None:
         """Begin a turn: the calling thread receives the answer of this job."""
-        # Usually it is still muted since the last turn, which saves a system call.
+        # Usually the pipe is still muted from the last turn, so no system call is needed.
         if worker.index not in self.muted:
             self._mute(worker, True)
         turn = self.turns[job] = _Turn(worker)
@@ -69,22 +69,22 @@ class DirectReceive:
         del self._jobs[worker.index]
         in_flight = worker.in_flight
         if in_flight.sent > in_flight.answered or worker.state is not WorkerStates.READY:
-            # The engine's thread receives its other answers.
+            # The engine's thread receives the worker's other answers.
             self._mute(worker, False)
         return worker if turn.exit_pending else None
 
     def of_this_thread(self) -> list[int]:
         """Return the jobs for which the calling thread polls already.
 
-        It does so if it runs a signal handler that has interrupted its wait; then the engine's
-        thread must receive the answers to both.
+        There are some if this thread runs a signal handler that has interrupted its wait.  Then the
+        engine's thread must receive the answers for the wait and for the handler.
         """
         me = threading.get_ident()
         return [job for job, turn in self.turns.items() if turn.thread == me]
 
     def postpone_exit(self, worker: WorkerProcess) -> bool:
-        """Return whether a caller polls this worker's descriptors, which must stay open then; its
-        end is handled after the turn, which ends at once, since the caller sees it, too."""
+        """Return whether a caller polls this worker's descriptors, so that they must stay open.  If
+        so, the worker's end is handled after the turn, which ends when the caller sees the end."""
         job = self._jobs.get(worker.index)
         if job is None:
             return False
@@ -96,7 +96,7 @@ class DirectReceive:
         self.muted.discard(worker.index)
 
     def _mute(self, worker: WorkerProcess, muted: bool) -> None:
-        # A pipe at its end is out of the reactor already.
+        # The reactor has removed a pipe that has reached its end.
         if (worker.index in self.muted) != muted and worker.reader.fd in self._reactor:
             self._reactor.mute(worker.reader.fd, muted)
             (self.muted.add if muted else self.muted.discard)(worker.index)

@@ -45,8 +45,7 @@ class Dispatcher:
             parts = forget_frame(functions.take_dropped())
         func = batch.func
         if func and func not in functions.known and func in self._functions:
-            # A missing function was forgotten since its job has failed; answers to tasks of the job
-            # that are still sent are ignored.
+            # The function of a failed job is missing.  Answers to its remaining tasks are ignored.
             functions.add(func)
             mode, payload = self._functions[func]
             parts += func_frame(func, mode, payload if worker.mapped else inline(payload))
@@ -59,13 +58,13 @@ class Dispatcher:
             batch.flow.taken(batch.items)
 
     def send(self, worker: WorkerProcess, parts: Parts) -> None:
-        """Write a frame; the rest follows when the pipe has room."""
+        """Write a frame: as much as the pipe has room for now, and the rest later."""
         worker.writer.send(parts)
         if worker.writer.backlog:
             self._flush_later(worker.writer)
 
     def _flush_later(self, writer: FrameWriter) -> None:
-        # If it is watched already, the backlog will be written anyway.
+        # If the pipe is watched already, `flush` will write the backlog.
         if writer.fd in self._reactor:
             return
 

@@ -22,7 +22,7 @@ One lock guards all of it.  It is held for moments: no thread waits for a descri
 process, runs a user's code or wakes a caller while holding it.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import threading
 from collections.abc import Callable
@@ -69,8 +69,8 @@ class Engine:
         options: EngineOptions,
         system: System | None = None,
     ) -> None:
-        # Taken by threads that submit tasks, and by the engine's thread except while it waits.  No
-        # `interruptible` function holds it: a handler that uses the pool would deadlock.
+        # Held by threads that submit tasks, and by the engine's thread except while it waits.  No
+        # `interruptible` function holds it: a signal handler that uses the pool would deadlock.
         self.lock = threading.Lock()  # guards all that follows, the parts included
         self.dropped = False  # the pool is gone; set without the lock
         self._resumed = False  # `resume` was called; set without the lock
@@ -139,13 +139,13 @@ class Engine:
             return
         self._reactor.remove(fd)  # from here on the relay's thread reads
         if not relay.begin():
-            # The system refuses a thread now: workers wait for room, then drop and count records.
+            # The system refuses a thread.  Workers wait for room, then drop and count records.
             self._reactor.call_at(self._reactor.now() + 1.0, self._watch_relay, relay)
 
     # -- called by the pool, from any thread ---------------------------------------------------
 
     def resume(self) -> None:
-        """Give waiting tasks to workers: some that were held back may run.  Takes no lock."""
+        """Give waiting tasks to workers, because held ones may run now.  Takes no lock."""
         self._resumed = True
         if not self._reactor.closed:
             self._reactor.nudge()
@@ -167,8 +167,8 @@ class Engine:
             self._monitor.withdraw(job, index)
 
     def give_back(self, job: int, items: range) -> None:
-        """Hand back those of these items that no worker has begun, each as a result without a value
-        whose ``ok`` is None: waiting items now, items in flight if a worker does not run them."""
+        """Hand back these items, except those that a worker has begun, as results whose ``ok`` is
+        None: waiting items at once, and items in flight if their worker makes no progress."""
         with self.lock:
             self._monitor.give_back(job, items)
 
@@ -200,7 +200,7 @@ class Engine:
         """Start a process in every empty place; return whether there was one.
 
         Raises:
-            OSError: the system refuses a process.
+            OSError: the system refuses to start a process.
         """
         started = False
         while True:
@@ -227,11 +227,11 @@ class Engine:
     def resize(self, size: int) -> None:
         """Set the number of workers: new ones start, or those with the highest numbers end.
 
-        These end after their running task; others get the tasks that they have not begun.
+        A surplus worker ends after its running task; others get the tasks that it has not begun.
 
         Raises:
-            OptionError: a task is bound to one of these.
-            OSError: the system refuses a process; there are as many workers as before.
+            OptionError: a task is bound to a surplus worker.
+            OSError: the system refuses to start a process; the number of workers is as before.
         """
         with self.lock:
             self._submission.leave_signal_handler()
@@ -272,14 +272,14 @@ class Engine:
         with self.lock:
             self._submission.leave_signal_handler()
             self._replacement.terminate(at_once)
-            # If this alone makes `ended` true, no descriptor wakes the waiting thread.
+            # If no process was left before, no descriptor wakes the engine's thread.
             self._reactor.wake()
 
     def close(self) -> None:
         """Close the engine's own descriptors; all workers have ended."""
         with self.lock:
             self._reactor.close()
-        # Without the lock: the first is slow; the second waits for handlers of loggers, which may
+        # Without the lock: the arena's end is slow, and the relay waits for log handlers, which may
         # use this pool.
         self._maintenance.end()
         if self._relay is not None:
@@ -287,10 +287,10 @@ class Engine:
 
     def after_fork_in_child(self) -> None:
         """Forget the parent's workers, whose descriptors are closed here already."""
-        # A thread of the parent may have held it.
+        # A thread of the parent may have held the lock.
         self.lock = self._submission.lock = self._observation.lock = threading.Lock()
         self._replacement.ending = True
-        # Touches no descriptor: the child shares the epoll with its parent.
+        # These change no descriptor, because the child shares the epoll with its parent.
         self._monitor.clear()
         self._maintenance.forget()
         if self._relay is not None:
@@ -302,7 +302,7 @@ class Engine:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for something to happen, at most ``timeout`` seconds, and act on it."""
-        # First, not last: by now the pool has handed out the answers of the turn before.
+        # Start processes now, because the pool has delivered the answers of the last turn.
         if self._replacement.due:
             timeout = 0.0
         while self._replacement.due:
@@ -332,4 +332,4 @@ class Engine:
     def drop(self) -> None:
         """Note that the pool is gone.  Called by the garbage collector, so it takes no lock."""
         self.dropped = True
-        self._reactor.nudge()  # the pool had not ended, so this is open
+        self._reactor.nudge()  # open, because the pool has not ended

@@ -33,7 +33,7 @@ class Forked:
         self._called_off = False
         self.exitcode: int | None = None
         self.stepped_aside = False
-        # Of a stand-in: called when its pid is known, and when it has stepped aside.
+        # For a stand-in: called when its pid is known, and when it has stepped aside.
         self.tell: Callable[[Forked], None] | None = None
         self._pid: int | None = None
         self._ended = False
@@ -57,7 +57,7 @@ class Forked:
             except ConnectionResetError:
                 continue  # an answer of ours was not read; earlier packets can be read now
             if sender is None:
-                self._ended = True  # the server ended first, so nobody reports the status
+                self._ended = True  # the server ended first, so it cannot report the status
                 if self._pid is None and not self._called_off and self.problem is None:
                     self.problem = self._why_no_fork()
             elif data[:1] == entry.REFUSED and self._pid is None and len(data) == 3:
@@ -86,7 +86,7 @@ class Forked:
         # Borrowed for the call: `detach` leaves the descriptor open.
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, self.sentinel)
         try:
-            # One byte more than a report has.  No room for descriptors: the kernel drops them.
+            # One byte more than a report, to detect long packets.  The kernel drops descriptors.
             data, notes, _, _ = sock.recvmsg(9, socket.CMSG_SPACE(_CREDENTIALS.size))
         finally:
             sock.detach()
@@ -127,11 +127,11 @@ class Forked:
             if signum == signal.SIGKILL:
                 # Not forked yet: the server checks for this message before it forks.
                 self._called_off = True
-                with contextlib.suppress(OSError):  # it has forked meanwhile, or has ended
+                with contextlib.suppress(OSError):  # it is forked now, or the server has ended
                     os.write(self.sentinel, entry.CALLED_OFF)
             return
-        # The pid may belong to another process by now.  But the server reports a death before it
-        # reaps the child: without a report, the pidfd is that of our worker.
+        # The pid may belong to another process by now.  The server reports a death before it reaps
+        # the child.  So if no report has come, the pidfd refers to our worker.
         try:
             fd = os.pidfd_open(pid)
         except OSError:
@@ -141,7 +141,7 @@ class Forked:
             if not self._ended:
                 signal.pidfd_send_signal(fd, signum)
         except (ProcessLookupError, PermissionError):
-            return  # it has ended, or has an earlier user of the program: the lifeline ends it
+            return  # it has ended, or its user is an earlier one: the lifeline ends it
         finally:
             os.close(fd)
 

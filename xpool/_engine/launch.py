@@ -1,8 +1,8 @@
 """How a worker's process is started: through xpool's fork server, or by `multiprocessing`.
 
-A launcher gets one end of a socket pair for the child and returns a handle; all else that a worker
-needs comes through that socket.  A handle tells the pid, whether the process has ended, its exit
-code and a descriptor to wait on; and it can send a signal.
+A launcher gets the child's end of a socket pair, and returns a handle.  The worker receives
+everything else through this socket.  A handle has the process's pid, its exit code, and a
+descriptor to wait on.  It says whether the process has ended, and sends signals to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Handle(Protocol):
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that becomes readable when `ended` has news."""
+        """A descriptor that becomes readable when `ended` has something to read."""
 
     def ended(self) -> bool:
         """Read from the sentinel without blocking; return whether the process has ended.
@@ -70,16 +70,16 @@ class Launcher(Protocol):
     """A way to start processes."""
 
     inherits: bool
-    """Whether the child gets objects by inheritance: initializer and initargs may be anything."""
+    """Whether the child inherits initializer and initargs, which need not be picklable then."""
 
     bare: bool
-    """Whether xpool must make the child a process of `multiprocessing`, and run the script."""
+    """Whether xpool must make the child a `multiprocessing` process, and run the script there."""
 
     forks: bool
     """Whether workers are forks of the program, which lack its OpenMP threads."""
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
-        """Start a child that calls `xpool._worker.entry.main` with ``boot``; closes it here."""
+        """Start a child that calls `xpool._worker.entry.main` with ``boot``; close this one."""
 
 
 # -- the fork server -------------------------------------------------------------------------
@@ -101,7 +101,7 @@ LATE_IMPORTS = (
     "xpool._pools.process",
     "xpool._pools.assembly",
 )
-"""Modules that it imports when idle; a worker that needs one earlier imports it itself."""
+"""Modules that a server imports when idle; a worker that needs one earlier imports it itself."""
 
 _NUMPY = ("numpy", "numpy.random")
 _ARRAYS = "xpool._pickling.tensors.arrays"  # also for tensors
@@ -109,7 +109,7 @@ _ARRAYS = "xpool._pickling.tensors.arrays"  # also for tensors
 _preloaded: set[str] = set()  # the arguments of `xpool.preload`
 
 _LAST_IMPORT = 10.0
-"""Seconds to wait for the end of a server that may not be killed and may be importing."""
+"""Seconds to wait for the end of a server that this process has no right to kill."""
 
 
 def start_early(modules: Iterable[str]) -> None:
@@ -127,9 +127,9 @@ def asked_for() -> bool:
 def wanted_modules() -> tuple[str, ...]:
     """Return the modules that the server imports, by what the program has imported so far.
 
-    torch, or else numpy, which torch imports; and pytest, which each worker of a test's module
-    would import otherwise.  After `xpool.preload`, which started a server before these imports, its
-    arguments stand for themselves.
+    These are torch, or else numpy (torch imports numpy), and pytest, which each worker of a test
+    module would import otherwise.  After `xpool.preload`, which has started a server already, only
+    torch is added to its arguments.
     """
     wanted = set(_preloaded)
     if "torch" in sys.modules:
@@ -157,7 +157,7 @@ def needs_arrays(modules: Iterable[str]) -> bool:
 def import_for_arrays() -> None:
     """Import the module that sends arrays and tensors, if the program has numpy or torch.
 
-    Later, no descriptor may be left for the import; and forks of the program need not import it.
+    Done early: later, no descriptor may be free for the import.  Forks of the program inherit it.
     """
     if needs_arrays(sys.modules):
         importlib.import_module(_ARRAYS)
@@ -166,8 +166,8 @@ def import_for_arrays() -> None:
 class ForkServer:
     """The parent's end of a fork server.
 
-    There is one for each set of preloaded modules and each identity of the program: workers inherit
-    what `server_process.credentials` lists from their server.
+    There is one for each set of preloaded modules and each identity of the program, because workers
+    inherit their server's identity (`server_process.credentials`).
     """
 
     inherits = False
@@ -175,8 +175,8 @@ class ForkServer:
     forks = False
 
     _servers: dict[Any, ForkServer] = {}  # by their `_key`
-    # Taken before a server's `_sending`, never within it.  `_sending` is held while a server starts
-    # or gets a request, so that no request comes in the middle of a restart.
+    # A thread that holds a server's `_sending` must not take `_lock`.  `_sending` is held while a
+    # server starts or gets a request, so that no request comes in the middle of a restart.
     _lock = threading.Lock()  # guards `_servers`; each server's `_sending` guards its socket
 
     def __init__(self, preload: tuple[str, ...], stands_in: bool, who: tuple[object, ...]) -> None:
@@ -193,9 +193,9 @@ class ForkServer:
     def get(cls, preload: tuple[str, ...], *, stands_in: bool = False) -> ForkServer:
         """Return the server that has these modules; it starts with the first worker.
 
-        ``stands_in``: return the server without them, used until the other has imported them.
+        ``stands_in``: return the server that is used until the other has imported these modules.
 
-        Ends servers with other modules that have no workers: the program has imported more since.
+        Ends idle servers with other modules, because the program has imported more since then.
         """
         cls.stop_idle(preload)
         server = cls(preload, stands_in, server_process.credentials())
@@ -234,7 +234,7 @@ class ForkServer:
             imports = (*PRELOAD, *modules), (), LATE_IMPORTS, ()
         else:
             imports = PRELOAD, modules, LATE_IMPORTS, self.preload
-        # Close our copy of the server's end: otherwise a request would not see the server's death.
+        # Close our copy of the server's end: otherwise a request would not fail after its death.
         with theirs:
             self._process = server_process.start(theirs.fileno(), *imports)
 
@@ -337,7 +337,7 @@ class ForkServer:
         """In a forked child: close the sockets of the parent's servers."""
         servers, cls._servers, cls._lock = cls._servers, {}, threading.Lock()
         for server in servers.values():
-            # Otherwise a server would not end before this child does.
+            # Otherwise the server would live as long as this child.
             if server._sock is not None:
                 server._sock.close()
             if server._process is not None:
@@ -381,7 +381,7 @@ class StandIns:
         return handle
 
     def _told(self, handle: Forked) -> None:
-        """Start the server with torch now, when the stand-in no longer needs the processor."""
+        """Start the server with torch, since the stand-in no longer needs the processor."""
         if handle.stepped_aside:
             self._needed = True
         with contextlib.suppress(OSError):  # no process can be started now; `launch` tries again
@@ -431,7 +431,7 @@ class ProcessLauncher:
             process.start()
 
 
-@interruptible  # a fork's stack has its parent's frames below, some of them shielded
+@interruptible  # a fork's stack begins with frames of its parent, some of which are shielded
 def _enter_through(connection: Any, inherited: Any) -> None:
     if pending:
         deliver()

@@ -1,12 +1,12 @@
 """Records what the workers have done, for `report`, `trace` and `watch`.
 
 Records are made for each message, not for each task: a message says how long the worker took for
-the answers in it.  Tasks of more than a millisecond have a message each.
+the answers in it.  Each task of more than a millisecond has its own message.
 
 Guarded by the engine's lock.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import heapq
 import itertools
@@ -21,7 +21,7 @@ SHORTEST = 1_000_000
 """Nanoseconds: faster tasks are not listed among the slowest."""
 
 ITEM = 4096
-"""Largest pickled item, in bytes, that is kept of a slow task."""
+"""Most bytes of a slow task's pickled item; the ledger keeps no larger item."""
 
 MOST_EVENTS = 1_000_000
 
@@ -45,8 +45,8 @@ class Work(NamedTuple):
     worker: int
     pid: int | None
     tasks: int
-    busy: float  # seconds at tasks that are answered
-    ready: float  # seconds that it could take tasks
+    busy: float  # seconds spent on answered tasks
+    ready: float  # seconds during which it could take tasks
     deaths: int
 
 
@@ -54,7 +54,7 @@ class Slow(NamedTuple):
     """One of the slowest tasks."""
 
     nanos: int
-    number: int  # so that comparisons never reach the fields behind it
+    number: int  # unique, so comparisons never reach the next fields
     task: str
     worker: int
     item: bytes | None  # the pickled item, if it is small
@@ -73,20 +73,20 @@ class Event(NamedTuple):
 class Ledger:
     """The accounts of all workers.
 
-    ``now()`` is the engine's time, ``describe(job, index)`` says which task that is.
+    ``now()`` returns the engine's time; ``describe(job, index)`` names a task.
     """
 
     def __init__(
         self, workers: int, now: Callable[[], float], describe: Callable[[int, int], str]
     ) -> None:
         self.accounts = [Account() for _ in range(workers)]
-        self.bytes_in = self.bytes_out = 0  # sent to processes that have ended
+        self.bytes_in = self.bytes_out = 0  # `bytes_out`: only to processes that have ended
         self.retries = 0
         self.slowest: list[Slow] = []  # a heap, the fastest first
         self.begun = now()
         self.events: list[Event] | None = None  # kept while a trace is written
-        self.dropped = 0  # events that had no room
-        self._traced = 0.0  # since when they are kept
+        self.dropped = 0  # events above `MOST_EVENTS`
+        self._traced = 0.0  # when the trace began
         self._floor = SHORTEST
         self._now, self.describe = now, describe
         self._numbers = itertools.count()
@@ -159,7 +159,7 @@ class Ledger:
         self.events, self.dropped, self._traced = [], 0, self._now()
 
     def end_trace(self) -> tuple[list[Event], float, int]:
-        """Return the events that were kept, when that began, and how many had no room."""
+        """Return the events of the trace, when it began, and how many events were dropped."""
         events, self.events = self.events or [], None
         return events, self._traced, self.dropped
 

@@ -19,7 +19,7 @@ class ArenaMaintenance:
         # Attachments whose holds the engine's thread clears.  Filled under the lock and emptied
         # without it: `append` and `pop` of a list are atomic.
         self._pending_reclaim: list[int] = []
-        self._due = False  # the engine's thread is to trim the arena
+        self._due = False  # the engine's thread must trim the arena
         self._planned = False  # a timer for the next trim is set
         self._pause = IDLE_SECONDS
         if arena is not None:
@@ -46,7 +46,7 @@ class ArenaMaintenance:
             self._pending_reclaim.append(attachment)
 
     def later(self) -> None:
-        """Record that blocks of the arena are used: plan a trim for when they no longer are."""
+        """Record that blocks of the arena are in use, and plan a trim for later."""
         self._pause = IDLE_SECONDS
         self._plan()
 
@@ -59,19 +59,19 @@ class ArenaMaintenance:
         self._due = True
 
     def after_turn(self) -> bool:
-        """Clear holds and trim the arena if due; return whether to call `again`, with the lock."""
+        """Clear holds, and trim the arena if due; return whether `again` must be called."""
         while self._pending_reclaim and self._arena is not None:
             self._arena.reclaim(self._pending_reclaim.pop())
         mapped.collect()
         if not self._due:
             return False
         arena = self._arena
-        self._due = self._planned = False  # first: blocks used from here on plan another trim
+        self._due = self._planned = False  # before the trim: blocks used during it plan another one
         self._pause = min(2 * self._pause, 60.0)
         return arena is not None and arena.trim()
 
     def again(self) -> None:
-        """Plan another trim, after a longer pause: there is more to return."""
+        """Plan another trim after a longer pause, because there is more memory to return."""
         self._plan()
 
     def end(self) -> None:

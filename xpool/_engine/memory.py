@@ -3,7 +3,7 @@
 Guarded by the engine's lock.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ POLL_SECONDS = 0.2
 """Seconds between two checks."""
 
 LARGE_PART = 0.02
-"""Part of the machine's memory; a worker that has less is not ended because the machine is full."""
+"""Fraction of the machine's memory.  A worker with less is not ended when the machine is full."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -37,8 +37,8 @@ def private_memory(pid: int) -> int:
 class MemoryLimits(NamedTuple):
     """Limits of memory; None: no limit.
 
-    ``worker``: bytes of private memory that a worker may have.  ``high``, ``full``: parts of the
-    machine's memory; if more is in use, tasks wait, or the largest worker is ended.
+    ``worker``: most bytes of private memory of a worker.  ``high``, ``full``: fractions of the
+    machine's memory.  Above ``high``, tasks wait; above ``full``, the largest worker is ended.
     """
 
     worker: int | None = None
@@ -49,8 +49,8 @@ class MemoryLimits(NamedTuple):
 class MemoryGuard:
     """Ends workers with too much memory; ``short`` is True while more than ``high`` is in use.
 
-    ``end(worker, remark)`` ends a worker; ``again()`` sends tasks that have waited.  It polls,
-    since the system has no event for memory in use.
+    ``end(worker, remark)`` ends a worker; ``again()`` sends waiting tasks.  The guard polls,
+    because the system has no event for this.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
 To stop a task, the parent names the item in the shared page and sends a signal.  The worker's
 handler writes its stack to the page, and raises `TaskStopped` if it still runs that item.  A worker
-that does not answer within the grace period is killed.  Once asked, a worker begins nothing
-new, so the signal can hit no other task; the rest of what it held goes to other workers two
-milliseconds later, as with every recall.
+that does not answer within the grace period is killed.  Once asked, a worker begins no other task,
+so the signal can hit only this one.  Two milliseconds later, others get its other tasks, as after a
+recall.
 
 Called with the engine's lock held.
 """
@@ -34,13 +34,13 @@ from xpool._wire.wire import (
 )
 
 ENDED = -1
-"""Stands for the kind of a message: there is no message."""
+"""In place of a message's kind: there is no message."""
 
 OUTBOX_POLL_SECONDS = 0.010
 """Seconds of silence after which the outbox of a worker with several tasks is checked."""
 
 PAGE_SETTLE_SECONDS = 0.002
-"""Seconds until the other process surely sees a word in a shared page; it takes microseconds."""
+"""Seconds until the other process has surely seen a new word in a shared page."""
 
 
 class WorkerMonitor:
@@ -56,7 +56,7 @@ class WorkerMonitor:
         self.answers = Answers(parts, self.give_idle, hands_back=options.hands_back)
         # Workers with two or more items in flight, which are checked when they are silent.
         self._multi_item: dict[int, None] = {}
-        # By such a worker: jobs and items to hand back, if it holds them without progress.
+        # By such a worker: jobs and items to hand back if the worker makes no progress.
         self._give_back_requests: dict[int, list[tuple[int, range]]] = {}
         reactor = parts.reactor
         self._looks = Alarms(reactor, self._look)
@@ -74,7 +74,7 @@ class WorkerMonitor:
         """Listen to a new process."""
 
         def handler(fd: int) -> None:
-            # The event may predate a caller's turn, in which the caller receives the answer.
+            # If a caller's turn has begun since the event, the caller receives the answer.
             if worker not in self._direct:
                 self.receive(worker)
 
@@ -82,10 +82,10 @@ class WorkerMonitor:
         self._start_limit.started(worker)
 
     def _greeted(self, worker: WorkerProcess) -> None:
-        """Take a worker into service that has sent its greeting."""
+        """Take a worker into service after its greeting."""
         self._start_limit.over(worker)
         self._ledger.ready(worker.index)
-        # Otherwise it was told to end while it started, and will read the STOP in its pipe.
+        # In another state, it was told to end while it started, and will read STOP from its pipe.
         if worker.state is WorkerStates.READY:
             self._sched.ready(worker.index, self.lifetime)
             self.give_idle()
@@ -109,7 +109,7 @@ class WorkerMonitor:
         self._multi_item.pop(worker.index, None)
         self._give_back_requests.pop(worker.index, None)
         self._ledger.gone(worker.index, worker.writer.sent)
-        # Before they are closed.  The writer is registered while it has a backlog.
+        # Remove them before they are closed.  The writer is registered while it has a backlog.
         for fd in (worker.reader.fd, worker.writer.fd):
             self._reactor.remove(fd)
 
@@ -180,7 +180,7 @@ class WorkerMonitor:
         if kind == ANSWER:
             self.answers.announced(worker, errors, count, body, mark, nanos)
         elif kind == READY:
-            # A greeting of another size is that of another version.
+            # A greeting of another size comes from another version.
             wire, mapped = GREETING.unpack(body) if len(body) == GREETING.size else (0, True)
             if wire != WIRE:
                 story = "the worker imports another version of xpool; check PYTHONPATH"
@@ -239,7 +239,7 @@ class WorkerMonitor:
         if not size and in_flight.left == 0:
             self.retire(worker)
         elif w in self._multi_item:
-            if not self._looks.pending(worker):  # `_look` may have stopped
+            if not self._looks.pending(worker):  # the last `_look` may have set none
                 self._looks.schedule_by(worker, self._reactor.now() + OUTBOX_POLL_SECONDS)
         # This worker may be idle while others hold tasks that they do not run.
         elif self._multi_item:
@@ -282,13 +282,14 @@ class WorkerMonitor:
             self._give(worker, batch)
 
     def give_direct(self, call: TaskRange) -> WorkerProcess | None:
-        """Send a call to an idle worker, whose answer this thread receives; None: none is idle."""
+        """Send a call to an idle worker, whose answer this thread must receive; None: no worker is
+        idle."""
         if self.guard.short:
             return None
         if self._sched.idle:
             worker = self._workers[next(reversed(self._sched.idle))]
-            # A thread that a task left behind may have written to the pipe after the answer.  Found
-            # here, that ends the worker; later, it would be read as part of the next answer.
+            # A thread that a task left behind may have written to the pipe after the answer.  Here,
+            # such data end the worker; later, they would be read as part of the next answer.
             if worker.poller.poll(0):
                 self.receive(worker)
         given = self._sched.start(call)
@@ -303,7 +304,7 @@ class WorkerMonitor:
         if worker.index in self._direct.muted:
             self._direct.given(worker)
         self._dispatcher.send_batch(worker, batch)
-        # The new tasks cannot exceed their limit before that time.
+        # The earliest time at which one of the new tasks can exceed its limit.
         limit = batch.terms.limit
         if limit is not None:
             self._checks.schedule_by(worker, self._reactor.now() + limit.seconds)
@@ -373,7 +374,7 @@ class WorkerMonitor:
 
     def give_back(self, job: int, items: range) -> None:
         """Hand back those of these items that no worker has begun, now or after a recall."""
-        # The last first, since each is queued in front of all others.
+        # In reverse order, because the receiver queues each item in front of all others.
         for index in reversed(self._sched.take_out(job, items)):
             self.answers.handed_back(job, index)
         for w in self._multi_item:
@@ -396,7 +397,7 @@ class WorkerMonitor:
                 self._checks.schedule_by(worker, self._reactor.now() + PAGE_SETTLE_SECONDS)
 
     def _check(self, worker: WorkerProcess) -> None:
-        """Stop what a worker runs, if it is due; schedule the next check."""
+        """Stop a worker's running task if it is due; schedule the next check."""
         if worker not in self._direct:
             self.drain(worker)  # a task that is answered was in time
         if worker.interrupted is not None or worker.state is WorkerStates.CONDEMNED:
@@ -439,5 +440,5 @@ class WorkerMonitor:
         now = self._reactor.now()
         if worker.box.began == worker.interrupted + 1 and not is_starved(worker, now):
             self.condemn(worker)
-        else:  # it has left the item, and will answer; or it lacked processor time
+        else:  # it has left the item and will answer, or it lacked processor time
             self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)

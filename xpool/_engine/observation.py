@@ -1,4 +1,4 @@
-"""What an engine says of its workers and their tasks: counts, records, places in the code."""
+"""Queries of an engine: counts, records and stacks of its workers and their tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Observation:
         self._workers, self._sched, self._ledger = workers, sched, ledger
 
     def runs(self, job: int, index: int | None = None) -> bool:
-        """Whether a worker runs a task of this job now, or the task ``index``."""
+        """Whether a worker now runs a task of this job, or its task ``index`` if given."""
         with self.lock:
             for worker in self._workers:
                 # A worker without a process has no page: it was unmapped.

@@ -17,7 +17,7 @@ from xpool.pickle import decode
 
 
 class Encoded(PickledResult):
-    """Answers as a worker sent them: one payload, or ``count`` entries of an outbox."""
+    """Answers as a worker sent them: one payload, or (``run``) ``count`` entries of an outbox."""
 
     __slots__ = ("_data", "_run", "count")
 
@@ -43,7 +43,7 @@ class Encoded(PickledResult):
     def open(self) -> list[Any]:
         data = self._data
         if not self._run:
-            # As `_opened`, without a function call: each `apply` passes here.
+            # Same as `_opened`, but inlined, because each `apply` runs this.
             try:
                 return [decode(data)]
             except Exception as exc:
@@ -51,10 +51,10 @@ class Encoded(PickledResult):
                 if by_handler(exc):
                     raise
                 return [Unopened(exc)]
-        # As `entries`, in one pass: each result of a stream of short tasks passes here.
+        # Same as `entries`, but in one pass, because each result of a stream runs this.
         values: list[Any] = []
         at, end, size = 0, len(data), ENTRY.unpack_from
-        # No entry has the error bit here: `Answers._split` took those with errors apart.
+        # No entry has the error bit here: `Answers._split` has taken out answers with errors.
         while at + 4 <= end:
             stop = at + 4 + size(data, at)[0]
             values.append(_opened(data[at + 4 : stop]))
@@ -101,8 +101,8 @@ def _opened(payload: Any, load: Callable[[Any], Any] = decode) -> Any:
 class StartFailure(PickledResult):
     """`WorkerStartFailed` whose cause, the exception of the initializer, is still pickled.
 
-    Unpickling may run users' code, so each caller that asks for the error unpickles it, and never
-    the engine.
+    Unpickling may run users' code, so each caller that asks for the error unpickles it; the engine
+    never does.
     """
 
     __slots__ = ("_error", "_pickled")

@@ -1,7 +1,7 @@
 """The interfaces that pools use of their workers.
 
-`BasePool` needs a `WorkerBackend`, which `ThreadWorkers` is; pools of processes give ranges of
-tasks to an `EngineProtocol`, which engines over hosts implement, too.
+`BasePool` needs a `WorkerBackend`, such as `ThreadWorkers`.  Pools of processes give ranges of
+tasks to an `EngineProtocol`.  Engines over hosts implement it, too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 class WorkerBackend(Protocol):
-    """The workers of a pool; the pool's thread holds this and not the pool while it waits."""
+    """The workers of a pool.  While the pool's thread waits, it refers to this, not to the pool."""
 
     dropped: bool
     """Whether the pool is gone, so that the workers must end."""
 
     @property
     def failure(self) -> BaseException | PickledResult | None:
-        """Why they have stopped, None: they have not; a `PickledResult` is opened when raised."""
+        """Why the workers have stopped (a `PickledResult` is still pickled); None: they have
+        not."""
 
     @property
     def ended(self) -> bool:
@@ -39,7 +40,7 @@ class WorkerBackend(Protocol):
         """Make `wait` return."""
 
     def drop(self) -> None:
-        """Set `dropped` and make `wait` return; for the garbage collector: takes no lock."""
+        """Set `dropped` and make `wait` return.  Takes no lock: the garbage collector calls it."""
 
     def terminate(self) -> None:
         """Stop the workers now."""
@@ -58,7 +59,7 @@ class EngineProtocol(WorkerBackend, Protocol):
         """Stop the workers now; ``at_once``: without asking them first."""
 
     results: deque[tuple[int, int, tuple[bool, Any]]]
-    """Answers to be delivered: job, index, and whether it is a value; popped without a lock."""
+    """Answers to be delivered: job, index, and (ok, value or error).  Popped without a lock."""
 
     @property
     def idle(self) -> Collection[int]:
@@ -86,7 +87,7 @@ class EngineProtocol(WorkerBackend, Protocol):
         """Queue a range to which items were appended, and give them to idle workers."""
 
     def resume(self) -> None:
-        """Give waiting tasks to workers: some that were held back may run.  Takes no lock."""
+        """Give waiting tasks to workers, because held ones may run now.  Takes no lock."""
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         """Keep a function for the workers; return the number that tasks call it by."""
@@ -98,7 +99,7 @@ class EngineProtocol(WorkerBackend, Protocol):
         """Drop the waiting tasks of a job that has ended, and stop its running ones."""
 
     def runs(self, job: int, index: int | None = None) -> bool:
-        """Whether a worker runs a task of this job now, or the task ``index``."""
+        """Whether a worker now runs a task of this job, or its task ``index`` if given."""
 
     def sent(self, payload: bytes | memoryview) -> int:
         """Return how many bytes of memory a message to a worker holds."""
@@ -119,5 +120,5 @@ class LocalEngine(EngineProtocol, Protocol):
         leave it to the engine's thread."""
 
     def give_back(self, job: int, items: range) -> None:
-        """Hand back those of these items that no worker has begun, each as a result without a value
-        whose ``ok`` is None: waiting items now, items in flight if a worker does not run them."""
+        """Hand back these items, except those that a worker has begun, as results whose ``ok`` is
+        None: waiting items at once, and items in flight if their worker makes no progress."""

@@ -18,8 +18,8 @@ _epoll: Any = getattr(select, "epoll", None)
 
 
 class _Poll:
-    """The interface of epoll for systems that have only poll, whose wait does not see changes: they
-    wake it."""
+    """The interface of epoll for systems that have only poll.  A wait of poll does not see changes,
+    so each change wakes it."""
 
     def __init__(self, nudge: Callable[[], None]) -> None:
         self._poll = select.poll()
@@ -57,11 +57,11 @@ class Timer:
 
     @property
     def pending(self) -> bool:
-        """Whether it was neither made nor cancelled."""
+        """Whether the call is still to be made."""
         return self._call is not None
 
     def cancel(self) -> None:
-        """Do not make the call, if it was not made yet."""
+        """Cancel the call if it was not made yet."""
         # The entry stays in the heap until its time: searching it would cost more.
         self._call, self._args = None, ()
 
@@ -85,7 +85,7 @@ class Reactor:
             os.set_blocking(fd, False)
         self._epoll.register(self._wake_r, _IN)
         self._handlers: dict[int, Callable[[int], None]] = {}
-        # Timers by time; the number orders two of the same time.
+        # Timers by time; the number orders two timers of the same time.
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
         self._next: float | None = None  # the first of these times; `poll` reads it without lock
@@ -103,13 +103,13 @@ class Reactor:
 
     def add(self, fd: int, handler: Callable[[int], None], *, writable: bool = False) -> None:
         """Have ``handler(fd)`` called when the descriptor is ready."""
-        # First, since the system may refuse.  Handlers are looked up under the lock, held here.
+        # Register first: the system may refuse.  `handle` runs under the lock, which is held here.
         self._epoll.register(fd, _OUT if writable else _IN)
         self._handlers[fd] = handler
 
     def remove(self, fd: int) -> None:
         """Forget a descriptor, if it is known."""
-        # Its owner closes it afterwards: once closed, its number may stand for another file.
+        # Its owner closes it afterwards.  A closed descriptor's number may belong to another file.
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
@@ -141,7 +141,7 @@ class Reactor:
 
     def wake(self) -> None:
         """Make `poll` return."""
-        # Under the lock, as `close`: once closed, the number may stand for another file.
+        # Under the lock, as is `close`.  A closed descriptor's number may belong to another file.
         if not self.closed:
             self.nudge()
 
@@ -170,7 +170,7 @@ class Reactor:
         if fd == self._wake_r:
             os.read(fd, 512)
             return
-        # The number may stand for another file since the wait: handlers may find nothing to read.
+        # The number may belong to another file by now, so a handler may find nothing to read.
         handler = self._handlers.get(fd)
         if handler is not None:
             handler(fd)
@@ -179,7 +179,7 @@ class Reactor:
         """Close the descriptors."""
         if not self.closed:
             self.closed = True
-            # Breaks a cycle: their calls refer to parts of the engine, which refer to the reactor.
+            # Breaks a cycle: timers refer to parts of the engine, which refer to the reactor.
             self._timers.clear()
             self._epoll.close()
             os.close(self._wake_r)
@@ -200,7 +200,7 @@ class Alarms:
         self.serving = serving
 
     def schedule_by(self, worker: Any, when: float) -> None:
-        """Have the call made at ``when``, or earlier if it is set so already."""
+        """Have the call made at ``when``, or earlier if an earlier time is set."""
         timer = worker.timers.get(self)
         if timer is not None and timer.pending:
             if timer.when <= when:
@@ -214,7 +214,7 @@ class Alarms:
         return timer is not None and timer.pending
 
     def cancel(self, worker: Any) -> bool:
-        """Do not make the call; return whether it was to be made."""
+        """Cancel the call; return whether it was to be made."""
         timer = worker.timers.pop(self, None)
         if timer is None or not timer.pending:
             return False

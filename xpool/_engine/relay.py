@@ -26,10 +26,10 @@ STUCK = 10.0
 pool ends without waiting for the handlers."""
 
 _PLACES = 10_000
-"""Most places of warnings that are kept as shown."""
+"""Most places in the code whose warnings are remembered as shown."""
 
 _SOURCE_BYTES = 4 << 20
-"""Largest source file of which a warning shows the line."""
+"""Size in bytes of the largest source file from which a warning shows its line."""
 
 _KIND = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
 _GONE: int = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
@@ -57,7 +57,7 @@ class Channel:
     def __init__(self, worker: int, fd: int, close: Callable[[int], object]) -> None:
         self.worker, self.fd, self.close = worker, fd, close
         self.told = 0  # dropped notices that the program was told of
-        self.dropped = 0  # by the worker's page; set when the worker has ended
+        self.dropped = 0  # the same by the worker's own count; set when it has ended
         self.ended = False  # the worker process has ended
         self.silent = False  # the other end is closed, and `finish` was not called yet
         self.invalid = False  # it has sent an invalid packet
@@ -95,7 +95,7 @@ class Relay:
     def __init__(self, name: str, first: int = 0) -> None:
         self._name, self._first = name, first
         self._poller: Any = select.epoll() if hasattr(select, "epoll") else select.poll()
-        # Made with the thread: tells it that no more channels will be added.
+        # A pipe made with the thread; tells it that no more channels will be added.
         self._wake: tuple[int, int] | None = None
         self._lock = threading.Lock()  # guards the closing of channels, between thread and engine
         self._channels: dict[int, Channel] = {}  # by descriptor
@@ -191,7 +191,7 @@ class Relay:
         if self._channels:
             self.begin()
         if self._wake is not None:
-            # Closing alone may not wake it: a process that a library forked may have a copy.
+            # Closing alone may not wake the thread: a process that a library forked may hold it.
             os.write(self._wake[1], b"!")
             os.close(self._wake[1])
         thread = self._thread
@@ -225,7 +225,7 @@ class Relay:
 
     def _run(self, over: bool = False) -> None:
         """Read until all channels are finished; ``over``: no more channels will be added."""
-        # Milliseconds: a change wakes `epoll` but not `poll`.
+        # A timeout in milliseconds, because a change wakes epoll but not poll.
         wait = () if self.fileno() is not None else (200,)
         while not over or self._channels:
             for fd, events in self._poller.poll(*wait):
@@ -261,7 +261,7 @@ class Relay:
                 if channel.ended:
                     self._close(channel)
                 elif events & _GONE:
-                    # It would be reported at every turn until `finish` is called.
+                    # The end would be reported at every turn until `finish` is called.
                     channel.silent = True
                     self._poller.unregister(channel.fd)
                 # Otherwise it is an empty packet, which xpool's workers never send.
@@ -294,7 +294,7 @@ class Relay:
             _log(told)
 
     def _reject(self, channel: Channel, exc: ValueError) -> None:
-        # Once for each process, which may send any number of invalid packets.
+        # Warn once for each process, which may send any number of invalid packets.
         if not channel.invalid:
             channel.invalid = True
             _own_logger().warning(
@@ -318,7 +318,7 @@ class Relay:
     def _warn(self, shown: _Shown) -> None:
         import warnings
 
-        # Each worker would show it once; the program shows it once.
+        # Each worker sends a warning once; the program shows it only for the first worker.
         if shown.place in self._places:
             return
         if len(self._places) >= _PLACES:

@@ -12,7 +12,7 @@ shrinks meanwhile, the new process is told so when it is recorded.
 Called with the engine's lock held.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import signal
 from collections import deque
@@ -55,7 +55,7 @@ class End(NamedTuple):
 
     kind: EndKind
     exitcode: int | None
-    worker: WorkerProcess  # the one that could not start, or stands for all
+    worker: WorkerProcess  # the one that could not start, or represents all
     served: tuple[WorkerProcess, ...] = ()  # its workers that were ready
     story: str = ""  # for error texts: the workers, the pid, and why
 
@@ -81,7 +81,7 @@ class End(NamedTuple):
         elif isinstance(problem, OSError):
             kind = EndKind.REFUSED
         elif failed.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM):
-            # Killed by an operator or for want of memory: the next one may well start.
+            # Killed by an operator, or because memory was short: the next one may start.
             kind = EndKind.KILLED
         else:
             kind = EndKind.FAILED
@@ -96,7 +96,7 @@ class End(NamedTuple):
 class Launch(NamedTuple):
     """The start of a process: decided and recorded under the engine's lock, run without it."""
 
-    worker: WorkerProcess  # stands for all workers of the process
+    worker: WorkerProcess  # represents all workers of the process
     arena: Arena | None
     attachment: int | None
 
@@ -296,14 +296,14 @@ class Replacement:
     def _look_at_end(self, worker: WorkerProcess, silent: bool = False) -> None:
         """Handle an event of the sentinel: a pid, or the end of the process.
 
-        ``silent``: it counts as ended, which cannot be verified.
+        ``silent``: its silence counts as its end, which cannot be verified.
         """
         handle = worker.handle
         if handle is None:
             return
         ended = list(worker.workers)
         if any(self._direct.postpone_exit(one) for one in ended):
-            # Unread, it would wake the engine's thread again and again during the caller's turn.
+            # The readable sentinel would wake the engine's thread repeatedly during the turn.
             self._reactor.remove(handle.sentinel)
             return
         try:
@@ -322,10 +322,10 @@ class Replacement:
                 # The worker is dead, so its `tail` is final, and all before it is complete.
                 self._monitor.take_early(one, one.box.tail)
             self._check_page(one)
-        # Before `_settle`, which ends an interrupt, and before the workers are put away.
+        # Compute this before `_settle`, which ends an interrupt, and before `_put_away`.
         end = End.of(worker)
         self._settle(ended, exitcode)
-        # Out of the reactor before `_put_away` closes it.
+        # Remove the sentinel before `_put_away` closes it.
         self._reactor.remove(handle.sentinel)
         for one in ended:
             self._put_away(one)
@@ -363,9 +363,9 @@ class Replacement:
             worker.found_wrong(wrong)
 
     def _finished_off(self, ended: list[WorkerProcess]) -> bool:
-        """Whether workers whose fork server was killed, and which may live, send nothing more.
+        """Whether workers whose fork server was killed send nothing more.
 
-        Kills them first: otherwise their running tasks would run twice.
+        Kills the workers first, since they may still live and their running tasks would run twice.
         """
         worker = ended[0]  # the first by index represents all of them
         if all(one.reader.ended for one in ended):
@@ -401,15 +401,15 @@ class Replacement:
             self._switchboard.ended(worker)
         attachment = worker.attachment
         worker.ended()
-        # The parent holds all blocks that it has sent by now.
+        # By now, the parent holds all blocks that the process has sent.
         self._maintenance.free_attachment(attachment)
 
     def _settle(self, ended: list[WorkerProcess], exitcode: int | None) -> None:
-        """Answer or retry the tasks that a process ran; others get the rest."""
+        """Answer or retry the tasks that a process ran; other workers get the rest."""
         # Collect the tasks of all workers before answering: an error names what ran beside it.
         lost: dict[WorkerProcess, tuple[Batch, int]] = {}
         for one in ended:
-            # All its answers are received, so it ran the next task at most.
+            # All its answers are received, so at most the next task was running.
             answered = one.in_flight.answered
             began = one.begun(answered)
             # If it sent an invalid message, its begun tasks have failed already.
@@ -435,7 +435,7 @@ def _served(worker: WorkerProcess) -> bool:
 
 
 def _told_to_end(worker: WorkerProcess) -> bool:
-    """Whether the pool has ended the worker because of what it did."""
+    """Whether the pool has killed the worker, or asked it to stop its task."""
     return worker.state is WorkerStates.CONDEMNED or worker.interrupted is not None
 
 

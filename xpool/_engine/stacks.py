@@ -4,7 +4,7 @@ The handler is faulthandler's, in C, so a worker that is stuck in C code answers
 that is stopped, or blocked in the kernel, does not answer; /proc says what it waits for.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import os
 import sys
@@ -144,7 +144,7 @@ def ask(workers: list[WorkerProcess]) -> dict[WorkerProcess, int]:
     """
     asked = {}
     for worker in workers:
-        # Not before its signal handler is installed, nor while it is asked to stop an item.
+        # Do not ask before its signal handler is installed, or while it must stop an item.
         if worker.handle is None or not (worker.box.turn or worker.box.since) or worker.box.asked:
             continue
         worker.box.ask(NO_LIMIT)
@@ -160,7 +160,7 @@ def collect(
     describe: Callable[[int, int], str],
     waited: float,
 ) -> list[Whereabouts] | None:
-    """Return the whereabouts of workers, asked ``waited`` seconds ago; None: some may yet answer.
+    """Return the whereabouts of workers that were asked ``waited`` seconds ago; None: keep waiting.
 
     Called with the engine's lock held.
     """

@@ -25,7 +25,7 @@ def is_starved(worker: WorkerProcess, now: float) -> bool:
     if now >= when + STARVED_SECONDS:
         return False
     ran, waited, is_runnable = processor_times(worker.pid)
-    # The second condition: the system does not count a wait that goes on.
+    # The second condition is needed, because the system counts a wait only when it is over.
     return waited - waited_then > STOP_GRACE_SECONDS / 2 or (
         is_runnable and ran - ran_then < STOP_GRACE_SECONDS / 2
     )

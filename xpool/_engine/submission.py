@@ -46,7 +46,7 @@ class Submission:
             self._put(ranges)
 
     def _put(self, ranges: Iterable[TaskRange], direct_job: int = 0) -> None:
-        # When the pool ends, it answers all jobs itself; nobody would take what is queued now.
+        # When the pool ends, it answers all jobs itself; no worker would take queued tasks.
         if not self._replacement.ending:
             for one in ranges:
                 if one.bound is not None and one.bound < 0:
@@ -81,7 +81,7 @@ class Submission:
 
         Returns when the answer is among the results, or the engine's thread will receive it.
         """
-        number = task_range.first  # of the call: its job is `CALLS`
+        number = task_range.first  # the index in `CALLS`, which is the number of the call
         try:
             worker = self.put_direct(task_range)
             if worker is None:
@@ -110,7 +110,7 @@ class Submission:
         if pending:
             deliver()
         poll = worker.poller.poll
-        # Each second, since a call that a signal handler took away gets no answer here.
+        # At most a second: if a signal handler takes the call away, no answer comes here.
         return (look and self._spin.look(poll)) or poll(milliseconds)
 
     def put_direct(self, task_range: TaskRange) -> WorkerProcess | None:
@@ -120,8 +120,8 @@ class Submission:
             if self._direct.turns:
                 self.leave_signal_handler()
             if task_range.bound is None and not self._replacement.ending:
-                # An idle worker gets it past the queues.  Else it waits as any other, and this
-                # caller receives its answer only if it comes to a worker in this very step.
+                # An idle worker gets the call without queueing.  Otherwise the call is queued, and
+                # this thread receives the answer only if `_put` sends the call now.
                 worker = self._monitor.give_direct(task_range)
                 if worker is not None:
                     return worker
@@ -131,19 +131,19 @@ class Submission:
     def receive_direct(
         self, worker: WorkerProcess, job: int, events: list[tuple[int, int]]
     ) -> bool:
-        """Take what has come; return whether the caller is to go on polling."""
+        """Receive what has come; return whether the caller must poll again."""
         with self.lock:
-            # No longer ours, or its sentinel: a death is for the engine's thread.
+            # If the turn is over, or the sentinel is ready, the engine's thread does the rest.
             if job not in self._direct.turns:
                 return False
             if events and (len(events) > 1 or events[0][0] != worker.reader.fd):
                 return False
             if worker.protocol_error is not None:
-                return False  # its death is for the engine's thread, too
+                return False  # the engine's thread handles its death
             if events:
                 self._monitor.receive(worker)
             held = worker.in_flight.held
-            # It is still the oldest in hand: what has come was something else.
+            # The call is still the worker's oldest task, so it has no answer yet.
             if held and held[0].name(held[0].first) == (job, 0):
                 return True
             # Answered: another thread may receive from this worker from now on.
@@ -157,7 +157,7 @@ class Submission:
 
     def leave_signal_handler(self) -> None:
         """Under the lock: leave the answers that this thread waits for to the engine's thread."""
-        # This thread waits in `call`, below the signal handler that it is in now.  That turn
-        # would go on only after the handler, which may wait for that worker's answer or end.
+        # A signal handler has interrupted this thread's wait in `call`.  The wait continues only
+        # after the handler, but the handler may itself wait for that worker's answer or end.
         for job in self._direct.of_this_thread():
             self._replacement.let_go(job)

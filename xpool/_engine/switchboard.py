@@ -105,7 +105,7 @@ class Switchboard:
         current = link is not None and link.ends == self._ends(pair)
         if link is not None and current and link.serial > known:
             return  # a newer channel was sent already
-        # The peer may be dead, which was not seen here yet: do not connect to a dead process.
+        # The peer may have died unnoticed: do not connect to a dead process.
         if other.handle is None or (current and ended):
             self._wait(worker.index, peer)
         else:
@@ -117,7 +117,7 @@ class Switchboard:
     def _connect(self, asker: int, peer: int, patient: bool = True) -> None:
         """Make a channel and send its ends to both.
 
-        ``patient``: if the peer has ended, which was not seen here yet, wait for its next process.
+        ``patient``: if it turns out that the peer has ended, wait for its next process.
         """
         # One channel serves requests of both workers.
         self._forget(asker, peer)
@@ -131,7 +131,7 @@ class Switchboard:
         # Close the ends here once they are sent: otherwise neither would see the other's death.
         with ends[0], ends[1]:
             try:
-                # The asker last: it is told if its peer cannot get an end.
+                # Send to the asker last: it is told if its peer cannot get an end.
                 try:
                     self._hand(peer, asker, ends[1])
                 except ConnectionError:

@@ -51,7 +51,7 @@ class SourceQueue(TaskQueue):
             self.put(source, source.last)
 
     def put_source_back(self, source: Source) -> None:
-        """Let any thread go on with a source."""
+        """Let any thread continue with a source."""
         if source.last:
             self.put_back(source)  # before later items of the same stream
         else:
@@ -146,7 +146,7 @@ class Places:
         self.over -= pool_thread.over
 
     def abandon(self, pool_threads: list[PoolThread]) -> None:
-        """Free the places of threads that go on with their tasks."""
+        """Free the places of threads that continue with their tasks."""
         with self.lock:
             for pool_thread in pool_threads:
                 # It may have ended or been abandoned since the caller looked.
@@ -156,7 +156,7 @@ class Places:
                     self.left += 1
 
     def of_job(self, job: int) -> list[PoolThread]:
-        """Return the threads that are in a task of this job now."""
+        """Return the threads that run a task of this job now."""
         with self.lock:
             return [pool_thread for pool_thread in self.threads.values() if pool_thread.job == job]
 
@@ -204,7 +204,7 @@ class HeldTasks:
         return True
 
     def wake_by(self, when: float) -> None:
-        """Have a check at that time."""
+        """Have `take_due` called at that time or earlier."""
         with self._lock:
             if self.alarm is not None and self.alarm <= when:
                 return
@@ -222,7 +222,8 @@ class HeldTasks:
         return due
 
     def take_overdue(self, now: float) -> Iterator[tuple[PoolThread, HeldTask, float]]:
-        """Yield the tasks that are over their time limits, with these; the caller answers them."""
+        """Yield tasks that are over their limits, with thread and limit; the caller answers
+        them."""
         # An atomic copy: other threads begin and end tasks meanwhile.
         for key, (pool_thread, entry) in self._held.copy().items():
             seconds = entry.options.timeout

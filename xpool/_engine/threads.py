@@ -1,12 +1,12 @@
 """Worker threads: the backend of the thread pools.
 
-All threads take from one queue.  Many tasks that are known at once are one `Source` in it, from
-which all threads take.  The thread that has run a task delivers its result to the caller.
+All threads take from one queue.  If many tasks are known at once, they form a `Source`, one entry
+of the queue from which all threads take.  The thread that ran a task delivers its result.
 
-A thread cannot be stopped.  A thread whose task is over its time limit, or was cancelled, is
-abandoned: the task is answered, another thread takes its place, and it ends when its task returns.
-The task's thread and the engine's thread both may answer a task with a limit: the one that pops it
-from `HeldTasks` does, which is one atomic operation.  A late result of a cancelled job is dropped.
+A thread cannot be stopped.  If a task exceeds its limit or is cancelled, its thread is abandoned:
+the task is answered, another thread takes its place, and this one ends when the task returns.  The
+task's thread or the engine's thread answers a task with a limit: the one that pops it from
+`HeldTasks`, which is atomic.  A late result of a cancelled job is dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ANY = -1
 """The place for which `RestartPolicy` counts failed initializers, in any thread."""
 
 MOST_WAIT_SECONDS = 86400.0
-"""Longest wait: a lock's timeout cannot be as long as a task's may be."""
+"""Longest wait.  A task's time limit may be longer than a lock's timeout can be."""
 
 _ROOT = os.path.dirname(os.path.dirname(__file__))
 _OURS = (
@@ -203,7 +203,7 @@ class ThreadWorkers:
 
         def get() -> Any:
             while not me.left and me.done != lifetime:
-                # Without the lock, since each task comes by; `is_surplus` decides with it.
+                # Without the lock, because each task runs this; `is_surplus` decides with the lock.
                 if len(threads) > self._size and places.is_surplus(me, self._size):
                     return None
                 if me.source is not None:
@@ -240,7 +240,7 @@ class ThreadWorkers:
             number, index, (ok, value) = result
             if entries:
                 key, entry = entries.pop((number, index), (-1, None))
-                # Ended already: `_time_out` has answered it.
+                # If `end` returns False, `_time_out` has answered it.
                 if entry is not None and (not held.end(key) or held.retried(entry, ok, value)):
                     return
             answer(number, index, ok, value)
@@ -248,7 +248,7 @@ class ThreadWorkers:
         return get, put
 
     def _run_source(self, me: PoolThread, source: Source) -> None:
-        """Run tasks of a source and answer each, until it has no more or `get` has to decide."""
+        """Run and answer tasks of a source; return if it has no more, or if `get` must choose."""
         answer, first, options = self._answer, self.tasks.first, self._options
         threads = self._places.threads
         job, items, places = source.job, source.items, source.places
@@ -278,13 +278,13 @@ class ThreadWorkers:
             if me.left or me.done == options.lifetime or len(threads) > self._size:
                 break
         me.job = 0
-        # The traceback of an error keeps this frame.
+        # The traceback of an error keeps this frame, and its variables.
         del source, job, items, func, before
 
     # -- in the engine's thread, or a caller's -----------------------------------------------------
 
     def resize(self, size: int) -> None:
-        """Change the number of threads: new ones start, or those that are free first end.
+        """Change the number of threads: new ones start, or the first that become free end.
 
         Raises:
             RuntimeError: the system refuses a thread; the number is as before.
@@ -312,7 +312,7 @@ class ThreadWorkers:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until something has happened, and act on time limits."""
-        # Without a lock: `wake_by` calls `wake` after it has set a sooner alarm.
+        # Without a lock: `wake_by` calls `wake` after it has set an earlier alarm.
         alarm = self._held.alarm
         if alarm is not None:
             left = min(max(0.0, alarm - time.monotonic()), MOST_WAIT_SECONDS)
@@ -361,7 +361,7 @@ class ThreadWorkers:
             self._lost(pool_thread.index, EndKind.STOPPED)
 
     def runs(self, job: int) -> bool:
-        """Whether a thread is in a task of this job now."""
+        """Whether a thread runs a task of this job now."""
         return bool(self._places.of_job(job))
 
     def stacks(self) -> list[Whereabouts]:

@@ -3,7 +3,7 @@
 Workers that are threads of one process have a channel each, and share the handle of the process.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import signal
 from collections.abc import Callable
@@ -49,10 +49,10 @@ class Asked(NamedTuple):
 
 
 def processor_times(pid: int | None) -> tuple[float, float, bool]:
-    """Return the seconds that the main thread of a process, which runs its tasks, has run and has
-    waited for a processor, and whether it runs or waits now.  Zeros and False: unknown.
+    """Return how many seconds the main thread of a process has run, how many it has waited for a
+    processor, and whether it runs or waits now.  Zeros and False: unknown.
 
-    The system counts a wait when it is over: a present wait is in neither number.
+    The main thread runs the tasks.  The system counts a wait only when it is over.
     """
     try:
         # See the kernel's Documentation/scheduler/sched-stats.
@@ -225,8 +225,8 @@ class WorkerProcess:
     def begun(self, answered: int) -> int:
         """Return how many items the worker has begun, ever; it has answered ``answered``.
 
-        If it has overwritten the page, at least the next one: otherwise a task that overwrites it
-        would seem not to have begun, and would be run by one worker after the other.
+        If it has overwritten the page, the next item counts as begun.  Otherwise a task that
+        overwrites the page would seem not to have begun, and would run on one worker after another.
         """
         began = self.box.began
         return began if self.box.intact else max(began, answered + 1)
@@ -240,7 +240,7 @@ class WorkerProcess:
 
     def emptied(self) -> None:
         """End a recall: it has answered all that it held."""
-        # Before it gets a task, which it would skip otherwise.
+        # Lift the limit before it gets a task, which it would skip otherwise.
         self.box.forbid(NO_LIMIT)
         self._transition(WorkerEvent.EMPTIED)
 
@@ -249,7 +249,7 @@ class WorkerProcess:
         assert self.handle is not None
         self._transition(WorkerEvent.INTERRUPT)
         self.interrupted = item
-        # The handler of the signal compares this, and must not hit the next task.
+        # The signal's handler compares this with the running item, so that it cannot hit the next.
         self.box.ask(item + 1)
         self.asked = Asked(now, *processor_times(self.pid)[:2])
         self.handle.signal(STOP_SIGNAL)

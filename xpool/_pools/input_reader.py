@@ -4,7 +4,7 @@ It needs a thread since an iterable may block, even until a result of the same p
 thread also pickles the items one by one, so that an item that cannot be pickled fails alone.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import contextlib
 import functools

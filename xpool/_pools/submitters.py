@@ -1,6 +1,6 @@
 """`HookSubmitter`: submits the tasks of a verb through the hooks of `BasePool`."""
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import weakref
 from collections.abc import Callable, Iterable

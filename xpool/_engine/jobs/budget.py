@@ -16,11 +16,11 @@ START_ATTEMPTS = 3
 """Consecutive failed starts in one place at which the pool gives up."""
 
 SYSTEM_ATTEMPTS = 6
-"""Consecutive refusals of a process or thread, at intervals that grow to three seconds."""
+"""Consecutive refusals of a process or thread that the pool accepts, at growing intervals."""
 
 KILLED_STARTS = 8
-"""Workers killed while they start in one place, at intervals that grow to a second.  More than
-`START_ATTEMPTS`, since a kill says nothing about the next start."""
+"""Workers killed during their start in one place at which the pool gives up.  More than
+`START_ATTEMPTS`, because a kill says nothing about the next start."""
 
 
 class EndKind(enum.Enum):
@@ -60,7 +60,7 @@ class RestartPolicy:
         """Record the end of a worker; return the seconds until the next start; None: give up."""
         if kind is EndKind.REFUSED:
             failures = self._failures[place] = self._failures.get(place, 0) + 1
-            # Not at once: the system still lacks what it lacked a moment ago.
+            # Not at once, because the shortage of the system hardly ends at once.
             return None if failures > SYSTEM_ATTEMPTS else 0.05 * 2**failures
         if kind is EndKind.FAILED:
             failures = self._failures[place] = self._failures.get(place, 0) + 1
@@ -90,7 +90,7 @@ class RestartPolicy:
 
     @property
     def deaths(self) -> int:
-        """The number of deaths in the last minute since a task was finished."""
+        """The number of deaths in the last minute, without those before the last finished task."""
         return len(self._deaths)
 
     def seconds(self) -> float:

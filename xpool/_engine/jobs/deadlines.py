@@ -1,17 +1,17 @@
 """Decides when a worker's task must stop, by the shared page and the scheduler's records; pure.
 
 A worker is first asked to stop a task, and killed if it does not answer a moment later.  The page
-says when the running task began, so the parent checks seldom: when a task that was given just now
-could exceed its limit.  It then finds a task over its limit, or one that will be at a known time,
-or none; in the last case no task can exceed its limit before another limit has passed.  So tasks
-that are far below their limit cost nothing here.
+says when the running task began, so the parent checks seldom: when a task that was sent just now
+could exceed its limit.  It then finds a task over its limit, a task that will exceed its limit at a
+known time, or neither.  If neither, no task can exceed its limit before another limit has passed.
+So tasks that are far below their limit cost nothing here.
 
-A worker that is stuck outside of a task has no running clock: it may be stopped by SIGSTOP, or the
-finalizer of a result may hang.  It is detected by a standstill: for as long as a limit it has not
-read a message, begun an item or sent an answer, each of which takes no time.
+A worker can also be stuck outside of a task, where no clock runs: SIGSTOP may have stopped it, or
+the finalizer of a result may hang.  The parent detects this as a standstill: for as long as a
+limit, the worker has not read a message, begun an item or sent an answer.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import enum
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class Act(enum.Enum):
 
 
 class Verdict(NamedTuple):
-    """Do ``act`` now, an INTERRUPT to ``item``; check again at ``when``, None: never."""
+    """Do ``act`` now (INTERRUPT: stop ``item``), and check again at ``when``; None: never."""
 
     act: Act
     item: int = 0
@@ -100,8 +100,8 @@ class Deadlines:
         if now < since + limit:
             return Verdict(Act.NOTHING, when=since + limit)
         if running is not None and running[0].terms.limit is not None:
-            # It may have run for part of that time, up to its own limit, which may be longer than
-            # the limits of the items behind it.
+            # The running item may have used part of that time.  Its own limit may be longer than
+            # those of the items behind it.
             over = since + 2 * running[0].terms.limit.seconds
             if now < over:
                 return Verdict(Act.NOTHING, when=over)

@@ -1,9 +1,9 @@
-"""Task ranges, which wait, and batches, which are cut from them and sent to workers.
+"""Task ranges hold waiting items.  Batches are cut from them and sent to workers.
 
 `xpool._engine.jobs.scheduler` explains the terms.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import itertools
 from collections import deque
@@ -15,7 +15,7 @@ CALLS = 0
 call's job, so consecutive calls are queued, sent and answered together like items of one job."""
 
 Item = Any
-"""A payload as the channel takes it: bytes."""
+"""A pickled payload, in any form that the channel takes."""
 
 
 class Limit(NamedTuple):
@@ -78,7 +78,7 @@ class TaskRange:
         # True while it is in a queue of the scheduler.  An open range without items leaves the
         # queue, so that a slow iterable does not hold up other jobs.
         self.queued = False
-        # The `FlowControl` of the input reader that appends to it; is told how much was taken.
+        # The `FlowControl` of the input reader that appends to it; it is told how much was taken.
         self.flow: Any = None
         # Says whether items from an index on may run now.  Items of a `piece` were allowed before.
         self.may_run: Callable[[int], bool] | None = None
@@ -93,7 +93,7 @@ class TaskRange:
 
 
 class Batch:
-    """A part of a task range that one worker has.  ``seq``: how many items it got before."""
+    """A part of a task range that one worker has.  ``seq``: number of items it got before."""
 
     __slots__ = (
         "bound",
@@ -130,7 +130,7 @@ class Batch:
         return (index, 0) if self.job == CALLS else (self.job, index)
 
     def cut(self, start: int, stop: int) -> "Batch":
-        """Return a part of it as a batch of its own, which the worker has got."""
+        """Return a part of it as a separate batch of the same worker."""
         part = Batch(piece(self, start, stop), self.items[start:stop], self.seq + start)
         part.flow, part.withdrawn = self.flow, self.withdrawn
         part.done = min(max(self.done - start, 0), stop - start)
@@ -138,7 +138,7 @@ class Batch:
         return part
 
 
-# Without the flow control, which was told of these items when they were first sent.
+# The result has no flow control, which was told of these items when they were first sent.
 def piece(one: Batch | TaskRange, start: int, stop: int) -> "TaskRange":
     """Return some items of a batch or a range as a range of their own."""
     items = itertools.islice(one.items, start, stop)

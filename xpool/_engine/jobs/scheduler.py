@@ -45,7 +45,7 @@ SHORT_SECONDS, LONG_SECONDS = 1e-4, 0.25
 and with longer ones the time between two does not matter."""
 
 MOST_ITEMS = 512
-"""Most items in one batch: few results are decoded before the consumer takes them."""
+"""Most items in one batch, so that few results are decoded before the consumer takes them."""
 
 MOST_BYTES = 48 * 1024
 """Most payload bytes in one batch of several items: below a pipe's capacity."""
@@ -56,9 +56,9 @@ class BatchSizes:
 
     The sizes follow from ``cost``, the seconds that an item takes by the latest answers.  A worker
     has as many items in flight as it runs in `PREFETCH_SECONDS`, in two batches: the second is
-    there when the first is done.  Of longer items a batch has one.  If many wait, a worker holds
-    more batches, so that it does not wait for the parent, whose engine gets the interpreter late
-    while the program computes.
+    there when the first is done.  A batch has one item if items take longer.  If many wait, a
+    worker holds more batches, so that it does not wait for the parent, whose engine gets the
+    interpreter late while the program computes.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class BatchSizes:
     def note(self, seconds: float) -> None:
         """Record the seconds of the latest item.
 
-        The cost rises at once and falls by halves, so no item is queued behind a long one among
-        short ones.  An hour counts as a second: a dozen short items later it has no effect.
+        The cost rises at once and falls by half at most, so few items are queued behind a long one.
+        Long items count as one second, so they have no effect a dozen short items later.
         """
         before = 0.0 if self.cost == math.inf else min(self.cost, 1.0)
         self.cost = max(seconds, before / 2)
@@ -96,7 +96,7 @@ class BatchSizes:
 
 
 class InFlight:
-    """What one worker holds.  Counts are of items, since its process started."""
+    """The items that one worker holds, and the numbers of its items since its process started."""
 
     __slots__ = ("accepting", "answered", "held", "left", "paused", "sent")
 
@@ -136,7 +136,7 @@ class Scheduler(Waiting):
     def least_loaded(self, newest: bool = False) -> int:
         """Return the worker with the fewest items in flight and bound to it.
 
-        Of several idle ones, the longest idle one, or the ``newest``: see `next_batches`.
+        Of several idle workers, this is the longest idle, or the ``newest`` (see `next_batches`).
         """
         for w in reversed(self.idle) if newest else self.idle:
             if not self._bound[w]:
@@ -151,7 +151,7 @@ class Scheduler(Waiting):
     def resize(self, size: int) -> None:
         """Set the number of workers; the caller retires surplus ones.
 
-        Nothing may be bound to these: see `bound_from`.
+        No item may be bound to a surplus worker: see `bound_from`.
         """
         self.size = size
         while len(self.in_flight) < size:
@@ -316,7 +316,7 @@ class Scheduler(Waiting):
         back: list[TaskRange] = []
         for batch in in_flight.held:
             start = batch.done
-            # It has begun this item and not answered it: it died while it ran it.
+            # The worker has begun this item and not answered it, so it died during the item.
             if start < batch.taken and batch.seq + start < began:
                 if lost is not None:
                     raise InternalError(f"worker {w} was running two tasks at once")
@@ -324,7 +324,7 @@ class Scheduler(Waiting):
                 start += 1
             if start < batch.taken and not batch.withdrawn:
                 back.append(piece(batch, start, batch.taken))
-        # The last first, since each is queued in front.
+        # In reverse order, because each is queued in front of the others.
         for task_range in reversed(back):
             self.put_back(task_range)
         in_flight.reset(None)
@@ -356,7 +356,7 @@ class Scheduler(Waiting):
         for batch in self.in_flight[w].held:
             position = began - 1 - batch.seq
             if position < batch.done:
-                # The last item that it began is answered: it is between two, or idle.
+                # The last item that it began is answered, so it runs none now.
                 return None
             if position < len(batch.items):
                 return batch, position
@@ -410,8 +410,8 @@ class Scheduler(Waiting):
     def skipped(self, w: int, n: int) -> None:
         """Record that the worker skipped its next ``n`` items.
 
-        Items that `take_back` took wait already.  An item that it left, since the worker seemed
-        about to begin it, waits again now.
+        `take_back` has queued most of these.  It leaves an item that the worker seemed about to
+        begin; such an item is queued now.
         """
         in_flight = self.in_flight[w]
         for _ in range(n):
@@ -426,7 +426,7 @@ class Scheduler(Waiting):
 
         ``index``: only this item; used for calls, which share the job `CALLS`.
 
-        Returns the workers that hold such items, which they will answer.
+        Returns the workers that hold such items; they will still answer them.
         """
         self.strike(job, index)
         holders = []

@@ -1,6 +1,6 @@
-"""The states of a pool and of a worker, as tables: the tables are the program.
+"""The states of a pool and of a worker, as the tables that the code uses.
 
-Rules that are easily assumed to be otherwise:
+Rules that a reader might not expect:
 
 * A pool never returns to an earlier state.  `close` after `terminate` changes nothing.  A pool that
   has failed (a worker could not be started) is in TERMINATE, and its `failure` is the reason.

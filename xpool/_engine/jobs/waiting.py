@@ -46,8 +46,8 @@ class Waiting:
         So calls in a loop gather while the caller has the interpreter, and are sent in batches.
         """
         calls = self._calls
-        # A new range if another job has a number in between, or the terms differ: so the call
-        # overtakes nothing that was submitted before it.
+        # Make a new range if another job has a number in between, or the terms differ, so that the
+        # call overtakes nothing that was submitted before it.
         if calls.first + len(calls.items) != number or calls.terms != terms:
             calls = self._calls = TaskRange(CALLS, 0, number, (), None, terms)
         calls.items.append(payload)
@@ -116,7 +116,7 @@ class Waiting:
         heapq.heapify(self._later)
 
     def _without(self, task_range: TaskRange, job: int, index: int | None) -> list[TaskRange]:
-        """Return what is left of a queued range; the last part stays the one to append to."""
+        """Return what is left of a queued range; others still append to the last part."""
         if not covers(task_range, job, index):
             return [task_range]
         if index is None:
@@ -188,7 +188,7 @@ class Waiting:
         queue.popleft()
         task_range.queued = False
         self.queued -= 1
-        # The input reader appends, then reads `queued`; so one of the two sees the other.
+        # The input reader appends before it reads `queued`, so one thread sees the other's change.
         if task_range.items:
             task_range.queued = True
             self.queued += 1
