@@ -57,7 +57,7 @@ def star_each(func: Callable[..., Any], chunk: Sequence[Any]) -> list[Any]:
 
 
 def _note(exc: Exception, chunk: Sequence[Any], rest: Any) -> None:
-    """Note which item of a chunk has raised: the last one taken from it."""
+    """Note which item of a chunk has raised: the last item taken from the chunk."""
     place = len(chunk) - length_hint(rest) - 1
     note_item(exc, _value(chunk[place]), place)
 
@@ -137,8 +137,8 @@ class Seeded:
 class Exact:
     """Calls ``retake`` before a function, to set the globals that came with it.
 
-    Later messages may have changed them if the task runs late: taken back from another worker, or
-    tried again.
+    If the task runs late (it was taken back from another worker, or is tried again), later messages
+    may have changed the globals.
     """
 
     __slots__ = ("_func", "_retake")
@@ -167,7 +167,7 @@ class InCall:
 
 
 def note_context(exc: BaseException) -> None:
-    """Note that the function has got a context, where the call of the function has failed."""
+    """Add to an exception that the function was called with a context."""
     trace = exc.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -89,9 +89,9 @@ _here: WorkerLocal[WorkerInfo] = WorkerLocal()
 
 
 def enter(info: WorkerInfo, *, thread: bool = False) -> None:
-    """Make ``info`` the worker of this process, or of this thread if its process has several.
+    """Make ``info`` the worker of this process, or of this thread if the process has several.
 
-    ``thread``: of this thread in any case, since its process is not a worker (a thread pool).
+    ``thread``: always of this thread, because the process is not a worker (a thread pool).
     """
     _here.set(info, thread=thread)
 

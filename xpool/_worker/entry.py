@@ -18,7 +18,7 @@ logs                  a socket for log records and warnings (`xpool._worker.rela
 arena                 the file of `xpool._memory.arena`, if the pool has one
 ====================  ======================================================================
 
-A process with several workers, each a thread, is sent one such socket for each of them instead.
+A process whose workers are threads gets one such socket for each worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any
 
 FORK, COMPLETE = b"F", b"C"
-"""A request to the server: fork a worker, which may stand in for a complete one, or may not."""
+"""Requests to the server: fork a worker; with COMPLETE, it must not be a stand-in."""
 
 ONE, SEVERAL = b"W", b"S"
 """The kind of descriptors in a boot socket: those of one worker, or boot sockets of several."""
@@ -69,9 +69,9 @@ def main(
     """Run a worker until it is told to stop; return the exit code.
 
     ``boot`` is the descriptor of the socket.  ``inherited`` is (initializer, initargs), if these
-    cannot be sent and came by the start of the process.  ``late`` is called when the device is
-    bound.  ``missing`` are the modules that a stand-in lacks.  ``known`` are the environment
-    variables of this process, if the caller knows them.
+    cannot be sent and the process inherited them.  ``late`` is called when the device is bound.
+    ``missing`` are the modules that a stand-in lacks.  ``known`` are the environment variables of
+    this process, if the caller knows them.
     """
     kind, fds = _receive(boot, MOST_WORKERS)
     # A worker has at most 7 descriptors, the rows of the table above.
@@ -111,7 +111,7 @@ def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
 
 def _read_config(tasks: int) -> dict[str, Any]:
     head = _read(tasks, _HEAD.size)
-    # Of builtins: unpickling may import nothing before `_bind` sets the environment.
+    # It has only built-in types: nothing may be imported before `_bind` sets the environment.
     config: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
     return config
 
@@ -171,7 +171,7 @@ def die_with_parent(fd: int) -> None:
 def _bind(config: dict[str, Any], known: Mapping[str, str] | None) -> None:
     """Take over the parent's current state (environment, folder, paths), then apply the context."""
     environ = config["environ"]
-    # Comparing each variable is as slow as anything here; setting all takes longer than a fork.
+    # Usually they are equal: setting all variables would take longer than a fork.
     if environ != known:
         for name in set(os.environ) - set(environ):
             del os.environ[name]

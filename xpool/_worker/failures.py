@@ -34,7 +34,7 @@ def refusal(reason: BaseException) -> Refusal:
 def refused(exc: BaseException, value: Any) -> bytes | memoryview:
     """Return the message that a result cannot be sent, and release the result."""
     error_imports.ready()
-    from traceback import clear_frames  # imported just now
+    from traceback import clear_frames  # imported by `ready`
 
     reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
     failure = errors.ResultNotPicklable(reason or exc, safe_repr(value, 500))
@@ -61,7 +61,7 @@ def traceback_of(exc: BaseException) -> str:
 def _text_of(exc: BaseException, tb: TracebackType | None) -> str:
     """Return the traceback from ``tb`` on as text."""
     error_imports.ready()
-    from traceback import format_exception  # imported just now
+    from traceback import format_exception  # imported by `ready`
 
     if isinstance(exc, ModuleNotFoundError):
         _say_where(exc)

@@ -38,7 +38,7 @@ class File:
             remove = path
         write_all(fd, [content])
         if remove is None and len(content):
-            # Other processes map it.  An empty file is a lock, or a store of torch, which grows.
+            # Other processes map it.  An empty file is a lock, or a store of torch that grows.
             fix_size(fd)
         facts = os.fstat(fd)
         self._at = path, facts.st_ino
@@ -140,7 +140,7 @@ class MpSerialExecutor:
         self._lock = File()
 
     def run(self, fn: Callable[[], T]) -> T:
-        """Return ``fn()``, run while no other process or thread runs a function here.
+        """Return ``fn()``; meanwhile, no other process or thread runs a function here.
 
         Raises:
             XPoolError: the process that made this object has released it.

@@ -93,7 +93,7 @@ def run(
     tasks, answers, lifeline, outbox, *others = channel
     box = Outbox(outbox)
     replies = Replies(box, functools.partial(write_all, answers), time.perf_counter)
-    # Done before the program's code runs: so the parent can ask a hanging initializer for its
+    # Done before the program's code runs, so that the parent can ask a hanging initializer for its
     # stack, and limit its time by the clock in the outbox (`_engine/start_limit`).
     if thread is None:
         listen(box, outbox, _Worker._run.__code__)
@@ -198,7 +198,7 @@ class _Worker:
         _renew_autograd()
         if callable(begin := getattr(context, "enter", None)):
             begin()
-        # Unpickled even if it is inherited: the message brings the globals of `__main__` it uses.
+        # Unpickle it even if it is inherited: the message brings the globals of `__main__` too.
         sent = None if config["initializer"] is None else decode(config["initializer"])
         if inherited is None:
             inherited = sent
@@ -278,7 +278,7 @@ class _Worker:
             arena.trim()
         if self._likely and self._spin is not None and self._spin.look(poll):
             return
-        # In share mode, files may be mapped that are kept without a block.
+        # In share mode, the worker may also keep mapped files that belong to no block.
         if arena is None or not (arena.busy or self._keeper is not None):
             return
         # No event reports that the parent or a peer releases memory: poll, less and less often.
@@ -433,7 +433,7 @@ def _join(arena: list[int], config: dict[str, Any]) -> Arena | None:
 
 
 def become(config: dict[str, Any], lifeline: int) -> None:
-    """Give this process the name, key and ``__main__`` as `multiprocessing` does, and its seeds."""
+    """Set this process's name, key and ``__main__`` (as `multiprocessing` does), and its seeds."""
     if config["bare"]:
         # The fork server made this process, so multiprocessing does not know it yet.
         import multiprocessing
@@ -467,7 +467,7 @@ def _use_threads(n: int, forked: bool) -> None:
     elif torch is not None and n and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(n)
     if n:
-        # For torch, or another library with OpenMP, that is imported later.
+        # This is for torch, or another library with OpenMP, that is imported later.
         os.environ.setdefault("OMP_NUM_THREADS", str(n))
 
 

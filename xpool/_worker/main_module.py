@@ -1,6 +1,6 @@
 """The worker's ``__main__``: it runs the caller's script when a name of the script is needed.
 
-A function of the caller's ``__main__`` that travels by reference must exist in the worker's.
+If a function of the caller's ``__main__`` is sent by reference, the worker's must have it.
 `multiprocessing` runs the whole script again in every child.  xpool runs it when a name is looked
 up, and only the parts that the name needs (`xpool._pickling.by_value.units`).  Both run it under
 the name ``__mp_main__``, so that the code below ``if __name__ == "__main__"`` does not run.
@@ -28,7 +28,7 @@ from xpool._python.worker_local import process_is_shared
 compile("", "", "exec")
 
 _turn = threading.RLock()
-"""Held while the script runs in a process of several workers; the others wait for its names."""
+"""Held while the script runs in a process of several workers; the other workers wait."""
 
 
 class _NoSuchName(AttributeError):
@@ -157,7 +157,7 @@ class _Script:
             exec(code, namespace)
         finally:
             namespace.update(come)
-            # The program has other values than these, which cannot be sent.
+            # The program has other values for these names, which cannot be sent.
             for name in here & missing - come.keys():
                 namespace.pop(name, None)
         record_initial(bound if self._begun else None)
@@ -219,7 +219,7 @@ class _Script:
             _, _, binds, needs, wants, reads, kind, _, _ = todo[number]
             pending += needs
             names += wants
-            # Names that a function reads when it is called.  Settled ones came with a message.
+            # Add names that the function reads when called; a message brought the settled ones.
             if kind == _BINDS:
                 names += [name for name in reads if name not in here]
             if kind == _COMPUTES:
@@ -260,7 +260,7 @@ def _run_what_waits(library: Any) -> None:
     script = main.__dict__.get("_xpool_script")
     if not isinstance(main, _Main) or script is None:
         return
-    # One that imports this library for itself is not complete: the units run after its import.
+    # If another module imports the library now, the units run after that module's import.
     others = (sys.modules.get(name) for name in script.awaited - {library.__name__})
     if not any(is_initializing(getattr(other, "__dict__", {})) for other in others):
         with contextlib.suppress(_NoSuchName):

@@ -24,9 +24,9 @@ _before: tuple[int, int, int] | None = None
 class InFile:
     """Calls a function while the descriptors 1 and 2 are a file.
 
-    ``path``: of the file, without what `of` adds to it.
-    ``of``: "call": nothing; "item" or "args": the number of the `Item` that the function is called
-    with, whose value is an argument, or all of them; "worker": the number of the worker.
+    ``path``: the file's path, without the part that ``of`` adds.  ``of``: "call" adds nothing;
+    "worker" adds the worker's number; "item" and "args" add the number of the `Item` with which the
+    function is called: its value is one argument, or all arguments.
     """
 
     __slots__ = ("_func", "_of", "_path")
@@ -85,14 +85,14 @@ def _stream(stream: Any, fd: int) -> Any:
         if stream.fileno() == fd:
             stream.reconfigure(line_buffering=True)
             return stream
-    # None, or an object of a notebook's or a test's, that leads elsewhere.
+    # The stream is None, or an object of a notebook or a test that writes elsewhere.
     except (AttributeError, OSError, ValueError):
         pass
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _flush() -> None:
-    """Write what Python and C hold back."""
+    """Write what Python and C have buffered."""
     import ctypes  # imported here because few programs need it
 
     flush()

@@ -9,8 +9,8 @@ A channel is a pair of sockets that only its two workers have (docs/peers.md).  
     TAKEN  nothing follows
 
 ``scope`` is the call of `run_all` to which the message belongs; 0: none.  ``number`` counts the
-packets of kind DATA or FILE from 1.  ``taken`` is the last number that the sender has taken out of
-its own end; it holds the blocks of the messages up to that number itself.
+packets of kind DATA or FILE from 1.  ``taken`` is the number of the last packet that the sender of
+this one has taken out; it now holds the blocks of all packets up to that number.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class _Channel:
         sock.setblocking(False)
         packets.give_room(sock)
         self.sock, self.serial = sock, serial
-        # Numbers: the last sent, the last taken out, the last whose taking was acknowledged.
+        # The numbers of the last message sent, taken out, and acknowledged.
         self.sent = self.got = self.told = 0
         self.under_way: deque[tuple[int, Leased]] = deque()  # held until the peer holds the blocks
         self.bytes_out = 0
         # By scope: messages, and errors in place of messages that could not be taken out.
         self.inbox: dict[int, deque[Any]] = {}
         self.bytes_in = 0
-        self.full = False  # the socket has no room for packets; if False, the window is full
+        self.full = False  # why the last send failed: True: the socket is full; False: the window
         self.ended = False
 
     # -- out -----------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class _Section:
         self._masks: list[Any] = []
 
     def __enter__(self) -> None:
-        # Blocked before the lock is taken and unblocked after it: the handler may raise then.
+        # Block the signal before the lock is taken, until it is released: its handler may raise.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
         self._lock.acquire()
         # The lock guards the list.  Its last item belongs to the holder, which may hold it twice.
@@ -296,7 +296,7 @@ class Peers:
             self._scope = 0
 
     def acknowledge(self) -> bool:
-        """Release the blocks that peers hold now; return whether other blocks are on their way."""
+        """Release blocks that peers hold by now; return whether other blocks are on their way."""
         with self._lock:
             for channel in self._all():
                 # Other channels owe no acknowledgement: their messages can stay in the sockets.
@@ -415,7 +415,7 @@ class Peers:
                 if one is channel and to_send and one.full:
                     events |= select.POLLOUT
                 poller.register(fd, events)
-        # At most a second: a signal that comes just before `poll` does not end it.
+        # Wait at most a second: a signal that comes just before `poll` does not end it.
         seconds = 1.0 if self._inside < 2 else _SLICE
         if until is not None:
             left = until - time.monotonic()

@@ -40,7 +40,7 @@ SILENCE = 0.001
 """Seconds that a finished answer may lie in the outbox while the worker runs other tasks."""
 
 SMALL = 16 * 1024
-"""Bytes.  An answer that is larger goes through the pipe at once."""
+"""In bytes.  A larger answer goes through the pipe at once."""
 
 
 class Replies:
@@ -59,7 +59,7 @@ class Replies:
         self._count = 0  # answers in the outbox of which the parent has not been told
         self._errors = 0
         self._sent = 0  # messages
-        # Answers with blocks and their numbers, kept until the parent has taken hold of the blocks.
+        # Answers with blocks and their numbers, kept until the parent holds the blocks.
         self.kept: deque[tuple[int, Leased]] = deque()
         self._leased = 0
         self._since = clock()  # when the first of the untold answers was begun
@@ -82,7 +82,7 @@ class Replies:
         self._frame(FAILED, refusal.packed())
 
     def begin(self) -> None:
-        """Note the time before the first task of a frame, for which the worker has waited."""
+        """Note the time before the first task of a frame: the wait for the frame does not count."""
         if not self._count:
             self._since = now = self._clock()
             self.box.begin_turn(now)
@@ -144,7 +144,7 @@ class Inbox:
     """Handles the parent's messages: functions, and items to run.
 
     Args:
-        learn: makes the entry for a function, of its number, mode and pickle.
+        learn: makes the entry for a function from its number, mode and pickle.
         withdrawn: the entry in place of a function that was forgotten.
     """
 

@@ -103,8 +103,8 @@ class _Relay:
         """Forward records for which this process has no handler, and set the parent's levels."""
         if self._forked:
             _remove_handlers(logging)
-        # Not a handler: if there were one, `logging.basicConfig` would do nothing, and neither
-        # would other code that checks for handlers.
+        # Do not add a handler: `logging.basicConfig`, and other code that checks for handlers,
+        # would then do nothing.
         call_handlers = logging.Logger.callHandlers
         reporter = logging.Handler()
         format_exception = logging.Formatter().formatException

@@ -57,12 +57,11 @@ def main(
 ) -> int:
     """Serve until the parent closes its end; in a forked worker, return the worker's exit code.
 
-    ``preload`` is imported at once.  ``soon`` is imported before the first worker that may not
-    stand in for a complete one.  When there are no requests, ``soon`` and ``later`` are imported,
-    so that a program does not wait for modules that its first tasks do not need.  ``missing`` are
-    the modules that a stand-in lacks: those of ``soon`` or, without ``soon``, those of another
-    server.  ``nice`` is the niceness to set: this process has inherited that of the thread that
-    started it.
+    ``preload`` is imported at once.  ``soon`` is imported before the first worker that must be
+    complete.  When there are no requests, ``soon`` and ``later`` are imported, so that a program
+    does not wait for modules that its first tasks do not need.  ``missing`` are the modules that a
+    stand-in lacks: those of ``soon`` or, without ``soon``, those of another server.  ``nice`` is
+    the niceness to set: this process has inherited that of the thread that started it.
 
     The server tells the parent that ``preload`` and ``soon`` are imported, by a message of one
     byte.
@@ -117,7 +116,7 @@ def main(
                     # Done first: this child has the server's pipe, so its signals would wake it.
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    # Close other workers' sockets, too: the parent sees an end of a worker when
+                    # Close other workers' sockets, too: the parent sees the end of a worker when
                     # all copies are closed.
                     for other in (sock.detach(), wake_r, wake_w, *statuses.values()):
                         os.close(other)
@@ -172,7 +171,7 @@ class _Imports:
             _preload([self._later.pop(0)])
 
     def _tell_ready(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the parent has ended: the next read tells
+        with contextlib.suppress(ConnectionError):  # the parent has ended; the next read shows it
             self._sock.send(b"R")
 
 
@@ -199,7 +198,7 @@ def _called_off(status: int) -> bool:
 
 
 def _fork_or_refuse(fork: Callable[[], int], status: int) -> int | None:
-    """Fork; None: the system has no process now.  The parent decides when to ask again."""
+    """Fork; None: the system refuses it now.  The parent decides when to ask again."""
     try:
         return fork()
     except OSError as exc:
@@ -293,7 +292,7 @@ def _child(
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        # Exit here: not through the server's frames, nor the interpreter's end, slow with torch.
+        # Exit here, past the server's frames and the interpreter's cleanup, which torch slows.
         os._exit(code)
 
 
@@ -314,8 +313,8 @@ def _await_tracker(parent: int) -> None:
         return fds[0] if fds else None
 
     def before_fork() -> None:
-        # A child inherits the tracker but must not use the socket, which is for this process.
-        # That import calls `borrow`, which needs all of `tracker`: so it does not come from there.
+        # A child inherits the tracker but must not use the socket, which is for this process.  The
+        # import calls `borrow`, which needs the complete `tracker`, so `tracker` cannot import it.
         importlib.import_module("multiprocessing.resource_tracker")
         from xpool._python.tracker import ask_now
 

@@ -3,9 +3,9 @@
 The signal has two handlers, called one after the other.  faulthandler's handler, in C, writes the
 stack of the main thread into the outbox's file, whatever the interpreter is doing.  Then it calls
 Python's handler, which runs the handler of this module when the main thread next runs Python code.
-This raises `TaskStopped` if the worker still runs the task to be stopped.  A task that is stuck in
-C code never gets there, and is killed.  During an import, or in the arena's bookkeeping
-(`xpool._python.interrupt`), the error is raised a moment later.
+This raises `TaskStopped` if the worker still runs the task to be stopped.  If a task is stuck in C
+code, this handler does not run, and the worker is killed.  During an import, or in the arena's
+bookkeeping (`xpool._python.interrupt`), the error is raised a moment later.
 """
 
 from __future__ import annotations
