@@ -34,8 +34,8 @@ CAUSE_SECONDS = 30.0
 the `PeerLost`, since its worker has to pickle it and may get no processor."""
 
 LEAVE_SECONDS = 5.0
-"""After a member of a group has failed, the longest wait for the others to end by themselves: its
-closed connections end their operations.  Members that do not end are interrupted."""
+"""Seconds in which the other members of a group may end by themselves after one has failed: its
+closed connections end their operations.  After that, they are interrupted."""
 
 STOPPING = 5.0
 """Seconds to wait until the other workers have left a failed call.  The engine kills those that do
@@ -72,8 +72,8 @@ class AllWorkers:
         group = self._group
         if group is None:
             return self.call(func, args, timeout)
-        # One thread at a time rebuilds the group.  That is a call on all workers itself, so the
-        # lock is reentrant.
+        # One thread at a time rebuilds the group.  The rebuild is itself a call on all workers, so
+        # the lock is reentrant.
         with self._order:
             wrapped = group.wrap(func)
         try:

@@ -1,7 +1,7 @@
 """Assembles a pool of processes: engine, packer, and the configurations of its workers.
 
-`process` imports this when the pool is made, and the fork server has been started: while that
-imports what a worker needs, the program imports the parent's side of it.
+`process` imports this when a pool is made, after it has started the fork server.  So the server
+imports the modules of workers while the program imports its own.
 """
 
 from __future__ import annotations

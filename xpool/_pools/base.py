@@ -2,8 +2,7 @@
 
 It has the verbs, the table of unanswered jobs, the thread that delivers results, and the hooks that
 send tasks and receive results.  A subclass that overrides only the hooks is a working pool.  The
-built-in pools are such subclasses; they also have shortcuts past hooks, for as long as no subclass
-overrides these.
+built-in pools are such subclasses; they bypass the hooks that no subclass of theirs overrides.
 
 A task is a tuple ``(job, chunk, func, args, kwds)``: run ``func(*args, **kwds)``.  A result is
 ``(job, chunk, (ok, value))``: the value that it returned, or the exception that it raised.
@@ -49,14 +48,14 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# By these names, Python's errors about arguments and pickles refer to the verbs.
+# Python's errors about arguments, and pickles, refer to the verbs by these names.
 for _name, _verb in vars(PublicVerbs).items():
     if callable(_verb) and not _name.startswith("_"):
         _verb.__module__, _verb.__qualname__ = "xpool", f"Pool.{_name}"
 
 _numbers = itertools.count(1)
-# The pools that have not ended.  Not a WeakSet: it runs Python code when a pool is dropped, and an
-# exception that a signal handler raises in that code is lost.
+# The pools that have not ended.  Not a WeakSet, which runs Python code when a pool is dropped: if a
+# signal handler raised in that code, the exception would be lost.
 _pools: dict[int, weakref.ref[BasePool]] = {}
 
 
@@ -131,7 +130,7 @@ class BasePool(PublicVerbs, Hooks):
     def _begin(self) -> None:
         is_set_up, ref = False, None
         try:
-            # Hooks of a subclass may wait; the built-in pools shield theirs again.
+            # Interruptible, since hooks of a subclass may wait; the built-in pools shield theirs.
             _call(self.setup_queues)
             is_set_up = True
             _call(self.repopulate_pool)
@@ -144,7 +143,8 @@ class BasePool(PublicVerbs, Hooks):
             )
             # Tells `tensors.sharing` that this thread runs no operations on tensors.
             thread.runs_only_xpool = True  # type: ignore[attr-defined]
-            # First: the thread reads the state, and removes the pool from `_pools` when it ends.
+            # Before the start: the thread reads the state; at its end, it removes the pool from
+            # `_pools`.
             self._life.begin(thread)
             _pools[id(ref)] = ref
             thread.start()
@@ -251,7 +251,7 @@ class BasePool(PublicVerbs, Hooks):
         return submit(self, func, args, kwds)
 
     def executor(self: PoolOfFutures) -> PoolExecutor:
-        """Return a `concurrent.futures.Executor` over this pool; its `shutdown` leaves it open."""
+        """Return a `concurrent.futures.Executor` over this pool, which `shutdown` leaves open."""
         from xpool._pools.futures import PoolExecutor
 
         return PoolExecutor(self)

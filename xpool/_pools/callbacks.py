@@ -24,10 +24,10 @@ from xpool._python.waiters import Flag
 
 @shielded
 def join_ended(thread: threading.Thread) -> None:
-    """Wait for a thread that has set its flag and ends now.
+    """Wait for a thread that has set its flag, and so ends in a moment.
 
-    Longer waits are for the flag: `Thread.join` takes a thread for ended if a signal handler raises
-    in it (bpo-45274).
+    For a longer wait, wait for the flag: if a signal handler raises in `Thread.join`, Python then
+    treats the thread as ended (bpo-45274).
     """
     thread.join()
 
@@ -88,7 +88,7 @@ class _Caller:
         self._last: Callable[[], None] | None = None
 
     def add(self, call: _Call) -> None:
-        # Queued first, so that the serving thread finds it, whichever that is.
+        # Queue the call first, so that the serving thread finds it, whichever thread serves.
         self._queue.put(call)
         with self._lock:
             self.start()
@@ -119,7 +119,7 @@ class _Caller:
 
     def _relieve(self) -> None:
         with self._lock:
-            # Only once: a relieved thread just ends its callback.
+            # Only once: a thread that was replaced finishes its callback and ends.
             if self._runner is threading.current_thread():
                 self._start()
 
@@ -132,7 +132,7 @@ class _Caller:
             ended.set()
 
     def _call_next(self) -> bool:
-        """Make the next call; return whether this thread goes on."""
+        """Make the next call; return whether this thread continues."""
         call = self._queue.get()
         if call is None:
             return not self._end()

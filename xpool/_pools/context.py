@@ -103,7 +103,7 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
     * ``cpus``: the cores that the worker runs on.
     * ``enter()``: a method that is called once in the worker, before the initializer.
     * ``group``, other than 0: these contexts form one replica group.  If one of its workers dies,
-      the pool stops with `DeviceError`, since the others cannot go on with a replacement.
+      the pool stops with `DeviceError`, since the others cannot continue with a replacement.
 
     Contexts of `xpool.devices` have all of them.  `xpool.assigner.ModelAssigner` makes a context
     for each of its devices, with the models placed there.  Workers whose contexts name the same

@@ -14,21 +14,21 @@ PLAIN = ATOMS | {list, tuple, dict}
 def hashed(*parts: Any) -> bytes:
     digest = hashlib.sha256()
     for part in parts:
-        # With its length, so that other divisions of the same bytes give other digests.
+        # Include the length, so that the same bytes in other parts give another digest.
         digest.update(b"%d " % memoryview(part).nbytes)
         digest.update(part)
     return digest.digest()[:16]
 
 
 def marshalled(obj: Any) -> bytes:
-    # Version 0 has no references, so equal values are equal bytes.
+    # Version 0 has no references, so equal values give equal bytes.
     return marshal.dumps(obj, 0)
 
 
 def is_plain(obj: Any) -> bool:
     """Whether an object consists of lists, tuples, dicts and atoms alone, at most 20 levels deep.
 
-    It goes level by level, since a call for each of a million rows would take seconds.
+    It checks level by level, since a call for each of a million rows would take seconds.
     """
     level: list[Any] = [obj]
     for _ in range(20):
@@ -43,7 +43,7 @@ def is_plain(obj: Any) -> bool:
         if kinds <= ATOMS:
             return True
         level = [one for one in inside if type(one) not in ATOMS]
-        # `marshal` would write an object that occurs twice twice.
+        # If an object occurs twice, `marshal` would write it twice.
         if len(set(map(id, level))) < len(level):
             return False
     return False

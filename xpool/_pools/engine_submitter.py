@@ -85,7 +85,7 @@ class EngineSubmitter(HookSubmitter):
         engine.call(task_range)
         if engine.results:
             pool = self._pool()
-            assert pool is not None  # its verb was called
+            assert pool is not None  # the caller of the verb holds it
             self.jobs.receive(pool.pool_outqueue_get)
 
     def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:

@@ -79,7 +79,7 @@ class _Call(AsyncResult[Any]):
 
     def release(self) -> None:
         super().release()
-        # In a forked child, which has no thread that would complete the future.
+        # Only in a forked child, which has no thread to complete the future.
         future = self._future
         if future is not None:
             future._forked = self._value
@@ -146,7 +146,7 @@ class _Future(concurrent.futures.Future[T]):
         return super().exception(timeout)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
-        """Have ``fn(future)`` called in a thread of the pool when this is done; now, if it is."""
+        """Have ``fn(future)`` called in a thread of the pool when this is done, or now if it is."""
         job = self._job
         pool = None if job is None else job._pool
         if pool is not None:
@@ -158,7 +158,7 @@ class _Future(concurrent.futures.Future[T]):
         job = self._job
         if job is not None and not self.done():
             pool = job._pool
-            # A future that runs is not cancelled; the pool's result would stop its task.
+            # A running future cannot be cancelled; `job.cancel` would stop its task.
             if pool is None or pool._submitter.runs(job) or not job.cancel():
                 return self.cancelled()
             self._end_cancelled()
@@ -223,7 +223,7 @@ class _Map:
             self._flow.stop()
 
     def _finish(self) -> None:
-        # Without the limit: results that nobody takes would otherwise stop the input for ever.
+        # Lift the limit: otherwise, results that nobody takes would stop the input for ever.
         self._flow.unbind()
         self._job._waiters.wait(lambda: self._job.settled, None)
 
@@ -334,8 +334,8 @@ class PoolExecutor(concurrent.futures.Executor):
         Raises:
             concurrent.futures.TimeoutError: by `next`, if a result is late.
             Exception: by `next`, the error of ``fn``; it ends the iteration.
-            RuntimeError: the executor was shut down.  By `next`, if that was before the iterables
-                were drawn to their end, after the results of the drawn items.
+            RuntimeError: the executor was shut down.  If that was before the iterables were drawn
+                to their end, `next` raises this after the results of the drawn items.
         """
         size = check_count("chunksize", chunksize)
         ahead = None if buffersize is None else check_count("buffersize", buffersize)
@@ -470,8 +470,8 @@ _executors: weakref.WeakSet[PoolExecutor] = weakref.WeakSet()
 
 @functools.cache
 def _finish_at_exit() -> None:
-    # After the first pool was made: handlers run in the reverse order of their registration, and
-    # the pools' own handler, which terminates them, must run after this one.
+    # Called after the first pool was made: handlers run in the reverse order of their registration,
+    # and the pools' own handler, which terminates them, must run after this one.
     atexit.register(_finish_all)
 
 

@@ -59,7 +59,7 @@ class WorkerGroup:
         self._workers = workers
         self._members: list[int] = []  # the process ids of the members, by worker
         self._failed = True
-        self._store: Any = None  # the store by which the members have met
+        self._store: Any = None  # the store through which the members have met
 
     def _check_backend(self, contexts: list[Any], share_processes: bool, size: int) -> None:
         if self.backend not in BACKENDS:
@@ -119,12 +119,12 @@ class WorkerGroup:
         hosts = self._workers.hosts
         if hosts is None:
             self._store = File()
-            # With the generation: a file may get the descriptor of an earlier one, but each world
-            # needs an address of its own.
+            # Include the generation: each world needs another address, but a file may get the
+            # descriptor of an earlier one.
             return f"file://{self._store.key[0]}?generation={self.generation}"
         from torch.distributed import TCPStore
 
-        # In the driver, not at rank 0: only the driver's address is known to be reachable.
+        # The store is in the driver, not at rank 0: only the driver's address is surely reachable.
         host = hosts.driver_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return f"tcp://{host}:{self._store.port}"

@@ -41,7 +41,7 @@ class Hooks:
     def setup_queues(self) -> None:
         """Make the queues.
 
-        The constructor calls it once, and raises what it raises.
+        The constructor calls it once, and passes on its exception.
         """
         raise NotImplementedError(f"{type(self).__name__} must override setup_queues()")
 
@@ -65,8 +65,8 @@ class Hooks:
     def repopulate_pool(self) -> None:
         """Start workers until there are `size()`.
 
-        Called by the constructor, which raises what it raises, and by the engine's thread after
-        `maintain_pool` returned true; an exception then ends the pool, as in `pool_outqueue_get`.
+        Called by the constructor, which passes on its exception, and by the engine's thread after
+        `maintain_pool` has returned True: there, an exception ends the pool.
         """
         raise NotImplementedError(f"{type(self).__name__} must override repopulate_pool()")
 
@@ -126,7 +126,7 @@ class Hooks:
                 answer = (False, Carried(exc))
             try:
                 put((job, chunk, answer))
-            # A queue between processes pickles here, which has failed.
+            # In a queue between processes, `put` pickles the answer, and this has failed.
             except Exception as exc:
                 put((job, chunk, (False, errors.ResultNotPicklable(exc, answer[1]))))
             done += 1

@@ -141,8 +141,7 @@ class Identity:
             return hashed(marshalled(item)), {}
         digest, parts = self._digest_and_parts(item)
         if not self._leads_to.isdisjoint(self._nameless):
-            # With a new `Identity`: nameless objects are numbered, here after those of earlier
-            # items.
+            # Use a new `Identity`: this one numbers nameless objects after those of earlier items.
             digest, parts = Identity()._digest_and_parts(item)
             return hashed(digest, repr(sorted(parts.items())).encode()), {}
         return digest, parts

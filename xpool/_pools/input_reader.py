@@ -1,6 +1,6 @@
-"""Draws the input of `imap` in a thread, no further ahead than there is room.
+"""Draws the input of `imap` in a thread, as far ahead as there is room.
 
-It needs a thread since an iterable may block, even until a result of the same pool arrives.  The
+It needs a thread because an iterable may block, even until a result of the same pool arrives.  The
 thread also pickles the items one by one, so that an item that cannot be pickled fails alone.
 """
 
@@ -23,15 +23,15 @@ from xpool._python.interrupt import by_handler
 from xpool._python.waiters import Waiters
 
 AHEAD_ITEMS = 1024
-"""The most tasks for each worker that wait, drawn and pickled: two of the largest batches."""
+"""The most drawn and pickled tasks that wait, for each worker: two of the largest batches."""
 
 FIRST_ITEMS, FIRST_ALL = 16, 128
-"""The tasks for each worker, and the least in all, that may wait before a result's size is
-known."""
+"""Tasks that may wait before the size of a result is known: for each worker, and at least in
+all."""
 
 HERE_ITEMS = 64
 HERE_BYTES = 64 * 1024
-"""The most tasks, and bytes, drawn without a thread: starting one takes as long as pickling 50."""
+"""The most tasks, and bytes, drawn without a thread.  Its start takes as long as pickling 50."""
 
 LOOK = 16
 """Small items between two checks of how far ahead the input reader is."""
@@ -94,13 +94,13 @@ class FlowControl:
         self.taken_items = 0
         self.taken_bytes = 0
         self._buffer = weakref.ref(buffer)  # of an iterator that may be dropped
-        # Called when there is room again for results of tasks that `may_run` kept from running;
-        # without a lock, also by finalizers.
+        # Called when there is room again for the results of tasks that `may_run` has held back.  It
+        # is called without a lock, and also by finalizers.
         self.resume: Callable[[], object] = int
-        self._holds = False  # `may_run` has said no since the last call of `resume`
+        self._holds = False  # `may_run` has returned False since the last call of `resume`
 
     def is_open(self) -> bool:
-        """Whether `reserve` would not wait."""
+        """Whether `reserve` would return at once."""
         if self.stopped:
             return True
         if self.drawn >= self._given and not self.given_all:
@@ -292,8 +292,8 @@ class InputReader:
         self._chunksize = chunksize
         self.flow = flow
         self._put = put
-        # Only if drawing costs nothing: otherwise the first item would wait for the last of its
-        # run.
+        # Use runs only if drawing costs nothing: otherwise, the first item would wait for the last
+        # one.
         self._runs = runs if self._known and chunksize == 1 else None
         self._fail = fail
         self._end = end

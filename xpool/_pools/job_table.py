@@ -22,7 +22,7 @@ class JobTable:
     """The unanswered jobs of a pool; it delivers their results, or fails them.
 
     ``wake`` wakes the engine's thread.  It is called when a job leaves the table of a pool that
-    accepts no more: this job may have been the last.  Neither it nor the table holds the pool.
+    accepts no more: it may have been the last job.  Neither ``wake`` nor the table holds the pool.
     """
 
     def __init__(self, name: str, wake: Callable[[], object]) -> None:
@@ -37,7 +37,7 @@ class JobTable:
         self.input_readers: set[InputReader] = set()
         self.callbacks = Callbacks(name)
         self.counts = {"submitted": 0, "succeeded": 0, "failed": 0}
-        # An exception that was raised amid the pool's bookkeeping: the pool cannot go on.
+        # An exception in the middle of the pool's bookkeeping: the pool cannot continue.
         self.bookkeeping_error: BaseException | None = None
         # Threads that wait for an event in the engine other than an answer; woken at each turn.
         self.at_turns = Waiters()
@@ -139,12 +139,12 @@ class JobTable:
     # -- ending ------------------------------------------------------------------------------------
 
     def stop_input_readers(self) -> None:
-        """Draw no more of any input."""
+        """Stop drawing all inputs."""
         for input_reader in list(self.input_readers):
             input_reader.flow.stop()
 
     def after_fork_in_child(self, exc: BaseException) -> None:
-        """Fail all jobs: the workers, and the threads, are the parent's."""
+        """Fail all jobs: the workers and the threads belong to the parent."""
         # Other threads of the parent may have held these.
         self._delivering = threading.Lock()
         self.lock = threading.Lock()

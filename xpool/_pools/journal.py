@@ -334,7 +334,7 @@ class Journal:
 
 def _as_text(key: Any) -> str:
     """Return the text of a user's key in the database, different for each key."""
-    # By the methods of the built-in classes, since subclasses may override them.
+    # Use the methods of the built-in classes, since subclasses may override them.
     if isinstance(key, int):
         # Hexadecimal if large: Python limits the length of decimal numbers.
         return int.__repr__(key) if abs(key) < 1 << 64 else hex(key)

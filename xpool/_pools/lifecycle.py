@@ -27,12 +27,12 @@ class Lifecycle:
         self.drained = False  # closed, and all jobs are answered
         self.finished = Flag()  # the workers have ended, and the pool has released everything
         self.thread: threading.Thread | None = None
-        # When the pool began, and when the workers of a pool without a backend were seen to last.
+        # When the pool began, and when a pool without a backend has last checked its workers.
         self.started = self.maintained = time.monotonic()
         self._how_ended = self._advice = ""
 
     def begin(self, thread: threading.Thread) -> None:
-        """Accept jobs from now on; the engine's thread, not started yet, is ``thread``."""
+        """Accept jobs from now on; ``thread`` is the engine's thread, which was not started yet."""
         self.thread = thread
         self.state = PoolStates.RUN
         self._jobs.accepting = True
@@ -58,7 +58,7 @@ class Lifecycle:
     def enter(self, job: Job, tasks: int) -> None:
         """Add a job to the table, or raise `PoolClosed`."""
         if not self._jobs.enter(job, tasks):
-            # Raises, since no pool runs again.  Without the lock: it may unpickle the reason.
+            # Raises, since no pool runs again.  Without the lock: this may unpickle the reason.
             self.check_running()
 
     def _step(
@@ -115,7 +115,7 @@ class Lifecycle:
         """End a closed pool whose jobs are all answered."""
         with self._jobs.lock:
             if self.state is PoolStates.CLOSE:  # else it was terminated meanwhile
-                # First: the engine's thread reads it when it has seen the state.
+                # Set it first: the engine's thread reads it after it has seen the state.
                 self.drained = True
                 self.state = step(POOL, self.state, PoolEvent.DRAINED)
 
@@ -144,7 +144,7 @@ class Lifecycle:
         return ended
 
     def after_fork_in_child(self) -> None:
-        """End the copy of a pool in a forked child: the workers are the parent's."""
+        """End the copy of a pool in a forked child: the workers belong to the parent."""
         self.state = PoolStates.TERMINATE
         self.failure = PoolClosed(
             f"{self.name} belongs to process {os.getppid()} that this one was forked from; "

@@ -48,7 +48,7 @@ class WorkerReport:
 
     @property
     def utilisation(self) -> float:
-        """The part of its time, from 0 to 1, in which it ran tasks."""
+        """The fraction of its time, from 0 to 1, in which it ran tasks."""
         total = self.busy_seconds + self.waiting_seconds
         return self.busy_seconds / total if total else 0.0
 

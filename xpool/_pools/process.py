@@ -60,7 +60,7 @@ class Pool(BasePool):
         is_recursive: pickle the globals of functions as dill's ``recurse``.
         is_daemon: False: workers may have children of `multiprocessing`.
         is_copy_tensor: False: both sides see each other's writes to tensors.
-        share_method: then, the only device whose tensors are shared: "cpu", "cuda" or "xla".
+        share_method: in this case, share only tensors on this device: "cpu", "cuda" or "xla".
         memory_limit: bytes of shared memory; what does not fit goes through pipes.
         seed: from which the workers' random generators are seeded.
         task_timeout: seconds for each call of a verb that has no ``timeout=``.
@@ -121,8 +121,8 @@ class Pool(BasePool):
     def _may_stand_in(self) -> bool:
         """Whether the first workers may be `StandIns`, which may end before their first task.
 
-        Not if that would be noticed: an initializer would run again, a seed or a limit of memory
-        would count another process, or a context or a peer is bound to the process.
+        False if the program would notice their end: an initializer would run again, a seed or a
+        memory limit would count another process, or a context or peer is bound to the process.
         """
         owned = self._has_peers or self._gives_context
         options = self._options
@@ -285,7 +285,7 @@ class Pool(BasePool):
         try:
             return results.popleft()
         except IndexError:
-            pass  # found out by trying, since callers of `apply` pop results, too
+            pass  # not checked first, since callers of `apply` pop results, too
         if timeout > 0:
             self._engine.wait(timeout)
             if results:
@@ -336,8 +336,8 @@ class Pool(BasePool):
         first.
 
         Args:
-            timeout: seconds that each call may take, from its beginning in the worker on; None:
-                the pool's ``task_timeout``.
+            timeout: seconds that each call may run in its worker; None: the pool's
+                ``task_timeout``.
 
         Raises:
             Exception: what ``func`` raised.

@@ -85,9 +85,9 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
         All verbs that start tasks have these keywords:
 
-        * ``timeout``: seconds that each call of ``func`` may take, from its beginning in a worker
-          on; then it is stopped and its task fails with `TaskTimeout`.  None: the pool's
-          ``task_timeout``; infinity: no limit.
+        * ``timeout``: seconds that each call of ``func`` may run in a worker; after that, the call
+          is stopped and its task fails with `TaskTimeout`.  None: the pool's ``task_timeout``;
+          infinity: no limit.
         * ``retries``: how often the task may run again when its worker dies, or when it raises
           one of the exceptions ``retry_on`` (a class or a tuple of classes), after a pause.
 
@@ -160,21 +160,21 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         If a task fails, its error is raised after all tasks have been answered.
 
         Args:
-            timeout: seconds that each call of ``func`` may take, from its beginning in a worker on.
-                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
+            timeout: seconds that each call of ``func`` may run in a worker.  After that, the call
+                is stopped, and its task fails with `TaskTimeout`.  None: the pool's
                 ``task_timeout``; infinity: no limit.
             retries: how often a task runs again when its worker dies, or when it raises one of
                 ``retry_on`` (an exception class or a tuple of them), after a pause.
-            progress: True or a title shows how many items are done, by tqdm or rich where one is
+            progress: True or a title shows how many items are done, by tqdm or rich if one is
                 installed, else on stderr.  A callable is called with the number of finished items
                 and the number of all items (None: the input has no length), at most ten times a
                 second, in a thread of its own.
-            on_error: "raise", or "return": the exception of an item stands in the place of its
+            on_error: "raise", or "return": the exception of an item is returned in place of its
                 result, and each item is a task.
-            seed: an int.  Before each item, the generators of `random`, numpy and torch are seeded
-                from it and the item's number, in any worker.  Not for threads.
-            journal: path of an SQLite database.  Results are written there before they are handed
-                out, and an item whose result is there does not run again.  Each item is a task.
+            seed: an int.  Before each item, its worker seeds the generators of `random`, numpy and
+                torch from this and the item's number.  Not for threads.
+            journal: path of an SQLite database.  Results are written there before the caller gets
+                them, and an item whose result is there does not run again.  Each item is a task.
             key: a function that returns the name of an item in the journal, a str, bytes or an int;
                 None: the name is a digest of the item's value.
             version: a str or an int that identifies, with the name of ``func``, the computation.

@@ -20,7 +20,7 @@ AT_ONCE = 1000
 class Recorded(Stream):
     """A stream whose answers are stored in a journal before its iterator gets them.
 
-    ``deliver`` passes answers to a thread, which stores them and hands them on.
+    ``deliver`` passes answers to a thread, which stores them and then delivers them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Recorded(Stream):
             if stored is not None:
                 jobs.deliver(number, index, True, stored)
                 return 0
-            # Before `put`, which the answer may precede.
+            # Before `put`: the answer may arrive before `put` returns.
             keys[index] = key
             return put(index, item)
 
@@ -116,8 +116,8 @@ def _write_all(
 def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str, bytes]]) -> Any:
     """Add the results of an answer to the rows to be stored; return the answer for the consumer.
 
-    The answer is unpickled here, and again by the consumer.  If that raises, nothing is stored, and
-    the consumer gets the exception.
+    The answer is unpickled here, and again by the consumer.  If this unpickling raises, nothing is
+    stored, and the consumer gets the exception.
     """
     try:
         values = value.open() if isinstance(value, PickledResult) else [value]

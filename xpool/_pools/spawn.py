@@ -34,7 +34,7 @@ def spawn(
     """Run ``fn(i, *args)`` in ``nprocs`` processes, i from 0; return the list of their results.
 
     Args:
-        fn: as the function of a pool's task.
+        fn: a function, as for a pool's task.
         args: its further arguments; they may hold locks and queues of `multiprocessing`.
         nprocs: number of processes; 0 runs nothing.
         join: False: return a `ProcessContext` at once.
@@ -81,7 +81,7 @@ class Replicas(P2PPool):
 
 
 class ReplicaDied(WorkerDied):
-    """The process of a replica has ended before its function, which is not run again.
+    """The process of a replica has ended before its function returned; it is not run again.
 
     The fields are those of `WorkerDied`.
     """
@@ -158,7 +158,7 @@ class _Sentinel:
         """Make it readable; called once or twice, by any thread."""
         with contextlib.suppress(IndexError):
             writer = self._writers.pop()
-            os.write(writer, b"E")  # the end of the pipe would not do: a fork may have the writer
+            os.write(writer, b"E")  # closing it would not do: a forked child may have a copy
             os.close(writer)
 
     def __del__(self) -> None:
@@ -321,7 +321,7 @@ class ProcessContext:
             died = ReplicaDied(exc.pid, exc.exitcode, exc.worker, exc.task)
             failure = None if exc.exitcode == 0 else died
         except KeyboardInterrupt:
-            # In the process, torch treats it as a success; here it is the user's Ctrl-C.
+            # torch treats this exception in the process as a success; here it is the user's Ctrl-C.
             if not pending.ready() or pending.successful():
                 raise
         except Exception as exc:

@@ -23,7 +23,7 @@ from xpool.errors import OptionError
 
 
 def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False) -> Launcher:
-    """Return what starts the workers of a pool with this ``context=``."""
+    """Return the launcher for the workers of a pool with this ``context=``."""
     if hasattr(context, "launch"):  # a launcher of a loader
         return cast(Launcher, context)
     if context is None or context == "forkserver":
@@ -65,7 +65,7 @@ def unguarded_script() -> str | None:
 def _refuse_fork_of_runtime() -> None:
     if "torch" not in sys.modules:
         return  # all such runtimes are torch's
-    from xpool.devices.frameworks import running_runtime  # only here: most programs need it never
+    from xpool.devices.frameworks import running_runtime  # only here: most programs never need it
 
     runtime = running_runtime()
     if runtime is not None:
@@ -76,7 +76,7 @@ def _refuse_fork_of_runtime() -> None:
 
 
 def only_by_inheritance(exc: BaseException) -> bool:
-    """Whether pickling failed because multiprocessing passes the object on at a start only."""
+    """Whether pickling failed because multiprocessing can send the object only to a new process."""
     cause: BaseException | None = exc
     while cause is not None:
         if isinstance(cause, RuntimeError) and "inheritance" in str(cause):

@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
 
 class HookedPool(Protocol):
-    """What a submitter calls of its pool."""
+    """The methods of its pool that a submitter calls."""
 
     def pool_inqueue_put(self, obj: Task | None) -> None: ...
 
@@ -42,7 +42,7 @@ class HookedPool(Protocol):
 class HookSubmitter:
     """Puts each task into the hook `pool_inqueue_put`.  Refers to its pool weakly.
 
-    `call`, `map` and `stream` make the tasks of a job that is entered.
+    `call`, `map` and `stream` make the tasks of a job that the table has.
     """
 
     def __init__(self, pool: HookedPool, jobs: JobTable) -> None:
@@ -60,7 +60,7 @@ class HookSubmitter:
         if pending:
             deliver()
         pool = self._pool()
-        assert pool is not None  # its verb was called
+        assert pool is not None  # the caller of the verb holds it
         pool.pool_inqueue_put((job.number, 0, func, args, kwds))
 
     @interruptible
@@ -91,7 +91,7 @@ class HookSubmitter:
             if pool is None or number not in jobs.unanswered:
                 flow.stop()
             else:
-                # Before it is put: a pool of threads may answer it at once.
+                # Count it before it is put: a pool of threads may answer it at once.
                 flow.added(0)
                 pool.pool_inqueue_put(_task(number, index, work, task))
             return 0

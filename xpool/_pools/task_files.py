@@ -30,15 +30,15 @@ class TaskFiles:
             break
 
     def of_call(self, job: Job, func: Callable[..., Any]) -> InFile:
-        """Return a function whose one call has a file."""
+        """Return a function whose single call prints into a file."""
         return InFile(func, self._path(job, job.label))
 
     def of_all(self, job: Job, func: Callable[..., Any]) -> InFile:
-        """Return a function whose call in each worker has a file."""
+        """Return a function whose call in each worker prints into a file."""
         return InFile(func, self._path(job, label(func)), "worker")
 
     def of_items(self, job: Job, work: Work) -> Work:
-        """Return work whose call with each `Item` has a file."""
+        """Return work whose call with each `Item` prints into a file."""
         func = InFile(work.func, self._path(job, job.label), "args" if work.starred else "item")
         return Work(func, chunked=work.chunked)
 

@@ -23,7 +23,7 @@ class ThreadPool(BasePool):
     """A pool of threads, which pass objects by reference.
 
     A thread cannot be stopped: `terminate` lets running tasks end.  If a task exceeds its
-    ``timeout=``, or is cancelled while it runs, it is answered at once; its thread runs on until
+    ``timeout=``, or is cancelled while it runs, it is answered at once; its thread continues until
     the task ends, and another thread takes its place.
 
     It has the signature of `Pool`.  Arguments about pickling (``is_recursive``, ``is_copy_tensor``,
@@ -144,7 +144,7 @@ class ThreadPool(BasePool):
     @shielded
     def close(self) -> None:
         """Take no more work; the threads end when all submitted tasks are answered."""
-        # Released here, the threads end before the engine's thread has to wake.
+        # Release them here, so that they end before the engine's thread has to wake.
         self._life.close(self._release_workers)
 
     def _release_workers(self) -> None:
@@ -156,8 +156,8 @@ def _deliverer(
 ) -> Callable[[int, int, bool, Any], None]:
     """Return a function that calls ``deliver`` in one thread at a time, without a wait.
 
-    A thread that waited for a lock would get it before it gets the interpreter lock, and so stop
-    the other threads meanwhile: they would switch at each result.
+    A thread that waits for a lock would get it before it gets the interpreter, and the other
+    threads would have to wait meanwhile.  So the threads would switch at each result.
     """
     waiting: deque[tuple[int, int, bool, Any]] = deque()
     delivering = threading.Lock()
@@ -167,7 +167,7 @@ def _deliverer(
         deliver_waiting()
 
     def deliver_waiting() -> None:
-        # Checked again after the release: a thread that found the lock taken relies on this one.
+        # Check again after the release: a thread that found the lock taken relies on this thread.
         while waiting and delivering.acquire(False):
             result = None
             try:

@@ -1,4 +1,4 @@
-"""`ThreadSubmitter`: makes the tasks of a verb sources, from which all threads take at once."""
+"""`ThreadSubmitter`: turns the tasks of a verb into sources, from which all threads take."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ThreadSubmitter(HookSubmitter):
         if not _plain(job.options):
             super().map(job, work, chunks)
             return
-        # Snapshots: a list may change while threads take from it, and a generator runs.
+        # Snapshots: a list may change while threads take from it, and a generator runs code.
         items = chunks if isinstance(chunks, (range, tuple, list)) else list(chunks)
         call, before = applied(*work)
         self._threads.put(Source(job, call, before, items), len(items))
@@ -53,7 +53,7 @@ class ThreadSubmitter(HookSubmitter):
         self._threads.withdraw(job.number)
 
     def runs(self, job: Job) -> bool:
-        """Whether a thread is in a task of this job now."""
+        """Whether a thread runs a task of this job now."""
         return self._threads.runs(job.number)
 
 

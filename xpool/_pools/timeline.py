@@ -10,7 +10,7 @@ from typing import Any
 
 
 def page(title: str, events: Sequence[dict[str, Any]], dropped: int) -> str:
-    """Return the page of events in Chrome's format; ``dropped``: how many had no room."""
+    """Return the page of events in Chrome's format; ``dropped``: how many more there were."""
     spans = [e for e in events if e["ph"] == "X"]
     end = max((e["ts"] + e.get("dur", 0.0) for e in events if "ts" in e), default=0.0)
     tasks = sum(e["args"]["tasks"] for e in spans)

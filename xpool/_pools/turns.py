@@ -33,7 +33,7 @@ def take_turns(
         except BaseException as exc:
             trouble = exc
         pool = ref()
-        # The reference still works while another thread finalizes the pool.  The flag tells.
+        # The reference still works while another thread finalizes the pool, so check the flag.
         if pool is None or (backend is not None and backend.dropped):
             del pool
             jobs.stop_input_readers()

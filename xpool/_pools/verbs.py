@@ -75,7 +75,7 @@ def options_of(
     pool: PoolOfVerbs,
     worker: int | None,
     waits: bool,
-    /,  # the names of the others are those of the verbs' keywords
+    /,  # the other parameters are named as the verbs' keywords
     timeout: float | None = None,
     retries: int = 0,
     retry_on: Exceptions = (),
@@ -267,7 +267,7 @@ def _start_map(
 
 
 def _begin_progress(pool: PoolOfVerbs, job: Job, work: Work) -> Work:
-    """Show the job's progress, if asked for; return the work beside a progress bar."""
+    """Show the job's progress, if asked for; return work that prints above the progress bar."""
     if job.progress is None:
         return work
     beside_bar = job.progress.on_terminal
@@ -295,7 +295,7 @@ def map_now(
         except Exception as exc:
             if by_handler(exc):
                 raise
-            # Go on, so that the results of all other items are stored in the journal.
+            # Continue, so that the results of all other items are stored in the journal.
             error = error or exc
     if error is not None:
         raise error
@@ -370,7 +370,7 @@ def _begin_stream(
     except BaseException as exc:
         pool._submitter.give_up(job, exc)
         return
-    # The functions below do not hold the job, whose weak reference tells of a dropped iterator.
+    # The functions below do not hold the job: its weak reference shows a dropped iterator.
     number = job.number
 
     def fail(index: int, exc: BaseException | Unopened) -> None:

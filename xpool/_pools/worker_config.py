@@ -1,7 +1,6 @@
 """The configuration of the workers of a pool: the first message to each."""
 
-# No `from __future__ import annotations`: the fields of the NamedTuples would be texts, and each
-# compiled at import.
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import multiprocessing
 import os
@@ -54,7 +53,7 @@ class Main(NamedTuple):
     def now(cls, bare: bool = True) -> "Main":
         """Return the description of this program now.
 
-        ``bare``: its workers run the script again; others need no ``units``, which take 20 ms.
+        ``bare``: its workers run the script; other workers need no ``units``, which take 20 ms.
         """
         location = main_location() if main_is_importable() else None
         package = getattr(sys.modules.get("__main__"), "__package__", None)
@@ -107,7 +106,7 @@ class WorkerConfig:
             "parent": (process.name, os.getpid()),
             "authkey": bytes(process.authkey),
             "recurse": spec.recurse,
-            # With the generation, so that a replacement draws other random numbers.
+            # Includes the generation, so that a replacement draws other random numbers.
             "seed": spec.seed + f"/{index}/{generation}".encode(),
             "threads": spec.threads,
             "forked": self._launcher.forks,
@@ -160,5 +159,5 @@ def _arguments() -> list[str]:
 
 def _own_cpus() -> tuple[int, ...]:
     """Return the cores of this process now; a fork server's children have those of its start."""
-    # Of the main thread: the engine's thread has the cores from when the pool was made.
+    # Ask for the main thread: the engine's thread has the cores from when the pool was made.
     return tuple(os.sched_getaffinity(os.getpid())) if sys.platform == "linux" else ()
