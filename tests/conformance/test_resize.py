@@ -166,7 +166,7 @@ def test_with_run_all(make_pool, gate, mailbox):
     )
     thread.start()
     mailbox.lines(2)
-    with pytest.raises(OptionError, match="run_all runs, or will run, a function"):
+    with pytest.raises(OptionError, match="run_all uses a worker that would end"):
         pool.resize(1)
     pool.resize(3)
     gate.open(2)

@@ -103,7 +103,7 @@ class PipeChannel:
         self._relay = relay
         self._logs: LogChannel | None = None
         self.control: int | None = None
-        # Held until the worker's ends are closed here: a child forked before would keep them open.
+        # Held until the worker's ends are closed here: an earlier child would keep them open.
         with _forking:
             self.boot = self._make(index, has_control, arena)
 

@@ -45,7 +45,7 @@ class Dispatcher:
             parts = forget_frame(functions.take_dropped())
         func = batch.func
         if func and func not in functions.known and func in self._functions:
-            # The function of a failed job is missing.  Answers to its remaining tasks are ignored.
+            # If the function is missing, its job has failed: answers to its tasks are ignored.
             functions.add(func)
             mode, payload = self._functions[func]
             parts += func_frame(func, mode, payload if worker.mapped else inline(payload))

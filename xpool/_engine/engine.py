@@ -239,8 +239,8 @@ class Engine:
                 return
             if self.sched.bound_from(size):
                 raise OptionError(
-                    f"the pool cannot have {size} workers now: run_all runs, or will run, a "
-                    "function in one that would end; call resize() after run_all has returned"
+                    f"the pool cannot have {size} workers now: run_all uses a worker that "
+                    "would end; call resize() after run_all has returned"
                 )
             before = self.sched.size
             self._have(size)

@@ -141,7 +141,7 @@ class Forked:
             if not self._ended:
                 signal.pidfd_send_signal(fd, signum)
         except (ProcessLookupError, PermissionError):
-            return  # it has ended, or its user is an earlier one: the lifeline ends it
+            return  # it has ended, or runs as an earlier user: the lifeline ends it
         finally:
             os.close(fd)
 

@@ -50,7 +50,7 @@ class MemoryGuard:
     """Ends workers with too much memory; ``short`` is True while more than ``high`` is in use.
 
     ``end(worker, remark)`` ends a worker; ``again()`` sends waiting tasks.  The guard polls,
-    because the system has no event for this.
+    because the system has no event for memory in use.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class MemoryGuard:
         if bytes_ > most:
             self._end(
                 worker,
-                f"The pool ended it, because it had {bytes_ / 1e6:.0f} MB of memory to itself, and "
+                f"The pool ended it, because it had {bytes_ / 1e6:.0f} MB of private memory, and "
                 f"worker_memory={most} allows {most / 1e6:.0f} MB.",
             )
 
@@ -103,6 +103,6 @@ class MemoryGuard:
             self._end(
                 worker,
                 f"The pool ended it, because {self._full:.0%} of the {scope.total / 1e9:.1f} GB of "
-                f"the machine, or of its cgroup, were in use, and this worker had the most memory "
-                f"to itself, {bytes_ / 1e6:.0f} MB.",
+                f"the machine, or of its cgroup, were in use, and this worker had the most "
+                f"private memory, {bytes_ / 1e6:.0f} MB.",
             )

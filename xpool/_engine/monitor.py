@@ -3,8 +3,8 @@
 To stop a task, the parent names the item in the shared page and sends a signal.  The worker's
 handler writes its stack to the page, and raises `TaskStopped` if it still runs that item.  A worker
 that does not answer within the grace period is killed.  Once asked, a worker begins no other task,
-so the signal can hit only this one.  Two milliseconds later, others get its other tasks, as after a
-recall.
+so the signal can hit only this one.  Two milliseconds later, other workers get the rest of its
+tasks.
 
 Called with the engine's lock held.
 """
@@ -282,8 +282,7 @@ class WorkerMonitor:
             self._give(worker, batch)
 
     def give_direct(self, call: TaskRange) -> WorkerProcess | None:
-        """Send a call to an idle worker, whose answer this thread must receive; None: no worker is
-        idle."""
+        """Send a call to an idle worker; this thread receives the answer.  None: none is idle."""
         if self.guard.short:
             return None
         if self._sched.idle:

@@ -26,8 +26,7 @@ class WorkerBackend(Protocol):
 
     @property
     def failure(self) -> BaseException | PickledResult | None:
-        """Why the workers have stopped (a `PickledResult` is still pickled); None: they have
-        not."""
+        """Why the workers have stopped; None: they have not.  May still be pickled."""
 
     @property
     def ended(self) -> bool:

@@ -222,8 +222,7 @@ class HeldTasks:
         return due
 
     def take_overdue(self, now: float) -> Iterator[tuple[PoolThread, HeldTask, float]]:
-        """Yield tasks that are over their limits, with thread and limit; the caller answers
-        them."""
+        """Yield overdue tasks, with their threads and limits; the caller answers them."""
         # An atomic copy: other threads begin and end tasks meanwhile.
         for key, (pool_thread, entry) in self._held.copy().items():
             seconds = entry.options.timeout

@@ -14,7 +14,7 @@ PLAIN = ATOMS | {list, tuple, dict}
 def hashed(*parts: Any) -> bytes:
     digest = hashlib.sha256()
     for part in parts:
-        # Include the length, so that the same bytes in other parts give another digest.
+        # Include the length, so that the same bytes, divided differently, give another digest.
         digest.update(b"%d " % memoryview(part).nbytes)
         digest.update(part)
     return digest.digest()[:16]

@@ -73,14 +73,14 @@ class WorkerGroup:
             contexts and all(getattr(one, "kind", "") == "cuda" for one in contexts)
         ):
             raise OptionError(
-                "backend='nccl' takes workers with a GPU each: "
+                "backend='nccl' needs workers with a GPU each: "
                 "CtxPool(worker_contexts=devices('cuda')); on the CPU use 'gloo'"
             )
         if self.backend == "xla" and not (
             contexts and all(getattr(one, "group", 0) == size for one in contexts)
         ):
             raise OptionError(
-                "backend='xla' takes the workers of one replica group, on this host: "
+                "backend='xla' needs the workers of one replica group, on this host: "
                 "CtxPool(worker_contexts=devices('tpu', independent=False)); else use 'gloo'"
             )
 

@@ -106,7 +106,7 @@ def find_arena(
         if not copy_tensor:
             raise OptionError(
                 "is_copy_tensor=False: this process cannot have memory that it shares with workers "
-                "(it takes Linux, and no limit on addresses, ulimit -v); leave it out"
+                "(this needs Linux, and no limit on addresses, ulimit -v); leave it out"
             )
         publisher = functools.partial(_publish, token, None)
         return None, 0, BY_PIPE._replace(book=Book(), publisher=publisher)

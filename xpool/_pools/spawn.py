@@ -158,7 +158,7 @@ class _Sentinel:
         """Make it readable; called once or twice, by any thread."""
         with contextlib.suppress(IndexError):
             writer = self._writers.pop()
-            os.write(writer, b"E")  # closing it would not do: a forked child may have a copy
+            os.write(writer, b"E")  # closing is not enough: a forked child may have a copy
             os.close(writer)
 
     def __del__(self) -> None:

@@ -130,8 +130,8 @@ def _check_item_seed(pool: PoolOfVerbs, seed: Any, journal: Any) -> None:
         )
     if journal is not None:
         raise OptionError(
-            "seed= does not go with journal=, which finds results by the item alone; let the "
-            "function make a generator from the item, and leave seed= out"
+            "seed= cannot be combined with journal=, which finds results by the item alone; let "
+            "the function make a generator from the item, and leave seed= out"
         )
 
 

@@ -74,7 +74,7 @@ class WorkerInfo:
     def _channels(self) -> Any:
         if self.peers is None:
             raise OptionError(
-                f"workers of {self.pool} cannot send messages to each other: that takes a P2PPool, "
+                f"workers of {self.pool} cannot send messages to each other: this needs a P2PPool "
                 "on Linux, and shared memory (no limit on addresses, ulimit -v)"
             )
         return self.peers

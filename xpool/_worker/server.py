@@ -43,13 +43,13 @@ _KNOWN = {
     "numpy", "numpy.random", "pytest", "torch", "xpool._pickling.tensors.arrays",
     "xpool._worker.loop",
 }  # fmt: skip
-"""Modules after whose import the registered fork hooks have nothing to do."""
+"""If the server imports only these modules, the registered fork hooks have nothing to do."""
 
 IDLE_SECONDS = 0.2
 """Seconds without a request or a death until the server imports the modules of ``later``."""
 
 REQUESTS_PER_IMPORT = 64
-"""Requests after which a busy server imports one of them anyway: workers may import it, too."""
+"""A busy server imports one of them after this many requests, as workers may import it, too."""
 
 
 def main(
@@ -292,7 +292,7 @@ def _child(
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        # Exit here, past the server's frames and the interpreter's cleanup, which torch slows.
+        # Exit here, without the server's frames and the interpreter's cleanup (slow with torch).
         os._exit(code)
 
 

@@ -13,13 +13,13 @@ FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
 
 START_ATTEMPTS = 3
-"""Consecutive failed starts in one place at which the pool gives up."""
+"""The pool gives up after this many consecutive failed starts in one place."""
 
 SYSTEM_ATTEMPTS = 6
-"""Consecutive refusals of a process or thread that the pool accepts, at growing intervals."""
+"""The pool gives up if the system refuses a process or thread more often than this in a row."""
 
 KILLED_STARTS = 8
-"""Workers killed during their start in one place at which the pool gives up.  More than
+"""The pool gives up after this many starts in one place were killed.  It is more than
 `START_ATTEMPTS`, because a kill says nothing about the next start."""
 
 
@@ -60,7 +60,7 @@ class RestartPolicy:
         """Record the end of a worker; return the seconds until the next start; None: give up."""
         if kind is EndKind.REFUSED:
             failures = self._failures[place] = self._failures.get(place, 0) + 1
-            # Not at once, because the shortage of the system hardly ends at once.
+            # Not at once, because the system probably still lacks what it lacked.
             return None if failures > SYSTEM_ATTEMPTS else 0.05 * 2**failures
         if kind is EndKind.FAILED:
             failures = self._failures[place] = self._failures.get(place, 0) + 1

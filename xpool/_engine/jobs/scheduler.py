@@ -96,7 +96,7 @@ class BatchSizes:
 
 
 class InFlight:
-    """The items that one worker holds, and the numbers of its items since its process started."""
+    """The items that one worker holds, and counts of its items since its process started."""
 
     __slots__ = ("accepting", "answered", "held", "left", "paused", "sent")
 

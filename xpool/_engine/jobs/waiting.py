@@ -188,7 +188,7 @@ class Waiting:
         queue.popleft()
         task_range.queued = False
         self.queued -= 1
-        # The input reader appends before it reads `queued`, so one thread sees the other's change.
+        # The reader appends before it reads `queued`, so one of the two sees the other's change.
         if task_range.items:
             task_range.queued = True
             self.queued += 1
