@@ -113,7 +113,7 @@ class Answers:
         if early:
             worker.early.announced()
         self._policy.finished = True
-        # Before `_sched.answered`, because the ledger needs the task that is still at the front.
+        # Do this before `_sched.answered`: the ledger needs the task that is still at the front.
         held = worker.in_flight.held
         self._ledger.answered(worker.index, held[0] if held else None, count + bool(body), nanos)
         self._ledger.bytes_in += len(body)
@@ -259,7 +259,7 @@ class Answers:
             began = in_flight.answered + 1
         while in_flight.held and in_flight.answered < began:
             batch = in_flight.held[0]
-            # Before `answered` counts the item.  Items that were taken back are queued already.
+            # Compute this before `answered` counts the item.  Items taken back are queued already.
             wanted = batch.done < batch.taken and not batch.withdrawn
             index = self._sched.answered(worker.index, 1)[1]
             if wanted and batch.terms.retries > 0 and batch.terms.killed + 1 < CULPRIT:

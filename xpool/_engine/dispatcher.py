@@ -20,7 +20,7 @@ class Dispatcher:
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
-        # By number; kept until the job ends, for workers that start later.
+        # Functions by number.  They are kept until the job ends, for workers that start later.
         self._functions: dict[int, tuple[int, bytes | memoryview]] = {}
         self._last_number = 0
 

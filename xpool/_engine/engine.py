@@ -279,8 +279,8 @@ class Engine:
         """Close the engine's own descriptors; all workers have ended."""
         with self.lock:
             self._reactor.close()
-        # Without the lock: the arena's end is slow, and the relay waits for log handlers, which may
-        # use this pool.
+        # Do not hold the lock: the arena's end is slow, and the relay waits for log handlers, which
+        # may use this pool.
         self._maintenance.end()
         if self._relay is not None:
             self._relay.end()
@@ -310,7 +310,7 @@ class Engine:
                 launch = self._replacement.next_due()
             if launch is not None:
                 self._launch(launch, again=True)
-        # Without the lock: callers submit meanwhile, and epoll takes their changes while it waits.
+        # Do not hold the lock: callers submit, and epoll takes their changes while it waits.
         ready = self._reactor.poll(timeout)
         with self.lock:
             for fd in ready:
@@ -319,7 +319,7 @@ class Engine:
             if self._resumed:
                 self._resumed = False
                 self._monitor.give_idle()
-        # Without the lock: clearing a dead worker's holds takes milliseconds.
+        # Do not hold the lock: clearing a dead worker's holds takes milliseconds.
         if self._maintenance.after_turn():
             with self.lock:
                 self._maintenance.again()

@@ -33,7 +33,7 @@ class Forked:
         self._called_off = False
         self.exitcode: int | None = None
         self.stepped_aside = False
-        # For a stand-in: called when its pid is known, and when it has stepped aside.
+        # If this is a stand-in: called when its pid is known, and when it has stepped aside.
         self.tell: Callable[[Forked], None] | None = None
         self._pid: int | None = None
         self._ended = False
@@ -83,7 +83,7 @@ class Forked:
 
     def _receive(self) -> tuple[bytes, int | None]:
         """Receive a packet; return it and the pid of its sender, None at the end of the socket."""
-        # Borrowed for the call: `detach` leaves the descriptor open.
+        # The socket object is temporary: `detach` leaves the descriptor open.
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, self.sentinel)
         try:
             # One byte more than a report, to detect long packets.  The kernel drops descriptors.
@@ -125,7 +125,7 @@ class Forked:
             return
         if pid is None:
             if signum == signal.SIGKILL:
-                # Not forked yet: the server checks for this message before it forks.
+                # It is not forked yet: the server checks for this message before it forks.
                 self._called_off = True
                 with contextlib.suppress(OSError):  # it is forked now, or the server has ended
                     os.write(self.sentinel, entry.CALLED_OFF)
@@ -146,6 +146,6 @@ class Forked:
             os.close(fd)
 
     def close(self) -> None:
-        # Removed before closing: another launch may get the same number at once.
+        # Remove it before closing: another launch may get the same number at once.
         self._live.discard(self.sentinel)
         os.close(self.sentinel)

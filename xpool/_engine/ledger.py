@@ -107,7 +107,7 @@ class Ledger:
 
     def _slow(self, worker: int, batch: Batch, nanos: int) -> None:
         item = batch.items[batch.done] if batch.done < len(batch.items) else None
-        # Not a `Leased` item, which would hold its blocks.
+        # Do not keep a `Leased` item, which would hold its blocks.
         kept = item if type(item) is bytes and len(item) <= ITEM else None
         task = self.describe(*batch.name(batch.first + batch.done))
         slow = Slow(nanos, next(self._numbers), task, worker, kept)

@@ -56,7 +56,7 @@ class WorkerMonitor:
         self.answers = Answers(parts, self.give_idle, hands_back=options.hands_back)
         # Workers with two or more items in flight, which are checked when they are silent.
         self._multi_item: dict[int, None] = {}
-        # By such a worker: jobs and items to hand back if the worker makes no progress.
+        # Jobs and items to hand back if such a worker makes no progress, by worker.
         self._give_back_requests: dict[int, list[tuple[int, range]]] = {}
         reactor = parts.reactor
         self._looks = Alarms(reactor, self._look)
@@ -276,7 +276,7 @@ class WorkerMonitor:
                     self.receive(self._workers[w])
         for w, batch in self._sched.next_batches(direct_job != 0, most):
             worker = self._workers[w]
-            # Before `_give`, which unmutes a pipe that no caller polls.
+            # Begin the turn before `_give`, which unmutes a pipe that no caller polls.
             if direct_job and batch.job == CALLS and batch.first == direct_job:
                 self._direct.begin(worker, direct_job)
             self._give(worker, batch)

@@ -135,13 +135,13 @@ class Reactor:
         while self._timers and self._timers[0][0] <= now:
             due.append(heapq.heappop(self._timers)[2])
         self._next = self._timers[0][0] if self._timers else None
-        # Only these: a call that is due again at once must wait until descriptors are handled.
+        # Run only these: a call that is due again at once must wait for the descriptors.
         for timer in due:
             timer.run()
 
     def wake(self) -> None:
         """Make `poll` return."""
-        # Under the lock, as is `close`.  A closed descriptor's number may belong to another file.
+        # The lock is held, as in `close`: a closed descriptor's number may belong to another file.
         if not self.closed:
             self.nudge()
 

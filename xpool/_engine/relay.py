@@ -64,7 +64,7 @@ class Channel:
 
     def shut(self) -> None:
         """Refuse further packets; those that have arrived can still be read."""
-        # Borrowed for the call: `detach` leaves the descriptor open.
+        # The socket object is temporary: `detach` leaves the descriptor open.
         sock = socket.socket(fileno=self.fd)
         try:
             sock.shutdown(socket.SHUT_RD)
@@ -244,7 +244,7 @@ class Relay:
         """Close a channel; called with the lock held."""
         if not channel.silent:
             self._poller.unregister(channel.fd)
-        # Before it is closed: another channel may get the same number at once.
+        # Delete it before it is closed: another channel may get the same number at once.
         del self._channels[channel.fd]
         channel.close(channel.fd)
 

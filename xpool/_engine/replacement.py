@@ -148,7 +148,7 @@ class Replacement:
         reactor = parts.reactor
         self._kills = Alarms(reactor, lambda worker: worker.kill(), serving=False)
         self._restarts = Alarms(reactor, self.due.append, serving=False)
-        # For killed workers of which only silence can tell that they have ended.
+        # These are for killed workers whose end only their silence shows.
         self._silences = Alarms(reactor, partial(self._look_at_end, silent=True), serving=False)
 
     # -- starting ----------------------------------------------------------------------------------

@@ -71,6 +71,6 @@ class StartLimit:
             self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
             return
         task = "The start of the worker, with its initializer,"
-        # Recorded first: the pool reads the reason when the process has ended.
+        # Record it first: the pool reads the reason when the process has ended.
         worker.failed(TaskTimeout(self._seconds, worker.index, worker.pid, task, stack))
         self._condemn(worker)

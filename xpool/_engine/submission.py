@@ -90,7 +90,7 @@ class Submission:
             while self.receive_direct(worker, number, events):
                 events = self._await_answer(worker, False)
         finally:
-            # Without the lock: a turn that has ended does not begin again.
+            # This needs no lock: a turn that has ended does not begin again.
             if number in self._direct.turns:
                 self.let_go(number)
 
@@ -110,7 +110,7 @@ class Submission:
         if pending:
             deliver()
         poll = worker.poller.poll
-        # At most a second: if a signal handler takes the call away, no answer comes here.
+        # Poll at most a second: if a signal handler takes the call away, no answer comes here.
         return (look and self._spin.look(poll)) or poll(milliseconds)
 
     def put_direct(self, task_range: TaskRange) -> WorkerProcess | None:

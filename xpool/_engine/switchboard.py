@@ -41,7 +41,7 @@ class Switchboard:
         self._distrust = distrust  # called for a worker that sends an invalid message
         self._links: dict[tuple[int, int], _Link] = {}  # the latest of each pair, lower index first
         self._serials = 0
-        # By (asker, peer): requests that wait for the peer's next process, at most until the timer.
+        # Requests that wait for the peer's next process, by (asker, peer).  The timer ends a wait.
         self._waiting: dict[tuple[int, int], Timer] = {}
 
     def started(self, worker: WorkerProcess) -> None:
@@ -150,7 +150,7 @@ class Switchboard:
         fd = self._workers[worker].control
         if fd is None:
             raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
-        # Borrowed for the call: `detach` leaves the descriptor open.
+        # The socket object is temporary: `detach` leaves the descriptor open.
         control = socket.socket(fileno=fd)
         try:
             socket.send_fds(control, [LINK.pack(peer, 0, self._serials)], [end.fileno()])

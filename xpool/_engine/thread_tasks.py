@@ -180,7 +180,7 @@ class HeldTasks:
         """Record what a thread begins; return its key."""
         key = next(self._numbers)
         entry.since = time.monotonic()
-        # Stored before the alarm is set: the thread that the alarm wakes reads this table.
+        # Store it before the alarm is set: the thread that the alarm wakes reads this table.
         self._held[key] = me, entry
         if entry.options.timeout is not None:
             self.wake_by(entry.since + entry.options.timeout)

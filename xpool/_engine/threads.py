@@ -203,7 +203,7 @@ class ThreadWorkers:
 
         def get() -> Any:
             while not me.left and me.done != lifetime:
-                # Without the lock, because each task runs this; `is_surplus` decides with the lock.
+                # Do not take the lock, because each task runs this; `is_surplus` takes it.
                 if len(threads) > self._size and places.is_surplus(me, self._size):
                     return None
                 if me.source is not None:
@@ -312,7 +312,7 @@ class ThreadWorkers:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until something has happened, and act on time limits."""
-        # Without a lock: `wake_by` calls `wake` after it has set an earlier alarm.
+        # This needs no lock: `wake_by` calls `wake` after it has set an earlier alarm.
         alarm = self._held.alarm
         if alarm is not None:
             left = min(max(0.0, alarm - time.monotonic()), MOST_WAIT_SECONDS)

@@ -296,7 +296,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the process at once, also one that is stopped by SIGSTOP."""
         if self.handle is not None:
-            # The lifeline first: it also ends a worker whose pid is unknown.
+            # Cut the lifeline first: this also ends a worker whose pid is unknown.
             assert self._channel is not None
             self._channel.cut_lifeline()
             self.handle.signal(signal.SIGKILL)

@@ -143,8 +143,7 @@ class BasePool(PublicVerbs, Hooks):
             )
             # Tells `tensors.sharing` that this thread runs no operations on tensors.
             thread.runs_only_xpool = True  # type: ignore[attr-defined]
-            # Before the start: the thread reads the state; at its end, it removes the pool from
-            # `_pools`.
+            # Do this before the start: the thread reads the state, and removes the pool's entry.
             self._life.begin(thread)
             _pools[id(ref)] = ref
             thread.start()

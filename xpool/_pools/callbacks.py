@@ -152,8 +152,7 @@ class _Caller:
 
     def _end(self) -> bool:
         with self._lock:
-            # Checked under the lock: `add` queues first, and then starts a thread if this one
-            # ended.
+            # Check under the lock: `add` queues first, and then starts a thread if this one ended.
             if not self._queue.empty():
                 return False
             self._runner = None

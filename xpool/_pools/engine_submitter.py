@@ -154,7 +154,7 @@ class EngineSubmitter(HookSubmitter):
         self.engine.submit(TaskRange(job.number, 0, index, (payload,), worker, terms_of(options)))
 
     def on_all(self, job: Job, call: tuple[Any, ...], size: int) -> None:
-        # Pickled once, and marked as kept: each worker copies what lies in blocks.
+        # Pickle it once, and mark it as kept: each worker copies what lies in blocks.
         payload, owner = self.packer.pack_task(call, True, None)
         payloads = [payload] * size
         if owner is not None:  # handles to tensors of single workers: the others get copies
@@ -224,7 +224,7 @@ class TaskStream:
         flow: FlowControl,
         owner: int | None,
     ) -> None:
-        # Not the pool, which the input reader must not hold.
+        # Do not store the pool, which the input reader must not hold.
         self._engine = engine
         self._task_range = task_range
         task_range.flow = flow

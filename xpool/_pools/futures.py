@@ -79,7 +79,7 @@ class _Call(AsyncResult[Any]):
 
     def release(self) -> None:
         super().release()
-        # Only in a forked child, which has no thread to complete the future.
+        # This is only for a forked child, which has no thread to complete the future.
         future = self._future
         if future is not None:
             future._forked = self._value
@@ -128,7 +128,7 @@ class _Future(concurrent.futures.Future[T]):
     _job: _Call | None = None
     # The executor whose `shutdown` waits for it.
     _owner: PoolExecutor | None = None
-    # In a forked child, whose parent has the workers: why the future is never completed.
+    # The reason why the future is never completed, in a forked child: its parent has the workers.
     _forked: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> T:
@@ -181,7 +181,7 @@ class _Future(concurrent.futures.Future[T]):
         """Become cancelled once: `cancel` and the pool's answer may both call this."""
         self._job = None
         if super().cancel():
-            # Under the future's reentrant lock: a second notification would raise
+            # Hold the future's reentrant lock: a second notification would raise
             # (Lib/concurrent/futures/_base.py).
             with self._condition:
                 if self._state != "CANCELLED_AND_NOTIFIED":

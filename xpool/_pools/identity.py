@@ -117,7 +117,7 @@ class Identity:
         self._nameless: set[str] = set()  # labels of objects that their names do not lead to
         self._todo: deque[tuple[_Node, Callable[[_Node], None]]] = deque()
         self._held: list[Any] = []  # keeps the objects alive whose `id` is a key of `_labels`
-        # Of the current node or item:
+        # These belong to the current node or item:
         self._leads_to: set[str] = set()
         self._memo: dict[int, bytes] = {}
         self._alive: list[Any] = []  # keeps the objects alive whose `id` is a key of `_memo`
@@ -302,7 +302,7 @@ class Identity:
             values,
             lambda label: lambda node: self._part(node, label, value),
         )
-        # By its type: `__class__` may be overridden, and may raise.
+        # Check its type: `__class__` may be overridden, and may raise.
         module = issubclass(type(value), ModuleType) and is_program(value.__name__)
         if module and id(value) not in seen:
             seen.add(id(value))

@@ -190,7 +190,7 @@ class FlowControl:
     def answered(self, tasks: int) -> None:
         """Count tasks that no longer wait."""
         self.taken_items += tasks
-        # Not at each task: the input reader sleeps until half of the waiting tasks are gone.
+        # Do not wake it at each task: it sleeps until half of the waiting tasks are gone.
         if self._waiting and self.taken_items >= self._wake_at:
             self._waiters.wake()
 
@@ -328,7 +328,7 @@ class InputReader:
                     if type(task) is _Run:
                         assert self._runs is not None
                         n = len(task)
-                        # Counted before `put`: threads answer the first task at once.
+                        # Count them before `put`: threads answer the first task at once.
                         flow.put += n
                         flow.bytes_in += self._runs.put(self._index, task)
                     elif size := self._put(self._index, task):
@@ -340,7 +340,7 @@ class InputReader:
                     for index in range(self._index, self._index + n):
                         self._fail(index, exc)
                 self._index += n
-                # Dropped now, since the next item may take long to arrive.
+                # Drop it now, since the next item may take long to arrive.
                 del task
                 if self._index >= most:
                     return False
@@ -384,7 +384,7 @@ class InputReader:
                     flow.drawn += 1
                     yield item
                     del item
-                    # Checked at each item: one may be large, and the stream may be stopped.
+                    # Check at each item: one may be large, and the stream may be stopped.
                     if flow.stopped or flow.bytes_in - flow.taken_bytes >= AHEAD_BYTES:
                         break
             return

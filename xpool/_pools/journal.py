@@ -110,7 +110,7 @@ class Journal:
             check_callable("key", key)
         self._key = key
         self._taken: set[int] = set()  # hashes of the keys that `key=` returned
-        # Absolute, since SQLite makes a database without a file for "" and ":memory:".
+        # Make it absolute: SQLite makes a database without a file for "" and ":memory:".
         self.path = os.path.abspath(os.fsdecode(path))
         self._name = name_of(func)
         self._identity = Identity()

@@ -61,7 +61,7 @@ class Packer:
         if worker is None or worker < 0:
             worker = min(owners, key=lambda i: (-owners[i], i))
         if owners.keys() - {worker}:
-            # Pickled again for the worker that was chosen.
+            # Pickle it again for the worker that was chosen.
             layout = self.layout._replace(target=worker, kept=kept)
             payload = encode(task, recurse=self.recurse, layout=layout)
         return payload, worker

@@ -57,7 +57,7 @@ class Recorded(Stream):
             if stored is not None:
                 jobs.deliver(number, index, True, stored)
                 return 0
-            # Before `put`: the answer may arrive before `put` returns.
+            # Set it before `put`: the answer may arrive before `put` returns.
             keys[index] = key
             return put(index, item)
 
@@ -66,7 +66,7 @@ class Recorded(Stream):
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self._count is not None and index in self._keys:
             self._count(1)
-        # Counted now, since an answer that waits to be stored takes memory, too.
+        # Count it now, since an answer that waits to be stored takes memory, too.
         self.hold_back(value)
         self._queue.put((index, ok, value))
         return False

@@ -189,7 +189,7 @@ class ProcessContext:
         self._pending: list[AsyncResult[Any]] = []
         self.processes = [ReplicaProcess(self, i) for i in range(len(args))]
         if pool is not None:
-            # First, so that each worker reports its pid: `apply_async` returns before it has one.
+            # Ask each worker for its pid first: `apply_async` returns before the worker has one.
             self._pids += [pool.apply_async(replica.pid, worker=i) for i in range(len(args))]
             self._pending += [
                 pool.apply_async(run, each, None, *self._told(i), worker=i)
@@ -198,7 +198,7 @@ class ProcessContext:
             pool.close()  # no more calls: each process ends after its answer
 
     def _told(self, index: int) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
-        # Without `self`, since the pool holds its callbacks and this object holds the pool.
+        # Callbacks must not hold `self`: the pool holds them, and this object holds the pool.
         ended, sentinel = self._ended, self._sentinels[index]
 
         def tell(_: Any) -> None:
@@ -243,7 +243,7 @@ class ProcessContext:
 
     def _signal(self, index: int, signum: int) -> None:
         pid = self._pid(index)
-        # Only if it lives: another process may have the id of an ended one.
+        # Check that it lives: another process may have the id of an ended one.
         if self._pool is not None and pid in self._pool.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)

@@ -27,7 +27,7 @@ def page(title: str, events: Sequence[dict[str, Any]], dropped: int) -> str:
             if e["ph"] == "i"
         ],
     }
-    # Escaped, since "</script>" in the name of a task would end the data.
+    # Escape it, since "</script>" in the name of a task would end the data.
     text = json.dumps(data).replace("<", "\\u003c")
     template = importlib.resources.files(__package__).joinpath("timeline.html")
     return (

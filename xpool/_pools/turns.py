@@ -93,7 +93,7 @@ def _finish(pool: Hooks, backend: WorkerBackend | None, jobs: JobTable, life: Li
         jobs.callbacks.stop()
         if backend is not None:
             backend.close()
-        # Last, since `join` and `__del__` rely on the end of everything else.
+        # Set this last, since `join` and `__del__` rely on the end of everything else.
         life.finished.set()
 
 

@@ -214,7 +214,7 @@ def submit_map(
     _check_callbacks(callback, error_callback)
     if options.journal is not None:
         raise OptionError("journal= is for map, starmap, imap and imap_unordered")
-    # Copied, since a list may change while its items are pickled, and a subclass's iterator may
+    # Copy it, since a list may change while its items are pickled, and a subclass's iterator may
     # disagree with its length and slices.  Slices of a range stay ranges, which are cheap to send.
     check_can_iterate(iterable)
     kept = type(iterable) is range or type(iterable) is tuple

@@ -29,7 +29,7 @@ def each(func: Callable[[Any], Any], chunk: Sequence[Any]) -> list[Any]:
     """Run a task that is a chunk of `map`."""
     items = iter(chunk)
     try:
-        # Not `list(map(...))`: a StopIteration that func raises would end it without an error.
+        # `list(map(...))` would end without an error if func raises StopIteration.
         return [func(x) for x in items]
     except Exception as exc:
         _note(exc, chunk, items)

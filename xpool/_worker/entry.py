@@ -215,7 +215,7 @@ def set_environment(env: Mapping[str, str | None]) -> None:
                 found = [name for name in os.environ if name.startswith(pattern[:-1])]
             for name in found:
                 del os.environ[name]
-    # Not `update`, which does slow checks by abstract classes, even for an empty mapping.
+    # `update` would do slow checks by abstract classes, even for an empty mapping.
     for name, value in env.items():
         if value is not None:
             os.environ[name] = value

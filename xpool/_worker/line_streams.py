@@ -60,7 +60,7 @@ class Lines:
 
     def _hand_on(self, thread: int, text: str) -> None:
         before = self._before()
-        # Not `splitlines`, which also cuts at form feeds and the like.
+        # Do not use `splitlines`, which also cuts at form feeds and the like.
         lines = list(io.StringIO(text, newline=""))
         # If `flush` has written the beginning of a line, its rest gets no prefix.
         head = lines.pop(0) if thread in self._continues else ""

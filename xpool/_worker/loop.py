@@ -257,7 +257,7 @@ class _Worker:
         with listening() as heard:
             try:
                 func = decode(closed.payload)
-            # Not `TaskStopped`: it ends only this task, and the next task unpickles the function.
+            # `TaskStopped` ends only this task: the next one unpickles the function.
             except Exception as exc:
                 func = _Unavailable(exc)
             entries = heard()
@@ -402,7 +402,7 @@ class _Unavailable:
         self._exc = exc
 
     def __call__(self, *args: Any) -> Any:
-        # Without its old traceback, which would grow each time it is raised.
+        # Remove its old traceback, which would grow each time it is raised.
         raise self._exc.with_traceback(None)
 
 

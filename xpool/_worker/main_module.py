@@ -45,7 +45,7 @@ class _Main(types.ModuleType):
             return self.__dict__[name] if name in self.__dict__ else self._run_for(name)
 
     def _run_for(self, name: str) -> Any:
-        # Removed while the script runs, so that its lookups in `__main__` do not run it again.
+        # Remove it while the script runs, so that its lookups in `__main__` do not run it again.
         script: _Script | None = self.__dict__.pop("_xpool_script", None)
         # Libraries look up dunder names in any module, so these do not run the script.
         if script is None or (name.startswith("__") and name.endswith("__")):
@@ -116,7 +116,7 @@ class _Script:
             self._execute(self._closed(due, namespace), namespace)
         if waiting and not self.awaited:
             labels = {label for n in waiting if n in self._todo for label in self._todo[n][8]}
-            # Also torch, which imports packages before it is complete.
+            # Add torch, which imports packages before it is complete.
             self.awaited = {"torch", *(m for label in labels for m in self._modules_of(label))}
             for module in self.awaited:
                 when_imported(module, _run_what_waits)

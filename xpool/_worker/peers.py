@@ -159,7 +159,7 @@ class _Channel:
         size = len(message) + (weight(message) if type(message) is Leased else 0)
         self.bytes_in += size
         self.inbox.setdefault(scope, deque()).append(message)
-        # At once: until the acknowledgement, the peer holds the blocks and counts them as sent.
+        # Do this at once: until then, the peer holds the blocks and counts them as sent.
         if type(message) is Leased:
             self.acknowledge()
 
@@ -237,7 +237,7 @@ class Peers:
         """See `WorkerInfo.send`."""
         self._check(peer)
         until = _until(timeout)
-        # Without the lock: this runs the program's code, which may send and receive itself.
+        # Do not hold the lock: this runs the program's code, which may send and receive itself.
         message = encode(obj, layout=self._layout)
         with self._waiting():
             while True:
@@ -275,7 +275,7 @@ class Peers:
                 self._wait(channel, False, until, f"worker {peer} sent no message to")
         if isinstance(message, OSError):
             raise message
-        # Without the lock: this runs the program's code.
+        # Do not hold the lock: this runs the program's code.
         return decode(message)
 
     @contextmanager
@@ -343,7 +343,7 @@ class Peers:
             channels = self._channels.get(peer)
         if channels:
             return channels[0]
-        # Raised once: the next call asks again, since descriptors may be free then.
+        # Raise it once: the next call asks again, since descriptors may be free then.
         error = self._refused.pop(peer, 0)
         if error:
             self._asked.discard(peer)

@@ -192,7 +192,7 @@ class Inbox:
                 return
             self._seq = seq + 1
             stop = at + sizes[k]
-            # Looked up for each item, since the first one replaces the entry when it unpickles it.
+            # Look it up for each item: the first item unpickles the function and replaces it.
             func = functions.get(number, self._withdrawn) if number else None
             yield func, body[at:stop] if count > 1 else body[at:], k == count
             at = stop

@@ -48,7 +48,7 @@ class _Finder:
         self._missing = ()
         if self._box.began == 1 and self._unpickling():
             self._box.leave()
-            # Not by an exception, which code may catch and then continue without the module.
+            # Do not raise an exception: code may catch it and continue without the module.
             os._exit(STEPPED_ASIDE)
 
     def _unpickling(self) -> bool:

@@ -75,7 +75,7 @@ class _Channel:
             self._flags = socket.MSG_DONTWAIT
             with _dropping:
                 self._dropped += 1
-                # In the outbox's page, the parent sees it even if this worker sends nothing more.
+                # The parent sees this in the outbox's page, even if this worker sends nothing more.
                 self._count_dropped(self._dropped)
         else:
             self._flags = 0

@@ -73,7 +73,7 @@ def main(
     statuses: dict[int, int] = {}
     # A module of the user may have made a thread pool or a queue, whose fork hooks must run.
     fork = at_fork.fork_unused if _KNOWN.issuperset(preload + soon) else os.fork
-    # Not a selector, which a child would have to close.
+    # Do not use a selector, which a child would have to close.
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     poller.register(wake_r, select.POLLIN)
@@ -211,7 +211,7 @@ def _preload(names: list[str]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        # Also SystemExit: a module that exits must end workers that need it, not the server.
+        # Catch SystemExit, too: a module that exits must end workers that need it, not the server.
         except BaseException as exc:
             # A worker that needs the module will raise the same error, in the task that imports it.
             _say(f"xpool: the fork server cannot preload {name}: {exc!r}")
@@ -220,7 +220,7 @@ def _preload(names: list[str]) -> None:
 
 
 def _say(text: str) -> None:
-    # By number, since a module may have replaced `sys.stderr` by any object.
+    # Use the number, since a module may have replaced `sys.stderr` by any object.
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 

@@ -74,7 +74,7 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
         if at is not None:
             if may_stop(frame, at):
                 raise TaskStopped("its time is over, or it was cancelled")
-            # Not `threading.Thread`: its `start` waits for the thread, and this is a handler.
+            # `threading.Thread.start` would wait for the thread, and this is a handler.
             _thread.start_new_thread(again, (signum,))
 
     keeps_clear(stop)

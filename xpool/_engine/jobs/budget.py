@@ -45,8 +45,8 @@ class RestartPolicy:
     def __init__(self, most: int) -> None:
         self.most = most
         self._deaths: deque[float] = deque()
-        # By place, since a worker was last ready there: starts that failed or were refused, and
-        # starts that another program has killed.
+        # Starts in each place since a worker was last ready there: those that failed or were
+        # refused, and those that another program has killed.
         self._failures: dict[int, int] = {}
         self._killed: dict[int, int] = {}
         self.finished = False  # set when a task is finished; read after a death
@@ -60,7 +60,7 @@ class RestartPolicy:
         """Record the end of a worker; return the seconds until the next start; None: give up."""
         if kind is EndKind.REFUSED:
             failures = self._failures[place] = self._failures.get(place, 0) + 1
-            # Not at once, because the system probably still lacks what it lacked.
+            # Wait, because the system probably still lacks what it lacked.
             return None if failures > SYSTEM_ATTEMPTS else 0.05 * 2**failures
         if kind is EndKind.FAILED:
             failures = self._failures[place] = self._failures.get(place, 0) + 1

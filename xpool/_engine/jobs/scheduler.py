@@ -143,7 +143,7 @@ class Scheduler(Waiting):
                 return w
 
         def load(w: int) -> tuple[int, bool]:
-            # Of equals, prefer one that gets tasks now to one that starts or is recalled.
+            # If two are equal, prefer one that gets tasks now to one that starts or is recalled.
             return self.in_flight[w].size + self._bound[w], not self.in_flight[w].accepting
 
         return min(range(self.size), key=load)
