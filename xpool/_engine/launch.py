@@ -345,7 +345,7 @@ class ForkServer:
 
 
 at_fork.at_fork(in_child=ForkServer.forget_all)
-atexit.register(ForkServer.stop_idle)  # for programs without pools; a pool's end stops all others
+atexit.register(ForkServer.stop_idle)  # for programs without pools; others use `stop_all`
 
 
 class StandIns:
