@@ -141,10 +141,19 @@ def _sized(item):
     return bytes(SIZE)
 
 
-def _held(pool):
-    """Return whether tasks wait although none runs."""
-    found = pool.statistics()
-    return found["waiting"] and not found["running"]
+def _slowly_sized(item):
+    return _small_and_then_large(item + 150)
+
+
+def _until_stopped(pool, *streams):
+    """Wait until untaken results of these streams fill their room and no task runs."""
+    eventually(
+        lambda: (
+            all(stream.buffer.bytes_in >= ROOM for stream in streams)
+            and not pool.statistics()["running"]
+        ),
+        "the workers stop",
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -152,10 +161,9 @@ def test_drawn_tasks_wait_for_room(process_kind, make_pool, verb):
     """Tasks drawn before results grew wait until results have room. A call does not wait."""
     pool = make_pool(process_kind, 2)
     results = getattr(pool, verb)(_small_and_then_large, itertools.count())
-    buffer = results.buffer
-    eventually(lambda: buffer.bytes_in >= ROOM and _held(pool), "the workers stop")
+    _until_stopped(pool, results)
     # The tasks that the workers had received by then have run.
-    assert buffer.bytes_in < ROOM + 40 * SIZE
+    assert results.buffer.bytes_in < ROOM + 40 * SIZE
     assert pool.apply(abs, (-1,)) == 1
     sizes = [len(next(results)) for _ in range(1000)]
     assert sorted(sizes) == [0] * 150 + [SIZE] * 850
@@ -167,12 +175,15 @@ def test_dropped_while_it_waits_for_room(process_kind, make_pool):
     pool = make_pool(process_kind, 2)
     kept = pool.imap(_sized, range(400))
     dropped = pool.imap_unordered(_sized, range(400))
-    eventually(lambda: _held(pool), "the workers stop")
-    all_drawn = pool.imap(_sized, range(150))
+    unanswered = pool._jobs.unanswered
+    kept_job, dropped_job = unanswered
+    _until_stopped(pool, kept, dropped)
+    all_drawn = pool.imap(_slowly_sized, range(150))
+    assert kept_job in unanswered and dropped_job in unanswered
     del dropped
-    eventually(
-        lambda: kept.buffer.bytes_in >= ROOM and len(pool._jobs.unanswered) == 2, "one has ended"
-    )
+    eventually(lambda: dropped_job not in unanswered, "it ends")
+    _until_stopped(pool, kept, all_drawn)
+    assert kept_job in unanswered
     pool.close()
     pool.join()
     assert [len(x) for x in kept] == [SIZE] * 400

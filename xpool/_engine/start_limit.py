@@ -10,6 +10,7 @@ from collections.abc import Callable
 from xpool._engine.answers import own_part
 from xpool._engine.reactor import Alarms, Reactor
 from xpool._engine.worker import WorkerProcess, processor_times
+from xpool._wire.outbox import TASK_LINE
 from xpool.errors import TaskTimeout
 
 STOP_GRACE_SECONDS = 0.1
@@ -66,11 +67,12 @@ class StartLimit:
 
     def _kill(self, worker: WorkerProcess) -> None:
         assert self._seconds is not None
-        stack, now = own_part(worker.box.stack()), self._reactor.now()
-        if not stack and is_starved(worker, now):
+        stack, now = worker.box.stack(), self._reactor.now()
+        # Without its last line, the stack may be half written.
+        if TASK_LINE not in stack and is_starved(worker, now):
             self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
             return
         task = "The start of the worker, with its initializer,"
         # Record it first: the pool reads the reason when the process has ended.
-        worker.failed(TaskTimeout(self._seconds, worker.index, worker.pid, task, stack))
+        worker.failed(TaskTimeout(self._seconds, worker.index, worker.pid, task, own_part(stack)))
         self._condemn(worker)
