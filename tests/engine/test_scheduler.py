@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from xpool import InternalError
 from xpool._engine.jobs.budget import (
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
+    FIRST_RETRY_PAUSE,
+    LONGEST_RETRY_PAUSE,
     WINDOW,
     EndKind,
     RestartPolicy,
@@ -370,7 +370,7 @@ def test_starts_that_fail():
     assert [policy.lost(0, EndKind.FAILED, 0.0) for _ in range(2)] == [0.0, 0.0]
     assert policy.lost(1, EndKind.FAILED, 0.0) == 0.0
     assert policy.lost(0, EndKind.FAILED, 0.0) is None and policy.attempts(0) == 3
-    policy.succeeded(0)
+    policy.forget_failures(0)
     assert policy.attempts(0) == 0 and policy.lost(0, EndKind.FAILED, 0.0) == 0.0
     pauses = [policy.lost(2, EndKind.KILLED, 0.0) for _ in range(8)]
     assert pauses[0] == 0.0 and pauses[1:4] == [0.2, 0.4, 0.8] and pauses[7] is None
@@ -382,10 +382,10 @@ def test_starts_that_fail():
 def test_back_off(tries, chance):
     """Pauses double up to a maximum. A random factor shortens them by at most half."""
     pause = back_off(tries, chance)
-    assert FIRST_PAUSE / 2 <= pause <= LONGEST_PAUSE
+    assert FIRST_RETRY_PAUSE / 2 <= pause <= LONGEST_RETRY_PAUSE
     full = back_off(tries, 1.0)
     assert full / 2 <= pause <= full
-    assert back_off(tries + 1, 1.0) == min(LONGEST_PAUSE, 2 * full)
+    assert back_off(tries + 1, 1.0) == min(LONGEST_RETRY_PAUSE, 2 * full)
 
 
 def test_an_answer_without_a_task():

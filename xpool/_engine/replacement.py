@@ -73,7 +73,7 @@ class End(NamedTuple):
         if served:
             # STOPPED: the pool has killed it to stop a task.
             asked = any(
-                _told_to_end(one) and one.protocol_error is None and not one.remark for one in ended
+                _ended_by_us(one) and one.protocol_error is None and not one.remark for one in ended
             )
             kind, failed = (EndKind.STOPPED if asked else EndKind.DIED), worker
         elif handle.stepped_aside or worker.state is WorkerStates.RETIRING:
@@ -333,7 +333,7 @@ class Replacement:
             return
         if end.kind not in (EndKind.FAILED, EndKind.KILLED, EndKind.REFUSED):
             for one in ended:
-                self._policy.succeeded(one.index)
+                self._policy.forget_failures(one.index)
         # A surplus worker is not replaced.
         if not self._left_over(worker):
             for one in end.served:
@@ -420,7 +420,7 @@ class Replacement:
                 lost[one] = found
         describe = self._answers.describe
         ran = {one: describe(*batch.name(batch.first + k)) for one, (batch, k) in lost.items()}
-        ended_by_us = next((one for one in ended if _told_to_end(one)), None)
+        ended_by_us = next((one for one in ended if _ended_by_us(one)), None)
         for one, (batch, position) in lost.items():
             not_counted = ended_by_us is not None and ended_by_us is not one
             beside = one.remark or (_beside(one, ended_by_us, ran) if one.workers[1:] else "")
@@ -434,7 +434,7 @@ def _served(worker: WorkerProcess) -> bool:
     return worker.state.serves
 
 
-def _told_to_end(worker: WorkerProcess) -> bool:
+def _ended_by_us(worker: WorkerProcess) -> bool:
     """Whether the pool has killed the worker, or asked it to stop its task."""
     return worker.state is WorkerStates.CONDEMNED or worker.interrupted is not None
 

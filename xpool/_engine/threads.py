@@ -154,8 +154,8 @@ class ThreadWorkers:
             failed = self._initialize(me)
             if failed is None and not me.left:
                 with self._places.lock:
-                    self._policy.succeeded(index)
-                    self._policy.succeeded(_ANY)
+                    self._policy.forget_failures(index)
+                    self._policy.forget_failures(_ANY)
                 get, put = self._ends(me)
                 options.work(get, put, None, (), None)
         finally:

@@ -8,9 +8,11 @@ from collections import deque
 WINDOW = 60.0
 """Seconds for which a death counts."""
 
-# Seconds between two tries of a task: the first pause, and the longest.
-FIRST_PAUSE = 0.05
-LONGEST_PAUSE = 5.0
+FIRST_RETRY_PAUSE = 0.05
+"""Seconds between the first two tries of a task."""
+
+LONGEST_RETRY_PAUSE = 5.0
+"""The most seconds between two tries of a task."""
 
 START_ATTEMPTS = 3
 """The pool gives up after this many consecutive failed starts in one place."""
@@ -51,8 +53,8 @@ class RestartPolicy:
         self._killed: dict[int, int] = {}
         self.finished = False  # set when a task is finished; read after a death
 
-    def succeeded(self, place: int) -> None:
-        """Record that a worker is ready."""
+    def forget_failures(self, place: int) -> None:
+        """Forget the failed starts in a place: a worker is ready there, or was told to end."""
         self._failures.pop(place, None)
         self._killed.pop(place, None)
 
@@ -71,7 +73,7 @@ class RestartPolicy:
                 return None
             # No pause after the first kill, which may be an accident.
             return min(1.0, 0.05 * 2**killed) if killed > 1 else 0.0
-        self.succeeded(place)
+        self.forget_failures(place)
         return None if kind is EndKind.DIED and self._is_one_too_many(now) else 0.0
 
     def _is_one_too_many(self, now: float) -> bool:
@@ -105,5 +107,5 @@ def back_off(tries: int, chance: float) -> float:
     tasks that failed together do not run again together.
     """
     # No power above 30: a task may have thousands of retries.
-    pause: float = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries - 1, 30))
+    pause: float = min(LONGEST_RETRY_PAUSE, FIRST_RETRY_PAUSE * 2 ** min(tries - 1, 30))
     return pause * (0.5 + chance / 2)
