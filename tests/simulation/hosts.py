@@ -122,6 +122,8 @@ class HostWorld(World):
         self.funcs: dict[int, int] = {}
         self.forgotten: set[int] = set()
         self.granted: set[tuple[int, Task]] = set()  # tasks that a host may begin
+        # Idle hosts whose last answer was a value, and in which order these came.
+        self.warm: dict[int, int] = {}
         # In one theme: permitted tasks not begun, and since when.
         self.unbegun: dict[tuple[int, Task], float] = {}
         self.open: dict[int, TaskRange] = {}
@@ -617,9 +619,20 @@ class HostWorld(World):
         """Observe the scheduler's methods."""
         sched: Any = self.engine.sched
         permit, put_again, unbegun = sched._permit, sched.put_again, sched.unbegun
+        note_answered = sched.answered
         passing = Passing(self, sched.shared)
 
+        def answered(number: int, job: int, first: int, tasks: int, ok: bool = False) -> Any:
+            awaited = note_answered(number, job, first, tasks, ok)
+            host = sched.table.hosts.get(number)
+            if ok and host is not None and not host.permitted:
+                self.warm[number] = next(self.numbers)
+            return awaited
+
         def permitting(host: Any, batch: Any, found: Any) -> None:
+            if batch.items.bound is None:
+                self.check_warm(host)
+            self.warm.pop(host.number, None)
             permit(host, batch, found)
             if batch.of_stream:
                 passing.given()
@@ -651,12 +664,14 @@ class HostWorld(World):
 
         def back(number: int, job: int, first: int, tasks: int) -> None:
             self.note(self.at, tasks, "tasks from", (job, first), "are given back by host", number)
+            self.warm.pop(number, None)
             unbegun(number, job, first, tasks)
             for item in range(first, first + tasks):
                 self.granted.discard((number, (job, item)))
                 self.unbegun.pop((number, (job, item)), None)
 
         sched._permit, sched.put_again, sched.unbegun = permitting, again, back
+        sched.answered = answered
 
     def calls_host(self, number: int, call: f.Call) -> None:
         """The driver calls a host."""
@@ -679,6 +694,13 @@ class HostWorld(World):
         most = policy.STAGED_BYTES + BATCH_BYTES + (1 + host.workers) * largest
         if shared > most or shared + bound > most + host.workers * largest:
             self.wrong(f"{shared} bytes are at host {host.number}, and {bound} for its workers")
+
+    def check_warm(self, host: Any) -> None:
+        """A task goes to the idle host that gave a value last, not to one that gave an error."""
+        before = self.warm.get(host.number, -1)
+        for other in self.engine.sched.table.hosts.values():
+            if other.accepting and not other.permitted and self.warm.get(other.number, -1) > before:
+                self.wrong(f"host {host.number} gets a task before host {other.number}")
 
     def check_policy(self) -> None:
         """When the driver's thread waits, no host has room while a task waits for any host."""

@@ -176,6 +176,22 @@ def _(patch: Patch) -> None:
     patch.setattr(HostScheduler, "_streams_pass", lambda sched: False)
 
 
+@mutant("a task goes to the host that has waited longest")
+def _(patch: Patch) -> None:
+    def answered(original: Any, sched: HostScheduler, number: int, *which: Any) -> Any:
+        return original(sched, number, *which[:3])  # not `ok`
+
+    wrap(patch, HostScheduler, "answered", answered)
+
+
+@mutant("a host that gave an error is used next")
+def _(patch: Patch) -> None:
+    def answered(original: Any, sched: HostScheduler, number: int, *which: Any) -> Any:
+        return original(sched, number, *which[:3], True)
+
+    wrap(patch, HostScheduler, "answered", answered)
+
+
 # -- hosts that are lost ---------------------------------------------------------------------------
 
 

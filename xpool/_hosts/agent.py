@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pickle
 import platform
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from xpool._engine.launch import ForkServer
@@ -24,7 +22,6 @@ from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.fleet import Call
 from xpool._memory.system import default_processes
 from xpool._pickling.frame import lodge
-from xpool._pickling.policy import INLINE_BELOW
 from xpool._pools.assembly import (
     Engine,
     EngineOptions,
@@ -81,34 +78,6 @@ def facts(modules: Sequence[str]) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def packed(head: Any, messages: Sequence[Any]) -> list[Any]:
-    """Return a head and messages as one pickle, followed by the large payloads as buffers."""
-    buffers: list[PickleBuffer] = []
-    said = head, [_apart(one) for one in messages]
-    data = pickle.dumps(said, 5, buffer_callback=buffers.append)
-    return [data, *(buffer.raw() for buffer in buffers)]
-
-
-def unpacked(parts: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return the head and the messages that `packed` packed; the buffers are used in place."""
-    head, messages = pickle.loads(parts[0], buffers=parts[1:])
-    return head, messages
-
-
-def _apart(message: Any) -> Any:
-    kind = type(message)
-    if kind is m.Stage:
-        return message._replace(items=[_beside(item) for item in message.items])
-    if kind is m.Func:
-        return message._replace(payload=_beside(message.payload))
-    return message
-
-
-def _beside(payload: bytes | memoryview) -> Any:
-    large = len(payload) >= INLINE_BELOW
-    return PickleBuffer(payload) if large else bytes(payload)
 
 
 class Agent:
@@ -200,14 +169,13 @@ class Agent:
 
         ``fetch`` returns the bytes that the payload of a `Blob` refers to.
         """
-        call: Call
-        call, messages = unpacked(parts)
+        head, messages = m.unpacked(parts)
+        call = Call._make([*head, [self._lodged(one, fetch) for one in messages]])
         if call.beat:
             with self._news:
                 self._session.called(call)
                 taken, first, found = self._session.reply_to_beat(call, time.monotonic())
-            return packed((taken, first), found)
-        call = call._replace(messages=[self._lodged(one, fetch) for one in messages])
+            return m.packed((taken, first), found)
         with self._news:
             begun = self._session.called(call)
             self._locate_workers()
@@ -232,7 +200,7 @@ class Agent:
             )
             if self._session.has_news:
                 self._news.notify_all()
-        return packed((taken, first), found)
+        return m.packed((taken, first), found)
 
     def _locate_workers(self) -> None:
         """Answer each `LocateWorkers` in a thread: reading the stacks takes half a second."""

@@ -64,11 +64,11 @@ class Conversation:
         ``hold``: if all messages leave with one call and no other is under way, the fleet holds its
         reply back for `Fleet.receive`; its number is returned.
         """
-        if hold and not self._calls and self.link.has_unsent:
-            first, messages = self.link.take(CALL_BYTES, _weight)
-            return self._call(now, first, messages, hold=True)
         while len(self._calls) < CALLS_IN_FLIGHT and self.link.has_unsent:
-            self._call(now, *self.link.take(CALL_BYTES, _weight))
+            first, messages = self.link.take(CALL_BYTES, _weight)
+            if hold and not self._calls and not self.link.has_unsent:
+                return self._call(now, first, messages, hold=True)
+            self._call(now, first, messages)
         if expects and not self._calls:
             self._call(now, self.link.sent + 1, [])
         return None
@@ -90,7 +90,7 @@ class Conversation:
         again, self._lost = self._lost, False
         self._fleet.call(
             self._host,
-            f.Call(number, first, messages, self.link.got, again, self._replied, beat),
+            f.Call(number, first, self.link.got, again, self._replied, beat, messages),
             hold,
         )
         return number

@@ -92,7 +92,8 @@ class HostEngine:
 
     def submit(self, *ranges: TaskRange) -> None:
         with self.lock:
-            if self.service.put(ranges):
+            self.service.put(ranges)
+            if self.results:
                 self._events.put(None)  # wakes the engine's thread, which takes the results
 
     def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
@@ -105,7 +106,7 @@ class HostEngine:
 
     def call(self, task_range: TaskRange) -> None:
         with self.lock:
-            held = self.service.put_call(task_range)
+            held = self.service.put((task_range,), hold=True)
             if self.results:
                 self._events.put(None)
         if held is not None:

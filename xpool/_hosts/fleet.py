@@ -22,11 +22,11 @@ class Call(NamedTuple):
 
     number: int
     first: int
-    messages: list[Any]
     got: int
     again: bool
     heard: int
-    beat: bool = False
+    beat: bool
+    messages: list[Any]
 
 
 class Coming(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -95,9 +95,10 @@ class HostTable:
     def __init__(self) -> None:
         self.hosts: dict[int, HostState] = {}
         self.workers = 0  # of all accepting hosts
-        # Hosts that may be permitted more, the one that waits longest first.  Input readers read
-        # without the lock whether it is empty.
-        self.with_capacity: dict[int, None] = {}
+        # Hosts that may be permitted more, in the order in which they get the next batches.  A host
+        # that gets a batch goes to the end.  A host whose last task has given a value goes to the
+        # front: its processes are warm.  Input readers read without the lock whether it is empty.
+        self.with_capacity: OrderedDict[int, None] = OrderedDict()
         self.with_staged: dict[int, None] = {}
         # Hosts that were permitted more than their workers run at once, without a recall under way.
         self.recallable: dict[int, None] = {}

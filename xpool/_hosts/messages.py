@@ -5,13 +5,20 @@ Only permitted tasks are ever begun.  So a host that vanishes can have run only 
 permitted and not answered.
 
 Payloads are bytes, or views of bytes in the object store; an agent never unpickles them.
+
+Between hosts a message is a plain tuple: the number of its class, and its fields.  Pickle refers to
+an instance by the name of its class, which takes four times as long for a small call.
 """
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
+from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from xpool._engine.jobs.ranges import ONCE, Terms
+from xpool._pickling.policy import INLINE_BELOW
 
 # -- from the driver ---------------------------------------------------------------------------
 
@@ -158,3 +165,45 @@ class Failed(NamedTuple):
 
 class Ended(NamedTuple):
     """All workers of the host have ended."""
+
+
+# -- on the way --------------------------------------------------------------------------------
+
+_KINDS: tuple[type, ...] = (
+    Func, Forget, Blob, Stage, Go, Drop, Back, Cancel, Retire, LocateWorkers,
+    WorkerLocations, Answer, Again, Given, Unbegun, Status, Failed, Ended,
+)  # fmt: skip
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def packed(head: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
+    """Return a head and messages as one pickle, followed by the large payloads as buffers."""
+    buffers: list[PickleBuffer] = []
+    said = head, [_plain(one) for one in messages]
+    data = pickle.dumps(said, 5, buffer_callback=buffers.append)
+    return [data, *(buffer.raw() for buffer in buffers)]
+
+
+def unpacked(parts: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the head and the messages that `packed` packed; the buffers are used in place."""
+    head, messages = pickle.loads(parts[0], buffers=parts[1:])
+    return head, [_KINDS[number](*fields) for number, *fields in messages]
+
+
+def _plain(message: Any) -> tuple[Any, ...]:
+    kind = type(message)
+    number = _NUMBERS[kind]
+    if kind is Stage:
+        batch, job, func, first, items, bound, terms = message
+        items = [_beside(item) for item in items]
+        if terms == ONCE:  # the default
+            return number, batch, job, func, first, items, bound
+        return number, batch, job, func, first, items, bound, terms
+    if kind is Func:
+        return number, message.number, message.mode, _beside(message.payload)
+    return number, *message
+
+
+def _beside(payload: bytes | memoryview) -> Any:
+    large = len(payload) >= INLINE_BELOW
+    return PickleBuffer(payload) if large else bytes(payload)

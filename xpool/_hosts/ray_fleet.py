@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from xpool._hosts import fleet as f
-from xpool._hosts.agent import AgentConfig, packed, unpacked
+from xpool._hosts.agent import AgentConfig
 from xpool._hosts.conversation import CALLS_IN_FLIGHT
-from xpool._hosts.messages import Blob
+from xpool._hosts.messages import Blob, packed, unpacked
 from xpool._hosts.ray_actor import HostAgent, as_one, parts_of
 from xpool.errors import XPoolError
 
@@ -284,7 +284,7 @@ class RayFleet:
                 refs.append(one.payload)
                 one = one._replace(payload=len(refs) - 1)
             messages.append(one)
-        said = as_one(packed(call._replace(messages=[]), messages))
+        said = as_one(packed(call[:-1], messages))
         # No empty list: each argument costs Ray as much as the rest of a small call.
         arguments = said, *([refs] if refs else ())
         if type(said) is bytes and len(said) < STORE_BYTES:

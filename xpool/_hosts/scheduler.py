@@ -136,7 +136,7 @@ class HostScheduler(Waiting):
                 batch = self._next(host, room, found)
                 if batch is not None:
                     self._permit(host, batch, found)
-                    table.with_capacity[number] = table.with_capacity.pop(number)
+                    table.with_capacity.move_to_end(number)
                     permitted = True
         # One batch a host in turn, so that the first host does not get all waiting items.
         while table.unfilled and self._stage_ahead(table.hosts[next(iter(table.unfilled))], found):
@@ -306,8 +306,13 @@ class HostScheduler(Waiting):
 
     # -- answers come ------------------------------------------------------------------------------
 
-    def answered(self, number: int, job: int, first: int, tasks: int) -> bool:
-        """Note the answers to consecutive items; return whether all of them were awaited."""
+    def answered(self, number: int, job: int, first: int, tasks: int, ok: bool = False) -> bool:
+        """Note the answers to consecutive items; return whether all of them were awaited.
+
+        ``ok``: the items have values.  If the host has nothing left to do, it is used next.  After
+        an error, a death or a cancellation it is not: its worker may be busy or gone, and a retry
+        should go to another host.
+        """
         host = self.table.hosts.get(number)
         if host is None:
             return False
@@ -318,6 +323,8 @@ class HostScheduler(Waiting):
                 self.table.settle(host, batch)
         if host.accepting:
             self.table.with_capacity.setdefault(number)
+            if ok and not host.permitted:
+                self.table.with_capacity.move_to_end(number, last=False)
         return None not in batches
 
     def again(

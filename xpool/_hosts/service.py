@@ -107,40 +107,23 @@ class HostService:
 
     # -- to the hosts ------------------------------------------------------------------------------
 
-    def put(self, ranges: Iterable[TaskRange]) -> bool:
+    def put(self, ranges: Iterable[TaskRange], hold: bool = False) -> tuple[int, int] | None:
         """Queue ranges of tasks, and permit them to hosts with room.
 
-        Returns whether any has failed because it is bound to a worker whose host is gone.
+        A range fails if it is bound to a worker whose host is gone.  ``hold``: see `give`; without
+        effect if other tasks wait, since these leave first.
         """
-        refused = False
         if self.ending:
-            return refused
+            return None
+        hold = hold and not self.sched.queued
         for one in ranges:
             if one.bound is not None and one.bound < 0:
                 one.bound = self.sched.least_loaded()  # None: any worker of the next host
             if one.bound is not None and not self.sched.table.is_there(one.bound):
                 self._refuse(one)
-                refused = True
             else:
                 self.sched.put(one)
-        self.give()
-        return refused
-
-    def put_call(self, call: TaskRange) -> tuple[int, int] | None:
-        """Queue a call, as `put`; return the host and the number of the fleet's call that takes it
-        there, if it is the only one to that host, so that the calling thread can receive the reply.
-        """
-        if self.ending or call.bound is not None or self.sched.queued:
-            self.put((call,))
-            return None
-        self.sched.put(call)
-        self.send(self.sched.give())
-        held = None
-        if len(self._touched) == 1:
-            number = next(iter(self._touched))
-            held = self._flush(number, True)
-        self.give()
-        return held
+        return self.give(hold)
 
     def _refuse(self, one: TaskRange) -> None:
         """Fail the tasks of a range that is bound to a worker whose host is gone."""
@@ -152,8 +135,12 @@ class HostService:
             error = HostLost(host, "its workers have ended", task, one.bound)
             self.results.append((job, item, (False, error)))
 
-    def give(self) -> None:
-        """Permit and stage waiting tasks, and send the queued messages."""
+    def give(self, hold: bool = False) -> tuple[int, int] | None:
+        """Permit and stage waiting tasks, and send the queued messages.
+
+        ``hold``: if all of them leave in one call of the fleet, and no other call to its host is
+        under way, return its host and number: the calling thread receives the reply.
+        """
         sched = self.sched
         self.send(sched.give())
         while sched.table.unwatched:
@@ -161,8 +148,11 @@ class HostService:
             # Add the time in which the permission and the answers are under way.
             seconds = sched.quotas.look_seconds + 2 * self.agents[number].trip
             self.at(self._now() + seconds, functools.partial(self._look, number))
+        hold = hold and len(self._touched) == 1
+        held = None
         while self._touched:
-            self._flush(self._touched.popitem()[0])
+            held = self._flush(self._touched.popitem()[0], hold)
+        return held
 
     def _look(self, number: int) -> None:
         self.send(self.sched.look(number))
@@ -174,7 +164,7 @@ class HostService:
             self._touched[number] = None
 
     def _flush(self, number: int, hold: bool = False) -> tuple[int, int] | None:
-        """Send a host's messages; ``hold``: as of `Conversation.flush`."""
+        """Send a host's messages; ``hold``: see `Conversation.flush`."""
         agent = self.agents[number]
         if not agent.ended:
             host = self.sched.table.hosts[number]
@@ -254,7 +244,7 @@ class HostService:
         kind = type(message)
         if kind is m.Answer:
             job, first = message.job, message.first
-            if self.sched.answered(host, job, first, message.tasks):
+            if self.sched.answered(host, job, first, message.tasks, message.ok):
                 value = message.value
                 if isinstance(value, (WorkerDied, TaskTimeout)):
                     if isinstance(value, WorkerDied):

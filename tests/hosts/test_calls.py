@@ -1,0 +1,272 @@
+"""A single call over hosts: which host gets it, who receives its answer, and what is sent."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import pytest
+from support import work
+
+from xpool._engine.jobs.ranges import CALLS, Limit, TaskRange, Terms, name_of
+from xpool._engine.pickled_results import Encoded
+from xpool._hosts import fleet as f
+from xpool._hosts import messages as m
+from xpool._hosts.conversation import CALL_BYTES
+from xpool._hosts.engine import HostEngine
+
+pytestmark = pytest.mark.xpool_only
+
+
+# Without a cluster --------------------------------------------------------------------------------
+
+
+class Fleet:
+    """Two hosts whose calls wait until the test answers them.
+
+    ``prompt``: `receive` gets the reply; else the caller's time passes, and an event follows.
+    """
+
+    def __init__(self):
+        self.calls = deque()  # host, call, held
+        self.received = []
+        self.prompt = True
+
+    def start(self, tell):
+        self.tell = tell
+        for host in 0, 1:
+            tell(f.Joined(host, 1, f"host{host}"))
+        return [1, 1]
+
+    def call(self, host, call, hold=False):
+        if call.messages:
+            self.calls.append((host, call, hold))
+
+    def receive(self, host, number, seconds):
+        self.received.append(host)
+        if self.prompt:
+            return self.reply()
+        self.tell(self.reply())
+        return None
+
+    def reply(self):
+        """Return the reply to the oldest call, with the answers to its tasks."""
+        host, call, _ = self.calls.popleft()
+        staged = [one for one in call.messages if type(one) is m.Stage]
+        answers = [m.Answer(*name_of(one.job, one.first), 1, True, one.items[0]) for one in staged]
+        return f.Replied(
+            host, call.number, call.first + len(call.messages) - 1, call.got + 1, answers
+        )
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def fleet():
+    return Fleet()
+
+
+@pytest.fixture
+def engine(fleet):
+    engine = HostEngine(fleet, lambda job, index: f"task {index}")
+    engine.start_missing()
+    engine.wait(0)
+    yield engine
+    engine.close()
+
+
+def call_of(number):
+    return TaskRange(CALLS, 0, number, (b"%d" % number,))
+
+
+def answers(engine):
+    found = [(number, value) for number, _, (_, value) in engine.results]
+    engine.results.clear()
+    return found
+
+
+def test_the_host_used_last_is_used_again(engine, fleet):
+    """One call after the other goes to one host, whose processes are warm; a second one beside it
+    goes to the other."""
+    for number in 1, 2, 3:
+        engine.call(call_of(number))
+        assert answers(engine) == [(number, b"%d" % number)]
+    assert len(set(fleet.received)) == 1
+    warm = fleet.received[0]
+    # The first of two goes to the host used last, and the host that answers last is used next.
+    engine.submit(call_of(4))
+    engine.submit(call_of(5))
+    assert [host for host, _, _ in fleet.calls] == [warm, 1 - warm]
+    fleet.tell(fleet.reply())
+    engine.wait(0)
+    fleet.tell(fleet.reply())
+    engine.wait(0)
+    assert answers(engine) == [(4, b"4"), (5, b"5")]
+    engine.call(call_of(6))
+    assert fleet.received[-1] == 1 - warm
+
+
+@pytest.mark.parametrize("how", ["error", "cancelled"])
+def test_a_host_that_gave_no_value_is_not_used_next(engine, fleet, how):
+    """Its worker may be busy or gone."""
+    engine.call(call_of(1))
+    warm = fleet.received[0]
+    engine.submit(call_of(2))
+    assert fleet.calls[0][0] == warm
+    if how == "cancelled":
+        engine.withdraw(CALLS, 2)
+    else:
+        fleet.tell(fleet.reply()._replace(messages=[m.Answer(2, 0, 1, False, b"")]))
+        engine.wait(0)
+    fleet.calls.clear()
+    engine.submit(call_of(3))
+    assert [host for host, _, _ in fleet.calls] == [1 - warm]
+
+
+def test_a_retry_goes_to_another_host(engine, fleet):
+    engine.call(call_of(1))
+    warm = fleet.received[0]
+    engine.submit(TaskRange(CALLS, 0, 2, (b"2",), None, Terms(1)))
+    assert fleet.calls[0][0] == warm
+    fleet.tell(fleet.reply()._replace(messages=[m.Again(2, 0, False)]))
+    engine.wait(0)
+    fleet.calls.clear()
+    while not fleet.calls:  # the retry is due after a pause
+        engine.wait(10)
+    assert [host for host, _, _ in fleet.calls] == [1 - warm]
+
+
+def test_a_call_that_is_too_large_for_one_message_leaves_at_once(engine, fleet):
+    """Messages that do not fit into the held call follow without waiting for its reply."""
+    function = engine.learn(1, b"function")
+    engine.submit(TaskRange(1, function, 0, (b"1",)))
+    used = fleet.calls[0][0]
+    fleet.tell(fleet.reply())
+    engine.wait(0)
+    engine.forget(function)  # leaves with the next call
+    large = bytes(CALL_BYTES + 1)
+    engine.call(TaskRange(CALLS, 0, 2, (large,)))
+    assert [(host, held) for host, _, held in fleet.calls] == [(used, False)] * 2
+    sent = [type(one) for _, call, _ in fleet.calls for one in call.messages]
+    assert sent == [m.Forget, m.Stage, m.Go]
+
+
+def test_the_caller_waits_once(engine, fleet):
+    """A caller asks for its reply once; if that takes long, the engine's thread receives it."""
+    engine.call(call_of(1))
+    assert answers(engine) == [(1, b"1")]
+    fleet.prompt = False
+    engine.call(call_of(2))
+    assert len(fleet.received) == 2
+    assert not engine.results
+    engine.wait(0)
+    assert answers(engine) == [(2, b"2")]
+
+
+def test_only_a_reply_to_one_call_is_held(engine, fleet):
+    """A call that waits behind others, or leaves with them, is received by the engine's thread."""
+    engine.submit(call_of(1), call_of(2))
+    engine.call(call_of(3))  # both hosts are busy
+    assert [held for _, _, held in fleet.calls] == [False, False]
+    for _ in range(3):
+        fleet.tell(fleet.reply())
+        engine.wait(0)
+    assert sorted(answers(engine)) == [(1, b"1"), (2, b"2"), (3, b"3")]
+    assert not fleet.received
+
+
+MESSAGES = [
+    m.Func(1, 2, b"function"),
+    m.Func(1, 2, b"f" * 100_000),
+    m.Forget(1),
+    m.Blob("name", 0),
+    m.Stage(1, CALLS, 0, 7, [b"item"]),
+    m.Stage(1, 5, 2, 0, [b"item", b"i" * 100_000], 3, Terms(2, Limit(1.5, True))),
+    m.Go([1, 2]),
+    m.Drop([1]),
+    m.Back([(1, 2, 3, 4)]),
+    m.Cancel(1, None),
+    m.Retire(),
+    m.LocateWorkers(1),
+    m.WorkerLocations(1, []),
+    m.Answer(1, 2, 3, False, ValueError),
+    m.Again(1, 2, True),
+    m.Given([1]),
+    m.Unbegun(1, 2, 3),
+    m.Status(0.5, {"ready": 1}),
+    m.Failed(ValueError),
+    m.Ended(),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_travel(message):
+    """Each kind of message arrives as it was, with its large payloads beside the pickle."""
+    head, (back,) = m.unpacked(m.packed((1, 2), [message]))
+    assert head == (1, 2)
+    assert back == message
+    assert type(back) is type(message)
+
+
+def test_no_kind_of_message_is_left_out():
+    kinds = {
+        one for one in vars(m).values() if isinstance(one, type) and one.__module__ == m.__name__
+    }
+    assert kinds == set(map(type, MESSAGES))
+
+
+def test_a_small_call_names_no_class():
+    """What one call sends is a pickle of plain values: nothing is imported to open it."""
+    (data,) = m.packed(
+        tuple(f.Call(1, 1, 0, False, 0, False, [])[:-1]),
+        [m.Stage(1, CALLS, 0, 7, [b"item"]), m.Go([1])],
+    )
+    assert b"xpool" not in data
+
+
+def test_answers_travel():
+    answer = m.Answer(CALLS, 7, 1, True, Encoded(b"\x80\x05K\x07.", 1, False))
+    _, (back,) = m.unpacked(m.packed((), [answer]))
+    assert back.value.open() == [7]
+    assert back[:-1] == answer[:-1]
+
+
+# Over a cluster -----------------------------------------------------------------------------------
+
+
+def takes(milliseconds, x):
+    """Return after this time, in which the worker works."""
+    until = time.perf_counter() + milliseconds / 1000
+    while time.perf_counter() < until:
+        pass
+    return x
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("milliseconds", [0, 4, 6, 12])
+def test_calls_of_any_length(pool, milliseconds, monkeypatch):
+    """Calls that end before, with and after the wait of their caller: it asks Ray once for each."""
+    fleet = pool._engine._fleet
+    receive, asked = fleet.receive, []
+
+    def count(host, number, seconds):
+        asked.append(number)
+        return receive(host, number, seconds)
+
+    monkeypatch.setattr(fleet, "receive", count)
+    for i in range(30):
+        assert pool.apply(takes, (milliseconds, i)) == i
+    assert len(asked) == len(set(asked)) <= 30
+    assert asked
+    assert not fleet._held
+
+
+@pytest.mark.ray
+def test_calls_of_changing_length(pool):
+    """A long call after short ones, and a call after one that fails."""
+    for i in range(40):
+        assert pool.apply(takes, ((0, 12, 4, 6)[i % 4], i)) == i
+    with pytest.raises(KeyError):
+        pool.apply(work.fail, (1,))
+    assert pool.apply(takes, (6, 1)) == 1
