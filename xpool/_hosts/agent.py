@@ -46,8 +46,8 @@ REPLY_SECONDS = 1.0
 that is shorter."""
 
 DIRECT_MILLISECONDS = 5
-"""For how long the thread of a call waits for the answer of its one task before it leaves that to
-the engine's thread."""
+"""Milliseconds for which the thread of a call waits for the answer of the call's only task.  After
+that the engine's thread waits for it."""
 
 STATUS_SECONDS = 0.05
 """The fewest seconds between two `Status` messages."""
@@ -259,9 +259,9 @@ class Agent:
             self._news.notify_all()
 
     def _say(self, now: float) -> None:
-        """Queue a `Status` if it differs from the last, which is `STATUS_SECONDS` old.
+        """Queue a `Status` if it differs from the last, at most one in `STATUS_SECONDS`.
 
-        A change of the cost by more than a factor of two is sent at once.
+        If the cost has changed by more than a factor of two, queue it at once.
         """
         cost = self._engine.cost
         last = self._said

@@ -29,8 +29,8 @@ MOST_WAITING = 2
 class AgentSession:
     """What the driver has told a host, and the messages that the host has for the driver.
 
-    A result of ``engine`` with ``ok=None`` is an item to try again; with ``value=None`` as well, an
-    item that no worker has begun.
+    A result of ``engine`` with ``ok=None`` is an item to try again.  If also ``value=None``, it is
+    an item that no worker has begun.
     """
 
     def __init__(self, engine: LocalEngine, lease: float, now: float) -> None:
@@ -68,7 +68,7 @@ class AgentSession:
         messages = self._link.receive(call.first, call.messages)
         begun = None
         for message in messages:
-            # Nothing may follow: `begun` is in the hands of the calling thread.
+            # It must be the last message: the calling thread has to receive the answer at once.
             if type(message) is m.Go and message is messages[-1] and not call.beat:
                 begun = self._begin(message.batches)
             else:
@@ -82,8 +82,11 @@ class AgentSession:
         self._waiting.insert(0, number)
 
     def _begin(self, batches: list[int]) -> tuple[WorkerProcess, int] | None:
-        """Submit permitted batches; return the worker and the number of a single call that an idle
-        worker has got."""
+        """Submit permitted batches.
+
+        If they are a single call, and an idle worker has got it, return the worker and the number
+        of the call.
+        """
         ranges = [self._range(batch) for batch in batches]
         one = ranges[0]
         if len(ranges) == 1 and one.job == CALLS and len(one.items) == 1:
@@ -135,8 +138,8 @@ class AgentSession:
     def _function(self, number: int) -> int:
         if number and number not in self._functions:
             # The job has failed and its function was dropped.  Its staged items still need a
-            # function, since an item without one is run as a call: give them one that no worker
-            # has.  Nobody waits for their answers.
+            # function, because an item without one is run as a call.  So they get a function that
+            # no worker has.  Nobody waits for their answers.
             unknown = self.engine.learn(1, b"")
             self.engine.forget(unknown)
             return unknown
@@ -150,12 +153,15 @@ class AgentSession:
 
     @property
     def has_news(self) -> bool:
-        """Whether a message is queued that was not sent."""
+        """Whether a queued message has not been sent yet."""
         return self._link.has_unsent
 
     def may_reply(self, number: int) -> bool:
-        """Whether a call is to be answered now: the oldest waiting call, if messages are queued or
-        more than `MOST_WAITING` calls wait."""
+        """Whether a call is to be answered now.
+
+        Only the oldest waiting call is, if messages are queued or more than `MOST_WAITING` calls
+        wait.
+        """
         waiting = self._waiting
         return waiting[0] == number and (self.has_news or len(waiting) > MOST_WAITING)
 
@@ -163,8 +169,8 @@ class AgentSession:
         """Return the reply to a call: ``taken``, ``first`` and ``messages`` of a `Replied`."""
         self._waiting.remove(number)
         if number > self._heard:
-            # The time of the first reply: of a call that arrives twice, the driver may have
-            # received that one only.
+            # The time of the first reply counts.  If a call arrives twice, the driver may have
+            # received only the first reply.
             self._replied.setdefault(number, now)
         return self._link.got, *self._link.take(most, weight)
 

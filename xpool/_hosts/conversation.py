@@ -62,7 +62,7 @@ class Conversation:
 
         ``expects``: make a call even without messages, so that the agent can reply with its own.
         ``hold``: if all messages leave with one call and no other is under way, the fleet holds its
-        reply back for `Fleet.receive`; its number is returned.
+        reply back for `Fleet.receive`, and the number of the call is returned.
         """
         while len(self._calls) < CALLS_IN_FLIGHT and self.link.has_unsent:
             first, messages = self.link.take(CALL_BYTES, _weight)
@@ -108,7 +108,7 @@ class Conversation:
         return self.link.receive(reply.first, reply.messages)
 
     def unreached(self, number: int) -> None:
-        """Send the messages of a call that did not come back again."""
+        """Send the messages of a call again, because the call did not come back."""
         self._beats.pop(number, None)
         first = self._calls.pop(number, None)
         if first is not None:

@@ -37,8 +37,8 @@ LOOK_SECONDS = 1.0
 """Seconds for which `stacks` waits for the hosts."""
 
 DIRECT_SECONDS = 0.005
-"""For how long a caller of `call` waits for the reply before it leaves that to the engine's thread;
-signal handlers wait as long."""
+"""Seconds for which a caller of `call` waits for the reply.  After that the engine's thread
+receives it.  A signal handler may have to wait as long."""
 
 END_LIMIT = 5.0
 """Seconds for which `terminate` waits for the fleet to report the end of the agents."""

@@ -79,7 +79,7 @@ class Dead(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The fleet cannot have any hosts, or not this one; the pool fails with this error."""
+    """The fleet can have no hosts, or it cannot have this one; the pool fails with this error."""
 
     error: BaseException
 

@@ -90,7 +90,7 @@ class HostState:
 
 
 class HostTable:
-    """All hosts, with the sets of those that an event may concern, so that none is searched for."""
+    """All hosts, and the sets of hosts that events may concern, so that no event has to search."""
 
     def __init__(self) -> None:
         self.hosts: dict[int, HostState] = {}

@@ -36,7 +36,7 @@ class Link:
         """Return the messages to send next: the number of the first, and the messages.
 
         The weight of the first does not count, so that a large batch and the message that permits
-        it travel together.  The others weigh ``most`` in all at most.
+        it travel together.  The others together weigh at most ``most``.
         """
         first, found, total = self.sent + 1, list[Any](), 0
         for message in itertools.islice(self._out, self.sent - self.acked, None):

@@ -1,8 +1,8 @@
 """How many items are permitted to a host and staged there: numbers only.
 
 A host is permitted one item for each of its workers, and beyond these the items that its workers
-finish in `AHEAD_SECONDS`, since the next permission is a round trip away.  Items for
-`STAGED_SECONDS` are staged there, but not more than `STAGED_BYTES`.
+finish in `AHEAD_SECONDS`, since the next permission takes a round trip.  Items for `STAGED_SECONDS`
+are staged there, but not more than `STAGED_BYTES`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ STAGED_BYTES = 64 * 1024 * 1024
 """The most that is staged at a host: in seconds of its work, and in bytes."""
 
 BATCH_SECONDS = 0.004
-"""Seconds of work in a batch: of one worker if it is bound to that, else of all of a host's."""
+"""Seconds of work in a batch: of one worker if the batch is bound to it, otherwise of all workers
+of the host."""
 
 LONG_SECONDS = 0.25
-"""Items that take longer are not permitted ahead: a round trip is short beside them."""
+"""Items that take longer are not permitted ahead: compared with them, a round trip is short."""
 
 RECALL_SECONDS = 0.1
 """Seconds between two looks at a host that was permitted more items than it has workers."""

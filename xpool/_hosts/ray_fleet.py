@@ -25,7 +25,7 @@ from xpool.errors import XPoolError
 
 STORE_BYTES = 64 * 1024
 """Calls of at least this many bytes are treated as ones that Ray puts into its store.  Ray does so
-from 100 KiB on, of which the messages are a part."""
+from 100 KiB on, and a call has other parts besides the messages."""
 
 QUERY_SECONDS = 1.0
 """Seconds between two queries of the cluster's hosts."""
@@ -36,16 +36,16 @@ BEGIN_SECONDS = 5.0
 SHUT_DOWN = "the program has shut Ray down"
 
 REPLACED = 3
-"""The most agents that replace others on one host: the host itself may be why they die."""
+"""The most agents that replace others on one host, because the host itself may cause their ends."""
 
 
 BEGUN_WITH: list[Any] = []
-"""The runtime_env given to `ray.init`, if xpool called it.  All actors have it already, and only
-there it may name a folder of this host."""
+"""The runtime_env given to `ray.init`, if xpool called it.  All actors have it already.  Only there
+may it name a folder of this host."""
 
 
 class Node(NamedTuple):
-    """A host of the cluster, with the number of workers that it gets, and of CPUs for them."""
+    """A host of the cluster, with the number of its workers and the number of CPUs for them."""
 
     id: str
     name: str

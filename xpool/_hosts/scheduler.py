@@ -138,7 +138,7 @@ class HostScheduler(Waiting):
                     self._permit(host, batch, found)
                     table.with_capacity.move_to_end(number)
                     permitted = True
-        # One batch a host in turn, so that the first host does not get all waiting items.
+        # Each host gets one batch in turn, so that the first does not get all waiting items.
         while table.unfilled and self._stage_ahead(table.hosts[next(iter(table.unfilled))], found):
             continue
         return found
@@ -236,7 +236,7 @@ class HostScheduler(Waiting):
 
     def _stage_ahead(self, host: HostState, found: list[Message]) -> bool:
         """Stage a batch at a host, if it has room; return whether items may be left for others."""
-        # The last items are kept for the hosts that have room first.
+        # The last items stay in the queue, for the hosts that are the first to have room.
         first = self.first_of(self.shared)
         if math.isinf(self.quotas.cost) or first is None or len(first.items) <= self.table.workers:
             return False
@@ -280,8 +280,8 @@ class HostScheduler(Waiting):
     def look(self, number: int) -> list[Message]:
         """Recall items that a host has not begun in time.
 
-        If it still has a batch that it had at the last look, it may hold no more items than it has
-        answered since then, until it answers more between two looks.
+        A host that still has a batch from the last look is late.  From now on it may hold as many
+        items as it has answered since then, until it answers more between two looks.
         """
         found: list[Message] = []
         host = self.table.hosts.get(number)
@@ -369,7 +369,7 @@ class HostScheduler(Waiting):
                     self._returned = part
                     self.put_back(part)
         if host.accepting:
-            # Behind the host for which the items were recalled.
+            # The host goes behind the one for which the items were recalled.
             self.table.with_capacity.pop(number, None)
             self.table.with_capacity[number] = None
 

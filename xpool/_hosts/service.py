@@ -100,7 +100,7 @@ class HostService:
         while self._timers and self._timers[0][0] <= self._now():
             heapq.heappop(self._timers)[2]()
         self.sched.due(self._now())
-        # Not in `_dead`: the next event may be that another host is coming.
+        # `_dead` does not do this, because the next event may say that another host is coming.
         if self._last_to_go and self.ended and not self.ending and not self.retiring:
             last = self._last_to_go
             self._fail(XPoolError(f"The pool has lost its last host: {last}"))
@@ -110,8 +110,8 @@ class HostService:
     def put(self, ranges: Iterable[TaskRange], hold: bool = False) -> tuple[int, int] | None:
         """Queue ranges of tasks, and permit them to hosts with room.
 
-        A range fails if it is bound to a worker whose host is gone.  ``hold``: see `give`; without
-        effect if other tasks wait, since these leave first.
+        A range fails if it is bound to a worker whose host is gone.  ``hold`` is that of `give`; it
+        has no effect if other tasks wait, because these leave first.
         """
         if self.ending:
             return None
@@ -164,7 +164,7 @@ class HostService:
             self._touched[number] = None
 
     def _flush(self, number: int, hold: bool = False) -> tuple[int, int] | None:
-        """Send a host's messages; ``hold``: see `Conversation.flush`."""
+        """Send a host's messages; ``hold`` is that of `Conversation.flush`."""
         agent = self.agents[number]
         if not agent.ended:
             host = self.sched.table.hosts[number]
@@ -262,7 +262,7 @@ class HostService:
             if message.cost < float("inf"):  # inf: it has answered no task yet
                 self.sched.quotas.cost = message.cost
         elif kind is m.WorkerLocations:
-            if message.number in self.locations:  # else `stacks` waits no longer
+            if message.number in self.locations:  # otherwise `stacks` has stopped waiting
                 self.locations[message.number][host] = message.workers
         elif kind is m.Failed:
             self._fail(message.error)
@@ -270,7 +270,7 @@ class HostService:
             self._fleet.stop(host)
             if self.retiring or self.failure is not None:
                 agent.ended = True
-            else:  # its lease was over, since no call reached it
+            else:  # no call reached it during its lease, so it has ended
                 self._dead(host, "the driver could not reach it during its lease")
 
     def placed(self, host: int, workers: list[Whereabouts] | None) -> list[Whereabouts]:
@@ -326,7 +326,7 @@ class HostService:
             self.at(self._now() + limit, self._strike_off)
 
     def _strike_off(self) -> None:
-        """Treat all agents as ended: the system that would report it may be gone itself."""
+        """Treat all agents as ended; the cluster, which would report it, may have ended itself."""
         self.expected.clear()
         for agent in self.agents.values():
             agent.ended = True
