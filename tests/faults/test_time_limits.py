@@ -13,7 +13,7 @@ import threading
 import time
 
 import pytest
-from support import work
+from support import scripts, work
 from support.limits import WAIT
 from support.waiting import eventually, wait_gone
 
@@ -199,6 +199,49 @@ def test_an_import_that_ends_in_time(process_kind, make_pool, mailbox, gate):
     assert result.cancel()
     gate.open(2)  # one is for a worker that is killed before it reaches the gate
     assert pool.apply(work.import_plugin) == ["plugin"]
+
+
+TOP_OF_A_SCRIPT = """
+import os
+import time
+from xpool import Pool
+from xpool._engine import monitor
+
+def at_top():
+    with open("top", "a") as file:
+        file.write("begun ")
+    while __name__ != "__main__" and not os.path.exists("gate"):
+        time.sleep(0.001)
+    with open("top", "a") as file:
+        file.write("ended ")
+
+at_top()
+
+def double(x):
+    return 2 * x
+
+if __name__ == "__main__":
+    monitor.STOP_GRACE_SECONDS = 3600  # the worker is not killed
+    pool = Pool(1)
+    result = pool.apply_async(double, (1,))
+    while open("top").read() != "begun ended begun ":
+        time.sleep(0.001)
+    pid = pool.apply_async(os.getpid)  # waits behind the first call
+    assert result.cancel()
+    open("gate", "x").close()
+    assert pool.apply(double, (4,)) == 8
+    assert pid.get() == pool.apply(os.getpid)
+    assert open("top").read() == "begun ended begun ended "
+    pool.terminate()
+    pool.join()
+"""
+
+
+@pytest.mark.starts
+def test_the_top_of_a_script_is_not_interrupted(tmp_path, monkeypatch):
+    """A task that is stopped while its worker runs the script's top does not make it run again."""
+    monkeypatch.chdir(tmp_path)
+    scripts.run_ok([scripts.write(tmp_path / "script.py", TOP_OF_A_SCRIPT)])
 
 
 def test_a_stopped_process(process_kind, make_pool, mailbox):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from support import scripts
 
 BY_VALUE = ["file", "stdin", "command"]
 
@@ -331,3 +333,76 @@ if __name__ == "__main__":
     print([b"RATES" in p.dumps(one) for one in ([rate], [rate, x, x[2:]])])
 """
     assert run_program(program).strip() == "[False, False]"
+
+
+INTERRUPTED = """
+import itertools, pickle, sys
+from xpool._pickling.by_value import classes, globals_received, main, registry
+from xpool._pickling.by_value.globals_received import VALUE, SentGlobal
+from xpool._worker import main_module
+from xpool.pickle import decode, encode
+
+class Interrupt(BaseException): pass
+
+def at_each_call(codes, act):
+    # As a signal handler would, raise after the first call in these functions, then the second ...
+    for number in itertools.count():
+        left = number
+        def hook(frame, event, arg):
+            nonlocal left
+            caller = frame if event == "c_return" else frame.f_back
+            if event in ("return", "c_return") and caller and caller.f_code in codes:
+                left -= 1
+                if left == -1:
+                    raise Interrupt
+        main_module.install(("path", "script.py"))
+        main.mark_worker()
+        globals_received._incoming.__init__()
+        registry._by_id.clear()
+        registry._by_token.clear()
+        sys.setprofile(hook)
+        try:
+            act()
+        except Interrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        yield number
+        if left >= 0:
+            return
+
+def look_up():
+    sys.modules["__main__"].double
+
+tried = 0
+for tried in at_each_call({main_module._Main._run_for.__code__}, look_up):
+    assert sys.modules["__main__"].double(2) == 4
+assert tried >= 2
+
+message = ["rate", 1, True, VALUE, pickle.dumps(5)]
+receive = lambda: globals_received.unwrap("sender", True, [message], pickle.dumps(None))
+inner = globals_received._take, globals_received._set, globals_received.unwrap
+for tried in at_each_call({func.__code__ for func in inner}, receive):
+    receive()
+    assert sys.modules["__main__"].rate == 5, tried
+assert tried >= 10
+
+def local_class():
+    class Seven:
+        def value(self): return 7
+    return Seven
+
+message = encode(local_class())
+inner = registry.shell, registry.enter, classes._fill, classes._load
+for tried in at_each_call({func.__code__ for func in inner}, lambda: decode(message)):
+    assert decode(message)().value() == 7, tried
+assert tried >= 10
+print("ok")
+"""
+
+
+def test_interrupted_after_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was interrupted still gets the script's names, sent globals and classes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("rate = 3\ndef double(x): return 2 * x\n")
+    assert scripts.run_ok(["-"], INTERRUPTED) == "ok\n"

@@ -21,6 +21,7 @@ from typing import Any
 
 from xpool._pickling.by_value.main import TOP, missing, record_initial, settled
 from xpool._python.import_hooks import is_initializing, when_imported
+from xpool._python.interrupt import uninterrupted
 from xpool._python.worker_local import process_is_shared
 
 # The first call makes the types of `ast`, which takes a millisecond.  Done here, the server does it
@@ -44,22 +45,25 @@ class _Main(types.ModuleType):
         with _turn:
             return self.__dict__[name] if name in self.__dict__ else self._run_for(name)
 
+    # As an import: a task that was stopped would leave statements half done, and they would run
+    # again.
+    @uninterrupted
     def _run_for(self, name: str) -> Any:
-        # Remove it while the script runs, so that its lookups in `__main__` do not run it again.
-        script: _Script | None = self.__dict__.pop("_xpool_script", None)
+        script: _Script | None = self.__dict__.get("_xpool_script")
         # Libraries look up dunder names in any module, so these do not run the script.
         if script is None or (name.startswith("__") and name.endswith("__")):
-            if script is not None:
-                self.__dict__["_xpool_script"] = script
             raise AttributeError(f"module '__main__' of the worker has no attribute {name!r}")
-        # `xpool._worker.context.imported_by_worker` reads this.
-        self.__dict__["_xpool_running"] = True
         left: _Script | None = script  # kept if it fails, so that the next task gets the same error
+        # A signal handler of the program may raise after any call, so none stands between a change
+        # and its end.
         try:
+            # Removed while the script runs, so that its lookups in `__main__` do not run it again.
+            self.__dict__["_xpool_script"] = None
+            # `xpool._worker.context.imported_by_worker` reads this.
+            self.__dict__["_xpool_running"] = True
             left = script.run(name, self.__dict__)
         finally:
-            if left is not None:
-                self.__dict__["_xpool_script"] = left
+            self.__dict__["_xpool_script"] = left
             self.__dict__["_xpool_running"] = False
         self.__dict__["_xpool_top"] = True  # `xpool._pickling.by_value.main.fill` reads this
         if name in self.__dict__:

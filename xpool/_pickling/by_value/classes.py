@@ -32,7 +32,7 @@ from xpool._pickling.by_value.names import name_for
 from xpool._pickling.pickler import write_blob
 from xpool._pickling.reducers import Context
 from xpool._python.hidden import registered_classes
-from xpool._python.interrupt import by_handler
+from xpool._python.interrupt import by_handler, uninterrupted
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or could have
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
@@ -204,6 +204,7 @@ _MADE_BY_PYTHON = _CACHES | {
 # -- loading a definition -------------------------------------------------------------------
 
 
+@uninterrupted  # a task that was stopped would leave bases muted
 def _make(
     token: str,
     metaclass: type,

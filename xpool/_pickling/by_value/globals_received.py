@@ -99,17 +99,31 @@ def retake(entries: list[SentGlobal]) -> None:
 
 
 def _take(entry: SentGlobal, exact: bool) -> None:
-    name, serial, first, kind, data = entry
+    name, serial = entry.name, entry.serial
     last = _incoming.serials.get(name)
     if last == serial or (last is not None and last > serial and not exact):
         return
     # Recorded first, so that a value that cannot be loaded is not tried again for each task.
     _incoming.serials[name] = serial
+    try:
+        _set(entry, last is None)
+        main.forget_initial(name)
+    except BaseException:
+        # The task was stopped.  The next task with this value sets it.
+        if last is None:
+            del _incoming.serials[name]
+        else:
+            _incoming.serials[name] = last
+        raise
+
+
+def _set(entry: SentGlobal, is_new: bool) -> None:
+    name, _, first, kind, data = entry
     holder, attribute = _place_of(name)
     if holder is None:
         return
     current = holder.get(attribute, MISSING)
-    if last is None and current is not MISSING:
+    if is_new and current is not MISSING:
         initial = "." in name or main.is_initial(name, current)
         if first and not initial:
             return  # code in this worker has set it before
@@ -137,13 +151,6 @@ def _take(entry: SentGlobal, exact: bool) -> None:
     except Exception as error:  # an object's `__setstate__` can raise any error
         value = MISSING
         _incoming.missing[name] = f"{type(error).__name__} while it was loaded: {error}"
-    except BaseException:
-        # The task was stopped.  The next task with this value loads it.
-        if last is None:
-            del _incoming.serials[name]
-        else:
-            _incoming.serials[name] = last
-        raise
     if "." in name:
         if value is not MISSING:
             setattr(main.namespace()[name.partition(".")[0]], attribute, value)

@@ -125,7 +125,7 @@ def fill(name: str) -> None:
     module = sys.modules["__main__"]
     here = vars(module)
     # The condition keeps the script's own `__getattr__` from being called with `TOP`.
-    if name != TOP or ("_xpool_script" in here and "_xpool_top" not in here):
+    if name != TOP or (here.get("_xpool_script") is not None and "_xpool_top" not in here):
         getattr(module, name, None)
 
 
@@ -185,11 +185,13 @@ def is_forked() -> bool:
 
 
 def is_initial(name: str, value: Any) -> bool:
-    """Whether this global of the replica's ``__main__`` is the initial object.
+    """Whether this global of the replica's ``__main__`` is the initial object."""
+    return _initial.get(name, MISSING) is value
 
-    A second call for the same name returns False, so that replaced objects are not kept alive.
-    """
-    return _initial.pop(name, MISSING) is value
+
+def forget_initial(name: str) -> None:
+    """Keep the initial object no longer alive.  `is_initial` returns False from now on."""
+    _initial.pop(name, None)
 
 
 def _examine(module: ModuleType | None) -> None:

@@ -20,7 +20,6 @@ from xpool._python import at_fork
 class ClassEntry:
     """The record of one by-value class (or type variable)."""
 
-    version = 0  # the version of the definition; the owner increments it when the class changes
     mark: Any = None  # the owner compares it to detect a change of the class
     names: frozenset[str] = frozenset()  # globals of __main__ that its methods use
 
@@ -28,6 +27,9 @@ class ClassEntry:
         self.token = token
         self.ref = ref  # weak
         self.own = own  # whether it was defined here, so that received definitions never change it
+        # The version of the definition.  The owner increments it when the class changes.  -1 is
+        # lower than any version, so `classes._fill` fills a received class.
+        self.version = 0 if own else -1
         self.blobs: dict[bool, bytes] = {}  # the pickled definition, by `recurse`
 
 
@@ -99,8 +101,7 @@ def shell(token: str, build: Callable[[], Any]) -> Any:
         cls = None if entry is None else entry.ref()
         if cls is None:
             cls = build()
-            # -1 is lower than any version, so `classes._fill` fills the class.
-            enter(cls, token, own=False).version = -1
+            enter(cls, token, own=False)
         return cls
 
 
