@@ -220,6 +220,8 @@ class HostWorld(World):
 
     def caller_receives(self, reply: f.Replied) -> None:
         """A caller that waits for one answer receives a reply with all its answers."""
+        if self.driver_is_dead:
+            return
         self.engine.receive(reply)
         self.deliver()
 

@@ -281,7 +281,8 @@ class HostScheduler(Waiting):
         """Recall items that a host has not begun in time.
 
         A host that still has a batch from the last look is late.  From now on it may hold as many
-        items as it has answered since then, until it answers more between two looks.
+        items as it has answered since then, until it answers more between two looks, or has
+        nothing to do.
         """
         found: list[Message] = []
         host = self.table.hosts.get(number)
@@ -290,7 +291,7 @@ class HostScheduler(Waiting):
         host.watched = False
         answers = host.answers - host.answers_then
         oldest = next(iter(host.recallable), None)
-        if host.pace is not None and answers > host.pace:
+        if host.pace is not None and (answers > host.pace or not host.ahead):
             host.pace = None
             if host.accepting:
                 self.table.with_capacity.setdefault(number)
