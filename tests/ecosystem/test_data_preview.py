@@ -89,8 +89,6 @@ def epochs(loader_class, kind, **options):
 @pytest.mark.parametrize("kind", ["shared generator", "own generator", "weights", "batches"])
 def test_the_permutations_of_torch(kind, workers):
     """The samplers draw in torch's order, whatever the program draws between epochs."""
-    # First, because the arena keeps a descriptor for a while if a process forks during a pool's
-    # end.
     wanted = epochs(theirs.DataLoader, kind)
     assert epochs(DataLoader, kind, workers=workers, prefetch_epochs=True) == wanted
 

@@ -263,3 +263,29 @@ def test_kept_servers():
             assert (found := before.leaks(5)) == [], found
         """,
     )
+
+
+@pytest.mark.xpool_only
+def test_forks_of_this_process():
+    """The pipe by which the arena sees the end of a forked process is no leak."""
+    run_ok(
+        ["-"],
+        """
+        import os
+        import warnings
+        import torch
+        import xpool
+        from xpool.testing.leaks import Snapshot, descriptors
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        with xpool.Pool(1) as pool:
+            kept = pool.apply(torch.zeros, (1 << 20,))
+        pool.join()
+        before = Snapshot.take()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert before.fds != descriptors()
+        assert (found := before.leaks(1)) == [], found
+        """,
+    )

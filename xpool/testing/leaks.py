@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import re
+import sys
 import threading
 import time
 import uuid
@@ -211,8 +212,14 @@ class Snapshot:
         """Return the descriptors opened since the snapshot if the number of open ones has grown."""
         if self.outside:
             return {}
-        now = descriptors()
-        new = {fd: to for fd, to in now.items() if self.fds.get(fd) != to}
+        now, new = self._fds()
+        arena = sys.modules.get("xpool._memory.arena")
+        if new and arena is not None:
+            # An arena keeps a pipe for each forked process until it is used after the end of that
+            # process.
+            for one in list(arena.Arena._known.values()):
+                one.statistics()
+            now, new = self._fds()
         # xpool starts a new server when the program uses more modules.  Leave out the descriptor
         # for each new server: a socket for xpool's server, a pipe for those of multiprocessing.
         for pid in set(servers()) - set(self.servers) if new else ():
@@ -221,6 +228,11 @@ class Snapshot:
             if end is not None:
                 del new[end], now[end]
         return new if len(now) > len(self.fds) else {}
+
+    def _fds(self) -> tuple[dict[int, str], dict[int, str]]:
+        """Return all open descriptors, and those opened since the snapshot."""
+        now = descriptors()
+        return now, {fd: to for fd, to in now.items() if self.fds.get(fd) != to}
 
     def leaks(self, limit: float, ignore: str = "(?!)") -> list[str]:
         """Return the leaks since the snapshot that still exist after ``limit`` seconds.
