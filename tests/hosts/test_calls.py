@@ -14,8 +14,6 @@ from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts.conversation import CALL_BYTES
 from xpool._hosts.engine import HostEngine
-from xpool._hosts.holdings import HostState
-from xpool._hosts.quotas import AHEAD_SECONDS, Quotas
 
 pytestmark = pytest.mark.xpool_only
 
@@ -107,18 +105,6 @@ def test_the_host_used_last_is_used_again(engine, fleet):
     assert answers(engine) == [(4, b"4"), (5, b"5")]
     engine.call(call_of(6))
     assert fleet.received[-1] == 1 - warm
-
-
-def test_large_items_permitted_ahead():
-    """A host may begin 8 MiB more for each worker, however short its tasks are."""
-    quotas, host = Quotas(), HostState(0, 0, 2)
-    quotas.cost = AHEAD_SECONDS / 50
-    host.nbytes, host.staged_items = 20 << 10, 20
-    assert quotas.most_ahead(host) == 2 * (1 + 50)
-    host.nbytes = 20 << 20
-    assert quotas.most_ahead(host) == 2 * (1 + 8)
-    host.nbytes = 20 << 30
-    assert quotas.most_ahead(host) == 2
 
 
 def test_an_idle_host_is_not_late(engine):

@@ -18,11 +18,6 @@ STAGED_SECONDS = 1.0
 STAGED_BYTES = 64 * 1024 * 1024
 """The most that is staged at a host: in seconds of its work, and in bytes."""
 
-AHEAD_BYTES = 8 * 1024 * 1024
-"""The most that a host may begin without another message of the driver, in bytes for each worker.
-Larger items are staged: a permission that follows them is quick, and a recall that comes too late
-makes no item travel twice."""
-
 BATCH_SECONDS = 0.004
 """Seconds of work in a batch: of one worker if the batch is bound to it, otherwise of all workers
 of the host."""
@@ -62,11 +57,7 @@ class Quotas:
         """Return how many items each worker of a host may hold besides the one that it runs."""
         if self.cost > LONG_SECONDS or host.nbytes >= STAGED_BYTES:
             return 0
-        most = min(MOST_AHEAD, math.ceil(AHEAD_SECONDS / self.cost))
-        if most * host.nbytes > AHEAD_BYTES:
-            items = len(host.permitted) + host.staged_items
-            most = min(most, AHEAD_BYTES * items // host.nbytes)
-        return most
+        return min(MOST_AHEAD, math.ceil(AHEAD_SECONDS / self.cost))
 
     def most_ahead(self, host: HostState) -> int:
         """Return the most items, not bound to a worker, that may be permitted to a host."""
