@@ -78,6 +78,7 @@ class AgentEngine:
         self.functions: dict[int, Any] = {}
         self.learned = 0
         self.began = [0] * workers
+        self.deaths = [0] * workers
         self.runs: list[Run | None] = [None] * workers
         self.wanted: list[list[tuple[int, range]]] = [[] for _ in range(workers)]
         self.unsaid = [0] * workers  # finished and not announced; one message will announce them
@@ -317,6 +318,7 @@ class AgentEngine:
         self._say(w)
         lost = self.sched.gone(w, self.began[w])
         self.began[w] = 0
+        self.deaths[w] += 1
         if lost is not None and not lost[0].withdrawn:
             batch, position = lost
             name = batch.name(batch.first + position)
@@ -363,7 +365,7 @@ class Host:
         self.whole_at = 0.0  # until then no message arrives
         self.good_from = 0.0  # since then no message was lost
         # An idle worker while a task waits, and since when.
-        self.starved: tuple[tuple[int, int], float] | None = None
+        self.starved: tuple[tuple[int, int, int], float] | None = None
         self.idle: tuple[tuple[int, int], float] | None = None  # an idle worker, and since when
         # Workers with unbegun tasks, with the number of begun ones, and since when.
         self.sat_on: dict[tuple[int, int], float] = {}
@@ -473,10 +475,10 @@ class Host:
             self._said = self.engine.cost
             self.session.say(m.Status(self._said, self.engine.statistics()))
 
-    def longest_idle(self) -> tuple[int, int] | None:
-        """Return the worker that is idle for longest, with its number of begun tasks."""
+    def longest_idle(self) -> tuple[int, int, int] | None:
+        """Return the worker that is idle for longest, its deaths and its begun tasks."""
         sched = self.engine.sched
         if not self.alive or sched.queued or not sched.idle:
             return None
         w = next(iter(sched.idle))
-        return w, self.engine.began[w]
+        return w, self.engine.deaths[w], self.engine.began[w]
