@@ -203,17 +203,15 @@ def test_an_import_that_ends_in_time(process_kind, make_pool, mailbox, gate):
 
 TOP_OF_A_SCRIPT = """
 import os
-import time
 from xpool import Pool
 from xpool._engine import monitor
+from xpool.testing.waiting import Gate, Mailbox, pass_gate, post
 
 def at_top():
-    with open("top", "a") as file:
-        file.write("begun ")
-    while __name__ != "__main__" and not os.path.exists("gate"):
-        time.sleep(0.001)
-    with open("top", "a") as file:
-        file.write("ended ")
+    if __name__ != "__main__":
+        post("mailbox", "begun")
+        pass_gate("gate")
+        post("mailbox", "ended")
 
 at_top()
 
@@ -222,16 +220,16 @@ def double(x):
 
 if __name__ == "__main__":
     monitor.STOP_GRACE_SECONDS = 3600  # the worker is not killed
+    mailbox, gate = Mailbox("mailbox"), Gate("gate")
     pool = Pool(1)
     result = pool.apply_async(double, (1,))
-    while open("top").read() != "begun ended begun ":
-        time.sleep(0.001)
+    assert mailbox.line() == "begun"
     pid = pool.apply_async(os.getpid)  # waits behind the first call
     assert result.cancel()
-    open("gate", "x").close()
+    gate.open(2)  # one is for a top that runs again
     assert pool.apply(double, (4,)) == 8
     assert pid.get() == pool.apply(os.getpid)
-    assert open("top").read() == "begun ended begun ended "
+    assert mailbox.line() == "ended" and mailbox.empty()
     pool.terminate()
     pool.join()
 """

@@ -371,8 +371,8 @@ class HostScheduler(Waiting):
                     self.put_back(part)
         if host.accepting:
             # The host goes behind the one for which the items were recalled.
-            self.table.with_capacity.pop(number, None)
             self.table.with_capacity[number] = None
+            self.table.with_capacity.move_to_end(number)
 
     def withdraw(self, job: int, index: int | None = None) -> list[Message]:
         """Drop a job that has ended, or one item of it; return messages that stop running items."""

@@ -190,7 +190,7 @@ def is_initial(name: str, value: Any) -> bool:
 
 
 def forget_initial(name: str) -> None:
-    """Keep the initial object no longer alive.  `is_initial` returns False from now on."""
+    """Let the initial object go.  `is_initial` returns False for this name from now on."""
     _initial.pop(name, None)
 
 
