@@ -294,6 +294,22 @@ def ask_score(item):
     return item.score()
 
 
+def test_the_file_is_whole_at_the_end(pool, path):
+    """When the results are there, the journal is closed: SQLite keeps nothing beside its file."""
+    beside = Path(f"{path}-wal")
+    calls = [
+        lambda: pool.map(work.square, range(9), journal=path),
+        lambda: list(pool.imap(work.square, range(99), journal=path)),
+        lambda: list(pool.imap_unordered(work.square, iter(()), journal=path)),
+    ]
+    for call in calls * 5:
+        call()
+        assert path.exists() and not beside.exists()
+    with pytest.raises(TypeError):
+        list(pool.imap(work.square, [1, None, 2], journal=path))
+    eventually(lambda: not beside.exists(), "the journal is closed")
+
+
 def test_another_function_is_refused(pool, path, tmp_path):
     """A journal belongs to one function. Other files are refused."""
     pool.map(work.square, [1], journal=path)

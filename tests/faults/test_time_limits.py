@@ -17,6 +17,8 @@ from support import scripts, work
 from support.limits import WAIT
 from support.waiting import eventually, wait_gone
 
+from xpool._wire.outbox import STOP_SIGNAL
+
 from .test_saboteurs import check_usable, story
 
 pytestmark = pytest.mark.xpool_only
@@ -75,6 +77,74 @@ def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, l
     assert stopped(pool.apply_async(work.count_up, (str(log),), timeout=LIMIT)).pid == pid
     assert log.read_text() == "cleaned\n"
     assert pool.apply(work.pid) == pid
+
+
+def count_and_tidy(log):
+    """Count for ever; when interrupted, get a second request to stop, then log a line."""
+    n = 0
+    try:
+        while True:
+            n += 1
+    finally:
+        tidy(log)
+
+
+def tidy(log):
+    """Get another signal, as when the program asks for stacks; log a line."""
+    os.kill(os.getpid(), STOP_SIGNAL)
+    for _ in range(1000):  # the main thread of a group of workers handles the signal
+        time.sleep(0)
+    work.log_line(log, "tidied")
+
+
+def test_a_signal_during_the_cleanup(process_kind, make_pool, log):
+    """A further signal does not interrupt the cleanup. The error shows where the task was stopped,
+    and so does that of the next task."""
+    pool = make_pool(process_kind, 1)
+    for times in (1, 2):
+        error = stopped(pool.apply_async(count_and_tidy, (str(log),), timeout=LIMIT))
+        assert "in count_and_tidy" in error.stack and "in tidy" not in error.stack
+        assert log.read_text() == "tidied\n" * times
+    error = stopped(pool.apply_async(work.count_up, timeout=LIMIT))
+    assert "in count_up" in error.stack and "count_and_tidy" not in error.stack
+
+
+A_STACK_BEFORE_THE_REQUEST = """
+import signal, sys
+from xpool._wire.outbox import NO_LIMIT, Outbox, STOP_SIGNAL, make_file
+from xpool._worker import stopping
+from xpool.errors import TaskStopped
+
+fd = make_file()
+box = Outbox(fd)
+
+def task():
+    box.ask(NO_LIMIT)
+    signal.raise_signal(STOP_SIGNAL)
+    assert "in task" in box.stack()
+    box.ask(1)  # clears the page
+    # The handler runs only now, as if the task had just left C code.
+    signal.getsignal(STOP_SIGNAL)(STOP_SIGNAL, sys._getframe())
+    print("not raised", flush=True)
+    while True:
+        pass
+
+box.forbid(NO_LIMIT)
+stopping.listen(box, fd, task.__code__)
+assert box.enter(0)
+try:
+    task()
+except TaskStopped:
+    assert "in task" in box.stack(), box.stack()
+    print("stopped")
+"""
+
+
+def test_a_stack_from_before_the_request_to_stop(tmp_path):
+    """A task is not stopped before its stack is in the page: a request for stacks, handled late,
+    does not count as the request to stop."""
+    script = scripts.write(tmp_path / "script.py", A_STACK_BEFORE_THE_REQUEST)
+    assert scripts.run_ok([script]).split() == ["not", "raised", "stopped"]
 
 
 def alarmed(seconds):

@@ -96,6 +96,13 @@ class JobTable:
             if isinstance(job, Stream) and job.end(length):
                 self.complete(job)
 
+    def end_recorded(self, number: int, length: int) -> None:
+        """As `end_input`, for a stream whose answers are all in a journal, which is closed."""
+        with self._delivering:
+            job = self.unanswered.get(number)
+            if isinstance(job, Stream) and Stream.end(job, length):
+                self.complete(job)
+
     def complete(self, job: Job) -> None:
         """Have the callback of an answered job called, or release its callers now."""
         if job.has_callback:

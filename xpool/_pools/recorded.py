@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
-from xpool._calls.results import PickledResult, Unopened
+from xpool._calls.results import PickledResult, Unopened, tasks_in
 from xpool._calls.streams import BOOKKEEPING, IMapIterator, Stream, weigh
 from xpool._pools.job_table import JobTable
 from xpool._pools.journal import Journal, Stored
@@ -16,11 +16,15 @@ from xpool.pickle import dumps
 AT_ONCE = 1000
 """The most answers that are written in one transaction."""
 
+_Answer = tuple[int, bool, Any]
+_Arrivals: TypeAlias = "queue.SimpleQueue[_Answer | int | None]"  # answers, input's length, or end
+
 
 class Recorded(Stream):
     """A stream whose answers are stored in a journal before its iterator gets them.
 
-    ``deliver`` passes answers to a thread, which stores them and then delivers them.
+    ``deliver`` passes answers to a thread, which stores them and then delivers them.  The stream
+    ends when the journal is closed: until then its file lacks what SQLite keeps beside it.
     """
 
     def __init__(
@@ -36,10 +40,10 @@ class Recorded(Stream):
         self._keys: dict[int, str] = {}  # keys of submitted items, by index
         self._count: Callable[[int], object] | None = None  # the stream's `answers`
         # The thread does not hold the job, so that a dropped iterator is noticed.
-        self._queue: queue.SimpleQueue[tuple[int, bool, Any] | None] = queue.SimpleQueue()
+        self._arrivals: _Arrivals = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_write_all,
-            args=(self._queue, self._keys, journal, jobs, number),
+            args=(self._arrivals, self._keys, journal, jobs, number),
             name="xpool-journal",
             daemon=True,
         )
@@ -68,49 +72,69 @@ class Recorded(Stream):
             self._count(1)
         # Count it now, since an answer that waits to be stored takes memory, too.
         self.hold_back(value)
-        self._queue.put((index, ok, value))
+        self._arrivals.put((index, ok, value))
         return False
 
     def record(self, index: int, ok: bool, value: Any) -> bool:
         self.hold_back(value, -1)
         return super().record(index, ok, value)
 
+    def end(self, length: int) -> bool:
+        self._arrivals.put(length)
+        return False
+
     def release(self) -> None:
-        self._queue.put(None)
+        self._arrivals.put(None)
         super().release()
 
 
 def _write_all(
-    results: queue.SimpleQueue[tuple[int, bool, Any] | None],
-    keys: dict[int, str],
-    journal: Journal,
-    jobs: JobTable,
-    number: int,
+    arrivals: _Arrivals, keys: dict[int, str], journal: Journal, jobs: JobTable, number: int
 ) -> None:
-    """Store answers as they arrive, until None arrives."""
-    end = False
+    """Store answers as they arrive, until all tasks of the input are answered, or None arrives."""
+    length, answered = None, 0
+    released = False
     try:
-        while not end:
-            answers = [results.get()]
-            # Answers that arrived during the last commit share the next one.
-            while len(answers) < AT_ONCE and not results.empty():
-                answers.append(results.get())
-            there = [answer for answer in answers if answer is not None]
-            end = len(there) < len(answers)
-            rows: list[tuple[str, bytes]] = []
-            for n, (index, ok, value) in enumerate(there):
-                if ok and type(value) is not Stored:
-                    there[n] = index, ok, _pickled(index, value, keys, rows)
-            journal.write(rows)
-            for answer in there:
-                jobs.deliver_recorded(number, *answer)
-            del answers, there, rows
+        while answered != length and not released:
+            answers: list[_Answer] = []
+            for one in _next(arrivals):
+                if isinstance(one, int):
+                    length = one
+                elif one is None:
+                    released = True
+                else:
+                    answers.append(one)
+            answered += sum(tasks_in(value) for _, _, value in answers)
+            _store(answers, keys, journal)
+            answers.reverse()
+            while answers:  # removes them, since they may be large
+                jobs.deliver_recorded(number, *answers.pop())
+            del one
+        journal.close()
+        if length is not None:
+            jobs.end_recorded(number, length)
     except BaseException as exc:
+        journal.close()
         job = jobs.unanswered.get(number)
         if job is not None:
             jobs.fail([job], exc)
-    finally:
-        journal.close()
+
+
+def _next(arrivals: _Arrivals) -> list[_Answer | int | None]:
+    """Wait for an arrival; return it and those behind it, which share a transaction."""
+    there = [arrivals.get()]
+    while len(there) < AT_ONCE and not arrivals.empty():
+        there.append(arrivals.get())
+    return there
+
+
+def _store(answers: list[_Answer], keys: dict[int, str], journal: Journal) -> None:
+    """Store the results among these answers; replace those that cannot be pickled by errors."""
+    rows: list[tuple[str, bytes]] = []
+    for n, (index, ok, value) in enumerate(answers):
+        if ok and type(value) is not Stored:
+            answers[n] = index, ok, _pickled(index, value, keys, rows)
+    journal.write(rows)
 
 
 def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str, bytes]]) -> Any:

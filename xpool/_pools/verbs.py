@@ -297,6 +297,7 @@ def map_now(
                 raise
             # Continue, so that the results of all other items are stored in the journal.
             error = error or exc
+    next(results, None)  # the end of the stream: the journal is closed
     if error is not None:
         raise error
     return values

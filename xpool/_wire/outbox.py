@@ -126,6 +126,10 @@ class Outbox:
         """Whether the parent has asked to break off the item that was entered last."""
         return self.words[_STOP] == self.words[_BEGAN]
 
+    def has_text(self, end: int) -> bool:
+        """Whether the parent has not cleared the stack that ends at this offset of the file."""
+        return self._map[end - 1] != 0
+
     def count_dropped(self, number: int) -> None:
         self.words[_DROPPED] = number
 
@@ -207,7 +211,7 @@ class Outbox:
 
     def stack(self) -> str:
         """Return the text that the worker has written since the last request."""
-        return self._map[STACK_AT:SIZE].split(b"\0", 1)[0].decode(errors="replace")
+        return self._map[STACK_AT:SIZE].lstrip(b"\0").split(b"\0", 1)[0].decode(errors="replace")
 
     @property
     def intact(self) -> bool:

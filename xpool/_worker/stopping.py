@@ -20,7 +20,7 @@ from types import CodeType, FrameType
 
 from xpool._python.import_hooks import IMPORTER
 from xpool._python.interrupt import keeps_clear, may_raise
-from xpool._wire.outbox import SIZE, STACK_AT, STOP_SIGNAL, TASK_LINE, Outbox
+from xpool._wire.outbox import SIZE, STACK, STACK_AT, STOP_SIGNAL, TASK_LINE, Outbox
 from xpool._worker.callables import item_of
 from xpool.errors import TaskStopped
 
@@ -60,20 +60,33 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
     ``fd`` is the outbox's file, kept open for the stack.
     """
 
+    raised = 0  # the last item in which it raised, plus 1
+
     def stop(signum: int, frame: FrameType | None) -> None:
-        is_told = box.told_to_stop()
-        # Write the item after the stack, if there is room.
-        if not is_told and os.lseek(fd, 0, os.SEEK_CUR) < SIZE - 1024:
-            os.write(fd, f"{TASK_LINE}{item_of(frame)}\n".encode())
-        os.lseek(fd, STACK_AT, os.SEEK_SET)  # for the next stack
-        if not is_told:
-            return  # only the stack was asked for, or the task has ended
+        nonlocal raised
+        end = os.lseek(fd, 0, os.SEEK_CUR)
+        if not box.told_to_stop():  # only the stack was asked for, or the task has ended
+            # Write the item after the stack, if there is room.
+            if end < SIZE - 1024:
+                os.write(fd, f"{TASK_LINE}{item_of(frame)}\n".encode())
+            os.lseek(fd, STACK_AT, os.SEEK_SET)  # for the next stack
+            return
+        began = box.began
+        if began == raised:
+            return  # a second exception would interrupt the task's cleanup
         at = frame
         while at is not None and at.f_code is not inside:
             at = at.f_back
+        # Without a text, this signal asked for the stack before the parent named an item.
+        if at is not None and box.has_text(end) and may_stop(frame, at):
+            # The next stack follows this one, which the parent reads first.  So that of a signal
+            # that arrives during the task's cleanup does not replace it.
+            if end > STACK_AT + STACK // 2:
+                os.lseek(fd, STACK_AT, os.SEEK_SET)
+            raised = began
+            raise TaskStopped("its time is over, or it was cancelled")
+        os.lseek(fd, STACK_AT, os.SEEK_SET)
         if at is not None:
-            if may_stop(frame, at):
-                raise TaskStopped("its time is over, or it was cancelled")
             # `threading.Thread.start` would wait for the thread, and this is a handler.
             _thread.start_new_thread(again, (signum,))
 

@@ -150,6 +150,9 @@ class _WorkerThread(threading.Thread):
     # -- in the main thread --------------------------------------------------------------------
 
     def tell(self) -> None:
+        """Write its stack, but keep that of a task in which it was told to stop."""
+        if self.box.told_to_stop() and self._raised == self.box.began:
+            return
         frame = sys._current_frames().get(self.ident or 0)
         text = f"{stack_of(frame)}\n{TASK_LINE}{item_of(frame)}\n"
         os.pwrite(self.fd, text.encode()[: STACK - 1] + b"\0", STACK_AT)
