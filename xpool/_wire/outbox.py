@@ -127,8 +127,8 @@ class Outbox:
         return self.words[_STOP] == self.words[_BEGAN]
 
     def has_text(self, end: int) -> bool:
-        """Whether the parent has not cleared the stack that ends at this offset of the file."""
-        return self._map[end - 1] != 0
+        """Whether a stack ends at this offset of the file, and the parent has not cleared it."""
+        return end > STACK_AT and self._map[min(end, SIZE) - 1] != 0
 
     def count_dropped(self, number: int) -> None:
         self.words[_DROPPED] = number
