@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
 import signal
+import socket
 import time
 from typing import Any
 
@@ -91,6 +94,45 @@ def test_a_failure_ends_pending_operations(make_pool, how, by_torch):
         after = pool.run_all(work.pid)
         if not by_torch:  # otherwise a worker may be killed in torch's code
             assert [pids[i] == after[i] for i in (0, 2, 3)] == [True] * 3
+
+
+_held: list[Any] = []
+
+
+def hold_the_store() -> None:
+    """Keep the store of this generation alive."""
+    world = get_world()
+    assert world is not None
+    _held.append(world._store)
+
+
+def drop_the_store() -> int:
+    _held.clear()
+    return os.getpid()
+
+
+@pytest.mark.parametrize("again", ["after a failure", "by another call"])
+def test_the_file_of_an_earlier_store_stays_open(make_pool, again):
+    """torch opens a store's file by its path once more when a member drops the store. The
+    descriptor in this path belongs to nothing else by then: torch would write into another file, or
+    abort at a socket."""
+    pool = make_pool(P2PPool, 2)
+    pool.create_group(timeout=TIMEOUT)
+    pool.run_all(hold_the_store)
+    if again == "after a failure":
+        with pytest.raises(KeyError):
+            pool.run_all(fails, "raise", False)
+    else:
+        pool.create_group(timeout=TIMEOUT)
+    assert pool.run_all(total) == [3.0] * 2
+    gc.collect()
+    pids = pool.run_all(work.pid)
+    with contextlib.ExitStack() as sockets:
+        for _ in range(8):  # these take the numbers that are free
+            for one in socket.socketpair():
+                sockets.enter_context(one)
+        assert pool.run_all(drop_the_store) == pids
+        assert pool.run_all(work.pid) == pids
 
 
 class PickledLate(KeyError):

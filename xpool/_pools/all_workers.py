@@ -142,7 +142,8 @@ class AllWorkers:
     def create_group(self, group: WorkerGroup) -> WorkerGroup:
         """Make the workers members of this group, which replaces an earlier one."""
         with self._order:
-            group.generation = 0 if self._group is None else self._group.generation
+            if self._group is not None:
+                group.generation, group.files = self._group.generation, self._group.files
             group.rebuild()
             self._group = group
         return group

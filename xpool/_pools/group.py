@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, Protocol
 
 from xpool._calls.options import check_seconds
@@ -10,6 +11,11 @@ from xpool.errors import OptionError, PeerLost, WorkerDied
 
 ATTEMPTS = 3
 """Attempts to make the group while workers die."""
+
+KEPT = 16
+"""How many files of stores stay open.  When a member drops the store of an earlier generation, torch
+opens its file once more, to write to it.  It does so by the number of this process's descriptor, so
+this number must not belong to another file or socket by then."""
 
 BACKENDS = ("gloo", "nccl", "xla")
 
@@ -59,7 +65,9 @@ class WorkerGroup:
         self._workers = workers
         self._members: list[int] = []  # the process ids of the members, by worker
         self._failed = True
-        self._store: Any = None  # the store through which the members have met
+        # The stores through which the members have met: files on one machine, else the last server.
+        self.files: deque[File] = deque(maxlen=KEPT)
+        self._server: Any = None
 
     def _check_backend(self, contexts: list[Any], share_processes: bool, size: int) -> None:
         if self.backend not in BACKENDS:
@@ -115,19 +123,20 @@ class WorkerGroup:
             return
 
     def _meet(self) -> str:
-        """Open a store for the ranks, which lasts until the next call; return its address."""
+        """Open a store for the ranks, which lasts until the next call at least; return its address."""
         hosts = self._workers.hosts
         if hosts is None:
-            self._store = File()
+            file = File()
+            self.files.append(file)
             # Include the generation: each world needs another address, but a file may get the
             # descriptor of an earlier one.
-            return f"file://{self._store.key[0]}?generation={self.generation}"
+            return f"file://{file.key[0]}?generation={self.generation}"
         from torch.distributed import TCPStore
 
         # The store is in the driver, not at rank 0: only the driver's address is surely reachable.
         host = hosts.driver_address()
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return f"tcp://{host}:{self._store.port}"
+        self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return f"tcp://{host}:{self._server.port}"
 
     def wrap(self, func: Any) -> Any:
         """Return a function that runs ``func`` in the group; rebuild the group if it is broken."""
