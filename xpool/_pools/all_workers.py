@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,11 @@ STOPPING = 5.0
 """Seconds to wait until the other workers have left a failed call.  The engine kills those that do
 not leave within a tenth of a second."""
 
+STORES = 16
+"""How many files of groups' stores stay open.  When a worker drops the store of an earlier group or
+generation, torch opens its file once more, to write to it.  It does so by the number of this
+process's descriptor, so this number must not belong to another file or socket by then."""
+
 
 class AllWorkers:
     """Calls on all workers of a pool at once; it does not hold the pool.
@@ -64,6 +70,8 @@ class AllWorkers:
         # Guards the size, and the order of the calls on all workers.
         self._order = threading.RLock()
         self._group: WorkerGroup | None = None
+        # The files through which the members of groups have met.
+        self.stores: deque[File] = deque(maxlen=STORES)
         self._broadcast: list[File] = []  # broadcast objects that are not in an arena
 
     def run(self, func: Any, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
@@ -142,8 +150,7 @@ class AllWorkers:
     def create_group(self, group: WorkerGroup) -> WorkerGroup:
         """Make the workers members of this group, which replaces an earlier one."""
         with self._order:
-            if self._group is not None:
-                group.generation, group.files = self._group.generation, self._group.files
+            group.generation = 0 if self._group is None else self._group.generation
             group.rebuild()
             self._group = group
         return group

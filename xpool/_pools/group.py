@@ -12,11 +12,6 @@ from xpool.errors import OptionError, PeerLost, WorkerDied
 ATTEMPTS = 3
 """Attempts to make the group while workers die."""
 
-KEPT = 16
-"""How many files of stores stay open.  When a member drops the store of an earlier generation, torch
-opens its file once more, to write to it.  It does so by the number of this process's descriptor, so
-this number must not belong to another file or socket by then."""
-
 BACKENDS = ("gloo", "nccl", "xla")
 
 
@@ -26,6 +21,7 @@ class Workers(Protocol):
     name: str
     size: int
     hosts: Any
+    stores: deque[File]
 
     def pids(self) -> list[int | None]: ...
 
@@ -65,9 +61,7 @@ class WorkerGroup:
         self._workers = workers
         self._members: list[int] = []  # the process ids of the members, by worker
         self._failed = True
-        # The stores through which the members have met: files on one machine, else the last server.
-        self.files: deque[File] = deque(maxlen=KEPT)
-        self._server: Any = None
+        self._server: Any = None  # the store over hosts; that on one machine is a file
 
     def _check_backend(self, contexts: list[Any], share_processes: bool, size: int) -> None:
         if self.backend not in BACKENDS:
@@ -127,7 +121,7 @@ class WorkerGroup:
         hosts = self._workers.hosts
         if hosts is None:
             file = File()
-            self.files.append(file)
+            self._workers.stores.append(file)
             # Include the generation: each world needs another address, but a file may get the
             # descriptor of an earlier one.
             return f"file://{file.key[0]}?generation={self.generation}"
