@@ -205,7 +205,8 @@ def test_timeouts(make_pool):
 
 
 def flood() -> int:
-    me, sent = current_worker(), 0
+    me, sent = current_worker(), 1
+    me.send(1, 0)  # opens the channel, however long that takes
     try:
         while True:
             me.send(1, sent, 0.05)
@@ -287,7 +288,8 @@ def test_a_peer_that_dies_before_it_has_a_channel(make_pool):
 
 
 def send_until_lost(box: str) -> int:
-    me, sent = current_worker(), 0
+    me, sent = current_worker(), 1
+    me.send(1, 0)  # opens the channel, however long that takes
     try:
         while True:
             me.send(1, torch.ones(LARGE))
