@@ -117,7 +117,7 @@ class WorkerGroup:
             return
 
     def _meet(self) -> str:
-        """Open a store for the ranks, which lasts until the next call at least; return its address."""
+        """Open a store for the ranks, which outlives at least the next call; return its address."""
         hosts = self._workers.hosts
         if hosts is None:
             file = File()
