@@ -201,7 +201,7 @@ MESSAGES = [
     m.Answer(1, 2, 3, False, ValueError),
     m.Again(1, 2, True),
     m.Given([1]),
-    m.Unbegun(1, 2, 3),
+    m.Unbegun(-1, 1, 2, 3),
     m.Status(0.5, {"ready": 1}),
     m.Failed(ValueError),
     m.Ended(),

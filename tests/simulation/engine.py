@@ -17,6 +17,7 @@ from typing import Any
 from xpool._engine.answers import EngineOptions
 from xpool._engine.engine import Engine, System
 from xpool._engine.jobs.budget import START_ATTEMPTS
+from xpool._engine.jobs.ranges import name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Limit, TaskRange, Terms
 from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.start_limit import STOP_GRACE_SECONDS
@@ -460,7 +461,7 @@ class EngineWorld(World):
             its = [batch for batch in in_flight.held if batch.job == job]
             self.asked += [(batch, w, began, self.now) for batch in its]
 
-    def handed_back(self, job: int, index: int) -> None:
+    def handed_back(self, job: int, index: int, payload: Any) -> None:
         """A task is given back; the engine gets it again and must run it."""
         task = self.known[job, index]
         self.note(f"{self.now:.6f}", "task", index, "of job", job, "is given back")
@@ -468,7 +469,8 @@ class EngineWorld(World):
             return
         if task.begun > task.died + task.over + task.failed:
             self.wrong(f"task {index} of job {job} is given back, and is run")
-        payload = self.payloads[job, index]
+        if payload != self.payloads[job, index]:
+            self.wrong(f"task {index} of job {job} is given back as {payload!r}")
         number, first = (job, index) if self.funcs[job] else (CALLS, job)
         left = max(0, task.retries - task.begun - task.died_at_door)
         limit = self.limits.get(job)
@@ -528,7 +530,8 @@ class EngineWorld(World):
         while results:
             job, index, (ok, value) = results.popleft()
             if ok is None:
-                self.handed_back(job, index)
+                for position, payload in enumerate(value.items):
+                    self.handed_back(*name_of(value.job, value.first + position), payload)
                 continue
             if isinstance(value, WorkerDied):
                 self.check_death(job, index, value)

@@ -123,8 +123,8 @@ class AgentEngine:
         self._give()
 
     def give_back(self, job: int, items: range) -> None:
-        for index in reversed(self.sched.take_out(job, items)):
-            self.results.append((*name_of(job, index), (None, None)))
+        for one in reversed(self.sched.take_out(job, items)):
+            self.results.append((*name_of(job, one.first), (None, one)))
             self.host.news()
         for w, began in enumerate(self.began):
             if any(one.job == job and one.first in items for one in self.sched.in_flight[w].held):
@@ -414,8 +414,10 @@ class Host:
             return
         one = call.number, reply
         begun = self.session.called(call)
-        if self.session.retiring and self.session._staged and not self.world.early_close:
-            self.world.wrong(f"{self.name} keeps {self.session._staged} at its end")
+        # Below 0: the driver may not know yet that the host has staged it.
+        staged = [batch for batch in self.session._staged if batch > 0]
+        if self.session.retiring and staged and not self.world.early_close:
+            self.world.wrong(f"{self.name} keeps {staged} at its end")
         if begun is None:
             self._waiting.append(one)
             self._wait(one)

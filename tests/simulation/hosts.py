@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xpool._engine.answers import CULPRIT
-from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange, Terms
+from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange, Terms, name_of
 from xpool._hosts import fleet as f
+from xpool._hosts import messages as m
 from xpool._hosts import quotas as policy
 from xpool._hosts.engine import HostEngine
 from xpool._hosts.scheduler import BATCH_BYTES
@@ -664,13 +665,20 @@ class HostWorld(World):
             if item.terms.tries != task.tries or item.terms.retries != task.retries - task.tries:
                 self.wrong(f"{item.items[0].task} has {item.terms}")
 
-        def back(number: int, job: int, first: int, tasks: int) -> None:
+        def back(number: int, kept: int, job: int, first: int, tasks: int) -> Any:
             self.note(self.at, tasks, "tasks from", (job, first), "are given back by host", number)
             self.warm.pop(number, None)
-            unbegun(number, job, first, tasks)
             for item in range(first, first + tasks):
-                self.granted.discard((number, (job, item)))
-                self.unbegun.pop((number, (job, item)), None)
+                self.granted.discard((number, name_of(job, item)))
+                self.unbegun.pop((number, name_of(job, item)), None)
+            found = unbegun(number, kept, job, first, tasks)
+            host = sched.table.hosts.get(number)
+            if host is not None:
+                stays = any(batch.number == kept for batch in host.staged)
+                drops = any(type(one) is m.Drop and kept in one.batches for _, one in found)
+                if stays == drops:
+                    self.wrong(f"batch {kept} stays at host {number}: {stays}; drops it: {drops}")
+            return found
 
         sched._permit, sched.put_again, sched.unbegun = permitting, again, back
         sched.answered = answered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from xpool._engine.jobs.ranges import CALLS, TaskRange
+from xpool._engine.jobs.ranges import CALLS, TaskRange, piece
 from xpool._engine.jobs.scheduler import Scheduler
 from xpool._engine.jobs.waiting import Waiting
 from xpool._hosts import messages as m
@@ -109,27 +109,31 @@ def _(patch: Patch) -> None:
     wrap(patch, HostScheduler, "_drop", drop)
 
 
-@mutant("tasks that are given back are queued twice")
+@mutant("tasks that are given back are queued, too")
 def _(patch: Patch) -> None:
-    def unbegun(original: Any, sched: HostScheduler, *which: int) -> None:
-        put_back = sched.put_back
+    def unbegun(original: Any, sched: HostScheduler, number: int, kept: int, *which: int) -> Any:
+        found = original(sched, number, kept, *which)
+        for batch in sched.table.hosts[number].staged:
+            if batch.number == kept:
+                sched.put_back(piece(batch.items, 0, batch.left))
+        return found
 
-        def twice(part: TaskRange) -> None:
-            put_back(TaskRange(part.job, part.func, part.first, part.items, None, part.terms))
-            put_back(part)
+    wrap(patch, HostScheduler, "unbegun", unbegun)
 
-        sched.put_back = twice  # type: ignore[method-assign]
-        original(sched, *which)
-        del sched.put_back
+
+@mutant("a host keeps tasks that were withdrawn while it gave them back")
+def _(patch: Patch) -> None:
+    def unbegun(original: Any, sched: HostScheduler, *which: int) -> Any:
+        return [one for one in original(sched, *which) if type(one[1]) is not m.Drop]
 
     wrap(patch, HostScheduler, "unbegun", unbegun)
 
 
 @mutant("tasks that are given back also begin")
 def _(patch: Patch) -> None:
-    def take_out(original: Any, sched: Scheduler, job: int, items: range) -> list[int]:
+    def take_out(original: Any, sched: Scheduler, job: int, items: range) -> list[TaskRange]:
         found = [one for one in sched.shared if one.job == job and one.first in items]
-        return [i for one in found for i in range(one.first, one.first + len(one.items))]
+        return [piece(one, 0, len(one.items)) for one in found if one.items]
 
     wrap(patch, Scheduler, "take_out", take_out)
 

@@ -15,13 +15,13 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from xpool._engine.jobs.ranges import TaskRange, Terms
 from xpool._hosts import messages as m
 from xpool._hosts.conversation import CALLS_IN_FLIGHT
-from xpool._hosts.scheduler import HostScheduler
+from xpool._hosts.scheduler import HostScheduler, Message
 from xpool._hosts.service import BEAT_SECONDS
 
 __all__ = ["Cluster", "Outcome"]
@@ -40,13 +40,15 @@ class Outcome(NamedTuple):
 
     ``busy``: the share of time that workers work until no task waits; ``tail``: seconds from then
     to the end; ``lost``: tasks that were permitted to the lost host and not answered; ``begun``:
-    those of them that it had begun; ``policy``: seconds of the real scheduler for a task.
+    those of them that it had begun; ``sent``: how often a task was sent to a host, on average;
+    ``policy``: seconds of the real scheduler for a task.
     """
 
     busy: float
     tail: float
     lost: int
     begun: int
+    sent: float
     policy: float
 
 
@@ -55,6 +57,7 @@ class _Host:
         self.cluster, self.number = cluster, number
         self.free = WORKERS
         self.staged: dict[int, m.Stage] = {}
+        self.kept = 0
         self.waiting: deque[tuple[int, int]] = deque()  # batch, and index of a task
         self.news: list[Any] = []
         self.may_reply = 0.0  # when there is a call to reply to
@@ -69,19 +72,24 @@ class _Host:
                 for batch in message.batches:
                     del self.staged[batch]
             elif type(message) is m.Back:
-                asked = [batch for batch, *_ in message.batches]
-                mine = [one for one in self.waiting if one[0] in asked]
-                for one in mine:
-                    self.waiting.remove(one)
-                self.say(m.Given(asked))
-                for _, index in reversed(mine):
-                    self.say(m.Unbegun(1, index, 1))
+                self.say(m.Given([batch for batch, *_ in message.batches]))
+                for batch, *_ in message.batches:
+                    self.keep(batch)
             elif type(message) is m.Go:
                 for batch in message.batches:
                     stage = self.staged.pop(batch)
                     for i in range(stage.first, stage.first + len(stage.items)):
                         self.waiting.append((batch, i))
         self.begin()
+
+    def keep(self, batch: int) -> None:
+        """Give back the tasks of a batch that no worker has begun, and stage them."""
+        mine = [index for one, index in self.waiting if one == batch]
+        if mine:
+            self.waiting = deque(one for one in self.waiting if one[0] != batch)
+            self.kept -= 1
+            self.staged[self.kept] = m.Stage(self.kept, 1, 0, mine[0], mine)
+            self.say(m.Unbegun(self.kept, 1, mine[0], len(mine)))
 
     def begin(self) -> None:
         cluster = self.cluster
@@ -124,10 +132,17 @@ class Cluster:
         trip: seconds of a round trip.
         each: tasks for each worker.
         loses: whether a host goes when half of the tasks are done.
+        cost: seconds of a task that the driver expects, if not ``length``.
     """
 
     def __init__(
-        self, hosts: int, length: float, trip: float, each: float, loses: bool = True
+        self,
+        hosts: int,
+        length: float,
+        trip: float,
+        each: float,
+        loses: bool = True,
+        cost: float | None = None,
     ) -> None:
         self.length, self.trip, self.loses = length, trip, loses
         self.draw = random.Random(hosts)
@@ -141,10 +156,10 @@ class Cluster:
         self.done = 0
         self.work = 0.0
         self.drained_at = self.worked_then = 0.0
-        self.lost = self.begun = 0
+        self.lost = self.begun = self.sent = 0
         self.policy = 0.0
         self.sched = HostScheduler()
-        self.sched.quotas.cost = length
+        self.sched.quotas.cost = length if cost is None else cost
         for number in range(hosts):
             self.sched.expect(number, WORKERS)
             self.sched.join(number)
@@ -168,6 +183,7 @@ class Cluster:
             self.now - self.drained_at,
             self.lost,
             self.begun,
+            self.sent / self.tasks,
             self.policy / self.tasks,
         )
 
@@ -187,10 +203,15 @@ class Cluster:
         self.driver_free = max(self.now, self.driver_free) + CALL * len(self.hosts)
         self.at(self.now + BEAT_SECONDS, self.beat)
 
-    def turn(self) -> None:
+    def look(self, number: int) -> None:
+        """The driver checks whether a host is late."""
+        self.turn(self.sched.look(number))
+
+    def turn(self, looked: Iterable[Message] = ()) -> None:
         """The driver handles all messages that have arrived, then sends waiting tasks."""
         self.awake = False
         inbox, self.inbox = self.inbox, []
+        given: list[Message] = []
         busy = 0.0
         began = time.thread_time()
         for number, news in inbox:
@@ -198,15 +219,20 @@ class Cluster:
                 if type(message) is m.Given:
                     self.sched.given(number, message.batches)
                 elif type(message) is m.Unbegun:
-                    self.sched.unbegun(number, *message)
+                    given += self.sched.unbegun(number, *message)
                 elif self.sched.answered(number, 1, message, 1):
                     self.done += 1
             busy += ITEM * len(news)
         if self.loses and self.done >= self.tasks / 2:
             self.lose()
         messages: dict[int, list[Any]] = {}
-        for number, message in self.sched.give():
+        for number, message in itertools.chain(looked, given, self.sched.give()):
             messages.setdefault(number, []).append(message)
+            if type(message) is m.Stage:
+                self.sent += len(message.items)
+        while self.sched.table.unwatched:
+            number = self.sched.table.unwatched.popitem()[0]
+            self.at(self.now + self.sched.quotas.look_seconds + 2 * self.trip, self.look, number)
         self.policy += time.thread_time() - began
         self.driver_free = max(self.now, self.driver_free) + busy
         for number, its in messages.items():

@@ -31,3 +31,10 @@ def test_the_last_tasks_are_shared():
     """When no task waits, idle hosts get staged and unbegun tasks of others."""
     outcome = Cluster(20, 0.05, 0.002, each=10.0, loses=False).run()
     assert outcome.tail < 0.3
+
+
+def test_few_tasks_are_sent_twice():
+    """A task takes twenty times as long as the driver expects, as where arrays have to arrive."""
+    outcome = Cluster(2, 0.02, 0.002, each=50.0, loses=False, cost=0.001).run()
+    assert outcome.tail < 1.2  # a worker's 50 tasks
+    assert outcome.sent < 1.2

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from xpool._engine.jobs.budget import RestartPolicy, back_off
-from xpool._engine.jobs.ranges import name_of
+from xpool._engine.jobs.ranges import TaskRange, name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler
 from xpool._engine.ledger import Ledger
 from xpool._engine.maintenance import ArenaMaintenance
@@ -209,9 +209,9 @@ class Answers:
     def _result(self, batch: Batch, index: int, ok: bool | None, value: Any) -> None:
         self.results.append((*batch.name(index), (ok, value)))
 
-    def handed_back(self, job: int, index: int) -> None:
-        """Report that an item was taken out of the queue before a worker began it."""
-        self.results.append((*name_of(job, index), (None, None)))
+    def handed_back(self, items: TaskRange) -> None:
+        """Report items that were taken out of the queue before a worker began them."""
+        self.results.append((*name_of(items.job, items.first), (None, items)))
 
     def _broken_off(self, worker: WorkerProcess, batch: Batch, position: int) -> None:
         """Answer a task that was asked to stop and has stopped or died.

@@ -373,9 +373,9 @@ class WorkerMonitor:
 
     def give_back(self, job: int, items: range) -> None:
         """Hand back those of these items that no worker has begun, now or after a recall."""
-        # In reverse order, because the receiver queues each item in front of all others.
-        for index in reversed(self._sched.take_out(job, items)):
-            self.answers.handed_back(job, index)
+        # In reverse order, because the receiver puts each range in front of all others.
+        for one in reversed(self._sched.take_out(job, items)):
+            self.answers.handed_back(one)
         for w in self._multi_item:
             held = self._sched.in_flight[w].held
             if any(batch.job == job and batch.first in items for batch in held):

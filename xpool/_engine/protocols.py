@@ -119,5 +119,5 @@ class LocalEngine(EngineProtocol, Protocol):
         leave it to the engine's thread."""
 
     def give_back(self, job: int, items: range) -> None:
-        """Hand back these items, except those that a worker has begun, as results whose ``ok`` is
-        None: waiting items at once, and items in flight if their worker makes no progress."""
+        """Hand back these items, except those that a worker has begun, as ranges in results whose
+        ``ok`` is None: waiting items at once, items in flight if their worker makes no progress."""

@@ -29,8 +29,8 @@ MOST_WAITING = 2
 class AgentSession:
     """What the driver has told a host, and the messages that the host has for the driver.
 
-    A result of ``engine`` with ``ok=None`` is an item to try again.  If also ``value=None``, it is
-    an item that no worker has begun.
+    A result of ``engine`` with ``ok=None`` is an item to try again, or, if its value is a
+    `TaskRange`, the items in this range, which no worker has begun.
     """
 
     def __init__(self, engine: LocalEngine, lease: float, now: float) -> None:
@@ -45,6 +45,7 @@ class AgentSession:
         self._heard = 0  # number of the last call whose reply the driver has
         self._link = Link()
         self._staged: dict[int, m.Stage] = {}
+        self._kept = 0  # number of the last batch that this host has staged itself: below 0
         self._files: list[Any] = []  # broadcast objects: each exists as long as it is in this list
         self._functions: dict[int, int] = {}  # the engine's numbers, by the driver's
         self._failed = self._ended = False
@@ -186,8 +187,8 @@ class AgentSession:
         results = self.engine.results
         while results:
             job, index, (ok, value) = results.popleft()
-            if ok is None and value is None:
-                _add_unbegun(found, job, index)
+            if isinstance(value, TaskRange):
+                found.append(self._keep(value))
             elif ok is None:
                 found.append(m.Again(job, index, value))
             else:
@@ -203,11 +204,13 @@ class AgentSession:
             self.say(message)
         return bool(found)
 
-
-def _add_unbegun(found: list[Any], job: int, index: int) -> None:
-    """Add an item that no worker has begun; the engine hands these back in descending order."""
-    last = found[-1] if found else None
-    if type(last) is m.Unbegun and (last.job, last.first) == (job, index + 1):
-        found[-1] = m.Unbegun(job, index, last.tasks + 1)
-    else:
-        found.append(m.Unbegun(job, index, 1))
+    def _keep(self, items: TaskRange) -> m.Unbegun:
+        """Stage items that no worker has begun, so that they need not be sent again."""
+        self._kept -= 1
+        job, first = items.job, items.first
+        # -1: the function was dropped, see `_function`.
+        func = next((mine for mine, its in self._functions.items() if its == items.func), -1)
+        self._staged[self._kept] = m.Stage(
+            self._kept, job, func if items.func else 0, first, list(items.items), None, items.terms
+        )
+        return m.Unbegun(self._kept, job, first, len(items.items))

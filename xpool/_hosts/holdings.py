@@ -165,6 +165,16 @@ class HostTable:
         else:
             self.recallable.pop(host.number, None)
 
+    def keep(self, host: HostState, batch: StagedBatch, in_front: bool = False) -> None:
+        """Note that a batch is staged at a host and not permitted."""
+        if in_front:
+            host.staged.appendleft(batch)
+        else:
+            host.staged.append(batch)
+        host.staged_items += batch.left
+        self.unfilled[host.number] = None
+        self.update_donors(host)
+
     def permit(self, host: HostState, batch: StagedBatch) -> None:
         """Note that a host may begin a batch."""
         items = batch.items
@@ -184,9 +194,11 @@ class HostTable:
             host.newest_then, host.answers_then = newest, host.answers
             self.unwatched[host.number] = None
 
-    def settle(self, host: HostState, batch: StagedBatch) -> None:
-        """Note that one item of a permitted batch was answered or given back."""
+    def settle(self, host: HostState, batch: StagedBatch, given: int = 0) -> None:
+        """Note that one item of a permitted batch was answered, or given back with its bytes."""
         bound = batch.items.bound
+        batch.nbytes -= given
+        host.nbytes -= given
         if bound is None:
             host.ahead -= 1
         else:

@@ -142,8 +142,9 @@ class Given(NamedTuple):
 
 
 class Unbegun(NamedTuple):
-    """No worker here has begun ``tasks`` tasks, from ``first`` on, or will begin them."""
+    """No worker here has begun ``tasks`` tasks, from ``first`` on; they are staged as ``batch``."""
 
+    batch: int
     job: int
     first: int
     tasks: int

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool._engine.jobs.ranges import TaskRange, covers
+from xpool._engine.jobs.ranges import TaskRange, covers, name_of
 from xpool._engine.jobs.waiting import Waiting
 from xpool._hosts.holdings import HostState, HostTable, Lost, StagedBatch
 from xpool._hosts.messages import Back, Cancel, Drop, Go
@@ -48,7 +48,6 @@ class HostScheduler(Waiting):
     def __init__(self) -> None:
         super().__init__(0)
         self.table, self.quotas = HostTable(), Quotas()
-        self._returned: TaskRange | None = None  # the range that was given back last
         self._batches = 0  # number of the last batch
 
     # -- hosts come and go -------------------------------------------------------------------------
@@ -244,10 +243,7 @@ class HostScheduler(Waiting):
         most = self.quotas.room_staged(host)
         batch = self._stage(host, self.shared, most, found) if most > 0 else None
         if batch is not None:
-            host.staged.append(batch)
-            host.staged_items += batch.left
-            self.table.unfilled[host.number] = None
-            self.table.update_donors(host)
+            self.table.keep(host, batch)
         return True
 
     def _stage(
@@ -280,9 +276,9 @@ class HostScheduler(Waiting):
     def look(self, number: int) -> list[Message]:
         """Recall items that a host has not begun in time.
 
-        A host that still has a batch from the last look is late.  From now on it may hold as many
-        items as it has answered since then, until it answers more between two looks, or has
-        nothing to do.
+        A host is late if it still has a batch from the last look, and holds more than twice as many
+        items as it has answered since then.  From now on it may hold as many as it has answered,
+        until it answers more between two looks, or has nothing to do.
         """
         found: list[Message] = []
         host = self.table.hosts.get(number)
@@ -291,16 +287,16 @@ class HostScheduler(Waiting):
         host.watched = False
         answers = host.answers - host.answers_then
         oldest = next(iter(host.recallable), None)
-        if host.pace is not None and (answers > host.pace or not host.ahead):
-            host.pace = None
-            if host.accepting:
-                self.table.with_capacity.setdefault(number)
-        elif oldest is not None and oldest <= host.newest_then and host.ahead > answers:
+        if oldest is not None and oldest <= host.newest_then and host.ahead > 2 * answers:
             host.pace = answers
             surplus = host.ahead - sum(batch.left for batch in host.recalled.values())
             surplus -= self.quotas.most_ahead(host)
             while surplus > 0 and host.recallable:
                 surplus -= self._recall(host, found)
+        elif host.pace is not None:
+            host.pace = max(host.pace, answers) if host.ahead else None
+            if host.accepting:
+                self.table.with_capacity.setdefault(number)
         if host.ahead > host.workers or host.pace is not None:
             self.table.watch(host, self._batches)
         return found
@@ -352,27 +348,35 @@ class HostScheduler(Waiting):
                 host.recalled.pop(batch, None)
             self.table.update_donors(host)
 
-    def unbegun(self, number: int, job: int, first: int, tasks: int) -> None:
-        """Queue items that a host has given back, in front."""
+    def unbegun(self, number: int, kept: int, job: int, first: int, tasks: int) -> list[Message]:
+        """Note that a host has given back items, and has staged them as its batch ``kept``."""
+        found: list[Message] = []
         host = self.table.hosts.get(number)
         if host is None:
-            return
-        for item in reversed(range(first, first + tasks)):
-            batch = host.permitted.pop((job, item), None)
+            return found
+        parts, of_stream = [], False
+        for name in (name_of(job, index) for index in range(first, first + tasks)):
+            batch = host.permitted.pop(name, None)
             if batch is not None:
-                self.table.settle(host, batch)
-                part, last = batch.item((job, item)), self._returned
-                # Joined with the items that follow it, which came back just before.
-                if last and self.shared and self.shared[0] is last and _follows(last, part):
-                    last.items.extendleft(part.items)
-                    last.first -= 1
-                else:
-                    self._returned = part
-                    self.put_back(part)
+                parts.append(batch.item(name))
+                of_stream = batch.of_stream
+                self.table.settle(host, batch, len(parts[-1].items[0]))
+        if len(parts) == tasks and host.accepting:
+            whole = parts[0]
+            for part in parts[1:]:
+                whole.items += part.items
+            batch = StagedBatch(kept, whole, of_stream)
+            host.nbytes += batch.nbytes
+            self.table.keep(host, batch, in_front=True)
+        else:  # the host is leaving, or some were withdrawn meanwhile
+            found.append((number, Drop([kept])))
+            for part in reversed(parts):
+                self.put_back(part)
         if host.accepting:
             # The host goes behind the one for which the items were recalled.
             self.table.with_capacity[number] = None
             self.table.with_capacity.move_to_end(number)
+        return found
 
     def withdraw(self, job: int, index: int | None = None) -> list[Message]:
         """Drop a job that has ended, or one item of it; return messages that stop running items."""
@@ -392,11 +396,3 @@ class HostScheduler(Waiting):
     def clear(self) -> None:
         super().clear()
         self.table.clear()
-
-
-def _follows(last: TaskRange, part: TaskRange) -> bool:
-    """Whether the items of ``last`` follow those of ``part``, with the same options."""
-    if not last.items or part.first + 1 != last.first:
-        return False
-    one, other = ((r.job, r.func, r.bound, r.terms) for r in (last, part))
-    return one == other

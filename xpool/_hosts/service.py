@@ -256,7 +256,7 @@ class HostService:
         elif kind is m.Given:
             self.sched.given(host, message.batches)
         elif kind is m.Unbegun:
-            self.sched.unbegun(host, message.job, message.first, message.tasks)
+            self.send(self.sched.unbegun(host, *message))
         elif kind is m.Status:
             agent.status = message
             if message.cost < float("inf"):  # inf: it has answered no task yet

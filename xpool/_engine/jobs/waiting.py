@@ -95,12 +95,12 @@ class Waiting:
         yield from (w for w, queue in enumerate(self.own) if queue)
         yield from (one.bound for _, _, one in self._later if one.bound is not None)
 
-    def take_out(self, job: int, items: range) -> list[int]:
-        """Take out those of these items that wait for any worker; return their indices."""
-        found: list[int] = []
+    def take_out(self, job: int, items: range) -> list[TaskRange]:
+        """Take out those of these items that wait for any worker."""
+        found = []
         for one in self.shared:
-            if one.job == job and one.first in items:
-                found += range(one.first, one.first + len(one.items))
+            if one.items and one.job == job and one.first in items:
+                found.append(piece(one, 0, len(one.items)))
                 one.first += len(one.items)
                 one.items.clear()  # `front_of` removes the empty range
         return found
