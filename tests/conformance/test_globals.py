@@ -629,3 +629,148 @@ if __name__ == "__main__":
 """
     out = scripts.run_ok([scripts.write(tmp_path / "lock.py", text)])
     assert out == ("1 {True}\n" if times else "0 set()\n")
+
+
+REDEFINED = """
+import functools
+import xpool
+
+def loss(x):
+    return x
+def step(x):
+    return loss(x)
+class Model:
+    def run(self):
+        return 1
+def twice(func):
+    @functools.wraps(func)
+    def doubled(x):
+        return 2 * func(x)
+    return doubled
+def decorated(x):
+    return x
+def replaced(x=1):
+    return x
+def later():
+    return 1
+def all_of_them(model):
+    return step(1), loss(1), Model().run(), model.run(), decorated(1), replaced(), later()
+
+def main():
+    global later
+    def later():
+        return 2
+    with xpool.Pool(1) as pool:
+        found = pool.apply(all_of_them, (Model(),))
+        print(found == all_of_them(Model()), found, pool.apply(loss, (1,)))
+    pool.join()
+
+if __name__ == "__main__":
+    def loss(x):
+        return -x
+    class Model:
+        def run(self):
+            return 2
+    decorated = twice(decorated)
+    replaced.__defaults__ = (7,)
+    main()
+"""
+
+
+def test_functions_that_are_defined_again(tmp_path):
+    """A worker gets the functions and classes that the guarded block or a function binds again, not
+    those of the top level."""
+    out = scripts.run_ok([scripts.write(tmp_path / "redefined.py", REDEFINED)])
+    assert out == "True (-1, -1, 2, 2, 2, 7, 2) -1\n"
+
+
+OF_CLASSES = """
+import abc
+import typing
+import xpool
+
+class Model:
+    rate = 1
+class Net(Model):
+    pass
+class Settings:
+    class Train:
+        rate = 1
+        class Last:
+            rate = 1
+class Meta(type):
+    rate = 1
+class Plugin(metaclass=Meta):
+    speed = 1
+class Like(typing.Protocol):
+    rate = 1
+class Alike(Like):
+    pass
+class Base(abc.ABC):
+    table = {}
+class Derived(Base):
+    pass
+
+def look(net):
+    return (Net.rate, net.rate, Settings.Train.rate, Settings.Train.Last.rate, Plugin.speed,
+            Plugin.rate, Alike.rate, Derived.table)
+
+def change(n):
+    Model.rate = Settings.Train.rate = Settings.Train.Last.rate = Plugin.speed = Meta.rate = n
+    Like.rate = n
+    Base.table["n"] = n
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        for n in 2, 3:
+            change(n)
+            print(pool.apply(look, (Net(),)) == look(Net()), pool.apply(look, (Net(),)))
+    pool.join()
+"""
+
+
+def test_attributes_of_classes(tmp_path):
+    """A worker sees changed attributes of base classes, nested classes, and metaclasses."""
+    out = scripts.run_ok([scripts.write(tmp_path / "classes.py", OF_CLASSES)])
+    assert out.splitlines() == [f"True {(n,) * 7 + ({'n': n},)}" for n in (2, 3)]
+
+
+OF_FILE = '''
+"""About this."""
+import os
+import xpool
+
+def look(_):
+    return os.path.basename(__file__), __doc__, __name__
+
+with xpool.Pool(1) as pool:
+    print(pool.apply(look, (0,)))
+pool.join()
+'''
+
+
+def test_the_file_of_a_script_without_the_guard(tmp_path):
+    """Functions see the name of their file, and its docstring."""
+    out = scripts.run_ok([scripts.write(tmp_path / "of_file.py", OF_FILE)])
+    assert out == "('of_file.py', 'About this.', '__main__')\n"
+
+
+FINALIZED = """
+import xpool
+
+class Saver:
+    def __del__(self):
+        print("saved")
+saver = Saver()
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(lambda: saver is not None))
+    pool.join()
+"""
+
+
+def test_finalizers_of_globals_at_the_end_of_the_program(tmp_path):
+    """Python finalizes the script's globals while they still can print."""
+    out = scripts.run_ok([scripts.write(tmp_path / "finalized.py", FINALIZED)])
+    assert out == "True\nsaved\n"

@@ -153,7 +153,7 @@ def _set(entry: SentGlobal, is_new: bool) -> None:
         _incoming.missing[name] = f"{type(error).__name__} while it was loaded: {error}"
     if "." in name:
         if value is not MISSING:
-            setattr(main.namespace()[name.partition(".")[0]], attribute, value)
+            setattr(_owner_of(name), attribute, value)
     elif value is MISSING:
         holder.pop(name, None)
         main.missing.add(name)
@@ -169,11 +169,18 @@ def _set(entry: SentGlobal, is_new: bool) -> None:
 
 def _place_of(name: str) -> tuple[Any, str]:
     """Return the namespace (or None) in which a path ends, and the last name of the path."""
-    values = main.namespace()
-    owner, dot, attribute = name.partition(".")
-    if not dot:
-        return values, name
-    return getattr(values.get(owner), "__dict__", None), attribute
+    if "." not in name:
+        return main.namespace(), name
+    return getattr(_owner_of(name), "__dict__", None), name.rpartition(".")[2]
+
+
+def _owner_of(path: str) -> Any:
+    """Return the class or function with the attribute that a path names; None: it is not here."""
+    root, *inner = path.split(".")[:-1]
+    owner = main.namespace().get(root)
+    for name in inner:
+        owner = getattr(owner, "__dict__", {}).get(name)
+    return owner
 
 
 def _is_same(value: Any, data: bytes) -> bool:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,15 @@ MAIN_NAMES = frozenset({"__main__", "__mp_main__"})
 MISSING: Any = object()
 
 
+def _none() -> None:
+    """Stand for a weak reference to no module."""
+
+
 class _State:
     # Needs no lock: at worst, two threads compute the same value.
-    module: ModuleType | None = None  # the __main__ to which the next four fields belong
+    # The __main__ to which the next four fields belong.  Weak, so that Python can clear the module
+    # at its end: finalizers of its globals then still have `sys.stdout`.
+    module: Callable[[], ModuleType | None] = staticmethod(_none)
     file: Any = None  # its __file__
     importable: bool = False
     source: SourceFile | None = None  # computed on demand if it is importable
@@ -62,7 +69,7 @@ def main_is_importable() -> bool:
     """Whether functions and classes of ``__main__`` can be pickled by name."""
     module = sys.modules.get("__main__")
     # A worker's __main__ may get its file later, when the worker runs the caller's script.
-    if module is not _state.module or getattr(module, "__dict__", {}).get("__file__") is not (
+    if module is not _state.module() or getattr(module, "__dict__", {}).get("__file__") is not (
         _state.file
     ):
         _examine(module)
@@ -75,7 +82,7 @@ def source() -> SourceFile | None:
         return None
     found = _state.source
     if found is None:  # in a worker whose parent has said that it is importable
-        found = _state.source = _read(_state.module)
+        found = _state.source = _read(_state.module())
     return found
 
 
@@ -90,7 +97,7 @@ def units() -> bytes | None:
     if _state.units is None:
         from xpool._pickling.by_value.units import read_units
 
-        found = read_units(_file_of(_state.module), namespace())
+        found = read_units(_file_of(_state.module()), namespace())
         # Pickled as plain tuples, because importing their classes would double a worker's time.
         _state.units = b"" if found is None else pickle.dumps(found.plain())
     return _state.units or None
@@ -144,7 +151,7 @@ def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None
     _state.replica, _state.forked = True, forked
     _state.told = importable
     # Forget the parent's state from before a fork.
-    _state.module = None
+    _state.module = _none
     for names in (_initial, settled, missing):
         names.clear()
     _state.values = _run_by_multiprocessing(sys.modules["__main__"])
@@ -205,7 +212,7 @@ def _examine(module: ModuleType | None) -> None:
         runner = kind == "name" and where.partition(".")[0] in ("xpool", "multiprocessing")
         importable = found.has_guard and not (runner and _state.replica)
     _state.importable, _state.source = importable, found if importable else None
-    _state.module, _state.units = module, None
+    _state.module, _state.units = _none if module is None else weakref.ref(module), None
     _state.file = None if module is None else vars(module).get("__file__")
 
 

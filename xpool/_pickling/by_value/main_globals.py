@@ -25,6 +25,7 @@ keeps the value of its own run of the script.  Otherwise the name is unbound the
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
+import atexit
 import itertools
 import os
 import pickle
@@ -32,10 +33,10 @@ import threading
 import time
 import weakref
 from abc import ABCMeta
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pickle import PickleBuffer
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from xpool._memory.holds import Block
 from xpool._pickling import reducers
@@ -132,7 +133,9 @@ def _make_plan(names: frozenset[str]) -> _Plan:
     seen, todo = set[str](), list(names)
     while todo:
         name = todo.pop()
-        if name in seen or (name.startswith("__") and name.endswith("__")):
+        # A worker has its own `__x__`, but not those of a file that it does not run.
+        reserved = name.startswith("__") and name.endswith("__")
+        if name in seen or (reserved and (source is not None or name not in _OF_FILE)):
             continue
         seen.add(name)
         value = values.get(name, MISSING)
@@ -140,13 +143,14 @@ def _make_plan(names: frozenset[str]) -> _Plan:
             same.append((name, value))
         elif source is not None and isinstance(value, _NAMED) and _is_named(name, value):
             same.append((name, value))
-            owners.append((value, list(map(id, vars(value).values()))))
             todo += reads(value)
-            data += [
-                (f"{name}.{attribute}", value)
-                for attribute, one in _attributes(value)
-                if not source.makes(f"{name}.{attribute}", one)
-            ]
+            for path, owner in _with_nested(name, value):
+                owners.append((owner, list(map(id, vars(owner).values()))))
+                data += [
+                    (f"{path}.{attribute}", owner)
+                    for attribute, one in _attributes(owner)
+                    if not source.makes(f"{path}.{attribute}", one)
+                ]
         elif source is not None and source.makes(name, value):
             same.append((name, value))
         else:
@@ -154,7 +158,9 @@ def _make_plan(names: frozenset[str]) -> _Plan:
     return _Plan(values, same, owners, data, frozenset(seen))
 
 
+_OF_FILE = frozenset({"__file__", "__doc__"})
 _NAMED = (FunctionType, type, CachedFunction)
+_PROTOCOL = type(Protocol)
 
 
 def _is_named(name: str, value: Any) -> bool:
@@ -163,17 +169,33 @@ def _is_named(name: str, value: Any) -> bool:
     )
 
 
+def _with_nested(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a function, or a class and the classes that are defined in it, with their paths."""
+    yield path, owner
+    if isinstance(owner, type):
+        for name, one in list(vars(owner).items()):
+            inner = f"{path}.{name}"
+            if isinstance(one, type) and (one.__module__, one.__qualname__) == (
+                owner.__module__,
+                inner,
+            ):
+                yield from _with_nested(inner, one)
+
+
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
     """Return the attributes of a class or function that are data."""
-    if isinstance(owner, type) and (type(owner) not in (type, ABCMeta) or issubclass(owner, tuple)):
-        return []  # attributes that a metaclass keeps in its classes are not sent
+    if isinstance(owner, type):
+        kind = type(owner)
+        known = kind in (type, ABCMeta, _PROTOCOL) or kind.__module__ in MAIN_NAMES
+        if not known or issubclass(owner, tuple):
+            return []  # attributes that a metaclass of a package keeps in its classes are not sent
     found = []
     for name, value in list(vars(owner).items()):
         if isinstance(value, FunctionType):  # a method, unless it was defined elsewhere
             data = not value.__qualname__.startswith(f"{owner.__qualname__}.")
         else:
             data = not isinstance(value, type) and not hasattr(type(value), "__get__")
-        if data and not name.startswith(("__", "_abc_")):
+        if data and not name.startswith(("__", "_abc_", "_is_protocol", "_is_runtime_protocol")):
             found.append((name, value))
     return found
 
@@ -229,7 +251,7 @@ def _collect(names: Iterable[str], layout: Layout) -> list[SentGlobal]:
 def _value(path: str, owner: Any, values: dict[str, Any]) -> Any:
     if owner is None:
         return values.get(path, MISSING)
-    return vars(owner).get(path.partition(".")[2], MISSING)
+    return vars(owner).get(path.rpartition(".")[2], MISSING)
 
 
 _NEVER_CHANGE = frozenset({int, float, complex, str, bytes, bool, type(None), ModuleType})
@@ -404,3 +426,6 @@ reducers.script = _MainModule()
 
 
 at_fork.renew(globals(), _lock=threading.RLock, _outgoing=_Outgoing)  # a child has its own numbers
+# At its end, Python clears `__main__` while there is still a `sys.stdout`, unless others refer to
+# its globals.
+atexit.register(lambda: _outgoing.plans.clear())

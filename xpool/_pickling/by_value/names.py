@@ -33,7 +33,7 @@ def goes_by_name(obj: Any) -> bool:
     module_name, path = obj.__module__, _path_of(obj)
     if module_name in MAIN_NAMES and module_name not in static_modules:
         text = source()
-        if text is None or path.partition(".")[0] in text.guarded:
+        if text is None or path.partition(".")[0] in text.rebound:
             return False
     return _found(module_name, path) is obj
 
@@ -60,7 +60,7 @@ def name_for(pickler: Context, obj: Any) -> Any:
     name = path = _path_of(obj)
     text = source()
     # Most objects are at the top level, and this is faster than `by_name`.
-    known = text is not None and path not in text.guarded
+    known = text is not None and path not in text.rebound
     if not (known and sys.modules[module_name].__dict__.get(path) is obj):
         name = by_name(obj)
     if name is not None and pickler.follow:

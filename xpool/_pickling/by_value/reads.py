@@ -51,9 +51,9 @@ def reads(obj: Any) -> set[str]:
         if isinstance(one, FunctionType) and one.__globals__ is values:
             found |= global_names(one.__code__)
         todo.extend(_inside(one))
-        kind = type(one)
-        if kind.__module__ in main.MAIN_NAMES:  # an instance of a class of the script
-            found.add(kind.__qualname__.partition(".")[0])
+        for kind in (one, type(one)):  # a class of the script, and the class of an instance
+            if isinstance(kind, type) and kind.__module__ in main.MAIN_NAMES:
+                found.add(kind.__qualname__.partition(".")[0])
     return found
 
 

@@ -1,8 +1,8 @@
 """Analyses the globals of a script by its syntax tree, without running it.
 
 It answers two questions about a worker, which runs the file without its guarded blocks.  Which
-names does the worker lack, because only a guarded block defines them?  And which names surely have
-the same value in the worker, because one statement of the file makes it and nothing rebinds it?
+names may have no value or another one there, because a guarded block or a function binds them?  And
+which surely have the same value, because one statement of the file makes it and nothing rebinds it?
 """
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from xpool._pickling.by_value.top_level import names_of
 
 _MISSING = object()
+_OF_CODE = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
 _CONSTANTS = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
@@ -24,11 +25,9 @@ class SourceFile(NamedTuple):
     """The analysis of the top level of a file."""
 
     has_guard: bool = False
-    guarded: frozenset[str] = frozenset()
-    """Names that only guarded blocks bind."""
-
     rebound: frozenset[str] = frozenset()
-    """Names that a guarded block binds, or a function with a ``global`` statement."""
+    """Names that a guarded block binds, or a function with a ``global`` statement, and functions
+    whose code or defaults a statement replaces.  A worker may have other objects by these names."""
 
     constants: Mapping[str, Any] = MappingProxyType({})
     """Literals by the names of globals and of class attributes ("Config.rate")."""
@@ -86,9 +85,10 @@ def read(path: str, package: str | None) -> SourceFile:
             declared.update(node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             attributes.add(node.attr)
+            if node.attr in _OF_CODE:
+                declared.add(ast.unparse(node).partition(".")[0])
     return SourceFile(
         has_guard=bool(guards),
-        guarded=frozenset(inside.difference(name for name, _ in outside)),
         rebound=frozenset(inside | declared),
         constants=dict(_constants(outside, attributes)),
         imports=_imports(outside, package),
