@@ -155,8 +155,7 @@ OWN = {
     "made_lock": "explained",
     "replaced_lock": "explained",
 }  # each process makes its own lock at the top level
-# A function sent by value refers to a copy of the object (docs/dev/design.md).
-NONE = {**OWN, "local_lock": "explained", "sentinel": "False"}
+NONE = {**OWN, "local_lock": "explained"}
 
 
 def _done(out: str) -> None:
@@ -774,3 +773,70 @@ def test_finalizers_of_globals_at_the_end_of_the_program(tmp_path):
     """Python finalizes the script's globals while they still can print."""
     out = scripts.run_ok([scripts.write(tmp_path / "finalized.py", FINALIZED)])
     assert out == "True\nsaved\n"
+
+
+SENTINEL = """
+import xpool
+
+MISSING = object()
+
+def get(key, default=MISSING):
+    return "missing" if default is MISSING else default
+def look(key):
+    return get(key)
+is_default = lambda one=MISSING: one is MISSING
+def back(one):
+    return one is MISSING, one
+
+def main():
+    global LATER
+    LATER = object()
+    with xpool.Pool(1) as pool:
+        found, one = pool.apply(back, (MISSING,))
+        print(pool.apply(look, ("a",)), pool.apply(is_default), found, one is MISSING)
+        print(pool.apply(lambda one: one is LATER, (LATER,)))
+    pool.join()
+"""
+
+
+def test_sentinels(tmp_path):
+    """A bare object that is a global is the same object in defaults, arguments and results."""
+    guarded = SENTINEL + '\nif __name__ == "__main__":\n    main()\n'
+    done = "missing True True True\nTrue\n"
+    assert scripts.run_ok([scripts.write(tmp_path / "sentinel.py", guarded)]) == done
+    assert scripts.run_ok(["-"], SENTINEL + "\nmain()\n") == done
+
+
+SHARED = """
+import warnings
+import torch
+import xpool
+
+counts = torch.zeros(2).share_memory_()
+plain = torch.zeros(2)
+
+def bump(i):
+    counts[i] += 1
+    return plain
+
+def bump_argument(counts, i):
+    counts[i] += 1
+
+if __name__ == "__main__":
+    with xpool.Pool(1, is_copy_tensor=False) as pool, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        pool.map(bump, [0, 1])
+        pool.map(bump, [0, 1])
+        print(counts.tolist(), [str(one.message)[:47] for one in seen])
+        pool.starmap(bump_argument, [(counts, 0), (counts, 1)])
+        print(counts.tolist(), len(seen))
+    pool.join()
+"""
+
+
+@pytest.mark.torch
+def test_a_shared_tensor_that_is_a_global_is_copied_with_a_warning(tmp_path):
+    """Share mode shares arguments. A warning says once that a shared global is copied."""
+    out = scripts.run_ok([scripts.write(tmp_path / "shared.py", SHARED)])
+    warning = "Workers get a copy of the global 'counts' of __"
+    assert out == f"[0.0, 0.0] {[warning]}\n[1.0, 1.0] 1\n"

@@ -1,4 +1,4 @@
-"""Warns if the checks whether a large global has changed take long, and if a global is a lock."""
+"""Warns of globals whose comparison takes long, and of locks and shared tensors that are copied."""
 
 from __future__ import annotations
 
@@ -36,6 +36,20 @@ def keeps_lock(name: str) -> None:
         "can hold it at the same time. To prevent that, pass a multiprocessing.Lock in "
         "initargs=; if it is for the threads of one task, ignore this warning."
     )
+
+
+def copies_shared(name: str, value: Any) -> None:
+    """Warn if a global has tensors in shared memory, of which workers get copies."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return
+    tensors = [value] if isinstance(value, torch.Tensor) else value.parameters()
+    if any(one.is_shared() for one in tensors):
+        _warn(
+            f"Workers get a copy of the global {name!r} of __main__, also with "
+            "is_copy_tensor=False. To share its tensors, pass it to the function as an argument, "
+            "or to an initializer in initargs=."
+        )
 
 
 def _warn(text: str) -> None:

@@ -301,6 +301,8 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
     refer = _reference(value) if stays or kind in (KEEP, NONE) else _nothing
     first = sent is None and large is None
     now = _Sent(refer, next(_outgoing.serials), first, kind, data, names)
+    if first and layout.arena is not None:
+        checks.copies_shared(name, value)
     # A place belongs to one pool, but the bytes of a value are the same for all pools.
     if kind == PLACE:
         book.large[name] = now

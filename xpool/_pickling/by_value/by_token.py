@@ -1,11 +1,16 @@
-"""Pickles type variables, new types and aliases by a token, to keep their identity."""
+"""Pickles objects by a token, to keep their identity in each process.
+
+These are type variables, new types and aliases, and bare objects (``MISSING = object()``) that are
+globals of ``__main__``.  Functions, arguments and globals, which refer to them, arrive in separate
+pickles.
+"""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from xpool._pickling.by_value import registry
+from xpool._pickling.by_value import main, registry
 from xpool._pickling.by_value.main import MAIN_NAMES
 from xpool._pickling.by_value.names import by_name
 from xpool._pickling.reducers import LAZY, Context, register
@@ -50,6 +55,25 @@ def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) ->
         return made
 
     return registry.shell(token, build)
+
+
+@register(object)
+def _reduce_object(pickler: Context, obj: object) -> Any:
+    names = (name for name, value in list(main.namespace().items()) if value is obj)
+    name = next(names, None)
+    if name is None and registry.known(obj) is None:
+        return NotImplemented
+    return _make_object, (registry.token_of(obj), name)
+
+
+def _make_object(token: str, name: str | None) -> object:
+    if name is None or not main.is_replica():
+        return registry.shell(token, object)
+    main.fill(name)
+    here = main.namespace().get(name)
+    # The object that the worker's own run of the script has made: other objects refer to it.
+    own = type(here) is object and main.is_initial(name, here)
+    return registry.shell(token, lambda: here if own else object())
 
 
 LAZY["typing"] = _lazy_typing
