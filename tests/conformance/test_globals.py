@@ -840,3 +840,28 @@ def test_a_shared_tensor_that_is_a_global_is_copied_with_a_warning(tmp_path):
     out = scripts.run_ok([scripts.write(tmp_path / "shared.py", SHARED)])
     warning = "Workers get a copy of the global 'counts' of __"
     assert out == f"[0.0, 0.0] {[warning]}\n[1.0, 1.0] 1\n"
+
+
+COMPUTED = """
+import sys
+import xpool
+
+def __getattr__(name):
+    if name == "answer":
+        return 42
+    raise AttributeError(name)
+
+def look(name):
+    return getattr(sys.modules["__main__"], name, None)
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.map(look, ["answer", "question", "answer"]))
+    pool.join()
+"""
+
+
+def test_computed_attributes_of_the_script(tmp_path):
+    """A worker's first lookup in the script uses the script's own ``__getattr__``."""
+    out = scripts.run_ok([scripts.write(tmp_path / "computed.py", COMPUTED)])
+    assert out == "[42, None, 42]\n"

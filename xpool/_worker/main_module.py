@@ -68,6 +68,11 @@ class _Main(types.ModuleType):
         self.__dict__["_xpool_top"] = True  # `xpool._pickling.by_value.main.fill` reads this
         if name in self.__dict__:
             return self.__dict__[name]
+        own = self.__dict__.get(
+            "__getattr__"
+        )  # the script's, which has just run for the first time
+        if own is not None:
+            return own(name)
         raise _NoSuchName(f"module '__main__' of the worker has no attribute {name!r}")
 
 
