@@ -661,3 +661,160 @@ def test_registering_reducers_in_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     for other in others:
         other.join()
     assert answers == ["reduced"] * 5
+
+
+@pytest.mark.parametrize("sent_alone", [False, True], ids=["inside", "alone"])
+def test_what_a_definition_refers_to_is_changed(receiver: Receiver, sent_alone: bool) -> None:
+    """A change of a base, of another class or of a closure's variable reaches the other process.
+
+    It does so also if the changed class was sent alone before, and if it is changed back.
+    """
+    variable = 1
+
+    class Meta(type):
+        rate = 1
+
+    class Base(metaclass=Meta):
+        rate = 1
+
+    class Other:
+        rate = 1
+
+    class Outer:
+        class Inner:
+            rate = 1
+
+    class Sub(Base):
+        held = Other
+        kept: typing.ClassVar[tuple[Any, ...]] = (1, [1])
+        counter = staticmethod(functools.partial(list, [1]))
+        value = property(lambda self: variable)
+
+        def get(self, default: Any = [1], *, key: Any = [1]) -> Any:  # noqa: B006
+            inside = self.held.rate, self.kept[1][0], Outer.Inner.rate, self.counter()[0]
+            own = self.rate, type(type(self)).rate, self.value, variable, vars(Sub)["get"].note
+            return [*inside, *own, default[0], key[0], self.local()]
+
+        @staticmethod
+        def local() -> Any:
+            return variable
+
+    def change(rate: int) -> None:
+        nonlocal variable
+        Base.rate = Meta.rate = Other.rate = Outer.Inner.rate = variable = rate
+        Sub.kept[1][0] = Sub.counter.args[0][0] = rate  # type: ignore[attr-defined]
+        get: Any = Sub.get
+        get.note = get.__defaults__[0][0] = get.__kwdefaults__["key"][0] = rate
+
+    for rate in (1, 2, 1, 3):
+        change(rate)
+        if sent_alone:
+            assert receiver.call(lambda cls: cls.rate, Base) == rate
+        change(rate + 10)
+        change(rate)
+        assert receiver.call(Sub().get) == [rate] * 12
+
+
+def test_a_changed_class_in_a_fresh_process(receiver: Receiver) -> None:
+    """A process that gets a changed class for the first time gets it as it is now."""
+
+    class Base:
+        rate = 1
+
+    class Sub(Base):
+        pass
+
+    encode(Sub)
+    Base.rate = 2
+    assert receiver.call(lambda cls: cls.rate, Sub) == 2
+    assert receiver.call(lambda: (Base.rate, Sub.rate)) == (2, 2)
+
+
+def test_a_value_at_the_address_of_an_earlier_one(receiver: Receiver) -> None:
+    """An attribute that is set often arrives, though Python uses the memory of old values again."""
+
+    class Model:
+        rate = 0.5
+
+    for n in range(20):
+        Model.rate = n + 0.25
+        if n % 2:  # the value before, which was not sent, had other memory
+            assert receiver.call(lambda cls: cls.rate, Model) == n + 0.25
+
+
+def test_the_bases_of_a_class_are_changed(receiver: Receiver) -> None:
+    """A class whose bases were assigned has these in the other process, too."""
+
+    class One:
+        who = "one"
+
+    class Two:
+        who = "two"
+
+    class Sub(One):
+        pass
+
+    assert receiver.call(lambda cls: cls.who, Sub) == "one"
+    Sub.__bases__ = (Two,)
+    assert receiver.call(lambda cls: cls.who, Sub) == "two"
+
+
+def test_globals_of_methods_are_changed(receiver: Receiver) -> None:
+    """The globals that are copied with methods arrive with their new values: those of code that has
+    a namespace of its own, and all with ``recurse``."""
+    space: dict[str, Any] = {"__name__": "of_its_own"}
+    exec("def get(self): return rate", space)
+
+    class Model:
+        get = space["get"]
+
+    for recurse in (False, True, False):
+        for rate in (1, 2, 1):
+            space["rate"] = rate
+            assert receiver.call(Model().get, recurse=recurse) == rate
+
+
+def test_unchanged_classes_are_written_once() -> None:
+    """Classes that have a part in common do not cause new definitions of each other."""
+
+    class Base:
+        rate = 1
+
+    class One(Base):
+        pass
+
+    class Two(Base):
+        pass
+
+    first = [encode(cls) for cls in (One, Two, Base)]
+    assert [encode(cls) for cls in (One, Two, Base)] == first
+    Base.rate = 2
+    second = [encode(cls) for cls in (One, Two, Base)]
+    assert all(map(bytes.__ne__, first, second))
+    assert [encode(cls) for cls in (One, Two, Base)] == second
+
+
+def test_a_deleted_attribute(receiver: Receiver) -> None:
+    """An attribute of any kind that is deleted is gone in the other process, but attributes that
+    this process has added stay."""
+
+    class Config:
+        flag = 1
+
+        @property
+        def half(self) -> int:
+            return 1
+
+        def get(self) -> int:
+            return 1
+
+    def own(cls: Any) -> None:
+        cls.own = 1
+
+    def look(cls: Any) -> list[bool]:
+        return [hasattr(cls, name) for name in ("flag", "half", "get", "own")]
+
+    receiver.call(own, Config)
+    assert receiver.call(look, Config) == [True] * 4
+    del Config.flag, Config.half, Config.get
+    assert receiver.call(look, Config) == [False, False, False, True]

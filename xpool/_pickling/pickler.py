@@ -41,7 +41,7 @@ class _FastPickler(pickle.Pickler):
     """The C pickler, made for repeated use."""
 
     recurse = False
-    blob = False
+    blob: reducers.Blob | None = None
     follow = True
 
     def __init__(self, layout: Layout) -> None:
@@ -89,7 +89,7 @@ class _Options(NamedTuple):
 
     layout: Layout
     recurse: bool = False
-    blob: bool = False
+    blob: reducers.Blob | None = None
     follow: bool = True
     tensors: Any = None
 
@@ -417,9 +417,11 @@ def _message(result: Pickled, layout: Layout, main_globals: bool) -> bytes | mem
     return b"".join(chunks)
 
 
-def write_blob(cls: type, recurse: bool) -> tuple[bytes, set[str]]:
-    """Pickle a class's definition.  Return it with the names of the globals that it uses."""
-    result = _pickle(cls, _Options(_PLAIN, recurse, blob=True))
+def write_blob(obj: Any, recurse: bool, blob: reducers.Blob) -> tuple[bytes, set[str]]:
+    """Pickle a class's definition or a mark.  Return it with the names of the globals it uses."""
+    # A handle to a tensor on a device would stay open if no process received it.
+    layout = _COPY._replace(out_of_band=False) if blob.is_mark else _PLAIN
+    result = _pickle(obj, _Options(layout, recurse, blob))
     return b"".join(result.chunks), result.names
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pickle import PickleBuffer
+from types import CodeType
 from typing import Any, Protocol
 
 from xpool._memory.holds import Block
@@ -23,11 +24,23 @@ from xpool._python import at_fork
 from xpool._python.forking_pickler import reducer_for
 
 
+class Blob:
+    """The state of a pickler that writes a class definition or, if ``is_mark``, a mark of it.
+
+    A mark is only compared.  It has no code and no other by-value classes, so it is made fast.
+    """
+
+    def __init__(self, is_mark: bool = False) -> None:
+        self.is_mark = is_mark
+        self.codes: list[CodeType] = []  # those that a mark has left out
+        self.versions: dict[Any, int] = {}  # those of the classes written, by `ClassEntry`
+
+
 class Context(Protocol):
     """The state of one run of a pickler that the reducers use."""
 
     recurse: bool  # whether functions are pickled with copies of the globals that they use
-    blob: bool  # whether a class definition is pickled, with the definitions of by-value classes
+    blob: Blob | None  # None, unless a class definition is pickled
     names: set[str]  # globals of __main__ that are functions or classes, or that these use
     follow: bool  # whether `names` also gets those of objects that are pickled by name
     spaces: dict[int, Any]  # globals that belong to no module, by id

@@ -8,9 +8,9 @@ sends a received class with the same blob that it has received.
 In the blob, the class and every by-value class to which it refers are written as an empty class and
 a state (see `reducers`).  So classes may refer to themselves and to each other.
 
-A definition is a snapshot.  The process that defined the class makes a new one if an attribute of
-the class was set or deleted, if a container, an array or an object of the program in an attribute
-was changed in place, or if a class was registered with it (`abc`).
+A definition is a snapshot.  At each message, the process that defined the classes in it compares
+each of them with the snapshot: its attributes and all that these contain, such as closures and
+defaults of functions, containers and objects.  If one has changed, there is a new definition.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from __future__ import annotations
 import abc
 import contextlib
 import enum
+import itertools
 import pickle
+import sys
 import zlib
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from xpool._pickling import reducers
-from xpool._pickling.by_value import main, registry, special_classes
+from xpool._pickling.by_value import registry, special_classes
 from xpool._pickling.by_value.functions import annotations_of
-from xpool._pickling.by_value.names import name_for
+from xpool._pickling.by_value.names import by_name, name_for
+from xpool._pickling.by_value.registry import ClassEntry, Definition
 from xpool._pickling.pickler import write_blob
-from xpool._pickling.reducers import Context
+from xpool._pickling.reducers import Blob, Context
 from xpool._python.hidden import registered_classes
 from xpool._python.interrupt import by_handler, uninterrupted
 
@@ -46,101 +48,180 @@ def reduce_class(pickler: Context, cls: type) -> Any:
     flags = cls.__flags__
     if not flags & _HEAP_TYPE or flags & _IMMUTABLE_TYPE:
         return NotImplemented
-    if pickler.blob:
-        return _written_out(cls)
-    entry = _up_to_date(cls, pickler.recurse)
-    pickler.names |= entry.names
-    blob = entry.blobs[pickler.recurse]
-    return _load, (entry.token, entry.version, blob, tuple(sorted(entry.names)))
-
-
-def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
-    with registry.lock:
+    if pickler.blob is None:
         token = registry.token_of(cls)
-        entry = registry.lookup(token)
-        assert entry is not None
-        # A received class is sent with the received blob: only its owner changes the definition.
-        if entry.own:
-            mark = _mark(cls)
-            if entry.mark != mark:
-                entry.mark = mark
-                entry.version += 1
-                entry.blobs.clear()
-        if recurse not in entry.blobs:
-            blob, names = write_blob(cls, recurse)
-            entry.blobs[recurse] = zlib.compress(blob, 1)
-            entry.names = frozenset(names)
-        return entry
+        definition = _up_to_date(cls, pickler.recurse)
+        pickler.names |= definition.names
+        names = tuple(sorted(definition.names))
+        return _load, (token, definition.version, definition.blob, names)
+    if pickler.blob.is_mark:
+        return str, (registry.token_of(cls),)
+    return _written_out(cls, pickler.recurse, pickler.blob.versions)
 
 
-def _mark(cls: type) -> Any:
-    """Return a value that changes if the definition changes."""
-    return [
-        (name, id(value), _content(name, value))
-        for name, value in list(vars(cls).items())
-        if name not in _CACHES
-    ], registered_classes(cls)
+# The next version.  One counter for all classes makes a new definition newer than its classes.
+_versions = itertools.count(1)
 
 
-def _content(name: str, value: Any) -> Any:
-    """Return a value that changes if an attribute is changed in place, or None if it cannot be."""
-    kind = type(value)
-    mutable = kind in _MUTABLE or kind.__module__ in _OF_PROGRAM
-    # Special attributes are set only once.  Objects with `__get__` are functions and the like.
-    if not mutable or isinstance(value, type) or hasattr(kind, "__get__") or name[:2] == "__":
-        return None
-    try:
-        # The pickle is only compared, so it may contain names of the program.
-        return pickle.dumps(value, 5)
-    except Exception as error:  # an object's `__reduce__` can raise any error
-        if by_handler(error):
-            raise
-    parts = value if kind in _MUTABLE else vars(value) if hasattr(value, "__dict__") else ()
-    inside = parts.items() if isinstance(parts, dict) else enumerate(parts)
-    return [(id(one), id(other)) for one, other in list(inside)]
+def _up_to_date(cls: type, recurse: bool) -> Definition:
+    with registry.lock:
+        definition = _entry_of(cls).definitions.get(recurse)
+        if definition is None or not _holds(definition, recurse):
+            state = Blob()
+            data, names = write_blob(cls, recurse, state)
+            entry, versions = _entry_of(cls), state.versions
+            # Another process has numbered the versions of received classes.
+            received = [version for one, version in versions.items() if not one.own]
+            version = next(_versions) if entry.own else max(received)
+            blob = zlib.compress(data, 1)
+            definition = Definition(version, blob, frozenset(names), versions)
+            entry.definitions[recurse] = definition
+        return definition
 
 
-_MUTABLE = frozenset({dict, list, set, bytearray, OrderedDict, defaultdict, deque, Counter})
-_OF_PROGRAM = main.MAIN_NAMES | {"numpy"}  # and arrays
+def _entry_of(cls: type) -> ClassEntry:
+    entry = registry.lookup(registry.token_of(cls))
+    assert entry is not None
+    return entry
+
+
+def _holds(definition: Definition, recurse: bool) -> bool:
+    """Whether none of the classes in a definition has changed."""
+    for entry, version in definition.classes.items():
+        cls = entry.ref()
+        if cls is None:
+            return False
+        _compare(cls, entry, recurse)
+        if entry.version != version:
+            return False
+    return True
+
+
+def _compare(cls: type, entry: ClassEntry, recurse: bool) -> None:
+    """Raise the version of a class if it has changed."""
+    if not entry.own:  # only its owner changes a class
+        return
+    # With `recurse`, functions have copies of globals, which may have changed as well.
+    for one in {False, recurse}:
+        mark: Any
+        try:
+            mark = _Mark(cls, entry.token, one).value
+        except Exception as error:  # an object's `__reduce__` can raise any error
+            if by_handler(error):
+                raise
+            mark = object()  # it equals no other, so the class is always written again
+        if entry.marks.get(one) != mark:
+            entry.marks[one] = mark
+            entry.version = next(_versions)
+
+
+class _Mark:
+    """Makes a value that changes if a class itself changes, and not if another by-value class does.
+
+    It contains what `_written_out` writes, but faster: most of a class are functions and constants,
+    which need no reducers.  All the rest is pickled.
+    """
+
+    def __init__(self, cls: type, token: str, recurse: bool) -> None:
+        self.recurse = recurse
+        self.blob = Blob(is_mark=True)
+        self.rest: list[Any] = []
+        parts = [*map(self.part, (type(cls), *cls.__bases__))]
+        skip = _MADE_BY_PYTHON
+        special = _special(cls, token)
+        if special is not None:
+            self.rest.append(special[1])
+            skip |= special[2]
+        if isinstance(cls, enum.EnumMeta):
+            self.rest.append(special_classes.member_attributes(cls))
+        for name, value in list(vars(cls).items()):
+            if name not in skip:
+                parts += name, id(value) if name.startswith(_SET_ONCE) else self.attribute(value)
+        self.rest += (one for ref in registered_classes(cls) if (one := ref()) is not None)
+        data = write_blob(self.rest, recurse, self.blob)[0] if self.rest else b""
+        # Code is compared as an object.  This keeps it alive, so new code has another id.
+        self.value = pickle.dumps(parts, 5), data, self.blob.codes
+
+    def attribute(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is FunctionType and not self.recurse and _of_module(value):
+            self.blob.codes.append(value.__code__)
+            cells: Any = value.__closure__
+            if cells:
+                with contextlib.suppress(ValueError):  # a variable has no value yet
+                    cells = tuple([cell.cell_contents for cell in cells])
+            parts = value.__defaults__, cells, value.__kwdefaults__, value.__dict__ or None
+            return [one and self.part(one) for one in parts]
+        if kind is property:
+            return [*map(self.attribute, (value.fget, value.fset, value.fdel))]
+        if kind is staticmethod or kind is classmethod:
+            return self.attribute(value.__func__)
+        return None if kind is MemberDescriptorType else self.part(value)
+
+    def part(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind is tuple or kind is frozenset:
+            return value if _ATOMS.issuperset(map(type, value)) else [*map(self.part, value)]
+        if isinstance(value, type):
+            by_value = value.__flags__ & _HEAP_TYPE and (
+                registry.known(value) or by_name(value) is None
+            )
+            return registry.token_of(value) if by_value else (value.__module__, value.__qualname__)
+        self.rest.append(value)
+        return kind.__name__
+
+
+def _of_module(function: FunctionType) -> bool:
+    """Whether the globals of a function are a module's, so that no copies of them are sent."""
+    space = function.__globals__
+    module = sys.modules.get(space.get("__name__"))  # type: ignore[arg-type]
+    return module is not None and module.__dict__ is space
+
+
+_ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None)})
+
+# The beginnings of names of attributes that are not changed in place, and slow to pickle.
+_SET_ONCE = ("__annotations__", "__dataclass_", "__parameters__", "__pydantic_")
 
 
 def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
     entry = registry.lookup(token)
-    if entry is not None and (entry.own or entry.version >= version):
+    # `loaded` is set last, so a class that another thread is filling is not returned.
+    if entry is not None and (entry.own or entry.loaded >= version):
         cls = entry.ref()
-        # A class without blobs was a part of another definition, or another thread is filling it.
-        if cls is not None and (entry.own or entry.blobs):
+        if cls is not None:
             return cls
     with registry.lock:
         cls = pickle.loads(zlib.decompress(blob))
         entry = registry.lookup(token)
         assert entry is not None
-        if not entry.own:
-            entry.version = version
-            entry.names = frozenset(names)
-            # Set last, because `_load` returns a class with blobs without taking the lock.
-            entry.blobs = {False: blob, True: blob}
+        if not entry.own and entry.loaded < version:
+            definition = Definition(version, blob, frozenset(names), {})
+            entry.definitions = {False: definition, True: definition}
+            entry.loaded = version
         return cls
 
 
 # -- writing a definition out -----------------------------------------------------------------
 
 
-def _written_out(cls: type) -> Any:
-    with registry.lock:
-        token = registry.token_of(cls)
-        entry = registry.lookup(token)
-        assert entry is not None
-        version = entry.version
-    for kind in (special_classes.enum_shell, special_classes.namedtuple_shell):
-        shell = kind(cls, token)
-        if shell is not None:
-            make, args, skip = shell
-            break
-    else:
-        make, args, skip = _make, _shell(cls, token), frozenset()
-    state = (version, _state(cls, skip), skip)
-    return make, args, state, None, None, _fill
+def _written_out(cls: type, recurse: bool, versions: dict[Any, int]) -> Any:
+    entry = _entry_of(cls)
+    # First, so that a change that another thread makes now is found later.
+    _compare(cls, entry, recurse)
+    versions[entry] = entry.version
+    plain = _make, _shell(cls, entry.token), frozenset[str]()
+    make, args, skip = _special(cls, entry.token) or plain
+    state = _state(cls, skip)
+    if entry.own:  # in a forked worker, a later definition may lack one of them
+        entry.attributes = frozenset(state)
+    return make, args, (entry.version, cls.__bases__, state), None, None, _fill
+
+
+def _special(cls: type, token: str) -> special_classes.Shell | None:
+    return special_classes.enum_shell(cls, token) or special_classes.namedtuple_shell(cls, token)
 
 
 def _shell(cls: type, token: str) -> tuple[Any, ...]:
@@ -248,21 +329,23 @@ def _muted(bases: tuple[type, ...], known_only: bool) -> Iterator[None]:
             type.__setattr__(one, "__init_subclass__", hook)
 
 
-def _fill(cls: Any, versioned: tuple[int, dict[str, Any], frozenset[str]]) -> None:
-    version, state, skipped = versioned
+def _fill(cls: Any, versioned: tuple[int, tuple[type, ...], dict[str, Any]]) -> None:
+    version, bases, state = versioned
     entry = registry.known(cls)
     if entry is None or entry.own or entry.version >= version:
         return
+    if entry.version >= 0:
+        registry.forget_received_definitions()  # they may contain the earlier version
+    attributes = frozenset(state)
+    if cls.__bases__ != bases:
+        cls.__bases__ = bases
     # Registered subclasses and the data of members are not set as attributes.
     subclasses = state.pop("_abc_impl", ())
     for key, extra in state.pop("_member_map_", {}).items():
         vars(cls._member_map_[key]).update(extra)
-    if entry.version >= 0:
-        # This is a later version of a known class, whose owner has deleted these attributes.
-        gone = set(vars(cls)) - state.keys() - skipped - _MADE_BY_PYTHON
-        for name in gone:
-            if isinstance(vars(cls)[name], FunctionType):
-                type.__delattr__(cls, name)
+    for name in entry.attributes - attributes:  # the owner has deleted them
+        if name in vars(cls):
+            type.__delattr__(cls, name)
     for name, value in state.items():
         # Not `setattr`, which a metaclass may override.
         type.__setattr__(cls, name, value)
@@ -271,6 +354,7 @@ def _fill(cls: Any, versioned: tuple[int, dict[str, Any], frozenset[str]]) -> No
     if subclasses:
         # Keep them alive: `register` has only weak references, and would forget a collected class.
         type.__setattr__(cls, "_xpool_registered", subclasses)
+    entry.attributes = attributes
     entry.version = version
 
 

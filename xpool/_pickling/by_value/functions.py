@@ -143,6 +143,9 @@ def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
 @register(CodeType)
 def _reduce_code(pickler: Context, code: CodeType) -> Any:
     # marshal requires that both processes run the same version of Python, and they do.
+    if pickler.blob is not None and pickler.blob.is_mark:
+        pickler.blob.codes.append(code)
+        return int, ()
     return marshal.loads, (marshal.dumps(code),)
 
 

@@ -17,20 +17,38 @@ from typing import Any
 from xpool._python import at_fork
 
 
+class Definition:
+    """A pickled definition.
+
+    Args:
+        version: greater than those of its classes.
+        names: the globals of ``__main__`` that its methods use.
+        classes: all by-value classes in it, with their versions.
+    """
+
+    def __init__(
+        self, version: int, blob: bytes, names: frozenset[str], classes: dict[ClassEntry, int]
+    ) -> None:
+        self.version, self.blob, self.names, self.classes = version, blob, names, classes
+
+
 class ClassEntry:
     """The record of one by-value class (or type variable)."""
 
-    mark: Any = None  # the owner compares it to detect a change of the class
-    names: frozenset[str] = frozenset()  # globals of __main__ that its methods use
+    loaded = -1  # the version of the definition that was loaded last
+    attributes: frozenset[str] = frozenset()  # those that the last state set
 
     def __init__(self, token: str, ref: Callable[[], Any], own: bool) -> None:
         self.token = token
         self.ref = ref  # weak
         self.own = own  # whether it was defined here, so that received definitions never change it
-        # The version of the definition.  The owner increments it when the class changes.  -1 is
-        # lower than any version, so `classes._fill` fills a received class.
+        # The version of the class itself.  The owner raises it when the class changes.  -1 is lower
+        # than any version, so `classes._fill` fills a received class.
         self.version = 0 if own else -1
-        self.blobs: dict[bool, bytes] = {}  # the pickled definition, by `recurse`
+        # By `recurse`: what the owner compares to detect a change of the class itself, and the
+        # definition, which contains other classes, too.
+        self.marks: dict[bool, Any] = {}
+        self.definitions: dict[bool, Definition] = {}
 
 
 # Guards the tables below.  Held while a definition is written or loaded, so that no thread sees an
@@ -103,6 +121,13 @@ def shell(token: str, build: Callable[[], Any]) -> Any:
             cls = build()
             enter(cls, token, own=False)
         return cls
+
+
+def forget_received_definitions() -> None:
+    """Let definitions of received classes be written again.  The caller holds the lock."""
+    for entry in _by_token.values():
+        if not entry.own:
+            entry.definitions = {}
 
 
 def disown() -> None:
