@@ -374,3 +374,53 @@ def test_assertions_of_local_functions(receiver: Receiver) -> None:
         receiver.call(check, 2)
     with pytest.raises(AssertionError):
         receiver.call(Checker().check, 2)
+
+
+class _Wrappers:
+    """Wrappers of functions, each with an attribute of its own."""
+
+    def __init__(self) -> None:
+        self.cached = functools.lru_cache(closure_over(3))
+        self.partial = functools.partial(closure_over(2), 1)
+        self.dispatched = functools.singledispatch(closure_over(2))
+        self.method = functools.partialmethod(closure_over(2), 1)
+        self.static = staticmethod(closure_over(2))
+        self.bound_to_class = classmethod(closure_over(2))
+        for one in vars(self).values():
+            one.own = [type(one).__name__]
+
+
+def test_attributes_of_wrappers(receiver: Receiver) -> None:
+    """Attributes that the program has set on a wrapper of a function arrive with it."""
+    for name, one in vars(_Wrappers()).items():
+        assert again(one).own == [type(one).__name__], name
+        assert receiver.call(lambda one: one.own, one) == [type(one).__name__], name
+
+
+def test_attributes_of_wrappers_are_changed(receiver: Receiver) -> None:
+    """They arrive as they are at the time of the call if the wrapper is in a class, too."""
+    made = _Wrappers()
+    Holder = type("Holder", (), vars(made).copy())
+    names = list(vars(made))
+
+    def look(cls: Any) -> list[Any]:
+        return [vars(cls)[name].own for name in names]
+
+    assert receiver.call(look, Holder) == look(Holder)
+    for one in vars(made).values():
+        one.own.append(1)
+    assert receiver.call(look, Holder) == look(Holder)
+
+
+def test_a_cached_function_that_refers_to_itself(receiver: Receiver) -> None:
+    """A cached recursive function has its attributes in the other process."""
+
+    @functools.cache
+    def fib(n: int) -> int:
+        first: int = fib.first  # type: ignore[attr-defined]
+        return first if n < 2 else fib(n - 1) + fib(n - 2)
+
+    fib.first = 1  # type: ignore[attr-defined]
+    fib.itself = fib  # type: ignore[attr-defined]
+    assert receiver.call(fib, 10) == 89
+    assert receiver.call(lambda: fib.itself is fib)  # type: ignore[attr-defined]

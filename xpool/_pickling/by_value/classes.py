@@ -28,7 +28,7 @@ from typing import Any
 
 from xpool._pickling import reducers
 from xpool._pickling.by_value import registry, special_classes
-from xpool._pickling.by_value.functions import annotations_of
+from xpool._pickling.by_value.functions import annotations_of, own_attributes
 from xpool._pickling.by_value.names import by_name, name_for
 from xpool._pickling.by_value.registry import ClassEntry, Definition
 from xpool._pickling.pickler import write_blob
@@ -155,7 +155,7 @@ class _Mark:
         if kind is property:
             return [*map(self.attribute, (value.fget, value.fset, value.fdel))]
         if kind is staticmethod or kind is classmethod:
-            return self.attribute(value.__func__)
+            return [self.attribute(value.__func__), self.part(own_attributes(value) or None)]
         return None if kind is MemberDescriptorType else self.part(value)
 
     def part(self, value: Any) -> Any:

@@ -217,7 +217,24 @@ def _reduce_property(pickler: Context, obj: property) -> Any:
 
 @register(classmethod, staticmethod)
 def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
-    return type(obj), (obj.__func__,)
+    return _with_attributes(obj, type(obj), (obj.__func__,))
+
+
+def own_attributes(wrapper: Any) -> dict[str, Any]:
+    """Return the attributes of a function's wrapper that wrapping the function does not set."""
+    return {name: value for name, value in vars(wrapper).items() if name not in _OF_WRAPPERS}
+
+
+_OF_WRAPPERS = frozenset(
+    {*functools.WRAPPER_ASSIGNMENTS, "__annotations__", "__annotate__", "__wrapped__"}
+    | {"cache_parameters"}
+    | vars(functools.partialmethod(len)).keys()
+)
+
+
+def _with_attributes(wrapper: Any, make: Any, args: tuple[Any, ...]) -> Any:
+    attributes = own_attributes(wrapper)
+    return (make, args, attributes, None, None, set_attributes) if attributes else (make, args)
 
 
 FOR_SUBCLASSES[property] = _reduce_property
@@ -235,13 +252,14 @@ def _reduce_lru_cache(pickler: Context, obj: Any) -> Any:
     if name is not None:
         return name
     options = obj.cache_parameters()
-    return _lru, (options["maxsize"], options["typed"], obj.__wrapped__)
+    args = options["maxsize"], options["typed"], obj.__wrapped__
+    return _with_attributes(obj, _lru, args)
 
 
 @register(functools.partialmethod)
 def _reduce_partialmethod(pickler: Context, obj: Any) -> Any:
     """Call the constructor with the function, which Python 3.14 and later require."""
-    return _partialmethod, (obj.func, obj.args, obj.keywords)
+    return _with_attributes(obj, _partialmethod, (obj.func, obj.args, obj.keywords))
 
 
 def _partialmethod(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
