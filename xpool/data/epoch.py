@@ -204,10 +204,9 @@ class Epoch(Iterator[Any]):
         self._places[part] += 1
         base, requests = progress.bases[part], None
         interval = self._loader.snapshot_every_n_steps
-        wants_state = bool(interval) and (place + 1) % interval == 0
         if request is not None:
             # Without a state, a batch with indices does not depend on earlier batches.
-            wants_state = self._asks_state
+            interval = int(self._asks_state)
             since = self._since[part]
             since.append((request.number, request.indices))
             requests = list(since) if self._asks_state else [since.pop()]
@@ -215,12 +214,12 @@ class Epoch(Iterator[Any]):
                 base = Base(place, base.state, base.is_end)
         if isinstance(self._workers, Inline):
             # The dataset is in this process, so its state can be read when it is needed.
-            wants_state, requests = False, requests and requests[-1:]
+            interval, requests = 0, requests and requests[-1:]
             base = Base(place if requests else 0)
         name = f"batch {place} of worker {part}" if request is None else label(request)
         result = self._workers.make(
-            name, WorkerCopy.make_next, self._spec, part, base, place, requests, wants_state,
-            shard=part,
+            name, WorkerCopy.make_next, self._spec, part, base, place, progress.parts[part],
+            requests, interval, shard=part,
         )  # fmt: skip
         self._append(PendingBatch(result, request, part, place))
 

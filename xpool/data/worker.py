@@ -84,7 +84,8 @@ class WorkerCopy:
         self._seeded: list[str] = []  # generators that worker_init_fn has used
         self._generators: Any = None  # the own generators of a thread
         self._fetcher: Any = None
-        self._place = 0
+        self._place = 0  # number of batches of this part that were made in this epoch
+        self._kept: dict[int, Made | Exception] = {}  # batches made before they were requested
         self._collating = 0.0
 
     # -- tasks -------------------------------------------------------------------------------------
@@ -104,45 +105,61 @@ class WorkerCopy:
             return self.state()
 
     def make_next(
-        self, epoch: EpochSpec, shard: int, base: Base, place: int, requests: Any, wants_state: bool
-    ) -> Made:
-        """Make batch ``place`` of this worker's part.
+        self, epoch: EpochSpec, shard: int, base: Base, place: int, taken: int, requests: Any,
+        interval: int,
+    ) -> Made:  # fmt: skip
+        """Make batch ``place`` of this worker's part; with its state, if ``interval`` divides the
+        number of batches up to this one.
 
         ``requests`` has number and indices of each batch from ``base`` up to this one, or is None
         for a dataset without indices.  If the worker is at another place (it replaces a dead one,
-        or an epoch was resumed), it makes all batches from ``base`` on and returns only this one.
+        or an epoch was resumed), it makes all batches from ``base`` on.
+
+        The batch of a dead worker is requested again after a pause, and later batches before it.
+        So the worker keeps those that it makes on the way to a later one, if the program has not
+        taken them: it has taken ``taken`` batches.
         """
         with self._as_worker(epoch, shard):
+            self._kept = {at: made for at, made in self._kept.items() if at >= taken}
+            if self._epoch == epoch.number and place in self._kept:
+                return _opened(self._kept.pop(place))
+            if self._over != epoch.number:
+                if self._epoch != epoch.number or not base.place <= self._place <= place:
+                    # An iterable dataset counts as ended if `_begin` raises.
+                    self._over = epoch.number if requests is None else -1
+                    self._begin(epoch, shard, base)
+                    self._over = -1
+                while self._place < place and self._over != epoch.number:
+                    at = self._place
+                    made: Made | Exception
+                    try:
+                        made = self._next(epoch, base, requests, interval)
+                    except Exception as exc:
+                        made = exc
+                    if at >= taken:
+                        self._kept[at] = made
+                    del made  # the traceback of an error keeps this frame
             if self._over == epoch.number:
                 return Made(None, ended=True)
-            if self._epoch != epoch.number or not base.place <= self._place <= place:
-                # An iterable dataset counts as ended if `_begin` raises.
-                self._over = epoch.number if requests is None else -1
-                self._begin(epoch, shard, base)
-                self._over = -1
-            while True:
-                is_last = self._place == place
-                number, indices = (
-                    (None, [None] * (self.batch_size or 0))
-                    if requests is None
-                    else requests[self._place - base.place]
-                )
-                self._place += 1
-                try:
-                    made = self._batch(epoch, number, indices)
-                except StopIteration:
-                    if requests is not None:
-                        raise
-                    # The part has ended, even if the iterator would yield more items later.
-                    self._over = epoch.number
-                    return Made(None, state=self.state(), ended=True)
-                except Exception:
-                    if is_last:
-                        raise
-                    continue
-                if is_last:
-                    return made._replace(state=self.state()) if wants_state else made
-                del made
+            return self._next(epoch, base, requests, interval)
+
+    def _next(self, epoch: EpochSpec, base: Base, requests: Any, interval: int) -> Made:
+        """Make the next batch of this part."""
+        number, indices = None, [None] * (self.batch_size or 0)
+        if requests is not None:
+            number, indices = requests[self._place - base.place]
+        self._place += 1
+        try:
+            made = self._batch(epoch, number, indices)
+        except StopIteration:
+            if requests is not None:
+                raise
+            # The part has ended, even if the iterator would yield more items later.
+            self._over = epoch.number
+            self._place -= 1
+            return Made(None, state=self.state(), ended=True)
+        is_due = interval and self._place % interval == 0
+        return made._replace(state=self.state()) if is_due else made
 
     def state(self) -> bytes | None:
         """Return the pickled state of the dataset and its iterator, or None if they have none."""
@@ -183,7 +200,7 @@ class WorkerCopy:
         )
         if "iterator" in state and not base.is_end and is_stateful(self._fetcher.dataset_iter):
             self._fetcher.dataset_iter.load_state_dict(state["iterator"])
-        self._place = base.place
+        self._place, self._kept = base.place, {}
         self._epoch = epoch.number
 
     def load(self, state: dict[str, Any], is_end: bool) -> None:
@@ -237,6 +254,12 @@ class WorkerCopy:
             seed_own(self._generators, seed)
         elif not self.is_inline:
             seed_all(seed, numpy_seed, but=self._seeded)
+
+
+def _opened(kept: Made | Exception) -> Made:
+    if isinstance(kept, Exception):
+        raise kept
+    return kept
 
 
 def _numpy_seed(seed: int, shard: int) -> Any:

@@ -1,0 +1,122 @@
+"""Workers of `xpool.data.DataLoader` that die: the batches are those of a run without deaths.
+
+The batch of a dead worker is requested again after a pause, in which other batches are made.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from support.tiers import also
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.torch
+
+import torch.utils.data as theirs  # noqa: E402
+
+from xpool import Pool  # noqa: E402
+from xpool.data import DataLoader  # noqa: E402
+from xpool.data.worker import Base, EpochSpec, WorkerCopy  # noqa: E402
+
+
+def die_once(flag):
+    """Kill this process, unless the file ``flag`` exists."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Once(theirs.IterableDataset):
+    """Seven numbers that can be iterated over only once. A worker is killed at ``deadly``."""
+
+    def __init__(self, deadly=None, flag=None):
+        self.left, self.deadly, self.flag = list(range(7)), deadly, flag
+
+    def __iter__(self):
+        while self.left:
+            if self.left[0] == self.deadly:
+                die_once(self.flag)
+            yield self.left.pop(0)
+
+
+def in_a_worker(dataset, func):
+    """Call func in a worker, with a copy of the dataset that makes batches of three."""
+
+    def call():
+        return func(WorkerCopy(DataLoader(dataset, 3, num_workers=1, collate_fn=list)))
+
+    with Pool(1) as pool:
+        return pool.apply(call)
+
+
+def spec(number):
+    """Return the values of an epoch."""
+    return EpochSpec(number, 0, None)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+def test_a_batch_is_requested_after_later_ones(late):
+    """A batch that is requested late is the same: the items are not iterated over again."""
+
+    def make(copy):
+        order = [place for place in range(5) if place != late] + [late]
+        answers = {place: copy.make_next(spec(1), 0, Base(), place, 0, None, 1) for place in order}
+        return [answers[place] for place in range(5)]
+
+    answers = in_a_worker(Once(), make)
+    assert [answer.batch for answer in answers] == [[0, 1, 2], [3, 4, 5], [6], None, None]
+    assert [answer.ended for answer in answers] == [False] * 3 + [True] * 2
+
+
+def test_only_batches_that_may_be_requested_are_kept():
+    """On the way to its place, a worker keeps no batches that the program has taken."""
+
+    def make(copy):
+        copy.make_next(spec(1), 0, Base(), 2, 1, None, 0)
+        kept = [list(copy._kept)]
+        copy.make_next(spec(1), 0, Base(), 3, 2, None, 0)
+        return [*kept, list(copy._kept)]
+
+    assert in_a_worker(Once(), make) == [[1], []]
+
+
+def test_an_error_before_it_is_requested():
+    """An error on the way to a later batch is raised when its batch is requested."""
+
+    def fail_at_four(i):
+        if i == 4:
+            raise ZeroDivisionError
+        return i
+
+    class Failing(theirs.IterableDataset):
+        def __iter__(self):
+            return map(fail_at_four, range(7))
+
+    def make(copy):
+        later = copy.make_next(spec(1), 0, Base(), 2, 0, None, 0).ended
+        with pytest.raises(ZeroDivisionError):
+            copy.make_next(spec(1), 0, Base(), 1, 0, None, 0)
+        return later
+
+    assert in_a_worker(Failing(), make) is False
+
+
+@pytest.mark.parametrize("deadly", [6, *also(0, 3, 4)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *also({"in_order": False}, {"persistent_workers": True}, {"drop_last": True})],
+    ids=str,
+)
+def test_the_end_of_an_iterable(tmp_path, deadly, options):
+    """No batch is lost, although the worker reaches the dataset's end before it makes one again."""
+    loader = DataLoader(
+        Once(deadly, tmp_path / "died"), 3, num_workers=1, prefetch_factor=4, collate_fn=list,
+        **options,
+    )  # fmt: skip
+    wanted = [[0, 1, 2], [3, 4, 5], *([] if options.get("drop_last") else [[6]])]
+    assert sorted(loader) == wanted
+    assert (tmp_path / "died").exists()
