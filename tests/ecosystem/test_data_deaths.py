@@ -5,6 +5,7 @@ The batch of a dead worker is requested again after a pause, in which other batc
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 import torch.utils.data as theirs  # noqa: E402
 
-from xpool import Pool  # noqa: E402
+from xpool import Pool, pickle  # noqa: E402
 from xpool.data import DataLoader  # noqa: E402
 from xpool.data.worker import Base, EpochSpec, WorkerCopy  # noqa: E402
 
@@ -41,6 +42,28 @@ class Once(theirs.IterableDataset):
             if self.left[0] == self.deadly:
                 die_once(self.flag)
             yield self.left.pop(0)
+
+
+class Counting(theirs.Dataset):
+    """Each item is the number of items made before. This number is the dataset's state."""
+
+    def __init__(self, deadly=None, flag=None):
+        self.count, self.deadly, self.flag = 0, deadly, flag
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, i):
+        if i == self.deadly:
+            die_once(self.flag)
+        self.count += 1
+        return self.count - 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
 
 
 def in_a_worker(dataset, func):
@@ -119,4 +142,31 @@ def test_the_end_of_an_iterable(tmp_path, deadly, options):
     )  # fmt: skip
     wanted = [[0, 1, 2], [3, 4, 5], *([] if options.get("drop_last") else [[6]])]
     assert sorted(loader) == wanted
+    assert (tmp_path / "died").exists()
+
+
+def test_the_next_epoch_begins_at_the_end_of_the_last():
+    """A worker that made the batch of a dead one last does not go on from there."""
+
+    def make(copy, first_epoch):
+        requests = [(place, [0, 1, 2]) for place in range(3)]
+        for place in first_epoch:
+            copy.make_next(spec(1), 0, Base(), place, 0, requests[: place + 1], 1)
+        copy.dataset.count += 1  # a change without a state
+        copy.begin(spec(2), 0, Base(0, pickle.dumps({"dataset": {"count": 9}}), end=3))
+        return copy.make_next(spec(2), 0, Base(), 0, 0, requests[:1], 1).batch
+
+    assert in_a_worker(Counting(), functools.partial(make, first_epoch=[1])) == [9, 10, 11]
+    kept = in_a_worker(Counting(), functools.partial(make, first_epoch=[0, 1, 2]))
+    assert kept == [10, 11, 12], "the worker was at the end, and its dataset was changed"
+
+
+@pytest.mark.parametrize("deadly", [*also(2, 4), 8])
+def test_a_state_of_persistent_workers(tmp_path, deadly):
+    """After a death, the next epoch goes on from the last state, as without a death."""
+    loader = DataLoader(
+        Counting(deadly, tmp_path / "died"), 3, num_workers=1, persistent_workers=True,
+        collate_fn=list,
+    )  # fmt: skip
+    assert [i for _ in range(2) for batch in loader for i in batch] == list(range(18))
     assert (tmp_path / "died").exists()

@@ -79,7 +79,7 @@ class Epoch(Iterator[Any]):
             # Loading may set the program's generators, so it comes before this epoch's draws.
             for base in before.bases or () if resume is None else resume.bases:
                 workers.made.load(
-                    {} if base.state is None else pickle.loads(base.state), base.is_end
+                    {} if base.state is None else pickle.loads(base.state), base.end is not None
                 )
         with generators.as_in(before.generators if resume is None else resume.generators):
             if resume is None:
@@ -211,7 +211,7 @@ class Epoch(Iterator[Any]):
             since.append((request.number, request.indices))
             requests = list(since) if self._asks_state else [since.pop()]
             if not self._asks_state:
-                base = Base(place, base.state, base.is_end)
+                base = base._replace(place=place)
         if isinstance(self._workers, Inline):
             # The dataset is in this process, so its state can be read when it is needed.
             interval, requests = 0, requests and requests[-1:]
@@ -323,7 +323,7 @@ class Epoch(Iterator[Any]):
             if answer is not None and answer.ended:
                 if part not in progress.ended:  # only the first of these answers has the state
                     progress.ended.add(part)
-                    progress.bases[part] = Base(item.place, state, is_end=True)
+                    progress.bases[part] = Base(item.place, state, end=item.place)
                 self._ended = len(progress.ended) == len(progress.parts)
                 return
             if state is not None:

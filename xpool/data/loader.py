@@ -226,7 +226,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         if inner is not None:
             self._own_sampler().load_state_dict(inner["sampler"])
         bases = [
-            Base(0, pickle.dumps(worker["state"]), is_end=True) if worker["state"] else Base()
+            Base(0, pickle.dumps(worker["state"]), end=0) if worker["state"] else Base()
             for worker in state["workers"]
         ]
         after = state["next"]

@@ -71,12 +71,13 @@ class EpochProgress:
         """Without workers, read the dataset's present state."""
         state = None if self.ask is None else self.ask()
         if state is not None:
-            self.bases = [Base(self.parts[0], state, self.is_over)]
+            taken = self.parts[0]
+            self.bases = [Base(taken, state, taken if self.is_over else None)]
 
     def left(self) -> list[Base]:
         """Return the states of the workers after this epoch.  The next epoch begins with them."""
         self.learn()
-        return [Base(0, base.state, is_end=True) for base in self.bases]
+        return [Base(0, base.state, taken) for taken, base in zip(self.parts, self.bases)]
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> EpochProgress:
@@ -89,7 +90,8 @@ class EpochProgress:
         progress.sampler = _closed(state["sampler"]["state"])
         progress.parts = [worker["taken"] for worker in workers]
         progress.bases = [
-            Base(worker["at"], _closed(worker["state"]), worker["ended"]) for worker in workers
+            Base(worker["at"], _closed(worker["state"]), worker["at"] if worker["ended"] else None)
+            for worker in workers
         ]
         progress.ended = {shard for shard, worker in enumerate(workers) if worker["ended"]}
         progress.next_part = state["next_worker"]

@@ -31,7 +31,7 @@ class Base(NamedTuple):
 
     place: int = 0  # number of batches of this part before this place
     state: bytes | None = None  # pickled; None: the state at the beginning
-    is_end: bool = False  # whether it is the state at the end of the epoch before
+    end: int | None = None  # of a state at the end of an epoch: number of batches of this part
 
 
 class Made(NamedTuple):
@@ -183,8 +183,9 @@ class WorkerCopy:
             yield
 
     def _begin(self, epoch: EpochSpec, shard: int, base: Base) -> None:
-        """Begin this epoch at ``base``.  A worker of an earlier epoch keeps its dataset's state."""
-        goes_on = self._initialized and self._epoch != epoch.number
+        """Begin this epoch at ``base``.  A worker that ended the epoch before keeps its dataset's
+        state.  One that made a batch of a dead worker after later ones may be at another place."""
+        is_at_end = self._initialized and self._epoch != epoch.number and self._place == base.end
         self._epoch = -1  # stays so if an error is raised below
         if is_pipe(self.dataset):
             self._shuffle(epoch)
@@ -192,13 +193,13 @@ class WorkerCopy:
             self._initialize(epoch, shard)
         if self.kind == dataloader._DatasetKind.Iterable:
             self._seed(epoch.seed + shard, _numpy_seed(epoch.seed, shard))
-        state = {} if base.state is None or goes_on else pickle.loads(base.state)
+        state = {} if base.state is None or is_at_end else pickle.loads(base.state)
         if not self.is_inline:
-            self.load(state, base.is_end)
+            self.load(state, base.end is not None)
         self._fetcher = dataloader._DatasetKind.create_fetcher(
             self.kind, self.dataset, self.is_batched, self._collate, self.drop_last
         )
-        if "iterator" in state and not base.is_end and is_stateful(self._fetcher.dataset_iter):
+        if "iterator" in state and base.end is None and is_stateful(self._fetcher.dataset_iter):
             self._fetcher.dataset_iter.load_state_dict(state["iterator"])
         self._place, self._kept = base.place, {}
         self._epoch = epoch.number
