@@ -5,6 +5,7 @@ The batch of a dead worker is requested again after a pause, in which other batc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -19,6 +20,7 @@ import torch.utils.data as theirs  # noqa: E402
 
 from xpool import Pool, pickle  # noqa: E402
 from xpool.data import DataLoader  # noqa: E402
+from xpool.data.epoch import PendingBatch  # noqa: E402
 from xpool.data.worker import Base, EpochSpec, WorkerCopy  # noqa: E402
 
 
@@ -141,7 +143,7 @@ def test_the_end_of_an_iterable(tmp_path, deadly, options):
         **options,
     )  # fmt: skip
     wanted = [[0, 1, 2], [3, 4, 5], *([] if options.get("drop_last") else [[6]])]
-    assert sorted(loader) == wanted
+    assert list(loader) == wanted
     assert (tmp_path / "died").exists()
 
 
@@ -161,12 +163,43 @@ def test_the_next_epoch_begins_at_the_end_of_the_last():
     assert kept == [10, 11, 12], "the worker was at the end, and its dataset was changed"
 
 
-@pytest.mark.parametrize("deadly", [*also(2, 4), 8])
-def test_a_state_of_persistent_workers(tmp_path, deadly):
-    """After a death, the next epoch goes on from the last state, as without a death."""
+@pytest.mark.parametrize("deadly", [4, *also(2, 8)])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_state_of_persistent_workers(tmp_path, deadly, in_order):
+    """After a death, the dataset goes on from the last state, also in the next epoch. The batches
+    of one worker keep their order, because a state has only one place for each worker."""
     loader = DataLoader(
         Counting(deadly, tmp_path / "died"), 3, num_workers=1, persistent_workers=True,
-        collate_fn=list,
+        in_order=in_order, collate_fn=list,
     )  # fmt: skip
     assert [i for _ in range(2) for batch in loader for i in batch] == list(range(18))
     assert (tmp_path / "died").exists()
+
+
+class Ready:
+    """A result that is ready when it is asked for the n-th time."""
+
+    def __init__(self, n):
+        self.n, self._waiters = n, self
+
+    def ready(self):
+        self.n -= 1
+        return self.n <= 0
+
+    def listening(self, bell):
+        """Ring the bell at once, as if something had changed."""
+        bell.release()
+        return contextlib.nullcontext()
+
+
+def test_the_batches_of_a_worker_keep_their_order():
+    """With in_order=False, a batch waits for the earlier ones of its part."""
+    epoch = iter(DataLoader(Once(), num_workers=2, workers="thread", in_order=False))
+    kept = epoch._pending
+    for part, other, place in (0, 0, 0), (0, 1, 1), (None, None, 1):
+        epoch._pending = [
+            PendingBatch(Ready(2), None, part, 0),
+            PendingBatch(Ready(1), None, other, 1),
+        ]
+        assert epoch._ready_place() == place
+    epoch._pending = kept

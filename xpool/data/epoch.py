@@ -292,7 +292,11 @@ class Epoch(Iterator[Any]):
             )
 
     def _ready_place(self) -> int:
-        """Wait for the next batch (any if not ``in_order``).  Return its index in `_pending`."""
+        """Wait for the next batch.  Return its index in `_pending`.
+
+        If not ``in_order``, it may be any batch, but those of one part keep their order: a dead
+        worker's batch comes after later ones, and a state has only a place for each part.
+        """
         timeout = self._loader.timeout or None
         if self._loader.in_order or self._loader.num_workers == 0:
             self._pending[0].result.wait(timeout)
@@ -305,9 +309,12 @@ class Epoch(Iterator[Any]):
                 with ExitStack() as listening:
                     for item in self._pending:
                         listening.enter_context(item.result._waiters.listening(bell))
+                    waiting: set[int | None] = set()  # parts
                     for place, item in enumerate(self._pending):
-                        if item.result.ready():
+                        if item.part not in waiting and item.result.ready():
                             return place
+                        if item.part is not None:
+                            waiting.add(item.part)
                     left = LOST_SIGNAL if until is None else until - time.monotonic()
                     bell.acquire(timeout=max(0, min(left, LOST_SIGNAL)))
         raise RuntimeError(
