@@ -203,6 +203,52 @@ def test_persistent_workers_keep_the_datasets_state():
     assert [[row[:2] for row in batch] for batch in values(again)] == wanted
 
 
+class Steps:
+    """An iterator over the numbers below six, with a state."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 6:
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Stepping(theirs.IterableDataset):
+    """Only its iterator has a state."""
+
+    def __iter__(self):
+        return Steps()
+
+
+@pytest.mark.parametrize("workers", ["thread", *also("process")])
+@pytest.mark.parametrize("taken", [0, 1, 2])
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+def test_before_the_first_snapshot_of_an_epoch(workers, taken, epochs):
+    """A state whose worker has only the state of the last epoch's end does not end this epoch."""
+    options = {"num_workers": 1, "workers": workers, "persistent_workers": True}
+    loader = DataLoader(Stepping(), 2, snapshot_every_n_steps=2, **options)
+    for _ in range(epochs):
+        list(loader)
+    batches = iter(loader)
+    take(batches, taken)
+    state = through_json(loader.state_dict())
+    again = DataLoader(Stepping(), 2, snapshot_every_n_steps=2, **options)
+    again.load_state_dict(state)
+    assert values(again) == values(batches) == [[1, 2], [3, 4], [5, 6]][taken:]
+
+
 @pytest.mark.parametrize(("interval", "drawn"), [(1, 12), *also((0, 30), (4, 18))])
 def test_a_sampler_with_a_state(interval, drawn):
     """A sampler with a state resumes from its last snapshot. With interval 0 it starts again."""

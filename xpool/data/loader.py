@@ -20,7 +20,7 @@ from xpool.data.pinning import warn_of_pinning
 from xpool.data.preview import Preview, can_preview
 from xpool.data.report import LoaderReport, Times
 from xpool.data.start import prepare
-from xpool.data.state import EpochProgress, between, check_state, facts
+from xpool.data.state import EpochProgress, bases_of, between, check_state, facts
 from xpool.data.worker import Base, is_stateful
 from xpool.data.workers import Inline, Processes, Threads, check_pool
 from xpool.errors import OptionError
@@ -225,12 +225,10 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         inner = state["sampler"]["state"]
         if inner is not None:
             self._own_sampler().load_state_dict(inner["sampler"])
-        bases = [
-            Base(0, pickle.dumps(worker["state"]), end=0) if worker["state"] else Base()
-            for worker in state["workers"]
-        ]
         after = state["next"]
-        return None, Before(decoded(state["generators"]), after["seed"], after["turn"], bases)
+        return None, Before(
+            decoded(state["generators"]), after["seed"], after["turn"], bases_of(state)
+        )
 
     def _left(self) -> list[Base] | None:
         """Return the states from which the next epoch goes on, or None if it begins anew."""

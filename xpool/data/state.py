@@ -11,7 +11,7 @@ from xpool.data.generators import decoded, encoded
 from xpool.data.worker import Base
 from xpool.errors import OptionError
 
-VERSION = 3
+VERSION = 4
 
 
 class EpochProgress:
@@ -58,10 +58,7 @@ class EpochProgress:
             "generators": encoded(self.generators),
             "sampler": {"drawn": self.drawn, "state": _opened(self.sampler)},
             "workers": [
-                {
-                    "taken": taken, "ended": shard in self.ended, "at": base.place,
-                    "state": _opened(base.state),
-                }
+                {"taken": taken, "ended": shard in self.ended, **_of_base(base)}
                 for shard, (taken, base) in enumerate(zip(self.parts, self.bases))
             ],
             "next_worker": self.next_part,
@@ -89,10 +86,7 @@ class EpochProgress:
         progress.drawn = state["sampler"]["drawn"]
         progress.sampler = _closed(state["sampler"]["state"])
         progress.parts = [worker["taken"] for worker in workers]
-        progress.bases = [
-            Base(worker["at"], _closed(worker["state"]), worker["at"] if worker["ended"] else None)
-            for worker in workers
-        ]
+        progress.bases = bases_of(state)
         progress.ended = {shard for shard, worker in enumerate(workers) if worker["ended"]}
         progress.next_part = state["next_worker"]
         return progress
@@ -111,10 +105,19 @@ def between(
         "next": {"seed": seed, "turn": turn},
         "generators": encoded(generators),
         "sampler": {"drawn": 0, "state": _opened(sampler)},
-        "workers": [
-            {"taken": 0, "ended": False, "at": 0, "state": _opened(base.state)} for base in bases
-        ],
+        "workers": [{"taken": 0, "ended": False, **_of_base(base)} for base in bases],
     }
+
+
+def bases_of(state: Mapping[str, Any]) -> list[Base]:
+    """Return the bases of the workers in a loader's state."""
+    return [
+        Base(worker["at"], _closed(worker["state"]), worker["end"]) for worker in state["workers"]
+    ]
+
+
+def _of_base(base: Base) -> dict[str, Any]:
+    return {"at": base.place, "state": _opened(base.state), "end": base.end}
 
 
 def facts(loader: Any) -> dict[str, Any]:
