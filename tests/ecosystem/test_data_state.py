@@ -364,3 +364,50 @@ def test_objects_passed_at_the_start(tmp_path, method):
     assert len(list(loader)) == 4 and dataset.total.value == 8
     if dataset.file is not None:
         dataset.file.close()
+
+
+class Order(theirs.Sampler):
+    """The numbers below n, with a state. It begins again at its end."""
+
+    def __init__(self, n):
+        self.n, self.at = n, 0
+
+    def __iter__(self):
+        while self.at < self.n:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def __len__(self):
+        return self.n
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("options", [{}, *ALL], ids=str)
+@pytest.mark.parametrize("kind", ["dataset", "sampler"])
+@pytest.mark.parametrize("n", [5, *also(1, 4, 11)])
+def test_after_the_last_batch(options, kind, n):
+    """After the last batch, partial or not, no batch is left, and the next epoch is whole."""
+
+    def make():
+        if kind == "dataset":
+            return DataLoader(Counting(n), 2, collate_fn=list, **options)
+        return DataLoader(range(n), 2, sampler=Order(n), collate_fn=list, **options)
+
+    loader = make()
+    batches = iter(loader)
+    whole = []
+    for batch in batches:
+        whole.append(batch)
+        state = through_json(loader.state_dict())
+    again = make()
+    again.load_state_dict(state)
+    assert list(again) == []
+    assert [[int(i[0]) if kind == "dataset" else i for i in b] for b in again] == [
+        [int(i[0]) if kind == "dataset" else i for i in b] for b in whole
+    ]

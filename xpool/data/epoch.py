@@ -146,7 +146,8 @@ class Epoch(Iterator[Any]):
         """Move each worker to its part of the dataset, and get its state.  Raises their errors."""
         progress = self.progress
         if isinstance(self._workers, Inline) and self._has_parts:
-            self._workers.made.begin(self._spec, 0, progress.bases[0])
+            if not progress.ended:
+                self._workers.made.begin(self._spec, 0, progress.bases[0])
             progress.ask = self._workers.made.state
         elif self._asks_state:
             begun = [
@@ -327,13 +328,15 @@ class Epoch(Iterator[Any]):
         progress, part = self.progress, item.part
         if part is not None:
             state = None if answer is None else answer.state
-            if answer is not None and answer.ended:
+            if answer is not None and (answer.ended or answer.is_last):
                 if part not in progress.ended:  # only the first of these answers has the state
                     progress.ended.add(part)
-                    progress.bases[part] = Base(item.place, state, end=item.place)
+                    end = item.place + answer.is_last
+                    progress.bases[part] = Base(end, state, end)
                 self._ended = len(progress.ended) == len(progress.parts)
-                return
-            if state is not None:
+                if answer.ended:
+                    return
+            elif state is not None:
                 for _ in range(item.place + 1 - progress.bases[part].place):
                     if self._since[part]:
                         self._since[part].popleft()

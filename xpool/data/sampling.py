@@ -28,7 +28,8 @@ class Request(NamedTuple):
 class Sampling(Iterator[Request]):
     """The requests of one epoch, in order.
 
-    The state of a stateful sampler is recorded after each ``interval`` batches; 0: never.
+    The state of a stateful sampler is recorded after each ``interval`` batches that are not
+    partial; 0: never.
     """
 
     def __init__(self, sampler: Any, interval: int) -> None:
@@ -91,7 +92,9 @@ class Sampling(Iterator[Request]):
         number = self._drawn
         self._drawn += 1
         self._digest = _digest(indices, self._digest)
-        is_due = self._interval and self._drawn % self._interval == 0
+        # After a partial batch, the sampler has ended, and its state may be that of a new epoch.
+        is_partial = self._size and len(indices) < self._size
+        is_due = self._interval and self._drawn % self._interval == 0 and not is_partial
         return Request(number, indices, self._digest, self.states() if is_due else None)
 
     def _batches(self) -> Iterator[list[Any]]:

@@ -69,7 +69,7 @@ class EpochProgress:
         state = None if self.ask is None else self.ask()
         if state is not None:
             taken = self.parts[0]
-            self.bases = [Base(taken, state, taken if self.is_over else None)]
+            self.bases = [Base(taken, state, taken if self.is_over or self.ended else None)]
 
     def left(self) -> list[Base]:
         """Return the states of the workers after this epoch.  The next epoch begins with them."""

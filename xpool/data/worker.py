@@ -42,6 +42,7 @@ class Made(NamedTuple):
     collating: float = 0.0  # the part of these seconds that collate_fn took
     state: bytes | None = None  # the state after this batch; None: none exists or is wanted
     ended: bool = False  # whether the part has ended, without another batch
+    is_last: bool = False  # whether the part is known to end with this batch
 
 
 def is_stateful(thing: Any) -> bool:
@@ -158,8 +159,10 @@ class WorkerCopy:
             self._over = epoch.number
             self._place -= 1
             return Made(None, state=self.state(), ended=True)
-        is_due = interval and self._place % interval == 0
-        return made._replace(state=self.state()) if is_due else made
+        # After a partial batch, the iterator has ended, and the state is that of the end.
+        is_last = getattr(self._fetcher, "ended", False)
+        is_due = is_last or (interval and self._place % interval == 0)
+        return made._replace(state=self.state(), is_last=is_last) if is_due else made
 
     def state(self) -> bytes | None:
         """Return the pickled state of the dataset and its iterator, or None if they have none."""
