@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import json
 import sys
@@ -11,8 +12,9 @@ import types
 import pytest
 from support.programs import PROGRAM
 
-from xpool._pools.identity import Identity, Unknown
+from xpool._pools.identity import Identity
 from xpool._pools.program import name_of
+from xpool._pools.values import Unknown
 
 NAME = "program_of_test_identity"
 
@@ -48,17 +50,17 @@ EDITS = [
     ("return x * self.rate", "return x / self.rate", "the code of Config.apply"),
     ("return 1\n", "return 2\n", "the code of Box.open"),
     ("factor = 3", "factor = 4", "Base.factor"),
-    ("return 2", "return 3", "the code of Base.twice"),
+    ("return 2", "return 3", "the code of Base.twice in Base"),
     ("return super().go(x)", "return 0", "the code of Model.go"),
     ("Config(0.25)", "Config(0.5)", "the global CONFIG"),
     ("Model([1, 2, 3])", "Model([1, 2, 4])", "the global MODEL"),
-    ("return x - 1\n", "return x - 3\n", "the code of cached"),
+    ("return x - 1\n", "return x - 3\n", "the code of cached in the global cached"),
     ("return func(*args)", "return -func(*args)", "the code of decorated"),
-    ("return x + 10", "return x + 11", "the code of decorated (2)"),
-    ("adder(5)", "adder(6)", "the variable n of adder.<locals>.add"),
-    ("lambda x: x - 2", "lambda x: x - 3", "the code of <lambda> (3)"),
+    ("return x + 10", "return x + 11", "the variable func of decorated"),
+    ("adder(5)", "adder(6)", "the global plus"),
+    ("lambda x: x - 2", "lambda x: x - 3", "the code of <lambda> in the global minus"),
     ("scale=4", "scale=5", "the global partial"),
-    ("x / by", "x // by", "the code of <lambda>"),
+    ("x / by", "x // by", "the code of <lambda> in the global half"),
     ("by=2)\n", "by=3)\n", "the global half"),
     ("offset=7", "offset=8", "the defaults of f"),
     ("ValueError", "KeyError", "the code of f"),
@@ -289,7 +291,7 @@ def test_an_unknown_value_is_named(value, what):
     exec(program, vars(module))
     with pytest.raises(Unknown, match=what) as caught:
         Identity().of_function(module.f, {})
-    assert caught.value.part == f"the global X of {NAME}"
+    assert caught.value.part == f"the global X of {NAME} in the function"
     held = module.X[0] if isinstance(module.X, list) else module.X
     held.close()
 
@@ -362,6 +364,112 @@ def test_locks_and_caches_have_no_value():
     once = textwrap.dedent(program) + "LOCAL.x = 1\nLOCK.acquire()\nshow(1)\n"
     assert not differ(program, once)
     assert differ(program, program.replace('"int"', '"number"'))
+
+
+def test_functions_without_a_name_are_described_alike_in_any_order():
+    """The order in which items lead to lambdas and local classes makes no difference. Neither does
+    the order of a set of them."""
+    program = """
+        def scale(n): return lambda x: x * n
+        def local(n):
+            class Local:
+                by = n
+                def again(self): return Local, type(self).__name__
+            return Local
+        class A: f, cls = scale(2), local(2)
+        class B: f, cls = scale(3), local(3)
+        shared = scale(4)
+        A.g = B.g = shared
+        ITEMS = [A(), B(), [shared], local(5)()]
+    """
+
+    def described(order):
+        module = sys.modules[NAME] = types.ModuleType(NAME)
+        exec(textwrap.dedent(program), vars(module))
+        for cls in module.A, module.B:
+            space = {"__name__": "made", "K": cls.f}
+            exec("def made(self): return K", space)
+            cls.made = space["made"]
+            cls.made.__qualname__ = f"{cls.__name__}.made"
+        identity = Identity()
+        try:
+            found = {number: identity.of_item(module.ITEMS[number]) for number in order}
+        finally:
+            del sys.modules[NAME]
+        return dict(sorted(found.items()))
+
+    first = described([0, 1, 2, 3])
+    assert first == described([3, 2, 1, 0])
+    assert first[1] == described([1])[1]
+    digests = {digest for digest, _ in first.values()}
+    assert len(digests) == 4
+    program = """
+        def scale(n): return lambda x: x * n
+        S = set([scale(n) for n in {}])
+        def f(x): return S
+    """
+    assert not differ(program.format("range(40)"), program.format("reversed(range(40))"))
+    assert differ(program.format("range(40)"), program.format("range(1, 41)"))
+
+
+def test_sets_of_a_class_have_no_order():
+    """A set of a subclass of `set` is compared like a set, together with its attributes."""
+    program = """
+        class Tags(set): pass
+        S = Tags({})
+        S.level = {}
+        def f(x): return S
+    """
+    assert not differ(program.format([0, 8], 1), program.format([8, 0], 1))
+    assert differ(program.format([0, 8], 1), program.format([0, 9], 1))
+    assert differ(program.format([0, 8], 1), program.format([0, 8], 2))
+
+
+def test_a_function_without_a_name():
+    """A lambda, or a function whose name leads to another, is described as "the function". What it
+    uses counts as for any other, also by annotations and through `builtins`."""
+    program = """
+        import builtins
+        def wrap(func): return lambda x: func(x)
+        @wrap
+        def named(x): return x + 1
+        def make(n):
+            class Local:
+                def go(self): return 1
+            def inner(x): return inner(x - 1) + n if x else added_to_builtins
+            inner.__annotations__ = {"x": Local}
+            return inner
+        builtins.added_to_builtins = lambda: 5
+    """
+    try:
+        first = parts_of(program, "make(2)")
+        assert "the variable n of the function" in changes(first, parts_of(program, "make(3)"))
+        edited = program.replace("return 1", "return 2")
+        assert "the annotations of the function" in changes(first, parts_of(edited, "make(2)"))
+        edited = program.replace("inner(x - 1)", "inner(x - 2)")
+        assert "the code of the function" in changes(first, parts_of(edited, "make(2)"))
+        edited = program.replace("lambda: 5", "lambda: 6")
+        assert "the global added_to_builtins of builtins" in changes(
+            first, parts_of(edited, "make(2)")
+        )
+        inner = "named.__closure__[0].cell_contents"
+        edited = program.replace("x + 1", "x + 2")
+        found = changes(parts_of(program, inner), parts_of(edited, inner))
+        assert found == {"the code of the function"}
+    finally:
+        vars(builtins).pop("added_to_builtins", None)
+
+
+def test_a_class_that_is_replaced_while_items_arrive():
+    """Objects of the old class and of the new one differ, though they have the same name."""
+    identity = Identity()
+    found = []
+    for text in "return 1", "return 2":
+        module = sys.modules[NAME] = types.ModuleType(NAME)
+        exec(f"class C:\n def go(self): {text}\n", vars(module))
+        found.append(identity.of_item(module.C())[0])
+    del sys.modules[NAME]
+    assert found[0] != found[1]
 
 
 def test_items(tmp_path):

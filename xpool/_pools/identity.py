@@ -6,6 +6,9 @@ is bound to.  Each of these is a *part*.  A part has a name for error texts, and
 the same in each run of the program: it depends on values, but not on addresses, the order of sets
 or the line numbers of code.
 
+A function or class with a name in a module is described once, by parts of its own.  One without
+(a lambda, a local class) counts as a value of the parts that lead to it, as a list would.
+
 Installed packages are represented by their names and versions.  docs/guides/crashes.md says which
 dependencies are not found.
 """
@@ -14,144 +17,88 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import copyreg
 import functools
-import itertools
 import sys
-import threading
-import typing
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from pickle import PickleBuffer
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from collections import deque
+from collections.abc import Callable
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from xpool._pickling.by_value.broadcast import Broadcast
 from xpool._pickling.by_value.main import MAIN_NAMES
 from xpool._pickling.by_value.reads import global_names
-from xpool._pickling.policy import Layout
-from xpool._pickling.reducers import reducer_override
-from xpool._pools.digests import ATOMS, PLAIN, hashed, is_array, is_plain, marshalled
+from xpool._pools.digests import ATOMS, hashed, marshalled
 from xpool._pools.program import (
     CODE,
+    OF_CLASSES,
+    OF_MODULES,
     annotations_of,
     attributes_of,
+    globals_of,
     imported,
     inner,
     is_found,
     is_in_c,
     is_program,
+    is_standard,
     label_of,
     module_code,
     module_name,
-    said,
     version_of,
     wrapped_by,
 )
-from xpool._python.hidden import module_of, registered_classes
+from xpool._pools.values import Unknown, Values
+from xpool._python.hidden import registered_classes
 from xpool._python.interrupt import by_handler
-from xpool.pickle import dumps
 
 _SHOWN = frozenset({int, float, bool, type(None)})
-
-_OF_MODULES = frozenset(
-    {"__name__", "__file__", "__doc__", "__spec__", "__loader__", "__package__", "__path__"}
-    | {"__builtins__", "__cached__", "__annotations__", "__module__", "__qualname__"}
-)
-"""Globals that every module has, and names that every class body has."""
-
-_OF_CLASSES = frozenset(
-    {"__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__firstlineno__"}
-    | {"__static_attributes__", "__annotations__", "__annotate__", "__annotate_func__"}
-    | {"__annotations_cache__", "__conditional_annotations__", "_abc_impl"}
-)
-"""Attributes of classes that do not affect what their objects do."""
-
-
-class Unknown(Exception):
-    """An object has no digest.
-
-    Attributes:
-        part: the part that it belongs to.
-    """
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.part = ""
-
-
-class _Context:
-    """The attributes of a pickler that reducers use."""
-
-    recurse = False
-    blob = True  # the state of a lock does not count
-    follow = False
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.spaces: dict[int, Any] = {}
-        self.tensors: Any = None
-        self.layout = Layout(out_of_band=False)
-        self.shared: dict[int, Any] = {}
 
 
 class _Node:
     """An object with parts of its own: a function, a class, a module, a global, or an item."""
 
-    __slots__ = ("leads_to", "parts", "unknown")
+    __slots__ = ("label", "leads_to", "parts", "unknown")
 
-    def __init__(self) -> None:
+    def __init__(self, label: str) -> None:
+        self.label = label
         self.parts: dict[str, str] = {}
         self.unknown: Unknown | None = None  # why a part is missing
         self.leads_to: set[str] = set()  # labels of the nodes that it refers to
 
+    def add(self, name: str, digest: str) -> None:
+        if name in self.parts:  # such as the code of a function and of one that it wraps
+            digest = hashed(self.parts[name].encode(), digest.encode()).hex()
+        self.parts[name] = digest
 
-class Identity:
+
+class Identity(Values):
     """The parts of a function and of its items.  Used by one thread at a time."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._nodes: dict[str, _Node] = {}
         self._labels: dict[Any, str] = {}  # labels of nodes, by their keys
-        self._taken = Counter[str]()
-        self._nameless: set[str] = set()  # labels of objects that their names do not lead to
         self._todo: deque[tuple[_Node, Callable[[_Node], None]]] = deque()
         self._held: list[Any] = []  # keeps the objects alive whose `id` is a key of `_labels`
         # These belong to the current node or item:
         self._leads_to: set[str] = set()
-        self._memo: dict[int, bytes] = {}
-        self._alive: list[Any] = []  # keeps the objects alive whose `id` is a key of `_memo`
-        self._above: dict[int, int] = {}
+        self._codes: list[tuple[str, str]] = []  # labels and digests of functions without a name
 
     def of_function(self, func: Any, beside: dict[str, Any]) -> dict[str, str]:
         """Return the digests of a function's parts, by their names."""
-        root = _Node()
+        root = _Node(_ROOT)
         root.parts["the version of Python"] = f"{sys.version_info[0]}.{sys.version_info[1]}"
         self._look(root, lambda node: self._fill_root(node, func, beside))
         return self._parts_of(root)
 
     def of_item(self, item: Any) -> tuple[bytes, dict[str, str]]:
-        """Return the digest of an item, and the parts of the objects that it refers to.
-
-        If it holds a function or class that its name does not lead to (a lambda, a local class),
-        the digest includes all parts, and no parts are returned.
-        """
+        """Return the digest of an item, and the parts of the objects that it refers to."""
         kind = type(item)
         if kind in ATOMS:  # takes a microsecond; a node takes five
             return hashed(marshalled(item)), {}
-        digest, parts = self._digest_and_parts(item)
-        if not self._leads_to.isdisjoint(self._nameless):
-            # Use a new `Identity`: this one numbers nameless objects after those of earlier items.
-            digest, parts = Identity()._digest_and_parts(item)
-            return hashed(digest, repr(sorted(parts.items())).encode()), {}
-        return digest, parts
-
-    def _digest_and_parts(self, item: Any) -> tuple[bytes, dict[str, str]]:
-        node = _Node()
+        node = _Node("")
         found: list[bytes] = []
         self._look(node, lambda node: found.append(self._value(item)))
         parts = self._parts_of(node)
-        self._leads_to = node.leads_to
         return found[0], parts
 
     # -- nodes -------------------------------------------------------------------------------------
@@ -160,13 +107,15 @@ class Identity:
         self._leads_to = node.leads_to
         try:
             fill(node)
+            # These parts only help to name what has changed: the part that led to each has it, too.
+            for label, digest in sorted(self._codes):
+                place = "" if label == node.label else f" in {node.label}"
+                node.add(f"the code of {label}{place}", digest)
         except Unknown as exc:
             node.unknown = exc
         finally:
-            # Values may change, and an `id` may be reused.
-            self._memo.clear()
-            self._alive.clear()
-            self._above.clear()
+            self._codes.clear()
+            self._forget()
 
     def _parts_of(self, root: _Node) -> dict[str, str]:
         """Return the parts of a node and of all nodes that it leads to."""
@@ -182,21 +131,19 @@ class Identity:
             seen |= node.leads_to
         return parts
 
-    def _node(self, key: Any, label: str, held: Any, fill: Callable[[str], Any]) -> bytes:
-        """Refer to a node, and make it if it is new; ``fill(label)`` returns the filling
-        function."""
-        known = self._labels.get(key)
-        if known is None:
-            self._taken[label] += 1
-            count = self._taken[label]
-            known = self._labels[key] = label if count == 1 else f"{label} ({count})"
+    def _is_free(self, key: Any, label: str) -> bool:
+        """Whether no other object has this label, such as one that the program has replaced."""
+        return key in self._labels or label not in self._nodes
+
+    def _node(self, key: Any, label: str, held: Any, fill: Callable[[_Node], None]) -> bytes:
+        """Refer to a node, and make it if it is new."""
+        if key not in self._labels:
+            self._labels[key] = label
             self._held.append(held)
-            if isinstance(held, (FunctionType, type)) and not is_found(held):
-                self._nameless.add(known)
-            node = self._nodes[known] = _Node()
-            self._todo.append((node, fill(known)))
-        self._leads_to.add(known)
-        return hashed(b"node", known.encode("utf-8", "surrogatepass"))
+            node = self._nodes[label] = _Node(label)
+            self._todo.append((node, fill))
+        self._leads_to.add(label)
+        return hashed(b"node", label.encode("utf-8", "surrogatepass"))
 
     def _part(self, node: _Node, name: str, value: Any) -> None:
         try:
@@ -207,7 +154,7 @@ class Identity:
         # Errors show numbers, but not texts, which may be secret.
         name = name.encode("utf-8", "backslashreplace").decode()  # attributes may have any name
         shown = type(value) in _SHOWN and not (type(value) is int and abs(value) >= 1 << 64)
-        node.parts[name] = repr(value) if shown else digest
+        node.add(name, repr(value) if shown else digest)
 
     def _fill_root(self, node: _Node, func: Any, beside: dict[str, Any]) -> None:
         given = []
@@ -219,10 +166,12 @@ class Identity:
         if isinstance(func, MethodType):
             self._fill_object(node, func.__self__)
             func = func.__func__
-        if isinstance(func, FunctionType):
+        if not isinstance(func, FunctionType):
+            self._fill_object(node, func)
+        elif self._is_named(func):
             self._function(func)
         else:
-            self._fill_object(node, func)
+            self._filler(func)(node, _ROOT, func)
         for name, value in beside.items():
             self._part(node, name, value)
 
@@ -246,32 +195,43 @@ class Identity:
 
     # -- functions, classes, modules, globals ------------------------------------------------------
 
+    def _is_named(self, obj: Any) -> bool:
+        return self._is_free(id(obj), label_of(obj)) and is_found(obj)
+
+    def _named(self, obj: Any, fill: Callable[[_Node, str, Any], None]) -> bytes:
+        """Refer to a function or class by its name, or return the digest of one that has none."""
+        label = label_of(obj)
+        if self._is_named(obj):
+            return self._node(id(obj), label, obj, lambda node: fill(node, label, obj))
+        node = _Node(label)
+        fill(node, label, obj)
+        if isinstance(obj, FunctionType):
+            self._codes.append((label, node.parts[f"the code of {label}"]))
+        return hashed(b"nameless", repr(sorted(node.parts.items())).encode())
+
     def _function(self, function: FunctionType) -> bytes:
-        module = function.__globals__.get("__name__")
-        if is_program(module):
-            fill = self._fill_function
-        elif is_program(function.__module__) or not is_found(function):
-            fill = self._fill_closure  # made by a library's decorator
-        else:
-            fill = self._fill_installed
-        label = label_of(function)
-        return self._node(
-            id(function), label, function, lambda label: lambda node: fill(node, label, function)
-        )
+        return self._named(function, self._filler(function))
+
+    def _filler(self, function: FunctionType) -> Callable[[_Node, str, Any], None]:
+        if is_program(function.__globals__.get("__name__")):
+            return self._fill_function
+        if is_program(function.__module__) or not is_found(function):
+            return self._fill_closure  # made by a library's decorator
+        return self._fill_installed
 
     def _fill_function(self, node: _Node, label: str, function: Any) -> None:
         self._fill_closure(node, label, function)
         code, values = function.__code__, function.__globals__
         attributes = {name for one in inner(code) for name in one.co_names}
         seen = set[int]()
-        for name in sorted(global_names(code) - _OF_MODULES):
+        for name in sorted(global_names(code) - OF_MODULES):
             if name in values:
-                self._global(values, name, attributes, seen)
-            elif hasattr(builtins, name):
-                self._value(getattr(builtins, name))
+                self._global(node, label, values, name, attributes, seen)
+            elif not is_standard(getattr(builtins, name, len)):
+                self._global(node, label, vars(builtins), name, attributes, seen)
         for name in sorted(imported(code, values.get("__package__"))):
             self._import(name)
-        self._follow(annotations_of(function).values(), values)
+        self._follow(node, label, annotations_of(function), values)
 
     def _fill_closure(self, node: _Node, label: str, function: Any) -> None:
         self._fill_installed(node, label, function)
@@ -290,41 +250,42 @@ class Identity:
         self._installed(function.__globals__.get("__name__"))
 
     def _global(
-        self, values: dict[str, Any], name: str, attributes: set[str], seen: set[int]
+        self,
+        node: _Node,
+        reader: str,
+        values: dict[str, Any],
+        name: str,
+        attributes: set[str],
+        seen: set[int],
     ) -> None:
-        """Refer to a global; if it is a module of the program, also to its globals in
+        """Refer to a global of a function; if it is a module of the program, also to its globals in
         ``attributes``."""
-        value = values[name]
-        label = f"the global {name} of {module_name(values.get('__name__'))}"
-        self._node(
-            (id(values), name),
-            label,
-            values,
-            lambda label: lambda node: self._part(node, label, value),
-        )
+        value, module = values[name], module_name(values.get("__name__"))
+        label, key = f"the global {name} of {module}", (id(values), name)
+        if values is globals_of(module) and self._is_free(key, label):
+            self._node(key, label, values, lambda node: self._part(node, label, value))
+        else:  # a copy of a module, or names that a library made for a generated function
+            self._part(node, f"{label} in {reader}", value)
         # Check its type: `__class__` may be overridden, and may raise.
-        module = issubclass(type(value), ModuleType) and is_program(value.__name__)
-        if module and id(value) not in seen:
+        is_module = issubclass(type(value), ModuleType) and is_program(value.__name__)
+        if is_module and id(value) not in seen:
             seen.add(id(value))
             inside = vars(value)
-            for attribute in sorted(attributes & inside.keys() - _OF_MODULES):
-                self._global(inside, attribute, attributes, seen)
+            for attribute in sorted(attributes & inside.keys() - OF_MODULES):
+                self._global(node, reader, inside, attribute, attributes, seen)
 
     def _class(self, cls: type) -> bytes:
         if is_in_c(cls) or not is_program(cls.__module__):
             self._installed(cls.__module__)
             return hashed(b"class", label_of(cls).encode("utf-8", "surrogatepass"))
-        fill = self._fill_class
-        return self._node(
-            id(cls), label_of(cls), cls, lambda label: lambda node: fill(node, label, cls)
-        )
+        return self._named(cls, self._fill_class)
 
     def _fill_class(self, node: _Node, label: str, cls: type) -> None:
         self._part(node, f"the bases of {label}", (type(cls), *cls.__bases__))
         # A library's metaclass may store anything in its classes.
         own = is_program(type(cls).__module__) or type(cls).__module__ in _METACLASSES
         for name, value in sorted(vars(cls).items()):
-            if name in _OF_CLASSES:
+            if name in OF_CLASSES:
                 continue
             dunder = name.startswith("__") and not isinstance(value, CODE)
             if own or not dunder or name.endswith("fields__"):
@@ -332,7 +293,8 @@ class Identity:
         if registered := {ref() for ref in registered_classes(cls)}:
             self._part(node, f"what is registered with {label}", registered)
         module = sys.modules.get(cls.__module__)
-        self._follow(vars(cls).get("__annotations__", {}).values(), getattr(module, "__dict__", {}))
+        names = getattr(module, "__dict__", {})
+        self._follow(node, label, vars(cls).get("__annotations__", {}), names)
 
     def _module(self, module: ModuleType) -> bytes:
         self._installed(module.__name__)
@@ -354,130 +316,34 @@ class Identity:
             return
         code, package = found
 
-        def fill(label: str) -> Any:
-            def go(node: _Node) -> None:
-                self._part(node, label, code)
-                if isinstance(code, CodeType):
-                    for inside in sorted(imported(code, package)):
-                        self._import(inside)
+        label = f"the module {name}"
 
-            return go
+        def fill(node: _Node) -> None:
+            self._part(node, label, code)
+            if isinstance(code, CodeType):
+                for inside in sorted(imported(code, package)):
+                    self._import(inside)
 
-        self._node(("module", name), f"the module {name}", None, fill)
+        self._node(("module", name), label, None, fill)
 
     def _installed(self, module: Any) -> None:
         """Add the version of an installed module's package."""
         found = None if is_program(module) else version_of(module)
         if found is not None:
             label = f"the version of {found[0]}"
-            self._node(
-                label, label, None, lambda label: lambda node: node.parts.update({label: found[1]})
-            )
+            self._node(label, label, None, lambda node: node.add(label, found[1]))
 
-    def _follow(self, annotations: Iterable[Any], values: dict[str, Any]) -> None:
+    def _follow(
+        self, node: _Node, label: str, annotations: dict[str, Any], values: dict[str, Any]
+    ) -> None:
         """Add the program's classes that annotations name: their methods may be called."""
-        for one in annotations:
-            cls = values.get(one) if isinstance(one, str) else one
-            if isinstance(cls, type) and is_program(cls.__module__):
-                self._class(cls)
+        found = [values.get(one) if isinstance(one, str) else one for one in annotations.values()]
+        classes = [one for one in found if isinstance(one, type) and is_program(one.__module__)]
+        if classes:
+            self._part(node, f"the annotations of {label}", classes)
 
-    # -- values ------------------------------------------------------------------------------------
 
-    def _value(self, obj: Any) -> bytes:
-        """Return the digest of an object."""
-        kind = type(obj)
-        if kind in ATOMS:
-            return hashed(marshalled(obj))
-        known = self._memo.get(id(obj))
-        if known is not None:
-            return known
-        if id(obj) in self._above:  # the object holds itself
-            return hashed(b"above", str(len(self._above) - self._above[id(obj)]).encode())
-        self._above[id(obj)] = len(self._above)
-        try:
-            digest = self._compound(kind, obj)
-        except (Unknown, MemoryError):
-            raise
-        except RecursionError as exc:
-            raise Unknown("something that is nested too deeply") from exc
-        except Exception as exc:  # from the object's own methods
-            if by_handler(exc):
-                raise
-            raise Unknown(f"a {label_of(kind)} ({exc})") from exc
-        finally:
-            del self._above[id(obj)]
-        self._memo[id(obj)] = digest
-        self._alive.append(obj)
-        return digest
-
-    def _values(self, name: bytes, objects: Iterable[Any]) -> bytes:
-        return hashed(name, *map(self._value, objects))
-
-    def _compound(self, kind: type, obj: Any) -> bytes:
-        if kind in PLAIN:
-            if is_plain(obj):
-                return hashed(marshalled(obj))
-            if kind is dict:
-                return self._values(b"dict", itertools.chain.from_iterable(obj.items()))
-            return self._values(kind.__name__.encode(), obj)
-        if kind is set or kind is frozenset:
-            return hashed(kind.__name__.encode(), *sorted(map(self._value, obj)))
-        if kind is FunctionType:
-            return self._function(obj)
-        if isinstance(obj, type):
-            return self._class(obj)
-        if isinstance(obj, ModuleType):
-            return self._module(obj)
-        if kind is CodeType:
-            return self._values(b"code", said(obj))
-        if kind is PickleBuffer:
-            return hashed(b"buffer", obj.raw())
-        if kind is bytearray:
-            return hashed(b"bytearray", obj)
-        if kind is BuiltinFunctionType and isinstance(obj.__self__, (ModuleType, type(None))):
-            self._installed(obj.__module__)
-            return hashed(b"builtin", f"{obj.__module__}.{obj.__qualname__}".encode())
-        if kind is MethodType:
-            return self._values(b"method", (obj.__func__, obj.__self__))
-        if kind is Broadcast:  # by its content, since its reference differs in each run
-            return hashed(b"broadcast", obj.content())
-        if kind in _TYPES_BY_NAME:  # its pickle has a number that differs in each run
-            about = [getattr(obj, name, None) for name in _ABOUT_TYPES]
-            return self._values(b"type", (kind, *about))
-        if isinstance(obj, _WITHOUT_VALUE):
-            return self._values(b"one of", (kind,))
-        wrapped = wrapped_by(obj)
-        if wrapped is not None:
-            return self._values(b"wrapper", (kind, wrapped))
-        if is_array(obj):
-            return hashed(b"array", self._value(kind), dumps(obj))
-        reduced = self._reduced(obj)
-        if isinstance(reduced, str):
-            return self._values(b"name", (kind, module_of(obj, reduced), reduced))
-        rest = (list(one) if isinstance(one, Iterator) else one for one in reduced[3:])
-        return self._values(b"reduced", (*reduced[:3], *rest))
-
-    def _reduced(self, obj: Any) -> Any:
-        found = reducer_override(_Context(), obj)
-        if found is NotImplemented:
-            reduce: Any = copyreg.dispatch_table.get(type(obj))
-            found = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
-        if not isinstance(found, (str, tuple)):
-            raise TypeError(f"its __reduce__ returned {type(found).__name__}")
-        return found
-
+_ROOT = "the function"
+"""Takes the place of the label of a function without a name that `of_function` describes."""
 
 _METACLASSES = frozenset({"builtins", "abc", "enum"})
-_TYPES_BY_NAME = frozenset(
-    getattr(typing, name, None)
-    for name in ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
-)
-_ABOUT_TYPES = ("__name__", "__bound__", "__constraints__", "__supertype__", "__value__")
-_WITHOUT_VALUE: tuple[type, ...] = (
-    weakref.ReferenceType,
-    weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary,
-    weakref.WeakSet,
-    threading.local,
-)
-"""Classes of objects without a value of their own, or with another value in each thread."""

@@ -22,8 +22,9 @@ from typing import Any
 
 from xpool._calls.options import check_callable
 from xpool._calls.results import PickledResult, Unopened
-from xpool._pools.identity import Identity, Unknown
+from xpool._pools.identity import Identity
 from xpool._pools.program import name_of
+from xpool._pools.values import Unknown
 from xpool._python.interrupt import by_handler
 from xpool.errors import OptionError
 from xpool.pickle import decode
@@ -35,7 +36,7 @@ NAMED = 5
 """The most changed parts that an error names."""
 
 _APPLICATION = 0x78504A4C  # SQLite's application id of a journal: "xPJL"
-_FORMAT = 2
+_FORMAT = 3
 
 _TABLES = (
     "CREATE TABLE function (name TEXT NOT NULL, version TEXT NOT NULL)",

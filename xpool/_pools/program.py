@@ -11,10 +11,10 @@ import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
-from xpool._pickling.by_value.main import MAIN_NAMES
+from xpool._pickling.by_value.main import MAIN_NAMES, namespace
 
 Code = tuple[Any, ...]
 """A description of code: plain values, and such tuples for nested code."""
@@ -22,6 +22,19 @@ Code = tuple[Any, ...]
 _LINE_OF_CLASS = frozenset({"__firstlineno__", "__static_attributes__"})
 """Names that Python 3.13 and later bind in the body of a class: its line number, and attributes in
 an order that differs between runs."""
+
+OF_MODULES = frozenset(
+    {"__name__", "__file__", "__doc__", "__spec__", "__loader__", "__package__", "__path__"}
+    | {"__builtins__", "__cached__", "__annotations__", "__module__", "__qualname__"}
+)
+"""Globals that every module has, and names that every class body has."""
+
+OF_CLASSES = frozenset(
+    {"__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__firstlineno__"}
+    | {"__static_attributes__", "__annotations__", "__annotate__", "__annotate_func__"}
+    | {"__annotations_cache__", "__conditional_annotations__", "_abc_impl"}
+)
+"""Attributes of classes that do not affect what their objects do."""
 
 
 # -- modules of the program ------------------------------------------------------------------------
@@ -227,3 +240,17 @@ def name_of(func: Any) -> str:
         func = func.func
     func = getattr(func, "__func__", func)
     return label_of(func if hasattr(func, "__qualname__") else type(func))
+
+
+# -- globals --------------------------------------------------------------------------------------
+
+
+def globals_of(module: str) -> Any:
+    """Return the globals of the module that has this name now."""
+    return namespace() if module in MAIN_NAMES else attributes_of(sys.modules.get(module))
+
+
+def is_standard(builtin: Any) -> bool:
+    """Whether an object of `builtins` is Python's own, and not one that the program put there."""
+    kind = type(builtin)
+    return kind is BuiltinFunctionType or (kind is type and builtin.__module__ == "builtins")
