@@ -15,6 +15,7 @@ from support.programs import PROGRAM
 from xpool._pools.identity import Identity
 from xpool._pools.program import name_of
 from xpool._pools.values import Unknown
+from xpool.pickle import dumps
 
 NAME = "program_of_test_identity"
 
@@ -212,6 +213,57 @@ def test_arrays_and_models():
     }
     assert differ(program.format("", 1), program.format(" + 1", 1))
     assert differ(program.format("", 1), program.format("", 2), "MODEL")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "np.arange(3).view(Own)",
+        "np.ma.array([1, 2], mask=[0, 1])",
+        "np.array([None, 1]).view(Own)",
+        "torch.ones(3)",
+        "torch.nn.Parameter(torch.ones(3))",
+        "torch.eye(2).to_sparse()",
+        "torch.ones(3).as_subclass(OwnTensor)",
+    ],
+)
+def test_attributes_of_arrays(made):
+    """Attributes of arrays and tensors are compared like all values: a set has no order, and a
+    function counts by its parts."""
+    pytest.importorskip("torch" if "torch" in made else "numpy")
+    program = f"""
+        import numpy as np
+        {"import torch" if "torch" in made else ""}
+        class Own(np.ndarray): pass
+        {"class OwnTensor(torch.Tensor): pass" if "torch" in made else ""}
+        def scale(x): return x * 2
+        A = {made}
+        A.tags, A.scale = {{0, 8}}, scale
+        def f(x): return A
+    """
+    first = parts_of(program)
+    assert not changes(first, parts_of(program.replace("{0, 8}", "{8, 0}")))
+    assert changes(first, parts_of(program.replace("{0, 8}", "{8, 1}"))) == {"the global A"}
+    edited = parts_of(program.replace("x * 2", "x * 3"))
+    assert changes(first, edited) == {"the code of scale"}
+    edited = parts_of(program.replace("A.tags, A.scale = {0, 8}, scale", ""))
+    assert "the global A" in changes(first, edited)
+
+
+def test_arrays_do_not_depend_on_earlier_ones():
+    """An array has the same digest before and after the process has pickled others of its dtype.
+    Its place in memory does not matter, its dtype and shape do."""
+    np = pytest.importorskip("numpy")
+    kind = np.dtype(">i8")
+    first = Identity().of_item(np.zeros(3, kind))
+    for _ in range(2):
+        dumps(np.zeros(3, kind))
+    assert Identity().of_item(np.zeros(3, kind)) == first
+    array = np.arange(6).reshape(2, 3)
+    digest = Identity().of_item(array)
+    assert Identity().of_item(np.asfortranarray(array)) == digest
+    unlike = [array.T, array.astype("i2"), array.astype(kind), array.ravel(), array[:0], array[0]]
+    assert len({Identity().of_item(one)[0] for one in [array, *unlike]}) == 7
 
 
 def test_registered_classes():

@@ -10,6 +10,13 @@ from typing import Any
 ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
 PLAIN = ATOMS | {list, tuple, dict}
 
+_OF_NUMPY = frozenset(
+    {"_mmap", "filename", "offset", "mode"}  # of `numpy.memmap`
+    | {"_mask", "_sharedmask", "_hardmask", "_fill_value", "_isfield", "_baseclass", "_optinfo"}
+    | {"_basedict"}
+)
+"""Attributes of numpy's subclasses: their reducers give those that are values."""
+
 
 def hashed(*parts: Any) -> bytes:
     digest = hashlib.sha256()
@@ -49,8 +56,39 @@ def is_plain(obj: Any) -> bool:
     return False
 
 
-def is_array(obj: Any) -> bool:
+def bare(obj: Any) -> tuple[Any, ...] | None:
+    """Return the dtype, shape, device and bytes of a plain array or tensor; None: it is none.
+
+    Its pickle would not do: its form depends on what the process has pickled before.
+    """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and isinstance(obj, numpy.ndarray):
-        return not obj.dtype.hasobject
-    return torch is not None and isinstance(obj, torch.Tensor)
+    content: Any = b""
+    if numpy is not None and type(obj) is numpy.ndarray:
+        if obj.dtype.hasobject:
+            return None
+        if obj.nbytes:
+            content = numpy.ascontiguousarray(obj).reshape(-1).view(numpy.uint8)
+        dtype = obj.dtype
+        # The string of other dtypes, such as those with fields, says too little.
+        if dtype.kind in "biufcmMSU" and dtype.type.__module__ == "numpy" and not dtype.metadata:
+            dtype = dtype.str
+        return dtype, obj.shape, "", content
+    if torch is None or type(obj) is not torch.Tensor or obj.layout is not torch.strided:
+        return None
+    if obj.__dict__ or obj.requires_grad or obj.is_quantized or obj.is_nested or obj.is_meta:
+        return None
+    if any(getattr(obj, "names", ())):
+        return None
+    if obj.numel():
+        plain = obj.detach().cpu().resolve_conj().resolve_neg()
+        content = plain.reshape(-1).contiguous().view(torch.uint8).numpy()
+    return str(obj.dtype), tuple(obj.shape), str(obj.device), content
+
+
+def own_attributes(array: Any) -> dict[str, Any]:
+    """Return the attributes that a program has given to an array of a subclass."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(array, numpy.ndarray):
+        return {}
+    found = getattr(array, "__dict__", {})
+    return {name: value for name, value in found.items() if name not in _OF_NUMPY}

@@ -15,14 +15,22 @@ from pickle import PickleBuffer
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import xpool.pickle  # noqa: F401  # registers the reducers
 from xpool._pickling.by_value.broadcast import Broadcast
 from xpool._pickling.policy import Layout
 from xpool._pickling.reducers import reducer_override
-from xpool._pools.digests import ATOMS, PLAIN, hashed, is_array, is_plain, marshalled
+from xpool._pools.digests import (
+    ATOMS,
+    PLAIN,
+    bare,
+    hashed,
+    is_plain,
+    marshalled,
+    own_attributes,
+)
 from xpool._pools.program import label_of, said, wrapped_by
 from xpool._python.hidden import module_of
 from xpool._python.interrupt import by_handler
-from xpool.pickle import dumps
 
 
 class Unknown(Exception):
@@ -147,12 +155,17 @@ class Values:
         wrapped = wrapped_by(obj)
         if wrapped is not None:
             return self._values(b"wrapper", (kind, wrapped))
-        if is_array(obj):
-            return hashed(b"array", self._value(kind), dumps(obj))
+        array = bare(obj)
+        if array is not None:  # other arrays consist of bare ones, a class and attributes
+            *about, content = array
+            return hashed(b"array", self._value(kind), self._value(about), content)
+        attributes = own_attributes(obj)  # numpy's own way to pickle a subclass leaves them out
         reduced = self._reduced(obj)
         if isinstance(reduced, str):
             return self._values(b"name", (kind, module_of(obj, reduced), reduced))
-        rest = (list(one) if isinstance(one, Iterator) else one for one in reduced[3:])
+        rest = [list(one) if isinstance(one, Iterator) else one for one in reduced[3:]]
+        if attributes:
+            rest.append(attributes)
         return self._values(b"reduced", (*reduced[:3], *rest))
 
     def _reduced(self, obj: Any) -> Any:
