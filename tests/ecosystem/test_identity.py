@@ -178,6 +178,48 @@ def test_modules_of_the_program(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("def f(x): return scaled(m, x)", "f"),
+        ("def f(x, by=m): return scaled(by, x)", "f"),
+        ("def f(x): return getattr(m, 'RATE') * x", "f"),
+        ("def f(x):\n  held = m\n  return held.RATE * x", "f"),
+        ("def f(x): return scaled(LIST[0], x)\nLIST = [m]", "f"),
+        ("def f(x): return scaled(Held.m, x)\nclass Held:\n  m = m\n  def go(self): pass", "f"),
+        ("def f(x): return scaled(package.settings, x)\nimport held_package as package", "f"),
+        ("def f(x): return scaled(package, x)\nimport held_package as package", "f"),
+        ("def make(by):\n  return lambda x: by.RATE * x", "make(m)"),
+        ("def f(by, x): return by.RATE * x\nimport functools", "functools.partial(f, m)"),
+        ("class Model:\n  def __init__(self): self.m = m\n  def run(self, x): return x",
+         "Model().run"),
+    ],
+)  # fmt: skip
+def test_a_module_as_a_value(tmp_path, monkeypatch, code, name):
+    """If a module of the program is a value, all of it is a part. An installed one is not."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "held_package").mkdir()
+    (tmp_path / "held_package" / "__init__.py").write_text("")
+    program = "{}\ndef scaled(by, x): return by.RATE * x\n" + code
+
+    def found(rate, first="import held_package.settings as m"):
+        (tmp_path / "held_package" / "settings.py").write_text(f"RATE = {rate}\n")
+        for one in [one for one in sys.modules if one.startswith("held_package")]:
+            del sys.modules[one]
+        return parts_of(program.format(first), name)
+
+    part = "the module held_package.settings"
+    assert not changes(found(2), found("2 # a comment"))
+    assert part in changes(found(2), found(3))
+    # A module that the name does not lead to counts by its values.
+    made = "import types\nm = types.ModuleType('held_package_made')\nm.RATE = {}"
+    if "package" not in code:
+        assert changes(found(2, made.format(2)), found(2, made.format(3)))
+    if "held_package" not in code:
+        assert part not in found(2, "import json as m")
+
+
 def test_versions_of_packages(monkeypatch):
     """The version of a package that a function uses is a part. Python's version is not."""
     program = "import pytest\nimport json\ndef f(x): return pytest.approx(json.dumps(x))\n"

@@ -34,6 +34,7 @@ from xpool._pools.program import (
     annotations_of,
     attributes_of,
     globals_of,
+    held,
     imported,
     inner,
     is_found,
@@ -43,6 +44,7 @@ from xpool._pools.program import (
     label_of,
     module_code,
     module_name,
+    submodules,
     version_of,
     wrapped_by,
 )
@@ -68,6 +70,16 @@ class _Node:
         if name in self.parts:  # such as the code of a function and of one that it wraps
             digest = hashed(self.parts[name].encode(), digest.encode()).hex()
         self.parts[name] = digest
+
+
+class _Reader:
+    """A function whose globals are looked at, and how its code uses names."""
+
+    def __init__(self, node: _Node, label: str, code: CodeType) -> None:
+        self.node, self.label = node, label
+        self.names = {name for one in inner(code) for name in one.co_names}
+        self.held = held(code)
+        self.seen = set[int]()  # the `id` of each module whose globals are added
 
 
 class Identity(Values):
@@ -222,13 +234,12 @@ class Identity(Values):
     def _fill_function(self, node: _Node, label: str, function: Any) -> None:
         self._fill_closure(node, label, function)
         code, values = function.__code__, function.__globals__
-        attributes = {name for one in inner(code) for name in one.co_names}
-        seen = set[int]()
+        reader = _Reader(node, label, code)
         for name in sorted(global_names(code) - OF_MODULES):
             if name in values:
-                self._global(node, label, values, name, attributes, seen)
+                self._global(reader, values, name)
             elif not is_standard(getattr(builtins, name, len)):
-                self._global(node, label, vars(builtins), name, attributes, seen)
+                self._global(reader, vars(builtins), name)
         for name in sorted(imported(code, values.get("__package__"))):
             self._import(name)
         self._follow(node, label, annotations_of(function), values)
@@ -249,30 +260,28 @@ class Identity(Values):
         self._part(node, f"the code of {label}", function.__code__)
         self._installed(function.__globals__.get("__name__"))
 
-    def _global(
-        self,
-        node: _Node,
-        reader: str,
-        values: dict[str, Any],
-        name: str,
-        attributes: set[str],
-        seen: set[int],
-    ) -> None:
-        """Refer to a global of a function; if it is a module of the program, also to its globals in
-        ``attributes``."""
+    def _global(self, reader: _Reader, values: dict[str, Any], name: str, dot: str = "") -> None:
+        """Refer to a global of a function; if it is a module of the program, also to its globals
+        whose names the function's code has, or to all of it."""
         value, module = values[name], module_name(values.get("__name__"))
         label, key = f"the global {name} of {module}", (id(values), name)
-        if values is globals_of(module) and self._is_free(key, label):
-            self._node(key, label, values, lambda node: self._part(node, label, value))
-        else:  # a copy of a module, or names that a library made for a generated function
-            self._part(node, f"{label} in {reader}", value)
         # Check its type: `__class__` may be overridden, and may raise.
-        is_module = issubclass(type(value), ModuleType) and is_program(value.__name__)
-        if is_module and id(value) not in seen:
-            seen.add(id(value))
-            inside = vars(value)
-            for attribute in sorted(attributes & inside.keys() - OF_MODULES):
-                self._global(node, reader, inside, attribute, attributes, seen)
+        is_module = issubclass(type(value), ModuleType)
+        said = ("module", module_name(value.__name__)) if is_module else value
+        if values is globals_of(module) and self._is_free(key, label):
+            self._node(key, label, values, lambda node: self._part(node, label, said))
+        else:  # a copy of a module, or names that a library made for a generated function
+            self._part(reader.node, f"{label} in {reader.label}", said)
+        if is_module and not is_program(value.__name__):
+            self._installed(value.__name__)
+        elif is_module:
+            if f"{dot}{name}" in reader.held:
+                self._part(reader.node, f"{label}, used in {reader.label}", value)
+            if id(value) not in reader.seen:
+                reader.seen.add(id(value))
+                inside = vars(value)
+                for attribute in sorted(reader.names & inside.keys() - OF_MODULES):
+                    self._global(reader, inside, attribute, ".")
 
     def _class(self, cls: type) -> bytes:
         if is_in_c(cls) or not is_program(cls.__module__):
@@ -297,26 +306,36 @@ class Identity(Values):
         self._follow(node, label, vars(cls).get("__annotations__", {}), names)
 
     def _module(self, module: ModuleType) -> bytes:
-        self._installed(module.__name__)
-        return hashed(b"module", module_name(module.__name__).encode("utf-8", "surrogatepass"))
+        """Refer to a module that is a value, such as an argument: any part of it may be used."""
+        name = module.__name__
+        self._installed(name)
+        inside: Any = None
+        if is_program(name) and name not in MAIN_NAMES:
+            if sys.modules.get(name) is module and self._import(name):
+                for one in submodules(attributes_of(module).get("__path__", ()), name):
+                    self._import(one)
+            else:  # not made from a file that a program can find by the name
+                inside = {key: one for key, one in vars(module).items() if key not in OF_MODULES}
+        return self._values(b"module", (module_name(name), inside))
 
-    def _import(self, name: str) -> None:
-        """Add an imported module as a whole, from its file: it may not be imported yet."""
-        if name in MAIN_NAMES or ("module", name) in self._labels:
-            self._leads_to.add(self._labels.get(("module", name), ""))
-            self._leads_to.discard("")
-            return
+    def _import(self, name: str) -> bool:
+        """Add an imported module as a whole, from its file: it may not be imported yet.
+
+        Return whether there is a file of the program.
+        """
+        label = f"the module {name}"
+        if ("module", name) in self._labels:
+            self._leads_to.add(label)
+            return True
         try:
-            found = module_code(name)
+            found = None if name in MAIN_NAMES else module_code(name)
         except Exception as exc:  # from an import finder, or a file that does not compile
             if by_handler(exc):
                 raise
             found = None
         if found is None:
-            return
+            return False
         code, package = found
-
-        label = f"the module {name}"
 
         def fill(node: _Node) -> None:
             self._part(node, label, code)
@@ -325,6 +344,7 @@ class Identity(Values):
                     self._import(inside)
 
         self._node(("module", name), label, None, fill)
+        return True
 
     def _installed(self, module: Any) -> None:
         """Add the version of an installed module's package."""

@@ -7,6 +7,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import os
+import pkgutil
 import site
 import sys
 import sysconfig
@@ -125,6 +126,32 @@ def inner(code: CodeType) -> Iterator[CodeType]:
             yield from inner(constant)
 
 
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_OF_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
+
+
+def held(code: CodeType) -> set[str]:
+    """Return the globals that code does not only use to get or set their attributes.
+
+    An attribute of this kind has a dot before its name.
+    """
+    found = set[str]()
+    for one in inner(code):
+        last = ""
+        for instruction in dis.get_instructions(one):
+            kind = instruction.opname
+            if kind == "EXTENDED_ARG":
+                continue
+            if last and kind not in _OF_ATTRIBUTES:
+                found.add(last)
+            last = ""
+            if kind in _LOADS:
+                last = instruction.argval
+            elif kind in _OF_ATTRIBUTES:
+                last = f".{instruction.argval}"
+    return found
+
+
 def imported(code: CodeType, package: str | None) -> set[str]:
     """Return the names of the modules that code imports, and of their parents.
 
@@ -175,6 +202,14 @@ def module_code(name: str) -> tuple[CodeType | bytes, str | None] | None:
         return code, package
     with open(spec.origin, "rb") as file:
         return file.read(), package
+
+
+def submodules(path: Any, package: str) -> Iterator[str]:
+    """Yield the names of all modules in the folders of a package, without importing them."""
+    for finder, name, is_package in pkgutil.iter_modules(path, f"{package}."):
+        yield name
+        if is_package and isinstance(finder, importlib.machinery.FileFinder):
+            yield from submodules([os.path.join(finder.path, name.rpartition(".")[2])], name)
 
 
 # -- functions, classes and their names ------------------------------------------------------------
