@@ -18,7 +18,7 @@ from typing import Any
 import xpool.pickle  # noqa: F401  # registers the reducers
 from xpool._pickling.by_value.broadcast import Broadcast
 from xpool._pickling.policy import Layout
-from xpool._pickling.reducers import reducer_override
+from xpool._pickling.reducers import Blob, reducer_override
 from xpool._pools.digests import (
     ATOMS,
     PLAIN,
@@ -49,10 +49,10 @@ class _Context:
     """The attributes of a pickler that reducers use."""
 
     recurse = False
-    blob = True  # the state of a lock does not count
     follow = False
 
     def __init__(self) -> None:
+        self.blob = Blob()  # the state of a lock does not count
         self.names: set[str] = set()
         self.spaces: dict[int, Any] = {}
         self.tensors: Any = None
