@@ -199,6 +199,31 @@ def test_interactive():
     assert done.stdout.splitlines() == EXPECTED, done.stderr
 
 
+def test_annotations_of_a_script_that_is_run_as_a_whole(tmp_path):
+    """In a worker, annotations are objects, as in the program, if the script imports no
+    ``annotations``."""
+    text = """
+        import dataclasses
+        import xpool
+
+        CONFIG = globals().get("CONFIG", 1)
+
+        @dataclasses.dataclass
+        class Row:
+            size: int = 0
+
+        def read(text):
+            return [field.type(text) for field in dataclasses.fields(Row)]
+
+        if __name__ == "__main__":
+            with xpool.Pool(1) as pool:
+                print(pool.apply(read, ("3",)))
+            pool.join()
+    """
+    path = scripts.write(tmp_path / "annotated.py", text)
+    assert scripts.run_ok([path]) == "[3]\n"
+
+
 @pytest.mark.torch
 def test_torch_in_a_script(tmp_path):
     """Functions of a script may take and return tensors."""

@@ -260,7 +260,8 @@ class _Script:
         if self._spec is not None:  # the module may be in an archive
             return self._spec.loader.get_code(self._spec.name)
         with io.open_code(self._file) as file:
-            return compile(file.read(), self._place, "exec")
+            # Not with this file's ``from __future__``.
+            return compile(file.read(), self._place, "exec", dont_inherit=True)
 
 
 def _run_what_waits(library: Any) -> None:
