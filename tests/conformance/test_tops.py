@@ -200,3 +200,84 @@ def test_program_without_the_guard(tmp_path, monkeypatch, how):
     else:
         lines = run(monkeypatch, tmp_path, ["-"], text)
     assert lines.pop(0) == "once 10" and lines[:2] == GUARDED[:2] and lines[3] == "dgfnsb"
+
+
+SHARED = """
+import xpool
+
+class Counter:
+    value = 0
+
+pair = (1, [2])
+part = pair[1]
+part.append(3)
+one = other = []
+one.append(1)
+counter = Counter()
+same = counter
+same.value += 1
+state = Counter()
+states = [state]
+states[0].value += 1
+last = [0]
+lasts = (last,)
+last.append(1); lasts[0].append(2)
+head, *tail = rows = [[1], [2], [3]]
+for row in tail: row.append(4)
+head += [5]
+table = {"rows": rows}
+table["rows"] = table["rows"][:2]
+
+def values(_):
+    return pair, part, one, other, counter.value, same.value, state.value, states[0].value, table
+
+def objects(_):
+    return (
+        part is pair[1], one is other, counter is same, state is states[0], last is lasts[0],
+        rows[0] is head, table["rows"][1] is tail[0], last, lasts, head, tail, rows,
+    )
+
+def joined(_, whole=lasts, part=last):
+    return whole[0] is part, whole
+
+if __name__ == "__main__":
+    for function in (values, objects, joined), (joined, values), (objects, values):
+        with xpool.Pool(1) as pool:
+            for one_ in function:
+                assert pool.apply(one_, (0,)) == one_(0), (pool.apply(one_, (0,)), one_(0))
+        pool.join()
+    part.append(6)
+    with xpool.Pool(1) as pool:
+        assert pool.apply(values, (0,)) == values(0), pool.apply(values, (0,))
+        part.append(7)
+        assert pool.apply(values, (0,)) == values(0), pool.apply(values, (0,))
+    pool.join()
+"""
+
+ARRAYS = """
+import numpy as np
+import xpool
+
+weights = np.zeros(3)
+params = {"w": weights}
+params["w"] += 1
+view = weights[1:]
+view *= 2
+
+def values(_):
+    return weights.tolist(), params["w"].tolist(), view.tolist()
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        assert pool.apply(values, (0,)) == values(0), pool.apply(values, (0,))
+    pool.join()
+"""
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2", "6"])
+@pytest.mark.parametrize("text", [SHARED, pytest.param(ARRAYS, marks=pytest.mark.torch)])
+def test_values_that_share_an_object(tmp_path, monkeypatch, text, seed):
+    """If values share an object, each change of it at the top is made once, whichever of their
+    names a task needs first."""
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
+    assert scripts.run_ok([scripts.write(tmp_path / "prog.py", text)]) == ""

@@ -10,6 +10,7 @@ import pytest
 from support import scripts
 
 from xpool._pickling.by_value.effects import LIBRARY
+from xpool._pickling.by_value.top_values import sharing
 from xpool._pickling.by_value.units import (
     ACTS,
     BINDS,
@@ -176,20 +177,38 @@ def test_statements_that_act(tmp_path: Path, statement: str, monkeypatch: pytest
 
 @pytest.mark.pure
 def test_values_that_share_an_object(tmp_path: Path):
-    """Values that share an object are made together by running their statements."""
+    """The statements of values that share an object are units of all these names."""
     text = """
         class State: pass
         START, STOP = State(), State()
         NEXT = {START: STOP}
         ROWS = [1, 2]
-        VIEW = ROWS
+        VIEW = (ROWS,)
+        ROWS += [3]
         ALONE = State()
         NONE = OTHER = None
         TEXTS, TUPLES = ["a", ()], [(), "a"]
     """
     found = units(tmp_path, text)
-    assert names(found, BINDS) == {"State", "START", "STOP", "NEXT", "ROWS", "VIEW"}
-    assert names(found, COMPUTES) == {"ALONE", "NONE", "OTHER", "TEXTS", "TUPLES"}
+    assert [(unit.kind, unit.names) for unit in found] == [
+        (BINDS, ("State",)),
+        *[(COMPUTES, ("NEXT", "START", "STOP"))] * 2,
+        *[(COMPUTES, ("ROWS", "VIEW"))] * 3,
+        (COMPUTES, ("ALONE",)),
+        (COMPUTES, ("NONE", "OTHER")),
+        (COMPUTES, ("TEXTS", "TUPLES")),
+    ]
+    analysed = read_units(str(tmp_path / "script.py"), {"ROWS": (rows := []), "VIEW": (rows,)})
+    assert analysed is not None and analysed.shared == ("ROWS", "VIEW")
+
+
+@pytest.mark.pure
+def test_groups_of_values_that_share_an_object():
+    """Values belong to one group if each shares an object with another one of the group."""
+    one, two, three = [1], [2], [3]
+    found = sharing({"a": one, "b": [two], "c": three, "d": (one, two), "e": 5, "f": {0: three}})
+    first, second = {"a", "b", "d"}, {"c", "f"}
+    assert found == {"a": first, "b": first, "d": first, "c": second, "f": second}
 
 
 @pytest.mark.pure

@@ -99,6 +99,7 @@ class _Script:
         self._todo: dict[int, _Unit] | None = None  # units that have not run, by number
         self._begun = False
         self._packages: tuple[str, ...] = ()  # packages of `LIBRARY` in `units` not yet imported
+        self._shared: frozenset[str] = frozenset()  # names that are computed even if they are sent
         self.awaited: set[str] = set()  # modules after whose import units may run
 
     def run(self, name: str, namespace: dict[str, Any]) -> _Script | None:
@@ -180,14 +181,14 @@ class _Script:
         """Read the units of the script; return False if all of it must run at once."""
         if self._units is None:
             return False
-        check, flags, units, packages = pickle.loads(self._units)
+        check, flags, units, packages, shared = pickle.loads(self._units)
         with io.open_code(self._file) as file:
             text = file.read()
         if zlib.crc32(text) != check:
             return False  # the file has changed since the program began
         # Split lines as the compiler counts them: the line numbers of units come from it.
         self._lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").splitlines(True)
-        self._flags, self._todo = flags, dict(enumerate(units))
+        self._flags, self._todo, self._shared = flags, dict(enumerate(units)), frozenset(shared)
         self._packages = tuple(name for name in packages if name not in sys.modules)
         return True
 
@@ -201,7 +202,7 @@ class _Script:
             return self._closed(pending, namespace)
         owners = [n for n, unit in todo if name in unit[2]]
         if any(unit[6] == _COMPUTES for n, unit in todo if n in owners):
-            wanted = () if name in settled else (name,)
+            wanted = () if name in settled - self._shared else (name,)
             return self._closed(pending, namespace, wanted)
         pending += owners or [n for n, unit in todo if unit[6] == _BINDS]
         return self._closed(pending, namespace)

@@ -245,6 +245,7 @@ def _collect(names: Iterable[str], layout: Layout) -> list[SentGlobal]:
             "." in entry.name,
             not isinstance(values.get(entry.name), kinds),
             entry.name in leading,
+            entry.name,  # so that the order is the same in each run of the program
         ),
     )
 

@@ -54,16 +54,20 @@ Python 3.12 starts with about 400 frozen objects."""
 _ALONE = (lambda values: sys.getrefcount(values["name"]))({"name": object()})
 
 
-def sharing(values: Mapping[str, Any]) -> set[str]:
-    """Return the names of values that share an object, or are the same object."""
+def sharing(values: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the groups of names whose values share objects, by each name in a group.
+
+    A name whose value shares no object is in no group.
+    """
     owners: dict[int, str] = {}
-    found: set[str] = set()
+    found: dict[str, set[str]] = {}
     for name, value in values.items():
-        inside = _inside(value)
-        for key in inside or ():
+        for key in _inside(value) or ():
             other = owners.setdefault(key, name)
-            if other != name:
-                found |= {name, other}
+            group = found.get(other, {other})
+            if name != other and name not in group:
+                group = group | found.get(name, {name})
+                found.update(dict.fromkeys(group, group))
     return found
 
 

@@ -20,7 +20,8 @@ divided into units of whole lines, of four kinds:
   theirs.  An import whose name is not used acts, because it must be there for its effect.
 
 If values share an object, their statements run, because the values may be compared by identity.
-Large values are always copies.
+They all run together, before a value of the program is set, because each may change the shared
+object.  Large values are always copies.
 
 If a script uses its globals as a whole (`globals`, `exec`), imports ``*`` from its own package, or
 cannot be analysed, all of it runs.
@@ -72,7 +73,7 @@ class Unit(NamedTuple):
 
     first: int  # the first and the last line, counted from 1
     last: int
-    names: tuple[str, ...]  # names that it binds; if it computes, also names that it changes
+    names: tuple[str, ...]  # names that it binds; if it computes, see `_StatementGroups._binds`
     needs: tuple[int, ...]  # units of other kinds that must run with it
     wants: tuple[str, ...]  # computed names that it uses
     reads: tuple[str, ...]  # computed names that its functions use when they are called
@@ -88,9 +89,10 @@ class Units(NamedTuple):
     flags: int  # the compiler's flags for its ``from __future__ import``
     units: tuple[Unit, ...]
     packages: tuple[str, ...]  # packages of `LIBRARY` that the program has imported, if awaited
+    shared: tuple[str, ...]  # computed names whose values share an object with another one
 
     def plain(self) -> tuple[Any, ...]:
-        return self.check, self.flags, tuple(map(tuple, self.units)), self.packages
+        return self.check, self.flags, tuple(map(tuple, self.units)), self.packages, self.shared
 
 
 _CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)", re.MULTILINE)  # PEP 263
@@ -120,12 +122,13 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
     flags, statements = _statements(tree)
     groups = list(groups_of(statements))
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    units = _StatementGroups(groups, reads, values, os.path.dirname(path), named).units()
+    parts = _StatementGroups(groups, reads, values, os.path.dirname(path), named)
+    units = parts.units()
     if all(unit.kind == ACTS for unit in units):
         return None
     awaited = any(LIBRARY in unit.awaits for unit in units)
     packages = tuple(filter(is_installed, list(sys.modules))) if awaited else ()
-    return Units(zlib.crc32(text), flags, tuple(units), packages)
+    return Units(zlib.crc32(text), flags, tuple(units), packages, tuple(sorted(parts.shared)))
 
 
 def _statements(tree: ast.Module) -> tuple[int, list[ast.stmt]]:
@@ -190,12 +193,16 @@ class _StatementGroups:
         self._bound = {name for names in self._names for name in names.bound}
         self._origins = origins_of(groups)
         self._computed = self._find_computed()
+        self.shared = sharing({n: v for n, v in list(values.items()) if n in self._computed})
         self._owners: dict[str, list[int]] = {}
+        # Names that a unit binds.  If it computes, also names that it changes, and names whose
+        # values share an object with any of these.  A worker runs all units of such a name.
         self._binds: list[set[str]] = []
         for i, group in enumerate(groups):
             names = set(self._names[i].bound)
             if self._computes(group):
                 names |= {name for node in group for name in acted_on(node)}
+                names = names.union(*(self.shared.get(name, ()) for name in names))
             self._binds.append(names)
             for name in names:
                 self._owners.setdefault(name, []).append(i)
@@ -367,12 +374,6 @@ class _StatementGroups:
         kinds = [self._kind(group) for group in self._groups]
         if kinds and kinds[0] == BINDS and all(map(is_text, self._groups[0])):
             kinds[0] = ACTS  # the first text sets __doc__
-        computed = {n: self._values[n] for n in self._computed if n in self._values}
-        for name in sharing(computed):
-            # So these units run, with all that they need, when one of their names is looked up.
-            for i in self._owners[name]:
-                if kinds[i] == COMPUTES:
-                    kinds[i] = BINDS
         self._kinds = kinds
         self._left_out = {
             name for i, kind in enumerate(kinds) if kind == COMPUTES for name in self._binds[i]
