@@ -281,3 +281,72 @@ def test_values_that_share_an_object(tmp_path, monkeypatch, text, seed):
     names a task needs first."""
     monkeypatch.setenv("PYTHONHASHSEED", seed)
     assert scripts.run_ok([scripts.write(tmp_path / "prog.py", text)]) == ""
+
+
+CHANGED = """
+import threading
+import xpool
+
+class Index:
+    def __init__(self, rows):
+        self.lock = threading.Lock()
+        self.rows = list(rows)
+
+n = 1
+rows = [1]
+
+def defaults(_, k=n, part=tuple(rows)):
+    return k, n, part, rows
+
+class Sizes:
+    size = n
+    def get(self, size=n):
+        return size, n
+
+n = 2
+rows.append(2)
+bound = 1
+
+def late(_, k=bound):
+    return k, bound
+
+def sizes(_):
+    return Sizes().get(), Sizes.size
+
+data = [3, 1, 2]
+index = Index(data)
+data.sort()
+more = [3, 1, 2]
+last = Index([more.pop()])
+whole = [1, [2]]
+part = whole.pop()
+part.append(4)
+same = part
+
+def indices(_):
+    return data, index.rows, last.rows, more
+
+def shared(_):
+    return whole, part, same is part
+
+def read(_):
+    return data, more, whole, n, rows, bound
+
+if __name__ == "__main__":
+    bound = 5
+    functions = [defaults, late, sizes, indices, shared]
+    for order in functions, functions[::-1], [read, *functions, read]:
+        with xpool.Pool(1) as pool:
+            for one in order:
+                assert pool.apply(one, (0,)) == one(0), (one, pool.apply(one, (0,)))
+        pool.join()
+"""
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_statements_that_run_after_a_value_is_set(tmp_path, monkeypatch, seed):
+    """A statement that a worker runs finds the values of its place in the script, and does not
+    change the program's values."""
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")
+    assert scripts.run_ok([scripts.write(tmp_path / "prog.py", CHANGED)]) == ""

@@ -78,7 +78,7 @@ class _Main(types.ModuleType):
 
 _Unit = tuple[
     int, int, tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[str, ...], int,
-    tuple[str, ...], tuple[str, ...],
+    tuple[str, ...], tuple[str, ...], tuple[str, ...],
 ]  # fmt: skip
 """The fields of an `xpool._pickling.by_value.units.Unit`."""
 
@@ -226,7 +226,7 @@ class _Script:
             if number not in todo or number in chosen:
                 continue
             chosen.add(number)
-            _, _, binds, needs, wants, reads, kind, _, _ = todo[number]
+            _, _, binds, needs, wants, reads, kind, _, _, again = todo[number]
             pending += needs
             names += wants
             # Add names that the function reads when called; a message brought the settled ones.
@@ -234,7 +234,7 @@ class _Script:
                 names += [name for name in reads if name not in here]
             if kind == _COMPUTES:
                 # Compute from the beginning, with all units that bind or change these names.
-                for name in binds:
+                for name in (*binds, *again):
                     if name not in anew:
                         anew.add(name)
                         pending += [n for n, unit in todo.items() if name in unit[2]]

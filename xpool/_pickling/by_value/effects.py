@@ -18,7 +18,9 @@ __all__ = [
     "is_plain_class",
     "is_silent",
     "library_of",
+    "looks_at_itself",
     "names_of_star",
+    "only_prints",
     "origins_of",
     "stands_on_torch",
 ]
@@ -118,6 +120,44 @@ def _origins(node: ast.stmt) -> Iterator[tuple[str, str]]:
     else:
         for name in names_of(node).bound:
             yield name, ""
+
+
+_AS_A_WHOLE = {"globals", "exec", "eval", "__import__"}
+
+
+def looks_at_itself(tree: ast.Module) -> bool:
+    """Whether the script may use names that its text does not show."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found = node.id in _AS_A_WHOLE
+        elif isinstance(node, ast.Attribute):
+            found = node.attr == "__dict__" and _names_a_module(node.value)
+        elif isinstance(node, ast.Call):
+            own = isinstance(node.func, ast.Name) and node.func.id in ("vars", "locals", "dir")
+            found = own and (not node.args or any(map(_names_a_module, node.args)))
+        elif isinstance(node, ast.ImportFrom):
+            found = any(alias.name == "*" for alias in node.names) and names_of_star(node) is None
+        else:
+            continue
+        if found:
+            return True
+    return False
+
+
+def _names_a_module(node: ast.expr) -> bool:
+    """Whether an expression may be the script's module, such as ``sys.modules[__name__]``."""
+    for part in ast.walk(node):
+        name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
+        if name in ("modules", "__main__", "import_module"):
+            return True
+    return False
+
+
+def only_prints(call: ast.Call) -> bool:
+    """Whether this is ``print(...)`` to stdout or stderr.  Printing to another file acts."""
+    files = [keyword.value for keyword in call.keywords if keyword.arg in ("file", None)]
+    ours = (isinstance(file, ast.Attribute) and file.attr in ("stdout", "stderr") for file in files)
+    return isinstance(call.func, ast.Name) and call.func.id == "print" and all(ours)
 
 
 # -- definitions -----------------------------------------------------------------------------------

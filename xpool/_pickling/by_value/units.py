@@ -6,7 +6,8 @@ divided into units of whole lines, of four kinds:
 
 * A unit that **acts** runs first, in the script's order: calls as statements, loops and ``with``
   and ``if`` blocks with such calls, assignments to attributes and items, definitions that call a
-  function, imports of modules that may have effects.
+  function or (``n=rate``) evaluate a name that later code binds or changes, imports of modules that
+  may have effects.
 * A unit that **binds** (functions, plain classes, imports of the standard library, numpy and torch)
   runs when a name that it binds is looked up, or another name that needs it.  A class statement
   also runs when one of its base classes is looked up, because these list their subclasses.
@@ -46,7 +47,9 @@ from xpool._pickling.by_value.effects import (
     is_plain_class,
     is_silent,
     library_of,
+    looks_at_itself,
     names_of_star,
+    only_prints,
     origins_of,
 )
 from xpool._pickling.by_value.source import is_guard
@@ -80,6 +83,7 @@ class Unit(NamedTuple):
     kind: int
     imports: tuple[str, ...]  # "torch", "numpy", and `LIBRARY` for other installed packages
     awaits: tuple[str, ...]  # if it waits: it runs when one of these (as above) is imported
+    anew: tuple[str, ...]  # of `wants`, names whose values may not be the last ones
 
 
 class Units(NamedTuple):
@@ -96,8 +100,6 @@ class Units(NamedTuple):
 
 
 _CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)", re.MULTILINE)  # PEP 263
-
-_AS_A_WHOLE = {"globals", "exec", "eval", "__import__"}
 
 
 def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
@@ -117,12 +119,12 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
     utf8 = coding is None or coding[1].lower() in (b"utf-8", b"utf8")
     if not utf8 or text.startswith(b"\xef\xbb\xbf"):
         return None
-    if _looks_at_itself(tree):
+    if looks_at_itself(tree):
         return None
-    flags, statements = _statements(tree)
+    flags, statements, later = _statements(tree)
     groups = list(groups_of(statements))
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    parts = _StatementGroups(groups, reads, values, os.path.dirname(path), named)
+    parts = _StatementGroups(groups, reads, values, os.path.dirname(path), named, later)
     units = parts.units()
     if all(unit.kind == ACTS for unit in units):
         return None
@@ -131,43 +133,22 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
     return Units(zlib.crc32(text), flags, tuple(units), packages, tuple(sorted(parts.shared)))
 
 
-def _statements(tree: ast.Module) -> tuple[int, list[ast.stmt]]:
-    flags, found = 0, list[ast.stmt]()
+def _statements(tree: ast.Module) -> tuple[int, list[ast.stmt], set[str]]:
+    """Return flags, the statements outside of guards, and names that other code binds."""
+    flags, found, later = 0, list[ast.stmt](), set[str]()
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
             for alias in node.names:
                 flags |= getattr(__import__("__future__"), alias.name).compiler_flag
         elif not (isinstance(node, ast.If) and is_guard(node.test) and not node.orelse):
             found.append(node)
-    return flags, found
-
-
-def _looks_at_itself(tree: ast.Module) -> bool:
-    """Whether the script may use names that its text does not show."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            found = node.id in _AS_A_WHOLE
-        elif isinstance(node, ast.Attribute):
-            found = node.attr == "__dict__" and _names_a_module(node.value)
-        elif isinstance(node, ast.Call):
-            own = isinstance(node.func, ast.Name) and node.func.id in ("vars", "locals", "dir")
-            found = own and (not node.args or any(map(_names_a_module, node.args)))
-        elif isinstance(node, ast.ImportFrom):
-            found = any(alias.name == "*" for alias in node.names) and names_of_star(node) is None
         else:
-            continue
-        if found:
-            return True
-    return False
-
-
-def _names_a_module(node: ast.expr) -> bool:
-    """Whether an expression may be the script's module, such as ``sys.modules[__name__]``."""
-    for part in ast.walk(node):
-        name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
-        if name in ("modules", "__main__", "import_module"):
-            return True
-    return False
+            later |= names_of(node).bound
+    return (
+        flags,
+        found,
+        later.union(*(node.names for node in ast.walk(tree) if isinstance(node, ast.Global))),
+    )
 
 
 class _StatementGroups:
@@ -180,9 +161,11 @@ class _StatementGroups:
         values: Mapping[str, Any],
         folder: str,
         named: set[str],
+        later: set[str],
     ) -> None:
         self._reads, self._values, self._folder = reads, values, folder
         self._named = named  # all names in the script
+        self._later = later  # names that guarded blocks or functions bind
         self._groups = groups
         self._alone: dict[str, bool] = {}
         self._names = [Names.all_of(map(names_of, group)) for group in groups]
@@ -241,7 +224,7 @@ class _StatementGroups:
             called = node.value.func
             if isinstance(called, ast.Name):
                 # The program has already printed.  A computed value may be any function.
-                return "print" not in self._bound and _only_prints(node.value)
+                return "print" not in self._bound and only_prints(node.value)
             return self._is_own(called)
         if isinstance(node, _BLOCKS):
             inside = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)]
@@ -374,12 +357,38 @@ class _StatementGroups:
         kinds = [self._kind(group) for group in self._groups]
         if kinds and kinds[0] == BINDS and all(map(is_text, self._groups[0])):
             kinds[0] = ACTS  # the first text sets __doc__
+        for i, names in enumerate(self._names):
+            if kinds[i] in (BINDS, WAITS) and self._changed_after(i, names.used | names.spelled):
+                kinds[i] = ACTS  # a worker that runs it later finds other values
         self._kinds = kinds
         self._left_out = {
             name for i, kind in enumerate(kinds) if kind == COMPUTES for name in self._binds[i]
         }
         self._below = self._subclasses()
-        return [self._unit(i, group) for i, group in enumerate(self._groups)]
+        units = [self._unit(i, group) for i, group in enumerate(self._groups)]
+        # These exist before the values of the program are set.
+        acted = {name for unit in units if unit.kind == ACTS for name in unit.wants}
+        return [unit._replace(anew=self._anew(i, unit, acted)) for i, unit in enumerate(units)]
+
+    def _changed_after(self, i: int, names: Iterable[str]) -> set[str]:
+        """Return those of these computed names that code after unit i binds or changes."""
+        return {
+            name
+            for name in self._computed.intersection(names)
+            if name in self._later or self._owners[name][-1] > i
+        }
+
+    def _anew(self, i: int, unit: Unit, acted: set[str]) -> tuple[str, ...]:
+        """Return the wanted names whose last values would be wrong for a unit that computes.
+
+        Its own calls may change a value, too: ``last = rows.pop()``.
+        """
+        if unit.kind != COMPUTES:
+            return ()
+        called = [part for node in self._groups[i] for part in calls_of(node)]
+        roots = {root.id for part in called if (root := root_of(part)) and root is not part}
+        found = self._changed_after(i, unit.wants) | roots.intersection(unit.wants)
+        return tuple(sorted(found - acted))
 
     def _subclasses(self) -> dict[str, set[int]]:
         """Return, by a class's name, the units of the classes that derive from it."""
@@ -425,6 +434,7 @@ class _StatementGroups:
             kind=self._kinds[i],
             imports=tuple(sorted(imports)),
             awaits=tuple(sorted(awaits)),
+            anew=(),
         )
 
     @staticmethod
@@ -482,13 +492,6 @@ def _is_literal(node: ast.stmt) -> bool:
     except (ValueError, TypeError, RecursionError):
         return False
     return True
-
-
-def _only_prints(call: ast.Call) -> bool:
-    """Whether this is ``print(...)`` to stdout or stderr.  Printing to another file acts."""
-    files = [keyword.value for keyword in call.keywords if keyword.arg in ("file", None)]
-    ours = (isinstance(file, ast.Attribute) and file.attr in ("stdout", "stderr") for file in files)
-    return isinstance(call.func, ast.Name) and call.func.id == "print" and all(ours)
 
 
 def _is_nothing(node: ast.stmt) -> bool:
