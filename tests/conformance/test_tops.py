@@ -350,3 +350,38 @@ def test_statements_that_run_after_a_value_is_set(tmp_path, monkeypatch, seed):
     monkeypatch.setenv("PYTHONHASHSEED", seed)
     monkeypatch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")
     assert scripts.run_ok([scripts.write(tmp_path / "prog.py", CHANGED)]) == ""
+
+
+NOT_SENT = """
+import os
+import threading
+import xpool
+
+def made():
+    with open(os.environ["COUNTED"], "a") as file:
+        file.write("m")
+    return threading.Lock()
+
+lock = made()
+locks = [lock]
+
+def reads(_):
+    try:
+        return lock
+    except NameError:
+        return "none"
+
+if __name__ == "__main__":
+    lock = locks[0] = threading.Lock()
+    with xpool.Pool(1) as pool:
+        print([pool.apply(reads, (0,)) for _ in range(3)])
+    pool.join()
+    print(open(os.environ["COUNTED"]).read())
+"""
+
+
+def test_shared_values_that_cannot_be_sent(tmp_path, monkeypatch):
+    """A worker runs the statements of values that share an object once, even if a value is missing
+    there afterwards."""
+    path = scripts.write(tmp_path / "prog.py", NOT_SENT)
+    assert run(monkeypatch, tmp_path, [path]) == ["['none', 'none', 'none']", "mm"]

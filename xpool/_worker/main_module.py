@@ -171,7 +171,7 @@ class _Script:
             for name in here & missing - come.keys():
                 namespace.pop(name, None)
         record_initial(bound if self._begun else None)
-        self._begun = True
+        self._begun, self._shared = True, self._shared.difference(bound)
         for number in chosen:
             # Units that compute stay: a later name may need them again, with all that they need.
             if self._todo[number][6] != _COMPUTES:
