@@ -173,6 +173,7 @@ class EngineWorld(World):
         self.pids = itertools.count(LARGEST_PID + 1)
         self.workers: list[Worker] = []
         self.reports: list[tuple[Handle, int | None]] = []  # deaths that are not reported yet
+        self.untold: list[Handle] = []  # processes whose deaths nobody could report
         self.failed_starts = [0] * MOST_WORKERS  # of each worker, since it was last ready
         self.refused_at: dict[int, float] = {}  # refused starts that the engine must retry later
         self.resizing = False
@@ -708,6 +709,8 @@ class EngineWorld(World):
         if handle.news.writing:
             handle._worker.reported = code
             handle.news.writing = False
+        else:
+            self.untold.append(handle)
 
     def tell_all(self) -> None:
         """Drop all reports, because no receiver is left."""
@@ -739,8 +742,11 @@ class EngineWorld(World):
     def check_limits(self) -> None:
         """A task beyond its limit is interrupted; if it still runs 0.1 s later, its worker is
         killed."""
-        # For the parent, a worker runs until its end is reported.
-        unreported = [one for handle, _ in self.reports for one in handle._worker.siblings]
+        # For the parent, a worker runs until its end is reported, or found out later.
+        handles = [slot.handle for slot in self.engine.workers]
+        self.untold = [handle for handle in self.untold if handle in handles]
+        ended = [*(handle for handle, _ in self.reports), *self.untold]
+        unreported = [one for handle in ended for one in handle._worker.siblings]
         for worker in [*self.workers, *unreported]:
             which = worker.at_work or worker.at_door or worker.unsafe
             if which is None:
