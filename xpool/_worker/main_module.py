@@ -68,9 +68,8 @@ class _Main(types.ModuleType):
         self.__dict__["_xpool_top"] = True  # `xpool._pickling.by_value.main.fill` reads this
         if name in self.__dict__:
             return self.__dict__[name]
-        own = self.__dict__.get(
-            "__getattr__"
-        )  # the script's, which has just run for the first time
+        # The script has just made its own, which Python did not find before.
+        own = self.__dict__.get("__getattr__")
         if own is not None:
             return own(name)
         raise _NoSuchName(f"module '__main__' of the worker has no attribute {name!r}")
