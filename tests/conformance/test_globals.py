@@ -807,6 +807,29 @@ def test_sentinels(tmp_path):
     assert scripts.run_ok(["-"], SENTINEL + "\nmain()\n") == done
 
 
+WITH_SENTINEL = """
+import xpool
+
+MISSING = object()
+table = {"key": MISSING}
+tables = [table]
+
+def look():
+    return tables[0] is table, table["key"] is MISSING
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(look))
+    pool.join()
+"""
+
+
+def test_values_that_contain_a_sentinel(tmp_path):
+    """A worker keeps its own values that contain a bare object, as they share objects."""
+    out = scripts.run_ok([scripts.write(tmp_path / "contained.py", WITH_SENTINEL)])
+    assert out == "(True, True)\n"
+
+
 SHARED = """
 import warnings
 import torch

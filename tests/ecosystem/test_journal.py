@@ -484,6 +484,16 @@ def test_flow_control_counts_submitted_items(path):
         assert (flow.put, flow.taken_items) == (20, 20)
 
 
+SENTINELS = """
+from typing import TypeVar
+MISSING, T = object(), TypeVar("T")
+def get(x, default=MISSING):
+    return default is MISSING, T
+inner = f
+def f(x):
+    return inner(x), get(x)
+"""
+
 RUN = """
 import json
 from xpool._pools.identity import Identity
@@ -492,8 +502,8 @@ print(json.dumps(Identity().of_function(f, {}), sort_keys=True))
 
 
 def test_each_run_has_the_same_parts():
-    """The parts depend neither on the order of sets nor on addresses."""
-    code = PROGRAM + RUN
+    """The parts depend neither on the order of sets, nor on addresses and tokens."""
+    code = PROGRAM + SENTINELS + RUN
     said = [
         subprocess.run(
             [sys.executable, "-c", code],

@@ -17,6 +17,7 @@ from typing import Any
 
 import xpool.pickle  # noqa: F401  # registers the reducers
 from xpool._pickling.by_value.broadcast import Broadcast
+from xpool._pickling.by_value.by_token import KINDS
 from xpool._pickling.policy import Layout
 from xpool._pickling.reducers import Blob, reducer_override
 from xpool._pools.digests import (
@@ -147,7 +148,7 @@ class Values:
             return self._values(b"method", (obj.__func__, obj.__self__))
         if kind is Broadcast:  # by its content, since its reference differs in each run
             return hashed(b"broadcast", obj.content())
-        if kind in _TYPES_BY_NAME:  # its pickle has a number that differs in each run
+        if kind in _BY_TOKEN:  # its pickle has a token, which differs in each run
             about = [getattr(obj, name, None) for name in _ABOUT_TYPES]
             return self._values(b"type", (kind, *about))
         if isinstance(obj, _WITHOUT_VALUE):
@@ -181,10 +182,7 @@ class Values:
 
 
 _OF_SETS: tuple[Any, ...] = (set.__reduce__, frozenset.__reduce__)
-_TYPES_BY_NAME = frozenset(
-    getattr(typing, name, None)
-    for name in ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
-)
+_BY_TOKEN = frozenset({object, *(getattr(typing, name, None) for name in KINDS)})
 _ABOUT_TYPES = ("__name__", "__bound__", "__constraints__", "__supertype__", "__value__")
 _WITHOUT_VALUE: tuple[type, ...] = (
     weakref.ReferenceType,

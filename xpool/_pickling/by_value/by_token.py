@@ -15,13 +15,13 @@ from xpool._pickling.by_value.main import MAIN_NAMES
 from xpool._pickling.by_value.names import by_name
 from xpool._pickling.reducers import LAZY, Context, register
 
-_KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
+KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 
 
 def _lazy_typing() -> None:
     import typing
 
-    register(*(getattr(typing, kind) for kind in _KINDS if hasattr(typing, kind)))(_reduce)
+    register(*(getattr(typing, kind) for kind in KINDS if hasattr(typing, kind)))(_reduce)
 
 
 def _reduce(pickler: Context, obj: Any) -> Any:
@@ -61,9 +61,17 @@ def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) ->
 def _reduce_object(pickler: Context, obj: object) -> Any:
     names = (name for name, value in list(main.namespace().items()) if value is obj)
     name = next(names, None)
-    if name is None and registry.known(obj) is None:
-        return NotImplemented
-    return _make_object, (registry.token_of(obj), name)
+    with registry.lock:
+        if registry.known(obj) is None:
+            if name is None:
+                return NotImplemented
+            # The program and a worker's own run of the script have the same token.  So values that
+            # contain the object have the same pickle in both, and the worker keeps its own.
+            token = f"{name} of __main__"
+            at_first = not main.is_replica() or main.is_initial(name, obj)
+            if at_first and registry.lookup(token) is None:
+                registry.enter(obj, token, own=True)
+        return _make_object, (registry.token_of(obj), name)
 
 
 def _make_object(token: str, name: str | None) -> object:
