@@ -10,6 +10,7 @@ import pytest
 from support import scripts
 
 from xpool._pickling.by_value.effects import LIBRARY
+from xpool._pickling.by_value.source import read
 from xpool._pickling.by_value.top_values import sharing
 from xpool._pickling.by_value.units import (
     ACTS,
@@ -27,7 +28,7 @@ def units(folder: Path, text: str, **given: object) -> list[Unit]:
     path.write_text(textwrap.dedent(text))
     values: dict[str, object] = {"__name__": "script", **given}
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), values)
-    found = read_units(str(path), values)
+    found = read_units(str(path), values, read(str(path), None).rebound)
     return [] if found is None else list(found.units)
 
 
@@ -198,7 +199,8 @@ def test_values_that_share_an_object(tmp_path: Path):
         (COMPUTES, ("NONE", "OTHER")),
         (COMPUTES, ("TEXTS", "TUPLES")),
     ]
-    analysed = read_units(str(tmp_path / "script.py"), {"ROWS": (rows := []), "VIEW": (rows,)})
+    values = {"ROWS": (rows := []), "VIEW": (rows,)}
+    analysed = read_units(str(tmp_path / "script.py"), values, frozenset())
     assert analysed is not None and analysed.shared == ("ROWS", "VIEW")
 
 
@@ -324,7 +326,7 @@ def test_imports_of_installed_packages_wait(tmp_path: Path, monkeypatch: pytest.
         *[WAITS, WAITS, WAITS, ACTS, BINDS],
     ]
     assert {unit.awaits for unit in found if unit.kind == WAITS} == {(LIBRARY,)}
-    said = read_units(str(tmp_path / "script.py"), {})
+    said = read_units(str(tmp_path / "script.py"), {}, frozenset())
     assert said is not None and {"pandas", "patches", "effect"} <= set(said.packages)
     assert not {"near", "sys", "pytest", "xpool"} & set(said.packages)
 

@@ -85,7 +85,7 @@ def bare(obj: Any) -> tuple[Any, ...] | None:
     return str(obj.dtype), tuple(obj.shape), str(obj.device), content
 
 
-def own_attributes(array: Any) -> dict[str, Any]:
+def attributes_of_array(array: Any) -> dict[str, Any]:
     """Return the attributes that a program has given to an array of a subclass."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(array, numpy.ndarray):

@@ -23,11 +23,11 @@ from xpool._pickling.reducers import Blob, reducer_override
 from xpool._pools.digests import (
     ATOMS,
     PLAIN,
+    attributes_of_array,
     bare,
     hashed,
     is_plain,
     marshalled,
-    own_attributes,
 )
 from xpool._pools.program import label_of, said, wrapped_by
 from xpool._python.hidden import module_of
@@ -160,7 +160,7 @@ class Values:
         if array is not None:  # other arrays consist of bare ones, a class and attributes
             *about, content = array
             return hashed(b"array", self._value(kind), self._value(about), content)
-        attributes = own_attributes(obj)  # numpy's own way to pickle a subclass leaves them out
+        attributes = attributes_of_array(obj)  # numpy pickles a subclass without them
         reduced = self._reduced(obj)
         if isinstance(reduced, str):
             return self._values(b"name", (kind, module_of(obj, reduced), reduced))

@@ -91,13 +91,13 @@ def units() -> bytes | None:
 
     This is called after the script has made its classes, because the analysis uses these.
     """
-    location = main_location() if main_is_importable() else None
-    if location is None:
+    text = source()
+    if text is None or main_location() is None:
         return None
     if _state.units is None:
         from xpool._pickling.by_value.units import read_units
 
-        found = read_units(_file_of(_state.module()), namespace())
+        found = read_units(_file_of(_state.module()), namespace(), text.rebound)
         # Pickled as plain tuples, because importing their classes would double a worker's time.
         _state.units = b"" if found is None else pickle.dumps(found.plain())
     return _state.units or None

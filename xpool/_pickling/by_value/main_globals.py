@@ -130,8 +130,7 @@ def _make_plan(names: frozenset[str]) -> _Plan:
     same: list[tuple[str, Any]] = []
     owners: list[tuple[Any, list[int]]] = []
     data: list[tuple[str, Any]] = []
-    # Sorted, so that workers get the globals in the same order in each run of the program.
-    seen, todo = set[str](), sorted(names)
+    seen, todo = set[str](), list(names)
     while todo:
         name = todo.pop()
         # A worker has its own `__x__`, but not those of a file that it does not run.
@@ -144,7 +143,7 @@ def _make_plan(names: frozenset[str]) -> _Plan:
             same.append((name, value))
         elif source is not None and isinstance(value, _NAMED) and _is_named(name, value):
             same.append((name, value))
-            todo += sorted(reads(value))
+            todo += reads(value)
             for path, owner in _with_nested(name, value):
                 owners.append((owner, list(map(id, vars(owner).values()))))
                 data += [

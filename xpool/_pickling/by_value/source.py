@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from xpool._pickling.by_value.top_level import names_of
+from xpool._pickling.by_value.top_level import names_of, root_of
 
 _MISSING = object()
 _OF_CODE = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
@@ -85,8 +85,8 @@ def read(path: str, package: str | None) -> SourceFile:
             declared.update(node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             attributes.add(node.attr)
-            if node.attr in _OF_CODE:
-                declared.add(ast.unparse(node).partition(".")[0])
+            if node.attr in _OF_CODE and (root := root_of(node)) is not None:
+                declared.add(root.id)
     return SourceFile(
         has_guard=bool(guards),
         rebound=frozenset(inside | declared),

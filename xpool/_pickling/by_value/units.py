@@ -102,7 +102,7 @@ class Units(NamedTuple):
 _CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)", re.MULTILINE)  # PEP 263
 
 
-def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
+def read_units(path: str, values: Mapping[str, Any], rebound: frozenset[str]) -> Units | None:
     """Read a script and divide it into units.  Return None if all of it must run.
 
     ``values`` are the script's globals in the program, which contain its classes.
@@ -121,10 +121,10 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
         return None
     if looks_at_itself(tree):
         return None
-    flags, statements, later = _statements(tree)
+    flags, statements = _statements(tree)
     groups = list(groups_of(statements))
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    parts = _StatementGroups(groups, reads, values, os.path.dirname(path), named, later)
+    parts = _StatementGroups(groups, reads, values, os.path.dirname(path), named, rebound)
     units = parts.units()
     if all(unit.kind == ACTS for unit in units):
         return None
@@ -133,22 +133,15 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
     return Units(zlib.crc32(text), flags, tuple(units), packages, tuple(sorted(parts.shared)))
 
 
-def _statements(tree: ast.Module) -> tuple[int, list[ast.stmt], set[str]]:
-    """Return flags, the statements outside of guards, and names that other code binds."""
-    flags, found, later = 0, list[ast.stmt](), set[str]()
+def _statements(tree: ast.Module) -> tuple[int, list[ast.stmt]]:
+    flags, found = 0, list[ast.stmt]()
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
             for alias in node.names:
                 flags |= getattr(__import__("__future__"), alias.name).compiler_flag
         elif not (isinstance(node, ast.If) and is_guard(node.test) and not node.orelse):
             found.append(node)
-        else:
-            later |= names_of(node).bound
-    return (
-        flags,
-        found,
-        later.union(*(node.names for node in ast.walk(tree) if isinstance(node, ast.Global))),
-    )
+    return flags, found
 
 
 class _StatementGroups:
@@ -161,11 +154,11 @@ class _StatementGroups:
         values: Mapping[str, Any],
         folder: str,
         named: set[str],
-        later: set[str],
+        rebound: frozenset[str],
     ) -> None:
         self._reads, self._values, self._folder = reads, values, folder
         self._named = named  # all names in the script
-        self._later = later  # names that guarded blocks or functions bind
+        self._rebound = rebound  # see `SourceFile`
         self._groups = groups
         self._alone: dict[str, bool] = {}
         self._names = [Names.all_of(map(names_of, group)) for group in groups]
@@ -375,7 +368,7 @@ class _StatementGroups:
         return {
             name
             for name in self._computed.intersection(names)
-            if name in self._later or self._owners[name][-1] > i
+            if name in self._rebound or self._owners[name][-1] > i
         }
 
     def _anew(self, i: int, unit: Unit, acted: set[str]) -> tuple[str, ...]:
