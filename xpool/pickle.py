@@ -15,7 +15,15 @@ from importlib import import_module
 from types import ModuleType
 
 from xpool._pickling import views
-from xpool._pickling.by_value import by_token, classes, exceptions, functions, main_globals
+from xpool._pickling.by_value import (
+    by_token,
+    classes,
+    exceptions,
+    functions,
+    generators,
+    sent,
+    standard,
+)
 from xpool._pickling.by_value.exceptions import encode_exception
 from xpool._pickling.by_value.names import mark_static_module
 from xpool._pickling.pickler import Pickler, decode, dumps, encode, loads
@@ -32,7 +40,7 @@ __all__ = [
 ]
 
 # When these modules are imported, they register their reducers with the codec.
-_FAMILIES = (by_token, classes, exceptions, functions, main_globals, views)
+_FAMILIES = (by_token, classes, exceptions, functions, generators, sent, standard, views)
 
 # The modules of reducers that a program without torch or numpy never needs.
 LATE = {"torch": "xpool._pickling.tensors.dense", "numpy": "xpool._pickling.tensors.arrays"}

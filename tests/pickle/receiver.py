@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from xpool._pickling.by_value import main
+from xpool._pickling.by_value.sent import Book
+from xpool._pickling.policy import BY_PIPE
 from xpool.pickle import decode, encode, encode_exception
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +23,9 @@ class Receiver:
     """A fresh interpreter in a worker's role."""
 
     def __init__(self) -> None:
-        where = main.main_location() if main.main_is_importable() else None
-        code = f"import sys; sys.path[:0] = {[str(ROOT), str(HERE)]!r}\n"
-        code += f"import receiver; receiver.serve({where!r})"
+        self._layout = BY_PIPE._replace(book=Book())
+        code = f"import sys; sys.path[:] = {[str(ROOT), str(HERE), *sys.path]!r}\n"
+        code += f"import receiver; receiver.serve()"
         self._process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", code],
             stdin=subprocess.PIPE,
@@ -44,7 +46,7 @@ class Receiver:
         return value
 
     def call(self, function: Any, *args: Any, recurse: bool = False) -> Any:
-        return self.send(encode((function, args), recurse=recurse))
+        return self.send(encode((function, args), recurse=recurse, layout=self._layout))
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -69,17 +71,17 @@ def _read(file: Any) -> bytearray | None:
     return message
 
 
-def serve(where: tuple[str, str] | None) -> None:
+def serve() -> None:
     """Receive and run calls in the other process."""
     from xpool._worker import main_module
 
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    main_module.install(where)
+    main_module.install()
     main.mark_worker()
     while (message := _read(source)) is not None:
         try:
             function, args = decode(message)
-            reply = b"v" + encode(function(*args), main_globals=False)
+            reply = b"v" + encode(function(*args), home=True)
         except BaseException as exc:
             reply = b"e" + encode_exception(exc, traceback.format_exc())
         sink.write(_SIZE.pack(len(reply)) + reply)

@@ -1,9 +1,8 @@
-"""Programs whose ``__main__`` a worker can run again, and others."""
+"""Functions, classes and globals of ``__main__`` in another process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from support import scripts
@@ -12,8 +11,6 @@ BY_VALUE = ["file", "stdin", "command"]
 
 SHARED_GLOBALS = """
 from receiver import Receiver
-from xpool._pickling.by_value import main
-assert not main.main_is_importable()
 model = None
 def init(factor):
     global model
@@ -170,25 +167,22 @@ print("ok")
 """
 
 LEFT_OUT = """
-import threading
 from receiver import Receiver
-lock = threading.Lock()
 file = open(__import__("os").devnull)
 def uses():
-    with lock:
-        return 1
+    return file.read()
 def does_not(): return 2
 def assigns():
-    global lock
-    lock = 5
-    return lock
+    global file
+    file = 5
+    return file
 with Receiver() as other:
     assert other.call(does_not) == 2
     try:
         other.call(uses)
     except NameError as exc:
         text = str(exc) + str(getattr(exc, "__notes__", "")) + str(exc.__cause__)
-        assert "'lock' of __main__ was not sent" in text, text
+        assert "'file' of __main__ was not sent" in text, text
         assert "initializer" in text, text
     else:
         raise AssertionError
@@ -205,7 +199,7 @@ print("ok")
     ids=["shared globals", "not clobbered", "definitions", "dispatch", "left out"],
 )
 def test_by_value(run_program: Callable[..., str], program: str, how: str) -> None:
-    """If a program cannot be run again, its functions, classes and globals are sent by value."""
+    """The functions, classes and globals of ``__main__`` are sent by value."""
     if how == "command":
         program = program.replace("\n\n", "\n")
     assert run_program(program, how).strip() == "ok"
@@ -214,7 +208,6 @@ def test_by_value(run_program: Callable[..., str], program: str, how: str) -> No
 GUARDED = """
 import functools
 from receiver import Receiver
-from xpool._pickling.by_value import main
 class A:
     def f(self): return FACTOR
 FACTOR = 3
@@ -223,14 +216,10 @@ def echo(x): return x
 @functools.lru_cache
 def cached(x): return times(x)
 if __name__ == "__main__":
-    assert main.main_is_importable()
     extra = 5
     def inside(x): return times(x) + extra
     class Inner:
         def g(self): return extra
-    from xpool.pickle import encode
-    assert len(encode(echo)) < 60, "by name"
-    assert len(encode(times)) > 60, "with the value of FACTOR, which something binds again"
     with Receiver() as other:
         FACTOR = 1000
         assert other.call(lambda x: x * extra, 2) == 10
@@ -252,43 +241,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["file", "module"])
-def test_importable(run_program: Callable[..., str], how: str) -> None:
-    """Functions of a guarded script go by name, except those that the guarded block defines."""
+def test_guarded(run_program: Callable[..., str], how: str) -> None:
+    """Functions of a guarded script are sent, those that the guarded block defines, too."""
     assert run_program(GUARDED, how).strip() == "ok"
-
-
-LOCATIONS = {
-    "file": "assert main.main_location()[0] == 'path'; assert not main.main_is_importable()",
-    "stdin": "assert main.main_location() is None; assert not main.main_is_importable()",
-    "command": "assert main.main_location() is None; assert not main.main_is_importable()",
-    "module": "assert main.main_location() == ('name', 'program_module')\n"
-    "assert not main.main_is_importable()",
-}
-
-
-@pytest.mark.parametrize("how", sorted(LOCATIONS))
-def test_location(run_program: Callable[..., str], how: str) -> None:
-    """`main_location` tells how to run __main__ again, for every way to start Python."""
-    run_program("from xpool._pickling.by_value import main\n" + LOCATIONS[how], how)
-
-
-@pytest.mark.parametrize(
-    ("guard", "importable"),
-    [
-        ("if __name__ == '__main__': pass", True),
-        ('if "__main__" == __name__: pass', True),
-        ("try:\n    if __name__ == '__main__' and True: pass\nfinally: pass", True),
-        ("def f():\n    if __name__ == '__main__': pass", False),
-        ("if __name__ != '__main__': pass", False),
-        ("x = '__main__'", False),
-    ],
-)
-def test_guard(run_program: Callable[..., str], guard: str, importable: bool) -> None:
-    """The conditions that count as a guard."""
-    program = (
-        f"from xpool._pickling.by_value import main\n{guard}\nprint(main.main_is_importable())"
-    )
-    assert run_program(program).strip() == str(importable)
 
 
 def test_imports_nothing_heavy(run_program: Callable[..., str]) -> None:
@@ -337,8 +292,9 @@ if __name__ == "__main__":
 
 INTERRUPTED = """
 import itertools, pickle, sys
-from xpool._pickling.by_value import classes, globals_received, main, registry
-from xpool._pickling.by_value.globals_received import VALUE, SentGlobal
+from xpool._pickling.by_value import classes, main, names, received, registry
+from xpool._pickling.by_value.sent import Book
+from xpool._pickling.policy import BY_PIPE
 from xpool._worker import main_module
 from xpool.pickle import decode, encode
 
@@ -355,9 +311,9 @@ def at_each_call(codes, act):
                 left -= 1
                 if left == -1:
                     raise Interrupt
-        main_module.install(("path", "script.py"))
+        main_module.install()
         main.mark_worker()
-        globals_received._incoming.__init__()
+        received._incoming.__init__()
         registry._by_id.clear()
         registry._by_token.clear()
         sys.setprofile(hook)
@@ -371,20 +327,16 @@ def at_each_call(codes, act):
         if left >= 0:
             return
 
-def look_up():
-    sys.modules["__main__"].double
-
-tried = 0
-for tried in at_each_call({main_module._Main._run_for.__code__}, look_up):
-    assert sys.modules["__main__"].double(2) == 4
-assert tried >= 2
-
-message = ["rate", 1, True, VALUE, pickle.dumps(5)]
-receive = lambda: globals_received.unwrap("sender", True, [message], pickle.dumps(None))
-inner = globals_received._take, globals_received._set, globals_received.unwrap
+rate = {"a": 5}
+class Six:
+    value = 6
+def double(x): return 2 * x + rate["a"] + Six.value
+message = encode((double, (2,)), layout=BY_PIPE._replace(book=Book()))
+receive = lambda: decode(message)
+inner = received._take, received._set, received._receive, received._define, received.prepare
 for tried in at_each_call({func.__code__ for func in inner}, receive):
-    receive()
-    assert sys.modules["__main__"].rate == 5, tried
+    function, args = receive()
+    assert function(*args) == 15, tried
 assert tried >= 10
 
 def local_class():
@@ -393,7 +345,7 @@ def local_class():
     return Seven
 
 message = encode(local_class())
-inner = registry.shell, registry.enter, classes._fill, classes._load
+inner = registry.shell, registry.enter, classes._fill, classes.load
 for tried in at_each_call({func.__code__ for func in inner}, lambda: decode(message)):
     assert decode(message)().value() == 7, tried
 assert tried >= 10
@@ -401,8 +353,6 @@ print("ok")
 """
 
 
-def test_interrupted_after_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that was interrupted still gets the script's names, sent globals and classes."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text("rate = 3\ndef double(x): return 2 * x\n")
+def test_interrupted_after_each_call() -> None:
+    """A worker that was interrupted still gets the program's definitions and globals."""
     assert scripts.run_ok(["-"], INTERRUPTED) == "ok\n"

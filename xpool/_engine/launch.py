@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
@@ -415,7 +415,7 @@ class ProcessLauncher:
             process: Any = self._context.Process(  # type: ignore[attr-defined]
                 target=_enter_through, args=(theirs, inherited), name=name, daemon=daemon
             )
-            with ours:
+            with ours, _without_script(inherited is None and not self.forks):
                 self._start(process)
                 with socket.socket(fileno=os.dup(ours.fileno())) as sock:
                     # Descriptors need at least one byte of data (unix(7)).
@@ -429,6 +429,35 @@ class ProcessLauncher:
             resource_tracker.ensure_running()  # otherwise `start` does it, and unblocks SIGINT
         with server_process.interrupts_blocked():
             process.start()
+
+
+@contextlib.contextmanager
+def _without_script(without: bool) -> Iterator[None]:
+    """Keep `multiprocessing` from running the program's script in a process that this thread starts.
+
+    Objects that can only be inherited are pickled by `multiprocessing`, and need the script.
+    """
+    if not without:
+        yield
+        return
+    from multiprocessing import spawn
+
+    prepare: Any = spawn.get_preparation_data
+    thread = threading.get_ident()
+
+    def prepared(name: str) -> dict[str, Any]:
+        data: dict[str, Any] = prepare(name)
+        if threading.get_ident() == thread:
+            for key in "init_main_from_name", "init_main_from_path":
+                data.pop(key, None)
+        return data
+
+    spawn.get_preparation_data = prepared
+    try:
+        yield
+    finally:
+        if spawn.get_preparation_data is prepared:
+            spawn.get_preparation_data = prepare
 
 
 @interruptible  # a fork's stack begins with frames of its parent, some of which are shielded

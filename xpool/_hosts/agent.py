@@ -58,7 +58,6 @@ class AgentConfig(NamedTuple):
 
     spec: WorkerSpec
     main: Main
-    script: bytes | None  # the program's script; None: it cannot be run again
     modules: tuple[str, ...]  # what the fork server imports
     options: EngineOptions
     memory_limit: int | None
@@ -125,10 +124,7 @@ class Agent:
         arena, limit, layout = find_arena(True, None, config.memory_limit, os.urandom(8).hex())
         self._layout = layout._replace(book=None, publisher=None)
         main = config.main
-        if config.script is not None and main.location is not None:
-            self._script = File(config.script, "xpool-script")
-            main = main._replace(location=(*main.location, self._script.key[0]))
-        worker_config = WorkerConfig(spec, launcher, arena, limit, lambda bare: main, first, host)
+        worker_config = WorkerConfig(spec, launcher, arena, limit, lambda: main, first, host)
         self._engine = Engine(
             workers,
             Recipe(

@@ -10,7 +10,7 @@ from xpool._engine.launch import wanted_modules
 from xpool._hosts.agent import AgentConfig, facts
 from xpool._hosts.engine import LEASE, HostEngine
 from xpool._hosts.fleet import Fleet
-from xpool._pickling.by_value.main_globals import Book
+from xpool._pickling.by_value.sent import Book
 from xpool._pickling.policy import BY_PIPE
 from xpool._pools import assembly
 from xpool._pools.process import describe
@@ -41,15 +41,10 @@ def make_engine(
     spec = pool._worker_spec(initializer)
     if kind is not None:
         spec = spec._replace(contexts=None)  # each agent makes the contexts of its own workers
-    main, script = assembly.Main.now(), None
-    if main.location is not None and main.location[0] == "path":
-        with open(main.location[1], "rb") as file:
-            script = file.read()
     modules = wanted_modules()
     config = AgentConfig(
         spec=spec._replace(peers=0),  # workers of different hosts cannot send each other messages
-        main=main,
-        script=script,
+        main=assembly.Main.now(),
         modules=modules,
         options=assembly.EngineOptions(
             lifetime=pool.maxtasksperchild,

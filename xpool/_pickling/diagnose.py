@@ -94,7 +94,7 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
     note = "It was raised while something was pickled for another process"
     if code.co_name in _OWN_WAYS and code.co_argcount:
         culprit = frame.f_locals.get(code.co_varnames[0])
-        path = _path_to(obj, culprit)
+        path = path_to(obj, culprit)
         where = f" at {path.lstrip('.')}" if path else ""
         note = f"{note}: by {type(culprit).__qualname__}.{code.co_name}{where}"
     note += "."
@@ -108,7 +108,7 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
     return error
 
 
-def _path_to(obj: Any, culprit: Any) -> str | None:
+def path_to(obj: Any, culprit: Any) -> str | None:
     """Return the path from an object to a part a few levels deep, without running their code."""
     level, seen = [("", obj)], {id(obj)}
     for _ in range(_LEVELS):

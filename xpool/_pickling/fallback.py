@@ -10,7 +10,6 @@ import copyreg
 import io
 from functools import lru_cache
 from importlib import import_module
-from pickle import PicklingError
 from typing import Any
 
 from xpool._pickling import reducers
@@ -18,7 +17,6 @@ from xpool._pickling import reducers
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, bytearray, type(None)})
 _IN_MEMORY = (io.BytesIO, io.StringIO)
 _CONTAINERS = frozenset({tuple, list, set, frozenset})
-_MAIN_NAMES = ("__main__", "__mp_main__")
 
 
 @lru_cache(None)
@@ -36,7 +34,7 @@ def pickler_class() -> Any:
             super().__init__(
                 file, 5, buffer_callback=callback, byref=False, fmode=0, recurse=recurse
             )
-            self.names: set[str] = set()
+            self.names: set[tuple[str, str]] = set()
             self.spaces: dict[int, Any] = {}
 
         def reducer_override(self, obj: Any) -> Any:
@@ -57,14 +55,5 @@ def pickler_class() -> Any:
                 reduce = copyreg.dispatch_table.get(kind)
                 return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
             return NotImplemented
-
-        def save_global(self, obj: Any, name: str | None = None) -> None:
-            module = getattr(obj, "__module__", None)
-            if module in _MAIN_NAMES and not reducers.script.importable():
-                raise PicklingError(
-                    f"{obj!r} is pickled by its name in __main__, which the receiver does not "
-                    "have; move it to a module"
-                )
-            super().save_global(obj, name)
 
     return DillPickler

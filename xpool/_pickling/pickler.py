@@ -10,6 +10,7 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import repeat
 from pickle import PickleBuffer, PicklingError
 from types import SimpleNamespace
@@ -28,7 +29,9 @@ _LONG = frozenset({str, bytes})
 _PLAIN = Layout(out_of_band=False)
 _NAMED = _PLAIN._replace(named=True)
 _COPY = Layout(target=-1)  # copies replace handles to tensors on devices
-_MAIN = b"__main__"
+_INLINE = _COPY._replace(out_of_band=False)
+Key = tuple[str, str]
+"""A global: the name of its module, and its own."""
 
 _dumps: Callable[[Any, int], bytes] = pickle.dumps
 _loads: Callable[[Any], Any] = pickle.loads
@@ -42,14 +45,16 @@ class _FastPickler(pickle.Pickler):
 
     recurse = False
     blob: reducers.Blob | None = None
+    group: reducers.Group | None = None
     follow = True
+    home = False
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.chunks: list[bytes] = []
         self.buffers: list[PickleBuffer] = []
         self.shared: dict[int, Block] = {}
-        self.names: set[str] = set()
+        self.names: set[Key] = set()
         self.spaces: dict[int, Any] = {}
         self.tensors: Any = None
         file = SimpleNamespace(write=self.chunks.append)
@@ -63,6 +68,29 @@ class _FastPickler(pickle.Pickler):
         except BaseException:
             _forget(self)
             raise
+
+
+class _GroupPickler(_FastPickler):
+    """Pickles globals of the program."""
+
+    group: reducers.Group
+
+    def __init__(self, layout: Layout, group: reducers.Group) -> None:
+        self.group = group
+        if group.objects is not None:
+            # The pickler calls it for every object, and goes on if it returns None.
+            self.persistent_id = group.objects.append
+        super().__init__(layout)
+
+    def reducer_override(self, obj: Any) -> Any:
+        name = self.group.named.get(id(obj))
+        return reducers.reducer_override(self, obj) if name is None else (of_module, name)
+
+
+@reducers.builder
+def of_module(module: str, name: str) -> Any:
+    """Return a global of a module."""
+    return getattr(import_module(module), name)
 
 
 def _placer(
@@ -92,9 +120,18 @@ class _Options(NamedTuple):
     blob: reducers.Blob | None = None
     follow: bool = True
     tensors: Any = None
+    group: reducers.Group | None = None
+    home: bool = False
+
+    def pickler(self) -> _FastPickler:
+        one = _FastPickler(self.layout) if self.group is None else _GroupPickler(
+            self.layout, self.group
+        )
+        return self.set_in(one)  # type: ignore[no-any-return]
 
     def set_in(self, pickler: Any) -> Any:
-        pickler.layout, pickler.recurse, pickler.blob, pickler.follow, pickler.tensors = self
+        pickler.layout, pickler.recurse, pickler.blob, pickler.follow = self[:4]
+        pickler.tensors, pickler.group, pickler.home = self[4:]
         return pickler
 
 
@@ -106,7 +143,7 @@ class Pickled:
     def __init__(self, pickler: Any) -> None:
         self.chunks: list[bytes] = pickler.chunks
         self.buffers: list[PickleBuffer] = pickler.buffers
-        self.names: set[str] = pickler.names  # the globals of __main__ that the object uses
+        self.names: set[Key] = pickler.names  # the globals of the program that the object uses
         self.shared: dict[int, Block] = pickler.shared
 
     @property
@@ -150,7 +187,12 @@ def encode_atoms(items: Sequence[Any]) -> list[bytes] | None:
 
 
 def encode(
-    obj: Any, *, recurse: bool = False, main_globals: bool = True, layout: Layout = BY_PIPE
+    obj: Any,
+    *,
+    recurse: bool = False,
+    home: bool = False,
+    layout: Layout = BY_PIPE,
+    told: frozenset[Key] = frozenset(),
 ) -> bytes | memoryview:
     """Pickle an object for another process, as a plain pickle or a message of `frame`.
 
@@ -158,9 +200,10 @@ def encode(
 
     Args:
         recurse: as in dill: a function pickled by value contains copies of the globals it uses.
-        main_globals: whether to add the globals of ``__main__`` that the object uses.  False for a
-            message to the parent, which does not take them from its workers.
+        home: whether the receiver is the program, and this process its worker.  Then no definitions
+            and globals are added, because the program has its own.
         layout: the options of the message.  Its ``out_of_band`` is true.
+        told: the globals that the receiver has, from an earlier message.
 
     Raises:
         TaskNotPicklable: neither pickler can pickle the object.  ``__cause__`` says why.
@@ -176,29 +219,30 @@ def encode(
             return short
     if recurse:
         # Idle picklers do not have `recurse` set.
-        result = _pickle(obj, _Options(layout, recurse))
+        result = _pickle(obj, _Options(layout, recurse, home=home))
     else:
         try:
             pickler = _at_rest.pop()  # it belongs to this thread until `_rest` puts it back
             pickler.layout = layout
         except IndexError:
             pickler = _FastPickler(layout)
+        pickler.home = home
         try:
             pickler.dump(obj)
         # A failed pickler is not put back, because it may be in the middle of an object.
         except Exception as error:
             if by_handler(error):
                 raise
-            result = _pickle(obj, _Options(layout), error)
+            result = _pickle(obj, _Options(layout, home=home), error)
         else:
-            data = _at_once(pickler, main_globals)
+            data = _at_once(pickler, told)
             if data is not None:
                 return data
-            result = _finish(pickler, obj, _Options(layout))
-    return _message(result, layout, main_globals)
+            result = _finish(pickler, obj, _Options(layout, home=home))
+    return _message(result, layout, home, told)
 
 
-def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | None:
+def _at_once(pickler: _FastPickler, told: frozenset[Key]) -> bytes | memoryview | None:
     """Return the message of a finished pickler, or None if another step is necessary."""
     # If tensors share memory, a second run writes the common memory only once.
     spans = pickler.tensors
@@ -207,15 +251,13 @@ def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | 
     chunks, buffers, layout = pickler.chunks, pickler.buffers, pickler.layout
     data: bytes | memoryview
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    # An object may have been pickled by a name that the receiver lacks.  `_finish` handles this.
-    if not reducers.script.importable() and _MAIN in data:
-        return None
     if pickler.names:
-        if main_globals:
-            parts = reducers.script.preface(pickler.names, chunks, buffers, pickler.shared, layout)
-            if parts is not None:
-                chunks, buffers = parts
-                data = chunks[0]
+        if not pickler.home and not told.issuperset(pickler.names):
+            state, tokens = reducers.script.preface(pickler, pickler.names, layout)
+            data = state + data[2:]  # without the opcode PROTO
+            chunks = [data]
+            if tokens:
+                buffers[:0] = tokens
         pickler.names.clear()
     small = len(data) < INLINE_BELOW
     if buffers or not (small or layout.lessor is None):
@@ -287,7 +329,7 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
         if short is not None:
             return short
     layout = _PLAIN if copy_tensor else _NAMED
-    message = _message(_pickle(obj, _Options(layout, recurse, follow=False)), layout, True)
+    message = _message(_pickle(obj, _Options(layout, recurse, follow=False)), layout, False)
     assert isinstance(message, bytes)  # this layout has no buffers beside the pickle
     return message
 
@@ -323,7 +365,7 @@ class Pickler:
 def _pickle(obj: Any, options: _Options, error: Exception | None = None) -> Pickled:
     """Pickle with the C pickler, unless this has already raised ``error``; then with dill's."""
     if error is None:
-        fast = options.set_in(_FastPickler(options.layout))
+        fast = options.pickler()
         try:
             fast.dump(obj)
         except Exception as first:
@@ -347,14 +389,8 @@ def _pickle(obj: Any, options: _Options, error: Exception | None = None) -> Pick
 def _finish(fast: _FastPickler, obj: Any, options: _Options) -> Pickled:
     spans = fast.tensors
     if spans is not None and spans.again:
-        fast = _FastPickler(options.layout)
-        options._replace(tensors=spans.merged()).set_in(fast).dump(obj)
-    # Only `bytes` can contain names.  Large buffers are separate chunks of other types.
-    named = any(_MAIN in chunk for chunk in fast.chunks if type(chunk) is bytes)
-    if named and not options.blob and not reducers.script.importable():
-        # An object was pickled by its name in __main__, which the receiver lacks.
-        error = PicklingError("an object is pickled by its name in __main__")
-        return _by_dill(obj, options, error)
+        fast = options._replace(tensors=spans.merged()).pickler()
+        fast.dump(obj)
     return Pickled(fast)
 
 
@@ -407,17 +443,20 @@ def fails(obj: Any) -> BaseException | None:
     return None
 
 
-def _message(result: Pickled, layout: Layout, main_globals: bool) -> bytes | memoryview:
+def _message(
+    result: Pickled, layout: Layout, home: bool, told: frozenset[Key] = frozenset()
+) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
-    if result.names and main_globals:
-        parts = reducers.script.preface(result.names, chunks, buffers, result.shared, layout)
-        chunks, buffers = parts or (chunks, buffers)
+    if result.names and not home and not told.issuperset(result.names):
+        state, tokens = reducers.script.preface(result, result.names, layout)
+        chunks = [state, chunks[0][2:], *chunks[1:]]  # without the opcode PROTO
+        buffers = [*tokens, *buffers]
     if buffers or (layout.lessor is not None and sum(map(len, chunks)) >= INLINE_BELOW):
         return frame.pack(chunks, buffers, layout, result.shared)
     return b"".join(chunks)
 
 
-def write_blob(obj: Any, recurse: bool, blob: reducers.Blob) -> tuple[bytes, set[str]]:
+def write_blob(obj: Any, recurse: bool, blob: reducers.Blob) -> tuple[bytes, set[Key]]:
     """Pickle a class's definition or a mark.  Return it with the names of the globals it uses."""
     # A handle to a tensor on a device would stay open if no process received it.
     layout = _COPY._replace(out_of_band=False) if blob.is_mark else _PLAIN
@@ -425,6 +464,11 @@ def write_blob(obj: Any, recurse: bool, blob: reducers.Blob) -> tuple[bytes, set
     return b"".join(result.chunks), result.names
 
 
-def write_global(value: Any, out_of_band: bool) -> Pickled:
-    """Pickle a global.  With ``out_of_band``, large buffers are not copied into the pickle."""
-    return _pickle(value, _Options(_COPY if out_of_band else _PLAIN))
+def write_global(value: Any) -> Pickled:
+    """Pickle a part of a definition."""
+    return _pickle(value, _Options(_INLINE))
+
+
+def write_group(value: Any, group: reducers.Group, out_of_band: bool) -> Pickled:
+    """Pickle globals.  With ``out_of_band``, large buffers are not copied into the pickle."""
+    return _pickle(value, _Options(_COPY if out_of_band else _INLINE, group=group))

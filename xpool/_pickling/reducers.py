@@ -36,13 +36,34 @@ class Blob:
         self.versions: dict[Any, int] = {}  # those of the classes written, by `ClassEntry`
 
 
+class Group:
+    """The state of a pickler that writes globals of the program.
+
+    Args:
+        own: by id, the globals among them; a random generator is the receiver's own there.
+        named: by id, objects that are written by the name of a global.
+        objects: gets all objects that are written; None: they are not wanted.
+    """
+
+    def __init__(
+        self,
+        own: dict[int, tuple[str, str]],
+        named: dict[int, tuple[str, str]],
+        objects: list[Any] | None = None,
+    ) -> None:
+        self.own, self.named, self.objects = own, named, objects
+        self.locks: list[Any] = []  # those in place of which the receiver makes new ones
+
+
 class Context(Protocol):
     """The state of one run of a pickler that the reducers use."""
 
     recurse: bool  # whether functions are pickled with copies of the globals that they use
     blob: Blob | None  # None, unless a class definition is pickled
-    names: set[str]  # globals of __main__ that are functions or classes, or that these use
+    group: Group | None  # None, unless globals of the program are pickled
+    names: set[tuple[str, str]]  # globals of the program that the object uses
     follow: bool  # whether `names` also gets those of objects that are pickled by name
+    home: bool  # whether the receiver is the program, and this process its worker
     spaces: dict[int, Any]  # globals that belong to no module, by id
     tensors: Any  # the state of the reducers of tensors and arrays in this run, or None
     layout: Layout
@@ -61,7 +82,7 @@ Reducer = Callable[[Any, Any], Any]
 
 
 script: Any
-"""Answers the picklers' questions about the program's ``__main__`` (`by_value.main_globals`)."""
+"""Answers the picklers' questions about the program (`by_value.sent`)."""
 
 REDUCERS: dict[type, Reducer] = {}
 

@@ -97,11 +97,12 @@ class EngineSubmitter(HookSubmitter):
             self.call(job, call, (*before, *chunks), {})
             return
         begin, owner = self.learn(job, work)
+        told = self.packer.told()
         task_ranges = [begin]
         failed = []
         for i, chunk in enumerate(chunks):
             try:
-                payload, worker = self.packer.pack_task(chunk, options.retries > 0, owner)
+                payload, worker = self.packer.pack_task(chunk, options.retries > 0, owner, told)
             except Exception as error:
                 if by_handler(error):
                     raise
@@ -230,13 +231,13 @@ class TaskStream:
         task_range.flow = flow
         task_range.may_run, flow.resume = flow.may_run, engine.resume
         self._next = 0
-        self._packer = packer
+        self._packer, self._told = packer, packer.told()
         self._kept = task_range.terms.retries > 0
         self._owner = owner
 
     def put(self, index: int, task: Any) -> int:
         """Pickle and submit a task; return its size in bytes."""
-        payload, worker = self._packer.pack_task(task, self._kept, self._owner)
+        payload, worker = self._packer.pack_task(task, self._kept, self._owner, self._told)
         if worker is not None:
             self._engine.submit(self._task_range.beside(index, (payload,), worker))
             return self._engine.sent(payload)

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from xpool._pickling.by_value.main import MAIN_NAMES
-from xpool._pickling.by_value.reads import global_names
+from xpool._pickling.by_value.origin import MAIN_NAMES
+from xpool._pickling.by_value.reads import use_of
 from xpool._pools.digests import ATOMS, hashed, marshalled
 from xpool._pools.program import (
     CODE,
@@ -235,7 +235,7 @@ class Identity(Values):
         self._fill_closure(node, label, function)
         code, values = function.__code__, function.__globals__
         reader = _Reader(node, label, code)
-        for name in sorted(global_names(code) - OF_MODULES):
+        for name in sorted(use_of(code).names - OF_MODULES):
             if name in values:
                 self._global(reader, values, name)
             elif not is_standard(getattr(builtins, name, len)):

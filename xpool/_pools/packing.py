@@ -9,7 +9,7 @@ from typing import Any
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._pickling.by_value.broadcast import Broadcast, publish
-from xpool._pickling.by_value.main_globals import Book
+from xpool._pickling.by_value.sent import Book
 from xpool._pickling.frame import Leased
 from xpool._pickling.pickler import encode_atoms
 from xpool._pickling.policy import BY_PIPE, Layout, share
@@ -18,6 +18,7 @@ from xpool.errors import OptionError, TaskNotPicklable
 from xpool.pickle import encode
 
 Payload = bytes | memoryview
+Told = frozenset[tuple[str, str]]
 
 
 class Packer:
@@ -41,17 +42,20 @@ class Packer:
     """Pickle each of many numbers or short texts; None: some items are of other types."""
 
     @interruptible
-    def pack_task(self, task: Any, kept: bool, worker: int | None) -> tuple[Payload, int | None]:
+    def pack_task(
+        self, task: Any, kept: bool, worker: int | None, told: Told = frozenset()
+    ) -> tuple[Payload, int | None]:
         """Pickle a task for a worker (None: any, -1: the least loaded); return message and worker.
 
-        ``kept``: the message may be sent more than once.
+        ``kept``: the message may be sent more than once.  ``told``: the globals of the program that
+        came with the task's function.
         A task with handles to tensors on devices goes to their worker; if there are several, to the
         one with most of their bytes.  Tensors of other workers are copied.
         """
         if pending:
             deliver()
         layout = self.layout._replace(kept=True) if kept else self.layout
-        payload = encode(task, recurse=self.recurse, layout=layout)
+        payload = encode(task, recurse=self.recurse, layout=layout, told=told)
         # Handles to tensors on devices are blocks, so a message without blocks has no handles.
         if type(payload) is not Leased:
             return payload, worker
@@ -63,8 +67,12 @@ class Packer:
         if owners.keys() - {worker}:
             # Pickle it again for the worker that was chosen.
             layout = self.layout._replace(target=worker, kept=kept)
-            payload = encode(task, recurse=self.recurse, layout=layout)
+            payload = encode(task, recurse=self.recurse, layout=layout, told=told)
         return payload, worker
+
+    def told(self) -> Told:
+        """Return the globals of the program that the last message has brought."""
+        return frozenset() if self.layout.book is None else self.layout.book.told
 
     @interruptible
     def pack_option(self, name: str, obj: Any) -> bytes:

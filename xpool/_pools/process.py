@@ -233,8 +233,8 @@ class Pool(BasePool):
                 method = self.context if isinstance(self.context, str) else None
                 launcher = find_launcher(multiprocessing.get_context(method))
             inherited = self.initializer, self.initargs
-            if not launcher.forks:  # send the globals that the initializer uses
-                blob = self._packer.pack_option("initializer", self.initializer)
+            # Send the globals that the initializer uses: tasks must not set them again.
+            blob = self._packer.pack_option("initializer", self.initializer)
         if not launcher.bare and multiprocessing.current_process().daemon:
             raise OptionError(
                 "multiprocessing would start the workers of this pool, which is made in a worker "

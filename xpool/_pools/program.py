@@ -8,14 +8,14 @@ import importlib.machinery
 import importlib.util
 import os
 import pkgutil
-import site
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
-from xpool._pickling.by_value.main import MAIN_NAMES, namespace
+from xpool._pickling.by_value.origin import MAIN_NAMES, canonical, is_installed, namespace
+from xpool._pickling.by_value.origin import is_program as is_program
+from xpool._pickling.by_value.reads import inner as inner
 
 Code = tuple[Any, ...]
 """A description of code: plain values, and such tuples for nested code."""
@@ -39,39 +39,6 @@ OF_CLASSES = frozenset(
 
 
 # -- modules of the program ------------------------------------------------------------------------
-
-
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    found = {sysconfig.get_path(kind) for kind in kinds}
-    found.update(site.getsitepackages() if hasattr(site, "getsitepackages") else ())
-    return tuple(os.path.realpath(folder) + os.sep for folder in found if folder)
-
-
-def is_program(name: Any) -> bool:
-    """Whether a module belongs to the program, and not to Python, xpool or an installed package."""
-    if not isinstance(name, str) or name in MAIN_NAMES:
-        return True
-    top = name.partition(".")[0]
-    if top == "xpool":
-        return False
-    while name:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if isinstance(file, str):
-            return not _is_installed(file)
-        # A class may name a module that does not exist, and a namespace package has no file.
-        name = name.rpartition(".")[0]
-    return top not in sys.stdlib_module_names
-
-
-@functools.cache
-def _is_installed(file: str) -> bool:
-    file = os.path.realpath(file)
-    parts = file.split(os.sep)
-    return (
-        "site-packages" in parts or "dist-packages" in parts or file.startswith(_library_folders())
-    )
 
 
 def version_of(name: str) -> tuple[str, str] | None:
@@ -116,14 +83,6 @@ def _without_lines(code: CodeType) -> list[tuple[str, Any]]:
         else:
             kept.append((one.opname, one.argval))
     return kept
-
-
-def inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield code, and that of the functions and classes in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from inner(constant)
 
 
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
@@ -193,7 +152,7 @@ def module_code(name: str) -> tuple[CodeType | bytes, str | None] | None:
         path = spec.submodule_search_locations
     if spec is None or spec.loader is None or spec.origin is None or name.startswith("xpool"):
         return None
-    if _is_installed(spec.origin):
+    if is_installed(spec.origin):
         return None
     get: Callable[[str], CodeType | None] | None = getattr(spec.loader, "get_code", None)
     code = None if get is None else get(name)
@@ -282,7 +241,7 @@ def name_of(func: Any) -> str:
 
 def globals_of(module: str) -> Any:
     """Return the globals of the module that has this name now."""
-    return namespace() if module in MAIN_NAMES else attributes_of(sys.modules.get(module))
+    return namespace("__main__") if module in MAIN_NAMES else attributes_of(sys.modules.get(module))
 
 
 def is_standard(builtin: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 from multiprocessing.context import BaseContext
 from typing import cast
@@ -18,7 +17,6 @@ from xpool._engine.launch import (
     needs_arrays,
     wanted_modules,
 )
-from xpool._pickling.by_value.main import main_is_importable
 from xpool.errors import OptionError
 
 
@@ -39,27 +37,7 @@ def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False)
         context = multiprocessing.get_context(context)
     if context.get_start_method() == "fork":
         _refuse_fork_of_runtime()
-    elif unguarded_script() is not None:
-        raise OptionError(
-            f"context={context.get_start_method()!r} runs {unguarded_script()} again in every "
-            'worker; put the code that makes the pool behind if __name__ == "__main__": '
-            "or leave context out"
-        )
     return ProcessLauncher(context)
-
-
-def unguarded_script() -> str | None:
-    """Return the path of the program's script if `multiprocessing` would run all of it again."""
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if not path or not os.path.exists(path) or main_is_importable():
-        return None
-    spec = getattr(main, "__spec__", None)
-    name = os.path.splitext(os.path.basename(path))[0] if spec is None else spec.name
-    # multiprocessing.spawn does not run the `__main__.py` of a folder or a zip file, or IPython's
-    # launcher, again.  A compiled script has no text that could show a guard.
-    skipped = name == "ipython" if spec is None else name.rpartition(".")[2] == "__main__"
-    return None if skipped or path.endswith(".pyc") else path
 
 
 def _refuse_fork_of_runtime() -> None:

@@ -54,7 +54,9 @@ class _Context:
 
     def __init__(self) -> None:
         self.blob = Blob()  # the state of a lock does not count
-        self.names: set[str] = set()
+        self.group = None
+        self.home = False
+        self.names: set[tuple[str, str]] = set()
         self.spaces: dict[int, Any] = {}
         self.tensors: Any = None
         self.layout = Layout(out_of_band=False)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from xpool._engine.launch import Launcher
 from xpool._engine.relay import levels
 from xpool._memory.arena import Arena
-from xpool._pickling.by_value.main import main_is_importable, main_location, units
+from xpool._pickling.by_value import settings
 from xpool._pickling.frame import inline
 from xpool._python.server_process import search_path
 
@@ -41,23 +41,17 @@ class WorkerSpec(NamedTuple):
 
 
 class Main(NamedTuple):
-    """What workers know of the program: its script, if it can be run again, and its loggers."""
+    """What workers know of the program from their start."""
 
-    location: tuple[str, ...] | None
-    units: bytes | None
-    package: str | None  # for relative imports in functions that go by value
+    package: str | None  # for relative imports in functions of `__main__`
     levels: dict[str, int] | None
     argv: list[str]
 
     @classmethod
-    def now(cls, bare: bool = True) -> "Main":
-        """Return the description of this program now.
-
-        ``bare``: its workers run the script; other workers need no ``units``, which take 20 ms.
-        """
-        location = main_location() if main_is_importable() else None
+    def now(cls) -> "Main":
+        """Return the description of this program now."""
         package = getattr(sys.modules.get("__main__"), "__package__", None)
-        return cls(location, units() if bare else None, package, levels(), _arguments())
+        return cls(package, levels(), _arguments())
 
 
 class WorkerConfig:
@@ -73,7 +67,7 @@ class WorkerConfig:
         launcher: Launcher,
         arena: Arena | None,
         limit: int,
-        main: Callable[[bool], Main] = Main.now,
+        main: Callable[[], Main] = Main.now,
         first: int = 0,
         host: str = "",
     ) -> None:
@@ -82,7 +76,7 @@ class WorkerConfig:
         self._launcher = launcher
 
     def __call__(self, index: int, generation: int, attachment: int | None) -> bytes:
-        spec, arena, main = self._spec, self._arena, self._main(self._launcher.bare)
+        spec, arena, main = self._spec, self._arena, self._main()
         process = multiprocessing.current_process()
         index += self._first
         config = {
@@ -99,8 +93,7 @@ class WorkerConfig:
             "path": search_path(),
             "argv": main.argv,
             "bare": self._launcher.bare,
-            "main": main.location,
-            "units": main.units,
+            "settings": settings.at_start(),
             "package": main.package,
             "daemon": spec.daemon,
             "parent": (process.name, os.getpid()),

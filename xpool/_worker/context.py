@@ -131,7 +131,7 @@ def imported_by_worker() -> str | None:
     """Return the module that this thread imports, if this process is a worker; None: it imports
     none.
 
-    This is the caller's script, which is run for its names, or another module that a task needs.
+    A child of `multiprocessing` imports the program's script.
     """
     if child_prepares():
         return "the program's main module"
@@ -142,8 +142,6 @@ def imported_by_worker() -> str | None:
     while frame is not None and frame.f_globals.get("__name__") != "xpool._worker.entry":
         if frame.f_code.co_name == "<module>":
             facts = frame.f_globals
-            if facts.get("_xpool_running"):
-                return "the program's main module"
             if is_initializing(facts):
                 return f"module {facts.get('__name__')}"
         frame = frame.f_back

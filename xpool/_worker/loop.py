@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool._memory.arena import IDLE_SECONDS, Arena
 from xpool._memory.holds import Block
-from xpool._pickling.by_value import registry
+from xpool._pickling.by_value import generators, received, registry, settings
 from xpool._pickling.by_value.broadcast import Objects
 from xpool._pickling.by_value.exceptions import encode_exception
-from xpool._pickling.by_value.globals_received import listening, retake
 from xpool._pickling.by_value.main import mark_worker
 from xpool._pickling.policy import BY_PIPE, Layout, share
 from xpool._python import error_imports
@@ -201,9 +200,11 @@ class _Worker:
         # Unpickle it even if it is inherited: the message brings the globals of `__main__` too.
         sent = None if config["initializer"] is None else decode(config["initializer"])
         if inherited is None:
-            inherited = sent
-        assert inherited is not None
-        initializer, initargs = inherited
+            initializer, initargs = sent
+        elif config["forked"]:
+            initializer, initargs = inherited
+        else:  # `multiprocessing` has sent the arguments
+            initializer, initargs = sent, inherited[1]
         if initializer is not None:
             initializer(*initargs)
 
@@ -254,18 +255,17 @@ class _Worker:
 
     def _open(self, closed: _Closed) -> Any:
         """Unpickle a function, in its first task; if that fails, so do all of its tasks."""
-        with listening() as heard:
+        with received.listening() as states:
             try:
                 func = decode(closed.payload)
             # `TaskStopped` ends only this task: the next one unpickles the function.
             except Exception as exc:
                 func = _Unavailable(exc)
-            entries = heard()
-        if entries:
-            renew = functools.partial(retake, entries)
-            func = Retried.around(func, lambda inner: Exact(inner, renew))
+        settings.imports_done()
         if self._prefix:
             func = Retried.around(func, lambda inner: functools.partial(inner, *self._prefix))
+        if states:
+            func = Exact(func, states)
         self._inbox.functions[closed.number] = func, closed.mode
         return func
 
@@ -334,6 +334,8 @@ class _Worker:
             if type(func) is _Closed:
                 func = self._open(func)
             if mode in (Mode.CHUNK, Mode.STARCHUNK):
+                if type(func) is Exact:
+                    func = func.renewed()
                 func = Retried.around(func, lambda inner: Ticking(inner, box))
             return self._run(func, mode, payload)
         finally:
@@ -343,6 +345,8 @@ class _Worker:
         try:
             if type(func) is _Closed:
                 func = self._open(func)
+            if type(func) is Exact:
+                func = func.renewed()
             task = decode(payload)
             if mode == Mode.EACH:
                 value = one(func, task)
@@ -371,7 +375,7 @@ class _Worker:
         if value is None:
             return _NONE, 0, None
         try:
-            data = encode(value, recurse=self._recurse, main_globals=False, layout=self._layout)
+            data = encode(value, recurse=self._recurse, home=True, layout=self._layout)
         except SystemExit:
             raise
         except BaseException as exc:
@@ -440,6 +444,7 @@ def become(config: dict[str, Any], lifeline: int) -> None:
 
         process = multiprocessing.current_process()
         process.name = config["name"]
+        process._identity = (config["index"] + 1,)  # type: ignore[attr-defined]  # recipes read it
         process.authkey = config["authkey"]
         process.daemon = config["daemon"]
         # Programs call parent_process() to see whether they are the main process.  There is no
@@ -447,10 +452,15 @@ def become(config: dict[str, Any], lifeline: int) -> None:
         parent = getattr(multiprocessing.process, "_ParentProcess", None)
         if parent is not None:
             vars(multiprocessing.process)["_parent_process"] = parent(*config["parent"], lifeline)
-        main_module.install(config["main"], config["units"], config["package"])
-    Seeds(config["seed"])
+    if not config["forked"]:
+        main_module.install(config["package"])
+    seeds = Seeds(config["seed"])
+    generators.seed_of = seeds.number
+    received.after_calls[:] = [seeds.sow_again]
+    received.keep_environment.update(config["bind"])
+    settings.begin_worker(config["settings"])
     # Called after `install`, since it records the globals of the current `__main__`.
-    mark_worker(config["main"] is not None, forked=config["forked"])
+    mark_worker(forked=config["forked"])
     if config["forked"]:
         registry.disown()
 

@@ -178,9 +178,11 @@ class _Relay:
 def _is_handled(logging: Any, logger: Any) -> bool:
     """Whether this process has a handler for the records of a logger."""
     while logger is not None:
-        # A `NullHandler` does not count: libraries add it to leave handling to the program.
-        if any(type(one) is not logging.NullHandler for one in logger.handlers):
-            return True
+        # A `NullHandler` does not count: libraries add it to leave handling to the program.  Others
+        # take the place of the program's handlers, which get the records.
+        for one in logger.handlers:
+            if type(one) is not logging.NullHandler and not hasattr(one, "_xpool_of_program"):
+                return True
         logger = logger.parent if logger.propagate else None
     return False
 

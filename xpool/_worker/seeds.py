@@ -28,7 +28,7 @@ class Seeds:
             when_imported(name, self.sow)
         Seeds.here = self
 
-    def _number(self, name: str) -> int:
+    def number(self, name: str) -> int:
         import random  # imported here because few tasks draw random numbers
 
         # `random` hashes the seed with SHA-512.  `hashlib` would make a server load OpenSSL.
@@ -39,7 +39,7 @@ class Seeds:
         if module.__name__ == "random":
             module.seed(self._seed + b"random")
             return
-        number = self._number(module.__name__)
+        number = self.number(module.__name__)
         if module.__name__ == "numpy.random":
             # numpy's legacy generator takes 32 bits.
             module.seed(number & 0xFFFF_FFFF)
@@ -50,6 +50,11 @@ class Seeds:
             module.default_generator.manual_seed(number)
         else:
             module.manual_seed(number)
+
+    def sow_again(self) -> None:
+        """Seed all generators again, after code that may have seeded them."""
+        for module in _imported():
+            self.sow(module)
 
     def keep(self, module: Any) -> Callable[[], None]:
         """Return a function that restores the generator of a module to its current state."""
@@ -68,7 +73,7 @@ class Seeds:
             if cuda is not None:
                 cuda.set_rng_state_all(of_cuda)
             elif module.cuda.is_initialized():  # the item was the first to use CUDA
-                module.cuda.manual_seed_all(self._number("torch.cuda") >> 1)
+                module.cuda.manual_seed_all(self.number("torch.cuda") >> 1)
 
         return restore
 

@@ -21,7 +21,6 @@ from xpool._engine.launch import (
     import_for_arrays,
     wanted_modules,
 )
-from xpool._pickling.by_value.main import main_is_importable
 from xpool._pools.preloading import preload
 from xpool.data.ending import CLEANER, wait_for_ends
 from xpool.devices.frameworks import running_runtime
@@ -58,9 +57,8 @@ def prepare(context: Any) -> None:
             importlib.import_module(name)
         if "numpy" in sys.modules:
             importlib.import_module("numpy.random")  # `generators` seeds it and reads its state
-        # These two calls fill caches, which takes 30 ms.  Forks inherit the caches.
+        # This call fills caches.  Forks inherit them.
         pickle.loads(pickle.dumps(torch.empty(1)))
-        main_is_importable()
     finally:
         if collects:
             gc.enable()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from xpool._pickling.by_value import main, registry
-from xpool._pickling.by_value.main import MAIN_NAMES
-from xpool._pickling.by_value.names import by_name
+from xpool._pickling.by_value import registry
+from xpool._pickling.by_value.names import name_for
+from xpool._pickling.by_value.origin import IMPORTED, INSTALLED, SENT, origin_of
+from xpool._pickling.pickler import of_module
 from xpool._pickling.reducers import LAZY, Context, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
@@ -25,9 +26,10 @@ def _lazy_typing() -> None:
 
 
 def _reduce(pickler: Context, obj: Any) -> Any:
-    name = by_name(obj)
-    if name is not None:
-        return name
+    if origin_of(obj.__module__) != SENT:
+        name = name_for(pickler, obj)
+        if name is not None:
+            return name
     kind = type(obj)
     args: tuple[Any, ...] = (obj.__name__,)
     options: dict[str, Any] = {}
@@ -43,15 +45,14 @@ def _reduce(pickler: Context, obj: Any) -> Any:
                 options[option] = getattr(obj, f"__{option}__")
         if sys.version_info >= (3, 13) and obj.has_default():
             options["default"] = obj.__default__
-    module = None if obj.__module__ in MAIN_NAMES else obj.__module__
-    return _make, (registry.token_of(obj), kind, args, options, module)
+    return _make, (registry.token_of(obj), kind, args, options, obj.__module__)
 
 
 def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) -> Any:
     def build() -> Any:
         made = kind(*args, **options)
         if kind.__name__ != "TypeAliasType":  # its `__module__` is read-only
-            made.__module__ = module or "__main__"
+            made.__module__ = module
         return made
 
     return registry.shell(token, build)
@@ -59,29 +60,28 @@ def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) ->
 
 @register(object)
 def _reduce_object(pickler: Context, obj: object) -> Any:
-    names = (name for name, value in list(main.namespace().items()) if value is obj)
-    name = next(names, None)
     with registry.lock:
         if registry.known(obj) is None:
-            if name is None:
+            place = _place_of(obj)
+            if place is None:
                 return NotImplemented
-            # The program and a worker's own run of the script have the same token.  So values that
-            # contain the object have the same pickle in both, and the worker keeps its own.
-            token = f"{name} of __main__"
-            at_first = not main.is_replica() or main.is_initial(name, obj)
-            if at_first and registry.lookup(token) is None:
-                registry.enter(obj, token, own=True)
-        return _make_object, (registry.token_of(obj), name)
+            if origin_of(place[0]) == IMPORTED:
+                return of_module, place
+        return _make_object, (registry.token_of(obj),)
 
 
-def _make_object(token: str, name: str | None) -> object:
-    if name is None or not main.is_replica():
-        return registry.shell(token, object)
-    main.fill(name)
-    here = main.namespace().get(name)
-    # The object that the worker's own run of the script has made: other objects refer to it.
-    own = type(here) is object and main.is_initial(name, here)
-    return registry.shell(token, lambda: here if own else object())
+def _place_of(obj: object) -> tuple[str, str] | None:
+    """Return the module of the program and the global that refers to an object, or None."""
+    for module, one in list(sys.modules.items()):
+        if origin_of(module) != INSTALLED:
+            for name, value in list(getattr(one, "__dict__", {}).items()):
+                if value is obj:
+                    return module, name
+    return None
+
+
+def _make_object(token: str) -> object:
+    return registry.shell(token, object)
 
 
 LAZY["typing"] = _lazy_typing

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
+import threading
 import warnings
 from typing import Any
 
-from xpool._pickling.by_value import main
+from xpool._pickling.by_value.origin import SENT, namespace, origin_of
+from xpool._pickling.by_value.reads import Key
+from xpool._pickling.diagnose import path_to
+from xpool._pickling.reducers import Group
 
 _TOO_LONG = 1.0
 """If the checks of one global take more seconds in total, there is a warning."""
 
 
-_seconds: dict[str, float] = {}  # the total time of the checks, by global
+_seconds: dict[Key, float] = {}  # the total time of the checks, by global
+_warned: set[tuple[Key, str]] = set()
 
 
-def took(name: str, nbytes: int, seconds: float) -> None:
+def said(key: Key) -> str:
+    """Return a global's name, as messages show it."""
+    return f"{key[1]!r} of {key[0]}"
+
+
+def took(key: Key, nbytes: int, seconds: float) -> None:
     """Count the time of a check.  Warn once if the checks of this global have taken too long."""
-    before = _seconds.get(name, 0.0)
-    after = _seconds[name] = before + seconds
+    before, name = _seconds.get(key, 0.0), key[1]
+    after = _seconds[key] = before + seconds
     if before < _TOO_LONG <= after:
         _warn(
-            f"xpool compares the global {name!r} of __main__ ({nbytes:,} bytes pickled) at each "
+            f"xpool compares the global {said(key)} ({nbytes:,} bytes pickled) at each "
             "call with the copy of the workers, since the program may have changed it in place. "
             f"The comparisons have taken {after:.1f} s. If it does not change, write "
             f"`{name.rpartition('.')[2]}: Final = ...` in the script, which ends them, or give it "
@@ -29,27 +40,57 @@ def took(name: str, nbytes: int, seconds: float) -> None:
         )
 
 
-def keeps_lock(name: str) -> None:
-    """Warn that a lock does not exclude two workers from each other.  Called once for each lock."""
-    _warn(
-        f"Each worker has its own copy of the lock {name!r} of __main__, so tasks of two workers "
-        "can hold it at the same time. To prevent that, pass a multiprocessing.Lock in "
-        "initargs=; if it is for the threads of one task, ignore this warning."
-    )
-
-
-def copies_shared(name: str, value: Any) -> None:
-    """Warn if a global has tensors in shared memory, of which workers get copies."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, (torch.Tensor, torch.nn.Module)):
-        return
-    tensors = [value] if isinstance(value, torch.Tensor) else value.parameters()
-    if any(one.is_shared() for one in tensors):
-        _warn(
-            f"Workers get a copy of the global {name!r} of __main__, also with "
-            "is_copy_tensor=False. To share its tensors, pass it to the function as an argument, "
-            "or to an initializer in initargs=."
+def warn_of(key: Key, value: Any, group: Group) -> None:
+    """Warn once of locks and shared memory in a global, of which workers get their own."""
+    # A module that is imported makes its locks in each process anyway.
+    for lock in group.locks if origin_of(key[0]) == SENT else ():
+        if type(lock) in _LOCKS:
+            path = path_to(value, lock) or ""
+            _once(
+                key,
+                path,
+                f"Each worker has its own copy of the lock {key[1] + path!r} of {key[0]}, so tasks "
+                "of two workers can hold it at the same time. To prevent that, pass a "
+                "multiprocessing.Lock in initargs=; if it is for the threads of one task, ignore "
+                "this warning.",
+            )
+    if any(map(is_in_shared_memory, group.objects or ())):
+        _once(
+            key,
+            "",
+            f"Workers get a copy of the global {said(key)}, also with is_copy_tensor=False. To "
+            "share its memory, pass it to the function as an argument, or to an initializer in "
+            "initargs=.",
         )
+
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
+def is_in_shared_memory(one: Any) -> bool:
+    """Whether the memory of a tensor or array is shared with other processes."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(one, torch.Tensor):
+        try:
+            return bool(one.is_shared()) and one.device.type == "cpu"
+        except Exception:  # sparse and other tensors have no storage
+            return False
+    if numpy is None or not isinstance(one, numpy.ndarray):
+        return False
+    while isinstance(one, numpy.ndarray):
+        if isinstance(one, numpy.memmap):
+            return False  # a file, which workers read as the program does
+        one = one.base
+    if isinstance(one, memoryview):
+        one = one.obj
+    # `multiprocessing.shared_memory` and the arrays of `multiprocessing.sharedctypes`.
+    return isinstance(one, mmap.mmap) or hasattr(one, "_wrapper")
+
+
+def _once(key: Key, what: str, text: str) -> None:
+    if (key, what) not in _warned:
+        _warned.add((key, what))
+        _warn(text)
 
 
 def _warn(text: str) -> None:
@@ -60,10 +101,12 @@ def _warn(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=level)
 
 
-def is_final(name: str) -> bool:
+def is_final(key: Key) -> bool:
     """Whether the program declares a global or class attribute as ``NAME: Final = ...``."""
-    owner, dot, attribute = name.rpartition(".")
-    holder: Any = main.namespace().get(owner) if dot else sys.modules["__main__"]
+    owner, dot, attribute = key[1].rpartition(".")
+    holder: Any = sys.modules.get(key[0])
+    if dot:
+        holder = namespace(key[0]).get(owner)
     try:
         kind = _annotations(holder).get(attribute)
     except Exception:  # Python 3.14 evaluates them only now, and a name may be undefined

@@ -23,13 +23,20 @@ import pickle
 import sys
 import zlib
 from collections.abc import Iterator
-from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
-from typing import Any
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+)
+from typing import Any, Protocol
 
 from xpool._pickling import reducers
-from xpool._pickling.by_value import registry, special_classes
+from xpool._pickling.by_value import main, registry, special_classes
 from xpool._pickling.by_value.functions import annotations_of, own_attributes
-from xpool._pickling.by_value.names import by_name, name_for
+from xpool._pickling.by_value.names import found_by_name, found_here, goes_by_name, name_for
+from xpool._pickling.by_value.origin import INSTALLED, SENT, canonical, origin_of
 from xpool._pickling.by_value.registry import ClassEntry, Definition
 from xpool._pickling.pickler import write_blob
 from xpool._pickling.reducers import Blob, Context
@@ -53,10 +60,27 @@ def reduce_class(pickler: Context, cls: type) -> Any:
         definition = _up_to_date(cls, pickler.recurse)
         pickler.names |= definition.names
         names = tuple(sorted(definition.names))
-        return _load, (token, definition.version, definition.blob, names)
+        return load, (token, definition.version, definition.blob, names)
     if pickler.blob.is_mark:
         return str, (registry.token_of(cls),)
+    if origin_of(cls.__module__) == SENT and found_by_name(cls):
+        # The receiver sets its data, and its methods may use the class by its name.
+        pickler.names.add((canonical(cls.__module__), cls.__qualname__.partition(".")[0]))
     return _written_out(cls, pickler.recurse, pickler.blob.versions)
+
+
+def is_defined_by_statement(cls: type) -> bool:
+    """Whether a class was made by Python code, so that it can be sent by value."""
+    return bool(cls.__flags__ & _HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE)
+
+
+def token_of(cls: type) -> str:
+    return registry.token_of(cls)
+
+
+def definition_of(cls: type) -> Definition:
+    """Return the definition of a class as it is now."""
+    return _up_to_date(cls, False)
 
 
 # The next version.  One counter for all classes makes a new definition newer than its classes.
@@ -127,7 +151,7 @@ class _Mark:
         self.blob = Blob(is_mark=True)
         self.rest: list[Any] = []
         parts = [*map(self.part, (type(cls), *cls.__bases__))]
-        skip = _MADE_BY_PYTHON
+        skip = _MADE_BY_PYTHON | _data_of(cls)
         special = _special(cls, token)
         if special is not None:
             self.rest.append(special[1])
@@ -166,7 +190,7 @@ class _Mark:
             return value if _ATOMS.issuperset(map(type, value)) else [*map(self.part, value)]
         if isinstance(value, type):
             by_value = value.__flags__ & _HEAP_TYPE and (
-                registry.known(value) or by_name(value) is None
+                registry.known(value) or not goes_by_name(value)
             )
             return registry.token_of(value) if by_value else (value.__module__, value.__qualname__)
         self.rest.append(value)
@@ -186,7 +210,7 @@ _ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None)})
 _SET_ONCE = ("__annotations__", "__dataclass_", "__parameters__", "__pydantic_")
 
 
-def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
+def load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
     entry = registry.lookup(token)
     # `loaded` is set last, so a class that another thread is filling is not returned.
     if entry is not None and (entry.own or entry.loaded >= version):
@@ -214,7 +238,7 @@ def _written_out(cls: type, recurse: bool, versions: dict[Any, int]) -> Any:
     versions[entry] = entry.version
     plain = _make, _shell(cls, entry.token), frozenset[str]()
     make, args, skip = _special(cls, entry.token) or plain
-    state = _state(cls, skip)
+    state = _state(cls, skip | _data_of(cls))
     if entry.own:  # in a forked worker, a later definition may lack one of them
         entry.attributes = frozenset(state)
     return make, args, (entry.version, cls.__bases__, state), None, None, _fill
@@ -282,6 +306,96 @@ _MADE_BY_PYTHON = _CACHES | {
 }  # fmt: skip
 
 
+# -- data -------------------------------------------------------------------------------------------
+
+
+_PROTOCOL = type(Protocol)
+
+
+def data_attributes(cls: type) -> list[str]:
+    """Return the names of a class's attributes that are data, and not part of its definition."""
+    kind = type(cls)
+    known = kind in (type, abc.ABCMeta, _PROTOCOL) or origin_of(kind.__module__) != INSTALLED
+    if not known or issubclass(cls, tuple) or isinstance(cls, enum.EnumMeta):
+        return []  # attributes that a metaclass of a package keeps in its classes
+    found = []
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, FunctionType):  # a method, unless it was defined elsewhere
+            data = not value.__qualname__.startswith(f"{cls.__qualname__}.")
+        else:
+            data = not isinstance(value, type) and not hasattr(type(value), "__get__")
+        if data and not name.startswith(("__", "_abc_", "_is_protocol", "_is_runtime_protocol")):
+            found.append(name)
+    return found
+
+
+def _data_of(cls: type) -> frozenset[str]:
+    """Return the attributes that are sent beside the definition of a class."""
+    named = origin_of(cls.__module__) == SENT and found_by_name(cls)
+    return frozenset(data_attributes(cls)) if named else frozenset()
+
+
+def with_nested(path: str, cls: type) -> Iterator[tuple[str, type]]:
+    """Yield a class and the classes that are defined in it, with their paths."""
+    yield path, cls
+    for name, one in list(vars(cls).items()):
+        inner = f"{path}.{name}"
+        if isinstance(one, type) and (one.__module__, one.__qualname__) == (cls.__module__, inner):
+            yield from with_nested(inner, one)
+
+
+def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
+    """Return the functions of a class whose parts are compared by identity, and whether it has
+    other parts that may be changed in place."""
+    functions: list[tuple[Any, Any, Any, Any]] = []
+    changes = False
+    for _, owner in with_nested("", cls):
+        data = set(data_attributes(owner))
+        for name, value in list(vars(owner).items()):
+            if name in _MADE_BY_PYTHON or name in data or name.startswith(_SET_ONCE):
+                continue
+            kind = type(value)
+            found = (
+                (value.fget, value.fset, value.fdel) if kind is property
+                else (value.__func__,) if kind in (staticmethod, classmethod)
+                else (value,)
+            )  # fmt: skip
+            for one in found:
+                if type(one) is FunctionType and not one.__dict__ and _is_fixed(one):
+                    code, defaults = one.__code__, one.__defaults__
+                    functions.append((one, code, defaults, one.__kwdefaults__))
+                elif not _never_changes(one):
+                    changes = True
+    return functions, changes
+
+
+def _is_fixed(function: FunctionType) -> bool:
+    """Whether all that a function refers to never changes."""
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable has no value yet
+            values.append(cell.cell_contents)
+    return all(map(_never_changes, values))
+
+
+def _never_changes(value: Any) -> bool:
+    kind = type(value)
+    if kind is tuple or kind is frozenset:
+        return all(map(_never_changes, value))
+    if kind is FunctionType:
+        return not value.__closure__ and not value.__dict__ and _is_fixed(value)
+    return kind in _ATOMS or kind in _FIXED or isinstance(value, type) or kind.__module__ in (
+        "dataclasses",
+        "typing",
+    )
+
+
+_FIXED = frozenset(
+    {MemberDescriptorType, GetSetDescriptorType, BuiltinFunctionType, ModuleType, type(...)}
+    | {type(object.__init__), type(NotImplemented), object}
+)
+
+
 # -- loading a definition -------------------------------------------------------------------
 
 
@@ -295,6 +409,11 @@ def _make(
     creation: dict[str, Any],
 ) -> Any:
     def build() -> Any:
+        if main.is_forked():  # objects that the process has inherited are of this class
+            module, path = creation["__module__"], creation["__qualname__"]
+            found = found_here(module, path)
+            if isinstance(found, type) and registry.known(found) is None:
+                return found
         try:
             with _muted(bases, known_only=True):
                 return maker.__new__(metaclass, name, bases, creation)

@@ -14,7 +14,7 @@ from typing import Any
 
 from xpool import errors
 from xpool._pickling import reducers
-from xpool._pickling.by_value.globals_received import missing_global
+from xpool._pickling.by_value.received import missing_global
 from xpool._pickling.pickler import decode, encode
 from xpool._pickling.reducers import Context
 from xpool._python.interrupt import by_handler
@@ -43,7 +43,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     failure: BaseException | None = None
     for form in (_Raised(exc, traceback_text), _Raised(_Salvaged(exc), traceback_text)):
         try:
-            data = encode(form, main_globals=False)
+            data = encode(form, home=True)
             # Loaded as a test, because many exceptions can be pickled but not unpickled.
             if type(decode(data)) is type(exc):
                 return data
@@ -52,7 +52,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     if failure is None:
         failure = TypeError(f"{type(exc).__qualname__} is unpickled as another type")
     stand_in = errors.ResultNotPicklable(_text(failure), _text(exc))
-    return encode(_Raised(stand_in, traceback_text), main_globals=False)
+    return encode(_Raised(stand_in, traceback_text), home=True)
 
 
 def _no_children(exc: BaseException) -> str:
@@ -122,7 +122,7 @@ def _salvaged_member(exc: BaseException) -> Any:
 
 def _travels(obj: Any) -> bool:
     try:
-        decode(encode(obj, main_globals=False))
+        decode(encode(obj, home=True))
     except Exception as exc:  # the object's own code can raise any error
         if by_handler(exc):
             raise

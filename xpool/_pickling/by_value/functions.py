@@ -10,24 +10,23 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from xpool._pickling.by_value import main
 from xpool._pickling.by_value.names import name_for, static_modules
-from xpool._pickling.by_value.reads import global_names
+from xpool._pickling.by_value.origin import INSTALLED, SENT, canonical, module_of, origin_of
+from xpool._pickling.by_value.reads import keys_of, use_of
 from xpool._pickling.reducers import (
     BUILDERS,
     FOR_SUBCLASSES,
     LAZY,
     Context,
+    builder,
     register,
     set_attributes,
 )
 from xpool._python.hidden import CachedFunction
 
 # -- functions ----------------------------------------------------------------------------
-
-
-_NO_MODULE = ModuleType("no module")
 
 
 class _Space:
@@ -49,32 +48,23 @@ def _make_space(name: Any) -> dict[str, Any]:
 def reduce_function(pickler: Context, function: FunctionType) -> Any:
     """Pickle a function by name if the receiver finds it by name, else by value."""
     name: Any = BUILDERS.get(function)
-    module: Any = function.__module__
-    if name is None and isinstance(module, str) and module not in main.MAIN_NAMES:
-        # Most functions are at the top level of a module, and this is faster than `name_for`.
-        top = getattr(sys.modules.get(module), "__dict__", {})
-        if top.get(function.__qualname__) is function:
-            return function.__qualname__
     if name is None:
         name = name_for(pickler, function)
     if name is not None:
         return name
     # The function is pickled by value.  First find its globals in the receiver.
-    names = global_names(function.__code__)
+    names = use_of(function.__code__).names
     values = function.__globals__
-    module = values.get("__name__")
+    module: Any = values.get("__name__")
     state: dict[str, Any] = {}
     space: Any
-    if not pickler.recurse and values is main.namespace():
-        # The receiver runs the script for these names.
-        space = main.main_is_importable() and tuple(n for n in names if n in values)
-        pickler.names |= names
-    elif not pickler.recurse and vars(sys.modules.get(module, _NO_MODULE)) is values:
-        space = module
+    if not pickler.recurse and module_of(values) is not None:
+        space = canonical(module)
+        pickler.names |= keys_of(function)
         # An import hook may have rewritten the module here, but not in the receiver, as pytest's
         # for assertions.  Names that are not identifiers belong to the rewritten code.
         helpers = [name for name in names if name in values and not name.isidentifier()]
-        if helpers:
+        if helpers and origin_of(module) != SENT:
             state["helpers"] = {name: values[name] for name in helpers}
     else:
         space = pickler.spaces.get(id(values))
@@ -82,9 +72,7 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
             space = pickler.spaces[id(values)] = _Space(values)
         state["globals"] = {name: values[name] for name in names if name in values}
     if function.__module__ != module:  # functools.wraps
-        # None stands for __main__, because messages with this name need more checks (`pickler`).
-        in_main = function.__module__ in main.MAIN_NAMES
-        state["__module__"] = None if in_main else function.__module__
+        state["__module__"] = function.__module__
     # Then add the attributes that a new function with this code lacks.
     for attribute in _ATTRIBUTES:
         value = getattr(function, attribute, None)
@@ -114,15 +102,12 @@ def annotations_of(obj: Any) -> dict[str, Any]:
 
 
 def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> FunctionType:
-    if isinstance(space, (bool, tuple)):
-        values = main.namespace()
-        for one in () if isinstance(space, bool) else space:
-            if one not in values:
-                main.fill(one)
+    if isinstance(space, str):
+        # Not `import_module` for `__main__`: a worker's has no spec.
+        module = sys.modules.get(space) or import_module(space)
+        values = module.__dict__
         # C code that imports a module needs it, and it may be missing in a worker.
         values.setdefault("__builtins__", builtins)
-    elif isinstance(space, str):
-        values = import_module(space).__dict__
     else:
         values = space
     return FunctionType(code, values, name, None, closure)
@@ -134,8 +119,6 @@ def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
         # If the receiver has such names, functions that were rewritten there use them.
         function.__globals__.setdefault(name, value)
     function.__dict__.update(state.pop("dict", ()))
-    if "__module__" in state and state["__module__"] is None:
-        state["__module__"] = "__main__"
     for name, value in state.items():
         setattr(function, name, value)
 
@@ -146,7 +129,19 @@ def _reduce_code(pickler: Context, code: CodeType) -> Any:
     if pickler.blob is not None and pickler.blob.is_mark:
         pickler.blob.codes.append(code)
         return int, ()
-    return marshal.loads, (marshal.dumps(code),)
+    return marshal.loads, (marshalled(code),)
+
+
+_marshalled: WeakKeyDictionary[CodeType, bytes] = WeakKeyDictionary()
+
+
+def marshalled(code: CodeType) -> bytes:
+    """Return the bytes of code, which are the same each time."""
+    # What `marshal` writes depends on the reference counts of constants.
+    found = _marshalled.get(code)
+    if found is None:
+        found = _marshalled[code] = marshal.dumps(code)
+    return found
 
 
 @register(CellType)
@@ -278,19 +273,24 @@ def _make_proxy(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
 # -- modules ------------------------------------------------------------------------------
 
 
-def _main_module() -> ModuleType:
-    return sys.modules["__main__"]
-
-
 @register(ModuleType)
 def _reduce_module(pickler: Context, module: ModuleType) -> Any:
     """Pickle a module by name, never with its contents."""
-    name = module.__name__
-    if name in main.MAIN_NAMES:
-        return _main_module, ()
-    if sys.modules.get(name) is module or name in static_modules:
+    name = canonical(module.__name__)
+    if name in static_modules:
         return import_module, (name,)
-    return NotImplemented
+    if sys.modules.get(name) is not module:
+        return NotImplemented
+    if origin_of(name) == SENT:
+        if name != "__main__" and pickler.follow:
+            pickler.names.add((name, "__name__"))  # so that the receiver makes the module
+        return sent_module, (name,)
+    return import_module, (name,)
+
+
+@builder
+def sent_module(name: str) -> ModuleType:
+    return sys.modules[name]
 
 
 FOR_SUBCLASSES[ModuleType] = _reduce_module
@@ -323,16 +323,23 @@ LAZY["dataclasses"] = _lazy_dataclasses
 
 
 def _lazy_locks() -> None:
-    """Register a reducer that pickles a lock in a class definition as a new lock, and no others."""
+    """Register reducers for locks and thread-locals: in definitions and globals, they are new."""
     import threading
 
     def reduce_lock(pickler: Context, obj: Any) -> Any:
-        if not pickler.blob:
+        if pickler.group is not None:
+            pickler.group.locks.append(obj)
+        elif not pickler.blob:
             raise TypeError(f"cannot pickle {type(obj).__name__!r} object")
         return (threading.RLock if type(obj) is rlock else threading.Lock), ()
 
+    def reduce_local(pickler: Context, obj: Any) -> Any:
+        return NotImplemented if pickler.group is None else (type(obj), ())
+
     rlock = type(threading.RLock())
     register(type(threading.Lock()), rlock)(reduce_lock)
+    register(threading.local)(reduce_local)
+    FOR_SUBCLASSES[threading.local] = reduce_local
 
 
 LAZY["_thread"] = _lazy_locks

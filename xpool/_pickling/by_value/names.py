@@ -5,14 +5,20 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from operator import attrgetter
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
-from xpool._pickling.by_value.main import MAIN_NAMES, source
-from xpool._pickling.reducers import Context
+from xpool._pickling.by_value import main, registry
+from xpool._pickling.by_value.origin import INSTALLED, SENT, canonical, namespace, origin_of
+from xpool._pickling.reducers import Context, builder
 from xpool._python.interrupt import by_handler
 
+ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
+
 static_modules: set[str] = set()  # the names of the modules given to `mark_static_module`
+
+received: set[tuple[str, str]] = set()
+"""In a worker, the globals that messages of the program have set here."""
 
 
 def mark_static_module(module: ModuleType) -> None:
@@ -28,44 +34,101 @@ def mark_static_module(module: ModuleType) -> None:
     static_modules.add(module.__name__)
 
 
+def found_by_name(obj: Any) -> bool:
+    """Whether the name of a function or class leads to it here."""
+    return found_here(obj.__module__, _path_of(obj)) is obj
+
+
 def goes_by_name(obj: Any) -> bool:
     """Whether another process finds this function or class by its name."""
-    module_name, path = obj.__module__, _path_of(obj)
-    if module_name in MAIN_NAMES and module_name not in static_modules:
-        text = source()
-        if text is None or path.partition(".")[0] in text.rebound:
-            return False
-    return _found(module_name, path) is obj
-
-
-def by_name(obj: Any) -> Any:
-    """Return the reduction of a function or class by name, or None if this is not possible."""
-    if goes_by_name(obj):
-        return _path_of(obj)
-    module_name = obj.__module__
-    if module_name in static_modules:
-        # Another object with the same name (of a reloaded module) may take its place, but a
-        # decorated function must not take the place of its inner function.
-        found = _found(module_name, _path_of(obj))
-        if type(found) is type(obj) and not hasattr(found, "__wrapped__"):
-            return _get, (module_name, _path_of(obj))
-    return None
+    module = obj.__module__
+    known = origin_of(module) != SENT or module in static_modules
+    return known and found_by_name(obj)
 
 
 def name_for(pickler: Context, obj: Any) -> Any:
-    """As `by_name`, but record names of ``__main__``, whose globals will be sent."""
-    module_name = obj.__module__
-    if module_name not in MAIN_NAMES:
-        return by_name(obj)
-    name = path = _path_of(obj)
-    text = source()
-    # Most objects are at the top level, and this is faster than `by_name`.
-    known = text is not None and path not in text.rebound
-    if not (known and sys.modules[module_name].__dict__.get(path) is obj):
-        name = by_name(obj)
-    if name is not None and pickler.follow:
-        pickler.names.add(path.partition(".")[0])
-    return name
+    """Return the reduction of a function or class by name, or None if this is not possible.
+
+    Names of the program's modules are recorded: the receiver gets their globals, and definitions
+    that it cannot import, before it loads the pickle.
+    """
+    module = obj.__module__
+    origin = origin_of(module)
+    path = _path_of(obj)
+    if module in static_modules:
+        return path if found_by_name(obj) else _of_static(obj, module, path)
+    if origin == SENT:
+        if pickler.recurse or (pickler.blob is not None and not _comes_before(obj)):
+            return None
+        if pickler.group is not None and not isinstance(obj, type) and not _comes_before(obj):
+            # It belongs to the group of its global, as it may refer to other data.
+            if found_here(module, path) is not obj:
+                return None
+            pickler.names.add((canonical(module), path.partition(".")[0]))
+            return path if "." in path else None
+        if pickler.home:
+            return _for_program(obj, canonical(module), path)
+    if found_here(module, path) is not obj:
+        return None
+    if origin != INSTALLED and pickler.follow:
+        pickler.names.add((canonical(module), path.partition(".")[0]))
+    return path
+
+
+def _comes_before(obj: Any) -> bool:
+    """Whether a worker gets this definition before all classes."""
+    return type(obj) is FunctionType and is_simple(obj)
+
+
+def is_simple(function: FunctionType) -> bool:
+    """Whether a function at the top level of its module consists of code and constants alone."""
+    path = function.__qualname__
+    if "." in path or function.__closure__ or function.__dict__:
+        return False
+    if getattr(function, "__type_params__", ()) or type(function.__doc__) not in ATOMS:
+        return False
+    constants = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    if not ATOMS.issuperset(map(type, constants)):
+        return False
+    name = function.__globals__.get("__name__")
+    return (
+        canonical(function.__module__) == canonical(name)
+        and function.__name__ == path
+        and namespace(canonical(name)) is function.__globals__
+        and function.__globals__.get(path) is function
+    )
+
+
+def _of_static(obj: Any, module: str, path: str) -> Any:
+    # Another object with the same name (of a reloaded module) may take its place, but a decorated
+    # function must not take the place of its inner function.
+    found = found_here(module, path)
+    if type(found) is type(obj) and not hasattr(found, "__wrapped__"):
+        return _get, (module, path)
+    return None
+
+
+def _for_program(obj: Any, module: str, path: str) -> Any:
+    """Return the reduction, in a worker, of a function or class that the program has sent."""
+    if isinstance(obj, type):
+        entry = registry.known(obj)
+        if entry is not None:
+            return None if entry.own else (of_program, (entry.token, module, path))
+        if not main.is_forked():
+            return None
+    elif (module, path.partition(".")[0]) not in received and not main.is_forked():
+        return None
+    return path if found_here(module, path) is obj else None
+
+
+@builder
+def of_program(token: str, module: str, path: str) -> Any:
+    """Return the class that this program has sent with a token.
+
+    Another program, which opens a journal, finds it by its name.
+    """
+    entry = registry.lookup(token)
+    return _get(module, path) if entry is None else entry.ref()
 
 
 def _path_of(obj: Any) -> str:
@@ -77,7 +140,7 @@ def _get(module_name: str, path: str) -> Any:
     return attrgetter(path)(import_module(module_name))
 
 
-def _found(module_name: Any, path: str) -> Any:
+def found_here(module_name: Any, path: str) -> Any:
     if not isinstance(module_name, str):
         return None
     module: Any = sys.modules.get(module_name)
@@ -88,7 +151,10 @@ def _found(module_name: Any, path: str) -> Any:
             if by_handler(exc):
                 raise
             return None
-    obj = module
-    for part in path.split("."):
-        obj = getattr(obj, part, None)
+    # Not `getattr`, which would call a module's own `__getattr__`.
+    obj = module.__dict__.get(path)
+    if obj is None:
+        obj = module
+        for part in path.split("."):
+            obj = getattr(obj, part, None)
     return obj

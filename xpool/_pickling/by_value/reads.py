@@ -1,59 +1,160 @@
-"""Finds the globals of ``__main__`` that the code of a function or class uses."""
+"""Finds the globals of the program that the code of a function or class uses.
+
+A global is named by a key: its module and its name.  If code uses a module of the program, the
+names in the code are looked up in that module, too (``config.rate``).  If it does more with the
+module than to get or set attributes, or calls `eval`, `exec` or `globals`, all of it counts.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MappingProxyType, MethodType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xpool._pickling.by_value import main
+from xpool._pickling.by_value.origin import INSTALLED, canonical, module_of, origin_of
 from xpool._python.hidden import CachedFunction
 
-_names_of: WeakKeyDictionary[CodeType, frozenset[str]] = WeakKeyDictionary()
+Key = tuple[str, str]
+"""A module's name and the name of a global, or the path of a class's attribute (``Config.rate``)."""
 
 # The opcodes of all versions from 3.10 on (Lib/opcode.py); LOAD_FROM_DICT_OR_GLOBALS is since 3.12.
-_ABOUT_GLOBALS = frozenset(
-    {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
-)
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_ABOUT_GLOBALS = _LOADS | {"STORE_GLOBAL", "DELETE_GLOBAL"}
+_OF_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
+_ALL = frozenset({"eval", "exec", "globals", "vars", "locals", "dir"})
 
 
-def global_names(code: CodeType) -> frozenset[str]:
-    """Return the names of the globals that a function or its inner functions read or write."""
-    names = _names_of.get(code)
-    if names is None:
-        found = set[str]()
-        if code.co_names:
-            import dis  # imported here, because its import is slow
+class Code:
+    """What code uses, with the functions and classes in it."""
 
-            found |= {i.argval for i in dis.get_instructions(code) if i.opname in _ABOUT_GLOBALS}
-        for const in code.co_consts:
-            if isinstance(const, CodeType):
-                found |= global_names(const)
-        names = _names_of[code] = frozenset(found)
-    return names
+    __slots__ = ("attributes", "held", "imports", "names", "whole")
+
+    def __init__(self, code: CodeType) -> None:
+        self.names = set[str]()  # globals that it reads or writes
+        self.attributes = set[str]()  # all names in it
+        self.held = set[str]()  # globals that it uses other than for their attributes
+        self.imports = set[tuple[int, str]]()  # relative level and name of the modules it imports
+        for one in inner(code):
+            self._add(one)
+        self.whole = not _ALL.isdisjoint(self.names)
+
+    def _add(self, code: CodeType) -> None:
+        self.attributes.update(code.co_names)
+        if not code.co_names:
+            return
+        import dis  # imported here, because its import is slow
+
+        last, level = "", 0
+        for instruction in dis.get_instructions(code):
+            kind = instruction.opname
+            if kind in ("EXTENDED_ARG", "CACHE"):
+                continue
+            if last and kind not in _OF_ATTRIBUTES:
+                self.held.add(last)
+            last = ""
+            if kind in _ABOUT_GLOBALS:
+                self.names.add(instruction.argval)
+                if kind in _LOADS:
+                    last = instruction.argval
+            elif kind in _OF_ATTRIBUTES:
+                last = f".{instruction.argval}"
+            elif kind == "IMPORT_NAME":
+                self.imports.add((level, instruction.argval))
+            if type(instruction.argval) is int:
+                level = instruction.argval
 
 
-def reads(obj: Any) -> set[str]:
-    """Return the names of the globals that a by-name function or class of ``__main__`` uses.
+_codes: WeakKeyDictionary[CodeType, Code] = WeakKeyDictionary()
 
-    These include the globals of its parts: a decorated inner function, methods, defaults.  They do
-    not include the globals that other globals use.
+
+def inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield code, and that of the functions and classes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from inner(constant)
+
+
+def use_of(code: CodeType) -> Code:
+    found = _codes.get(code)
+    if found is None:
+        found = _codes[code] = Code(code)
+    return found
+
+
+def keys_of(function: FunctionType) -> set[Key]:
+    """Return the globals of the program that a function uses."""
+    values = function.__globals__
+    module = module_of(values)
+    if module is None or origin_of(module) == INSTALLED:
+        return set()
+    use = use_of(function.__code__)
+    found = {(module, name) for name in use.names}
+    if use.whole:
+        found.update((module, name) for name in list(values) if type(name) is str)
+    for name in use.names:
+        value = values.get(name)
+        if isinstance(value, ModuleType):
+            _add_module(value, name in use.held or use.whole, use, found, "")
+    for level, name in use.imports:
+        imported = _imported(level, name, values.get("__package__"))
+        if imported is not None:
+            _add_module(imported, False, use, found, "")
+    # `sys.modules["__main__"].rate`
+    if "modules" in use.attributes and "__main__" in sys.modules:
+        _add_module(sys.modules["__main__"], False, use, found, "")
+        found.add(("__main__", "__getattr__"))
+    return found
+
+
+def _imported(level: int, name: str, package: Any) -> Any:
+    if level:
+        from importlib.util import resolve_name
+
+        try:
+            name = resolve_name("." * level + name, package)
+        except (ImportError, ValueError):  # the import itself would fail as well
+            return None
+    return sys.modules.get(name)
+
+
+def _add_module(module: ModuleType, whole: bool, use: Code, found: set[Key], seen: str) -> None:
+    """Add the globals of a module that code with a reference to it uses."""
+    name = canonical(module.__name__)
+    if origin_of(module.__name__) == INSTALLED or name in seen.split("\0"):
+        return
+    inside = vars(module)
+    names = set(inside) if whole else use.attributes & inside.keys()
+    if whole or "__getattr__" in inside:
+        names |= {"__getattr__"} & inside.keys()
+    for attribute in names:
+        found.add((name, attribute))
+        value = inside.get(attribute)
+        if isinstance(value, ModuleType):
+            _add_module(value, f".{attribute}" in use.held, use, found, f"{seen}\0{name}")
+
+
+def reads(obj: Any) -> set[Key]:
+    """Return the globals that a function or class of the program uses, with its parts.
+
+    The parts are a decorated inner function, methods, defaults.  The globals that other globals use
+    are not included.
     """
-    values = main.namespace()
-    found, seen, todo = set[str](), set[int](), [obj]
+    found, seen, todo = set[Key](), set[int](), [obj]
     while todo:
         one = todo.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if isinstance(one, FunctionType) and one.__globals__ is values:
-            found |= global_names(one.__code__)
+        if isinstance(one, FunctionType):
+            found |= keys_of(one)
         todo.extend(_inside(one))
-        for kind in (one, type(one)):  # a class of the script, and the class of an instance
-            if isinstance(kind, type) and kind.__module__ in main.MAIN_NAMES:
-                found.add(kind.__qualname__.partition(".")[0])
+        for kind in (one, type(one)):  # a class of the program, and the class of an instance
+            if isinstance(kind, type) and origin_of(kind.__module__) != INSTALLED:
+                found.add((canonical(kind.__module__), kind.__qualname__.partition(".")[0]))
     return found
 
 
@@ -70,8 +171,8 @@ def _inside(one: Any) -> Iterator[Any]:
         yield from (one.__kwdefaults__ or {}).values()
         yield from vars(one).values()
     elif isinstance(one, type):
-        if one.__module__ in main.MAIN_NAMES:
-            yield from vars(one).values()
+        if origin_of(one.__module__) != INSTALLED:
+            yield from list(vars(one).values())
             yield from one.__bases__
     elif kind in (staticmethod, classmethod, MethodType):
         yield one.__func__
@@ -83,7 +184,7 @@ def _inside(one: Any) -> Iterator[Any]:
         yield from list(one.values())
     elif kind in (list, tuple, set, frozenset):
         yield from list(one)
-    elif kind in _WRAPPERS or kind.__module__ in main.MAIN_NAMES:
+    elif kind in _WRAPPERS or origin_of(kind.__module__) != INSTALLED:
         yield from list(getattr(one, "__dict__", {}).values())
 
 

@@ -67,6 +67,12 @@ def _reduce(pickler: Context, array: Any) -> Any:
     size = array.nbytes
     if not size:
         return _array, (bytearray(), kind, array.shape, array.strides, 0, flags.writeable)
+    base = array.base
+    if pickler.group is not None and id(base) in pickler.group.own and _may_be_base(base):
+        # The base is a global, too: the view is one of it in the receiver.
+        address, start = (one.__array_interface__["data"][0] for one in (array, base))
+        place = base, address - start, kind, array.shape, array.strides, flags.writeable
+        return view_of, place
     seen = Seen.of(pickler)
     # In the first run, addresses are determined at the end, and only if arrays can alias at all.
     if seen.plan is None:
@@ -77,6 +83,18 @@ def _reduce(pickler: Context, array: Any) -> Any:
                 return _array, (data, kind, array.shape)
             return _array, (data, kind, array.shape, None, 0, False)
     return _dense(seen, array, kind)
+
+
+def _may_be_base(base: Any) -> bool:
+    return type(base) is sys.modules["numpy"].ndarray and bool(base.flags.c_contiguous)
+
+
+@builder
+def view_of(base: Any, offset: int, kind: Any, shape: Any, strides: Any, writable: bool) -> Any:
+    """Return a view of an array."""
+    view = sys.modules["numpy"].ndarray(shape, kind, base, offset, strides)
+    view.flags.writeable = writable
+    return view
 
 
 def _dense(seen: Seen, array: Any, kind: Any) -> Any:

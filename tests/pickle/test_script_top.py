@@ -1,0 +1,487 @@
+"""Facts about the code of a program's top level, however it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import scripts
+
+from xpool._pickling.by_value.script_top import assigned_in
+
+PROBE = """
+import json
+import sys
+
+from xpool._pickling.by_value.script_top import nones_of, top_of_main
+
+import engine
+
+
+def is_program(name):
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    top = name.partition(".")[0]
+    installed = top in sys.stdlib_module_names or top == "xpool" or "site-packages" in file
+    return name == "__main__" or not installed
+
+
+def facts():
+    return top_of_main(is_program)
+
+
+def show():
+    top = facts()
+    assert facts().calls is top.calls
+    engine.ran.clear()
+    if top.calls is not None:
+        top.calls()
+    facts_of_calls = None if top.calls is None else engine.ran
+    print(json.dumps([top.imports, facts_of_calls, sorted(top.nones), top.assigned]))
+"""
+
+ENGINE = """
+ran = []
+LIMIT = 1
+
+class Field:
+    @classmethod
+    def register(cls, *args):
+        ran.append(["Field", *args])
+
+def setup(*args, **options):
+    ran.append([*args, *options.items()])
+
+import engine.backends
+"""
+
+PREAMBLE = """
+import sys
+sys.path[:0] = [{folder!r}, {folder!r} + "/site-packages"]
+import probe
+"""
+
+WHOLE = """
+import engine, effects
+import json as unused_of_python
+engine.setup("first", rate=2)
+from engine import Field, setup as start
+import effects.late
+_conn = None
+class Config:
+    pool: object = None
+def use():
+    engine.backends.fast = True
+Field.register("x")
+if __name__ == "__main__":
+    start("not at the top")
+    probe.show()
+"""
+FOUND = [
+    ["effects", "effects.late"],
+    [["first", ["rate", 2]], ["Field", "x"]],
+    ["Config.pool", "_conn"],
+    [["engine.backends", "fast"]],
+]
+
+Show = Callable[..., Any]
+
+
+@pytest.fixture
+def preamble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make installed packages and the probe in the current folder; return how to find them."""
+    monkeypatch.chdir(tmp_path)
+    packages = tmp_path / "site-packages"
+    for folder in ("engine", "effects"):
+        (packages / folder).mkdir(parents=True)
+    (tmp_path / "probe.py").write_text(PROBE)
+    (packages / "engine/__init__.py").write_text(ENGINE)
+    (packages / "engine/backends.py").write_text("fast = False\n")
+    (packages / "effects/__init__.py").touch()
+    (packages / "effects/late.py").touch()
+    return PREAMBLE.format(folder=str(tmp_path))
+
+
+@pytest.fixture
+def show(preamble: str, tmp_path: Path) -> Show:
+    """Run a script after the preamble; return what the probe has shown."""
+
+    def run(text: str, *arguments: str) -> Any:
+        path = scripts.write(tmp_path / "script.py", preamble + text)
+        return json.loads(scripts.run_ok([*arguments, path]))
+
+    return run
+
+
+RUNNERS = {
+    "runpy": """
+        import runpy, sys
+        runpy.run_path(sys.argv[1], run_name="__main__")
+    """,
+    "module": """
+        import sys, types
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        module.__file__ = sys.argv[1]
+        exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"), vars(module))
+    """,
+    "traced": """
+        import runpy, sys
+        sys.settrace(lambda *args: None)
+        runpy.run_path(sys.argv[1], run_name="__main__")
+    """,
+    "thread": """
+        import runpy, sys, threading
+        thread = threading.Thread(
+            target=runpy.run_path, args=[sys.argv[1]], kwargs={"run_name": "__main__"}
+        )
+        thread.start()
+        thread.join()
+    """,
+}
+
+
+def test_a_file(show: Show) -> None:
+    """All facts are found in a script with a guard."""
+    assert show(WHOLE) == FOUND
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_runner(show: Show, tmp_path: Path, runner: str) -> None:
+    """A program that runs a script as its main module does not hide the script's facts."""
+    assert show(WHOLE, scripts.write(tmp_path / "runner.py", RUNNERS[runner])) == FOUND
+
+
+def test_a_debugger(preamble: str, tmp_path: Path) -> None:
+    """Under `pdb`, whose own module has the same namespace, the facts are those of the script."""
+    path = scripts.write(tmp_path / "script.py", preamble + WHOLE)
+    out = scripts.run_ok(["-m", "pdb", "-c", "continue", "-c", "quit", path])
+    assert json.loads(out.splitlines()[0]) == FOUND
+
+
+def test_a_module_of_a_package(preamble: str, tmp_path: Path) -> None:
+    """With ``python -m``, relative imports are found by their full names."""
+    (tmp_path / "package").mkdir()
+    for name in ("__init__", "signals", "models"):
+        (tmp_path / f"package/{name}.py").touch()
+    text = "from . import signals\nfrom .models import __name__ as _\n"
+    scripts.write(tmp_path / "package/module.py", preamble + text + WHOLE)
+    imports, *rest = json.loads(scripts.run_ok(["-m", "package.module"]))
+    assert imports == ["package.signals", "package.models", *FOUND[0]]
+    assert rest == FOUND[1:]
+
+
+@pytest.mark.parametrize("how", ["-", "-c"])
+def test_no_file(preamble: str, how: str) -> None:
+    """Without a file, all facts but the calls are found; the calls too where Python has a text."""
+    text = preamble + WHOLE
+    out = scripts.run_ok(["-c", text]) if how == "-c" else scripts.run_ok(["-"], text)
+    imports, calls, nones, assigned = json.loads(out)
+    assert [imports, nones, assigned] == [FOUND[0], *FOUND[2:]]
+    assert calls in (None, FOUND[1])
+
+
+@pytest.mark.parametrize("edit", ["path.write_text(text + 'later = 1')", "path.unlink()"])
+def test_an_edited_script(show: Show, edit: str) -> None:
+    """The facts are those of the code that runs; calls need the text that made it."""
+    text = f"""
+import pathlib
+path = pathlib.Path(__file__)
+text = path.read_text()
+{edit}
+"""
+    assert show(text + WHOLE) == [FOUND[0], None, *FOUND[2:]]
+
+
+def test_moved_lines(show: Show) -> None:
+    """A script whose lines have moved is an edited one."""
+    text = """
+import pathlib
+path = pathlib.Path(__file__)
+path.write_text(path.read_text().replace("class Config", "\\n\\nclass Config"))
+"""
+    assert show(text + WHOLE)[1] is None
+
+
+def test_in_another_thread_and_at_exit(show: Show) -> None:
+    """The facts are those of the top level in other threads, too, and after it has ended."""
+    text = WHOLE.replace(
+        "probe.show()", "probe.facts(); import atexit; atexit.register(probe.show)"
+    )
+    assert show(text) == FOUND
+    text = WHOLE.replace(
+        "probe.show()",
+        "import threading as t; thread = t.Thread(target=probe.show); thread.start();"
+        " thread.join()",
+    )
+    assert show(text) == FOUND
+
+
+def test_no_guard(show: Show) -> None:
+    """A script without a guard has no calls for their effect."""
+    text = WHOLE.replace('if __name__ == "__main__":', "if True:")
+    assert show(text) == [FOUND[0], None, *FOUND[2:]]
+
+
+def test_which_imports(show: Show) -> None:
+    """Imports for their effect are those that ran and whose names no code uses."""
+    text = """
+from typing import TYPE_CHECKING
+import engine.backends as used_in_a_function
+from effects import late
+try:
+    import effects as named
+except ImportError:
+    named = None
+try:
+    import no_such_module
+except ImportError:
+    no_such_module = None
+if TYPE_CHECKING:
+    from engine import backends as checked
+from engine import *
+import engine as deleted
+del deleted
+def function():
+    class Inner:
+        def method(self):
+            return used_in_a_function, self.late
+__all__ = ["named"]
+probe.show()
+"""
+    assert show(text)[0] == ["effects.late", "engine"]
+
+
+def test_an_import_for_an_annotation(show: Show) -> None:
+    """A name that is used in an annotation is used, also if annotations are texts."""
+    text = """
+import engine, effects
+from engine import Field
+from engine import backends
+from engine import setup
+class Box:
+    field: Field
+    def method(self, one: backends.Missing | None): ...
+value: "list[setup]" = []
+probe.show()
+"""
+    path = Path("future.py")
+    folder = str(Path.cwd())
+    head = "from __future__ import annotations\n" + PREAMBLE.format(folder=folder)
+    out = scripts.run_ok([scripts.write(path, head + text)])
+    assert json.loads(out)[0] == ["engine", "effects"]
+
+
+def test_which_calls(show: Show) -> None:
+    """Calls for their effect are direct calls of installed packages that have ended."""
+    text = """
+import engine, logging, os; engine.setup("same line")
+from engine import setup, Field
+field = Field()
+def own(*args):
+    return args
+logging.getLogger("x")
+os.getpid()
+own()
+field.register("a method of a value")
+kept = setup("assigned")
+setup(walrus := 1)
+[setup("in a list")]
+for _ in range(1):
+    setup("in a loop")
+setup(
+    own("arguments", key := 2) if False else 1
+)
+setup([one for one in own("arguments")])
+probe.show()
+setup("later")
+if field and __name__ == "__main__":
+    probe.show()
+"""
+    first, second = show_all(show, text)
+    expected = [["same line"], [["arguments"]]]
+    assert first == expected
+    assert second == [*expected, ["later"]]
+
+
+def show_all(show: Show, text: str) -> list[Any]:
+    """Return the calls that each use of the probe has shown."""
+    text = text.replace("probe.show()", "probe.show(); print(',')")
+    path = scripts.write(Path("script.py"), PREAMBLE.format(folder=str(Path.cwd())) + text)
+    out = scripts.run_ok([path]).strip().rstrip(",")
+    return [calls for _, calls, _, _ in json.loads(f"[{out}]")]
+
+
+def test_calls_keep_their_place(preamble: str, tmp_path: Path) -> None:
+    """An error in such a call names the line of the script."""
+    text = """
+import engine
+engine.setup(1)
+if __name__ == "__main__":
+    code = probe.facts().calls.__code__
+    print(code.co_filename, *{line for *_, line in code.co_lines() if line and line > 1})
+"""
+    path = scripts.write(tmp_path / "script.py", preamble + text)
+    line = (preamble + text).splitlines().index("engine.setup(1)") + 1
+    assert scripts.run_ok([path]).split() == [path, str(line)]
+
+
+def test_warnings_of_the_compiler_are_not_repeated(show: Show) -> None:
+    """The text is compiled again without the warnings that Python has shown already."""
+    assert show("pattern = '\\d'\n" + WHOLE, "-W", "ignore") == FOUND
+
+
+def test_which_nones(show: Show) -> None:
+    """Every way of binding a name to None is found, in bodies of classes, too."""
+    text = """
+one: int = None
+two = three = four = None
+five, six = None, None
+seven, eight, nine = None, 1, None
+no = [None]
+also_no = None or 1
+if True:
+    ten = None
+class Outer:
+    a = None
+    class Inner:
+        b: int = None
+    def method(self):
+        self.c = local = None
+probe.show()
+"""
+    singles = ["one", "two", "three", "four", "five", "six", "seven", "nine", "ten"]
+    assert show(text)[2] == sorted([*singles, "Outer.a", "Outer.Inner.b"])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="the syntax is of Python 3.12")
+def test_nones_of_a_generic_class(show: Show) -> None:
+    """A class with type parameters is one of the module."""
+    assert show("class Box[T]:\n    a = None\nprobe.show()\n")[2] == ["Box.a"]
+
+
+def test_nones_of_another_module(preamble: str, tmp_path: Path) -> None:
+    """The names that another module binds to None are found, and none where there is no code."""
+    scripts.write(tmp_path / "settings.py", "client = None\nclass A:\n    b = None\n")
+    text = "import settings\nprint(*sorted(probe.nones_of('settings')), probe.nones_of('nothing'))"
+    out = scripts.run_ok([scripts.write(tmp_path / "script.py", preamble + text)])
+    assert out == "A.b client frozenset()\n"
+
+
+def test_what_modules_assign(show: Show, tmp_path: Path) -> None:
+    """Assignments in modules of the program are found: at their top, in functions and methods."""
+    scripts.write(
+        tmp_path / "settings.py",
+        """
+        import engine, os, sys
+        import engine.backends as backends
+        import probe
+        engine.top = True
+        probe.own = 1
+        sys.mine = os.mine = 1
+        """,
+    )
+    scripts.write(
+        tmp_path / "more.py",
+        """
+        import engine, engine.backends as backends
+        class Box:
+            def method(self):
+                self.engine = 1
+                engine.backends.method = 1
+            @staticmethod
+            def static():
+                setattr(engine, "static", 1)
+        def function(engine):
+            engine.no = 1
+            def inner():
+                backends.inner += 1
+        """,
+    )
+    assert show("import settings, more\nprobe.show()")[3] == [
+        ["engine", "static"],
+        ["engine", "top"],
+        ["engine.backends", "inner"],
+        ["engine.backends", "method"],
+    ]
+
+
+def test_an_edited_module(show: Show, tmp_path: Path) -> None:
+    """Functions that a module has are looked at, and not those that its file has now."""
+    scripts.write(tmp_path / "more.py", "import engine\ndef function():\n    engine.old = 1\n")
+    text = "import more, os\nos.remove(more.__file__)\nprobe.show()"
+    assert show(text)[3] == [["engine", "old"]]
+
+
+ASSIGNS = """
+import json, json.decoder, os, warnings, sys
+json.decoder.plain = 1
+json.decoder.FLAGS |= 2
+json.first, json.second = 1, 2
+json.encoder.c_make_encoder: object = None
+setattr(json, "set", 1)
+setattr(json, name, 1)
+json.JSONDecoder.of_a_class = 1
+json.missing.attribute = 1
+value = json.decoder.plain
+value.attribute = json.decoder
+x = json.decoder == 1
+sys.mine = os.mine = 1
+for json.loop in (): pass
+class Body:
+    warnings.body = 1
+    def method(self, warnings):
+        warnings.argument = 1
+        json.decoder.method = self
+"""
+
+
+@pytest.mark.pure
+def test_what_code_assigns() -> None:
+    """Attributes of modules are found by their bytecode, and those of other objects are not."""
+    import json.decoder
+    import json.encoder
+    import warnings
+
+    namespace = {"json": json, "sys": sys, "warnings": warnings, "value": 1}
+    code = compile(ASSIGNS, "script.py", "exec")
+    assert assigned_in(code, namespace, lambda name: False) == {
+        *[("json.decoder", name) for name in ("plain", "FLAGS", "method")],
+        *[("json", name) for name in ("first", "second", "set", "loop")],
+        ("json.encoder", "c_make_encoder"),
+        ("warnings", "body"),
+    }
+    assert assigned_in(code, namespace, lambda name: name != "warnings") == {("warnings", "body")}
+
+
+def test_a_console(preamble: str) -> None:
+    """In an interactive session, there is no whole program: only what the current cell shows."""
+    text = f"""
+import code, sys, types
+sys.ps1 = ">>> "
+main = sys.modules["__main__"] = types.ModuleType("__main__")
+{preamble}
+console = code.InteractiveInterpreter(vars(main))
+console.runsource("import probe", "<stdin>", "exec")
+console.runsource("import engine, effects", "<stdin>", "exec")
+console.runsource("def use(): engine.backends.fast = True\\n", "<stdin>", "exec")
+console.runsource("_conn = None; probe.show()", "<stdin>", "exec")
+"""
+    out = scripts.run_ok(["-"], text)
+    assert json.loads(out) == [[], None, ["_conn"], FOUND[3]]
+
+
+def test_a_strange_main_module(preamble: str, tmp_path: Path) -> None:
+    """A program without a main module, or with a broken one, has no facts, and no error."""
+    text = """
+import types
+class Broken(types.ModuleType):
+    __dict__ = property(lambda self: 1 / 0)
+for module in (None, Broken("__main__")):
+    sys.modules["__main__"] = module
+    print(*probe.facts())
+"""
+    out = scripts.run_ok([scripts.write(tmp_path / "script.py", preamble + text)])
+    assert out == "() None frozenset() ()\n" * 2

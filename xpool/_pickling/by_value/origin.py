@@ -1,0 +1,152 @@
+"""Tells where a module comes from, and so how its functions and data reach a worker.
+
+================  ==============================================================================
+`INSTALLED`       Python, xpool and installed packages: by name, and nothing of it is sent
+`IMPORTED`        a module of the program that a worker can import: definitions by name, data sent
+`SENT`            ``__main__``, and modules that a worker cannot import: definitions sent, too
+================  ==============================================================================
+
+A worker cannot import a module that was made by hand or by ``spec_from_file_location``, or whose
+folder is no longer on `sys.path`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import os
+import site
+import sys
+import sysconfig
+from types import ModuleType
+from typing import Any
+
+from xpool._python.interrupt import by_handler
+
+INSTALLED, IMPORTED, SENT = range(3)
+
+MAIN_NAMES = frozenset({"__main__", "__mp_main__"})
+"""A child of `multiprocessing` has the main module under both names."""
+
+MISSING: Any = object()
+"""Takes the place of a global that does not exist."""
+
+_origins: dict[str, tuple[Any, int]] = {}  # by name: the module, and its origin
+_path: list[str] = []  # `sys.path` for which the origins hold
+
+
+def canonical(name: Any) -> str:
+    """Return a module's name, which is the same for both names of the main module."""
+    return "__main__" if name in MAIN_NAMES else str(name)
+
+
+def origin_of(name: Any) -> int:
+    """Return the origin of the module with this name."""
+    known = _origins.get(name)
+    if known is not None and known[0] is sys.modules.get(name):
+        return known[1]
+    if not isinstance(name, str) or name in MAIN_NAMES:
+        return SENT
+    found = INSTALLED
+    if is_program(name):
+        found = IMPORTED if _is_importable(name) else SENT
+    if name in sys.modules:
+        _origins[name] = sys.modules[name], found
+    return found
+
+
+def renew_origins() -> None:
+    """Find the origins again if `sys.path` has changed."""
+    if sys.path != _path:
+        _path[:] = sys.path
+        _origins.clear()
+
+
+def namespace(module: str) -> dict[str, Any]:
+    """Return the globals of a module of the program; empty if there is no such module."""
+    found: dict[str, Any] = getattr(sys.modules.get(module), "__dict__", {})
+    return found
+
+
+def module_of(values: dict[str, Any]) -> str | None:
+    """Return the name of the module with these globals; None: they are no module's."""
+    name = values.get("__name__")
+    if isinstance(name, str) and getattr(sys.modules.get(name), "__dict__", None) is values:
+        return canonical(name)
+    return None
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    found = {sysconfig.get_path(kind) for kind in kinds}
+    found.update(site.getsitepackages() if hasattr(site, "getsitepackages") else ())
+    return tuple(os.path.realpath(folder) + os.sep for folder in found if folder)
+
+
+def is_program(name: Any) -> bool:
+    """Whether a module belongs to the program, and not to Python, xpool or an installed package."""
+    if not isinstance(name, str) or name in MAIN_NAMES:
+        return True
+    top = name.partition(".")[0]
+    if top == "xpool" or name in sys.builtin_module_names:
+        return False
+    while name:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if isinstance(file, str):
+            return not is_installed(file)
+        # A class may name a module that does not exist, and a namespace package has no file.
+        name = name.rpartition(".")[0]
+    return top not in sys.stdlib_module_names
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
+    file = os.path.realpath(file)
+    parts = file.split(os.sep)
+    return (
+        "site-packages" in parts
+        or "dist-packages" in parts
+        or file.startswith((*_library_folders(), "<frozen"))
+    )
+
+
+def _is_importable(name: str) -> bool:
+    """Whether another process with this `sys.path` imports the same file by this name."""
+    module: Any = sys.modules.get(name)
+    if module is None:
+        return True  # an import will tell
+    path, spec = None, None
+    parts = name.split(".")
+    for n in range(1, len(parts) + 1):
+        part = ".".join(parts[:n])
+        spec = _find_spec(part, path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and _same_file(spec, module)
+
+
+def _find_spec(name: str, path: Any) -> Any:
+    for finder in (importlib.machinery.PathFinder, *sys.meta_path):
+        # A finder of xpool answers only for modules that are not imported yet.
+        if getattr(finder, "__module__", "").startswith("xpool."):
+            continue
+        find = getattr(finder, "find_spec", None)
+        try:
+            spec = None if find is None else find(name, path)
+        except Exception as exc:  # a finder of the program can raise any error
+            if by_handler(exc):
+                raise
+            spec = None
+        if spec is not None:
+            return spec
+    return None
+
+
+def _same_file(spec: Any, module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str):  # a namespace package
+        return spec.origin is None and spec.submodule_search_locations is not None
+    return isinstance(spec.origin, str) and os.path.realpath(spec.origin) == os.path.realpath(file)

@@ -1,0 +1,421 @@
+"""Sets, in a worker, the definitions and globals that its parent has sent (`sent`).
+
+Only a replica (see `main`) sets them, so a function that a worker sends back does not change the
+program's globals.  Only its parent changes what is there: the state of a message of another process
+adds what is missing here.
+
+A worker keeps a global that its own code has set before the first value for it arrived.  It also
+keeps the object that the import of a module has made, if this has the same bytes as the program's:
+defaults of functions and other modules refer to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+from xpool._pickling.by_value import classes, main, registry, settings
+from xpool._pickling.by_value.broadcast import open_broadcast
+from xpool._pickling.by_value.checks import said
+from xpool._pickling.by_value.names import received
+from xpool._pickling.by_value.origin import IMPORTED, namespace, origin_of
+from xpool._pickling.by_value.reads import Key
+from xpool._pickling.by_value.sent import (
+    ANNOTATIONS,
+    CALL,
+    CALLS,
+    CLASS,
+    FUNCTION,
+    HEAD,
+    IMPORTS,
+    LEFT_NONE,
+    MODULE,
+    PLACED,
+    REFUSED,
+    REMOVED,
+    SETTINGS,
+    VALUES,
+    Entry,
+    place_of,
+)
+from xpool._pickling.pickler import write_group
+from xpool._pickling.reducers import Group, builder
+from xpool._python import at_fork
+from xpool._python.import_hooks import when_imported
+from xpool._python.interrupt import uninterrupted
+
+
+class _Incoming:
+    """The state of a receiver, guarded by `_lock`."""
+
+    def __init__(self) -> None:
+        self.parent: bytes | None = None
+        self.state = 0  # the serial number of the parent's state that was set last
+        self.supplied: dict[bytes, int] = {}  # the same of other senders
+        self.serials: dict[Key, int] = {}
+        self.idents: dict[Key, int] = {}  # which object of the program a function stands for
+        self.called: set[Key] = set()
+        self.imported: set[str] = set()
+        # The reasons why values were not sent.  The globals in `left_none` are None here.
+        self.missing: dict[Key, str] = {}
+        self.left_none: dict[Key, str] = {}
+
+
+keep_environment: set[str] = set()
+"""The environment variables of this worker's context."""
+
+after_calls: list[Callable[[], object]] = []
+"""Functions to call after calls that every worker makes, for example to seed generators again."""
+
+
+@builder
+def prepare(state: bytes, *buffers: Any) -> None:
+    """Set what a message needs.  It is called at the beginning of the message's pickle."""
+    if not main.is_replica():
+        return
+    heard = getattr(_heard, "states", None)
+    if heard is not None:
+        heard.append((state, buffers))
+    sender, serial, exact, placed = HEAD.unpack_from(state)
+    here = _incoming
+    if exact and here.parent is None:
+        here.parent = sender
+    ours = exact and sender == here.parent
+    if (here.state if ours else here.supplied.get(sender)) == serial:
+        return
+    with _lock:
+        written = pickle.loads(memoryview(state)[HEAD.size :])
+        left = list(buffers)
+        if placed:
+            token, place = written[1:3]
+            written = place.load() if token is None else open_broadcast(left.pop(), *written)
+        _receive(written, left, ours)
+        settings.imports_done()
+        if ours:
+            here.state = serial
+        else:
+            here.supplied[sender] = serial
+
+
+_heard = threading.local()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[tuple[bytes, tuple[Any, ...]]]]:
+    """Record the states of messages that this thread opens."""
+    _heard.states = states = []
+    try:
+        yield states
+    finally:
+        _heard.states = None
+
+
+@uninterrupted  # a task that was stopped would leave a part of the state unset
+def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
+    _import_modules(entries, ours)
+    for kind, serial, first, keys, data in entries:
+        if kind == PLACED:
+            token = data[1]
+            buffer = None if token is None else buffers.pop(0)
+            data = buffer, data
+        if kind in (SETTINGS, IMPORTS, MODULE):
+            continue
+        # No generator: a signal handler may raise in it after it has ended.
+        if {serial} == {*map(_incoming.serials.get, keys)} if ours else all(map(_has, keys)):
+            continue
+        _take(kind, serial, first, keys, data, ours)
+
+
+def _take(
+    kind: int, serial: int, first: bool, keys: tuple[Key, ...], data: Any, ours: bool
+) -> None:
+    if kind == ANNOTATIONS:
+        function = namespace(keys[0][0]).get(keys[0][1])
+        if isinstance(function, FunctionType):
+            function.__annotations__ = pickle.loads(data)
+        return
+    if kind == CALL:
+        if keys[0] not in _incoming.called:
+            _incoming.called.add(keys[0])
+            function, args, named = pickle.loads(data)
+            function(*args, **named)
+            for again in after_calls:
+                again()
+        return
+    own = {key for key in keys if key not in _incoming.serials}
+    kept = {key for key in own if first and "." not in key[1] and main.was_set_here(*key)} if ours else {
+        key for key in keys if _has(key)
+    }
+    if kind == FUNCTION:
+        if not kept:
+            _define(keys[0], *data)
+    elif kind == CLASS:
+        cls = classes.load(*data)
+        if not kept:
+            _set(keys[0], cls)
+    elif kind in (VALUES, PLACED):
+        if not (own.issuperset(keys) and _has_equal(kind, keys, data)):
+            for key, value in zip(keys, _load(kind, keys, data), strict=True):
+                if key not in kept:
+                    _set(key, value)
+    elif kind == REMOVED:
+        _remove(keys[0])
+    elif not main.is_forked():  # a fork has the program's value, which cannot be pickled
+        _refuse(kind, keys[0], data)
+    if ours:
+        for key in keys:
+            _incoming.serials[key] = serial
+            received.add(key)
+
+
+def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
+    """Return the values of a group."""
+    if type(data) is list:
+        return data
+    try:
+        if kind == PLACED:
+            buffer, about = data
+            token, place = about[1:3]
+            loaded = place.load() if token is None else open_broadcast(buffer, *about)
+        else:
+            loaded = pickle.loads(data)
+    except Exception as error:  # an object's `__setstate__` can raise any error
+        reason = f"{type(error).__name__} while it was loaded: {error}"
+        loaded = [_Failed(reason)] * len(keys)
+        return loaded
+    return [loaded] if len(keys) == 1 else list(loaded)
+
+
+class _Failed:
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+def _define(key: Key, ident: int, code: bytes, defaults: Any, kwdefaults: Any, doc: Any) -> None:
+    module, name = key
+    values = namespace(module)
+    made = marshal.loads(code)
+    function = values.get(name)
+    # The program has changed the function itself: others refer to it, too.
+    if _incoming.idents.get(key) == ident and type(function) is FunctionType:
+        function.__code__ = made
+    else:
+        function = FunctionType(made, values, name)
+        function.__module__ = module
+    function.__defaults__ = defaults
+    function.__kwdefaults__ = None if kwdefaults is None else dict(kwdefaults)
+    function.__doc__ = doc
+    _incoming.idents[key] = ident
+    _set(key, function)
+
+
+def _set(key: Key, value: Any) -> None:
+    module, path = key
+    if type(value) is _Failed:
+        _refuse(REFUSED, key, value.reason)
+        return
+    _incoming.missing.pop(key, None)
+    _incoming.left_none.pop(key, None)
+    if "." in path:
+        owner = _owner_of(key)
+        if isinstance(owner, type):
+            type.__setattr__(owner, path.rpartition(".")[2], value)
+        elif isinstance(getattr(owner, "registry", None), MappingProxyType) and path.endswith(".registry"):
+            # A function of `functools.singledispatch`.
+            for kind, function in value.items():
+                if owner.registry.get(kind) is not function:
+                    owner.register(kind, function)
+        elif owner is not None:
+            setattr(owner, path.rpartition(".")[2], value)
+        return
+    there = sys.modules.get(module)
+    if there is None:  # an installed module, an attribute of which the program has assigned
+        when_imported(module, lambda module: vars(module).__setitem__(path, value))
+        return
+    vars(there)[path] = value
+    main.forget_initial(module, path)
+
+
+def _remove(key: Key) -> None:
+    module, path = key
+    if "." in path:
+        owner, name = _owner_of(key), path.rpartition(".")[2]
+        if isinstance(owner, type) and name in vars(owner):
+            type.__delattr__(owner, name)
+    else:
+        namespace(module).pop(path, None)
+
+
+def _refuse(kind: int, key: Key, reason: str) -> None:
+    holder, name = place_of(key)
+    if kind == LEFT_NONE:
+        _incoming.left_none[key] = reason
+        # What a task has opened here stays.
+        if holder is not None and name not in holder:
+            _set(key, None)
+            _incoming.left_none[key] = reason
+        return
+    _remove(key)
+    _incoming.missing[key] = reason
+
+
+def _owner_of(key: Key) -> Any:
+    """Return the class or function with the attribute that a path names; None: it is not here."""
+    module, path = key
+    root, *inner = path.split(".")[:-1]
+    owner = namespace(module).get(root)
+    for name in inner:
+        owner = getattr(owner, "__dict__", {}).get(name)
+    return owner
+
+
+def _has(key: Key) -> bool:
+    if key[0] == CALLS:
+        return key in _incoming.called
+    holder, name = place_of(key)
+    return holder is not None and name in holder
+
+
+def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
+    """Whether the imports of modules have made values with the same bytes here."""
+    if any(origin_of(module) != IMPORTED for module, _ in keys) or not all(map(_has, keys)):
+        return False
+    holders = [place_of(key) for key in keys]
+    values = [holder[name] for holder, name in holders]
+    if type(data) is list:
+        return [(type(one), one) for one in values] == [(type(one), one) for one in data]
+    own = {id(value): key for key, value in zip(keys, values, strict=True)}
+    try:
+        written = write_group(values if len(values) > 1 else values[0], Group(own, {}), True)
+    except Exception:  # an object's `__reduce__` can raise any error
+        return False
+    return kind == VALUES and b"".join(written.chunks) == data and not written.buffers
+
+
+# -- kinds without values ------------------------------------------------------------------------
+
+
+def _import_modules(entries: list[Entry], ours: bool) -> None:
+    """Make and import the modules whose globals will be set; their imports may set others."""
+    if ours:
+        rows = [data for kind, _, _, _, data in entries if kind == SETTINGS]
+        settings.receive(rows[0] if rows else (), keep_environment)
+    for kind, _, _, _, data in entries:
+        if kind == MODULE:
+            _make_module(*data)
+    for kind, _, _, _, data in entries:
+        if kind == IMPORTS:
+            for name in data:
+                if name not in _incoming.imported:
+                    import_module(name)
+                    _incoming.imported.add(name)
+    for kind, _, _, keys, _ in entries:
+        if kind in (VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED):
+            for module, _ in keys:
+                if module not in sys.modules and module != CALLS:
+                    if origin_of(module) == IMPORTED:
+                        import_module(module)
+
+
+def _make_module(name: str, package: Any, is_package: bool) -> None:
+    if name in sys.modules:
+        return
+    module = ModuleType(name)
+    module.__package__ = package
+    if is_package:
+        module.__path__ = []
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], last, module)
+
+
+# -- errors of tasks -------------------------------------------------------------------------------
+
+
+def missing_global(exc: BaseException) -> str | None:
+    """Explain an error about a global that was not sent here, or return None for other errors."""
+    name = getattr(exc, "name", None)
+    if isinstance(exc, AttributeError):
+        return _attribute(exc, name) or _global_left_none(exc)
+    if not isinstance(exc, NameError) or not isinstance(name, str):
+        return None
+    module = _module_of(exc)
+    found = [key for key in _incoming.missing if key[1] == name]
+    found.sort(key=lambda key: key[0] != module)
+    return _explained(found[0]) if found else None
+
+
+def _explained(key: Key) -> str:
+    return (
+        f"The global {said(key)} was not sent to this worker "
+        f"({_incoming.missing[key]}). Make it in the initializer, or pass it as an argument."
+    )
+
+
+def _attribute(exc: AttributeError, name: Any) -> str | None:
+    """Explain the error of an attribute of a module or class that was not sent."""
+    owner = getattr(exc, "obj", None)
+    for key in _incoming.missing:
+        path = key[1]
+        if path.rpartition(".")[2] == name and (
+            owner is None
+            or owner is sys.modules.get(key[0])
+            or ("." in path and isinstance(owner, (type, object)) and _owner_of(key) in _kinds(owner))
+        ):
+            return _explained(key)
+    if owner is sys.modules.get("__main__") and isinstance(name, str) and main.is_replica():
+        return (
+            f"The global {name!r} of __main__ was not sent to this worker, because no function of "
+            "its tasks names it. Name it in the function, or pass it as an argument."
+        )
+    return None
+
+
+def _kinds(owner: Any) -> tuple[Any, ...]:
+    return owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+
+
+def _module_of(exc: BaseException) -> str:
+    trace, module = exc.__traceback__, "__main__"
+    while trace is not None:
+        module = trace.tb_frame.f_globals.get("__name__", module)
+        trace = trace.tb_next
+    return module
+
+
+def _global_left_none(exc: AttributeError) -> str | None:
+    """Explain an AttributeError of None in code that reads a global which is None only here."""
+    trace = exc.__traceback__
+    if not _incoming.left_none or trace is None or getattr(exc, "obj", exc) is not None:
+        return None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    names = set(trace.tb_frame.f_code.co_names)
+    # "Config.pool" comes before "pool", because code that reads the first also has the second name.
+    for key, reason in sorted(_incoming.left_none.items(), key=lambda one: "." not in one[0][1]):
+        holder, attribute = place_of(key)
+        if names.issuperset(key[1].split(".")) and (holder or {}).get(attribute, exc) is None:
+            return (
+                f"The global {said(key)} is None in this worker, as at the top of the script: the "
+                f"program's value could not be sent ({reason}). Make it in the initializer, or "
+                "pass it as an argument."
+            )
+    return None
+
+
+# Guards the received state, and the setting of globals.  Reentrant, because loading a value may
+# load a message with other globals.
+_lock = threading.RLock()
+_incoming = _Incoming()
+
+
+# A forked child may accept another sender than its parent did.
+at_fork.renew(globals(), _lock=threading.RLock, _incoming=_Incoming)

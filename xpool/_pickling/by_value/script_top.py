@@ -1,0 +1,578 @@
+"""Finds what a worker must know about the code of the program's top level, without running it.
+
+Definitions and data travel by value, so nothing of a script runs in a worker.  Four facts are in
+its code alone: imports and calls for their effect, names that begin as None, and attributes that
+the program sets on other packages' modules.
+
+The code is that of the running frame, so it is what really runs: of a file, of ``python -m``, ``-``
+or ``-c``, under a debugger or `runpy`, and after the file was edited.  Only calls need the text,
+and only if the text compiles to that very code.
+"""
+
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
+
+import __future__
+
+import ast
+import builtins
+import dis
+import functools
+import importlib.util
+import linecache
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Set
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+_Chain = tuple[str, ...]
+"""A name and the attributes behind it: ("torch", "backends", "cudnn", "benchmark")."""
+
+
+class Top(NamedTuple):
+    """Facts about the program's top level."""
+
+    imports: tuple[str, ...] = ()
+    """Modules that are imported for their effect alone, in the order of the script."""
+
+    calls: Callable[[], object] | None = None
+    """A function of ``__main__`` whose body is the calls for their effect."""
+
+    nones: frozenset[str] = frozenset()
+    """Names that the top level binds to None, also in class bodies ("Config.pool")."""
+
+    assigned: tuple[tuple[str, str], ...] = ()
+    """(module, attribute): what the program's code assigns to modules that are not its own."""
+
+
+class _Known(NamedTuple):
+    namespace: dict[str, Any]
+    code: CodeType | None
+    whole: bool = False  # whether the code is the whole program, and not a cell of a notebook
+    sizes: tuple[int, int] = (0, 0)  # of `sys.modules` and of the namespace
+    statements: tuple[ast.stmt, ...] = ()  # the calls that stand alone
+    ended: int = 0  # so many of them have ended
+    others: frozenset[tuple[str, str]] = frozenset()  # what the program's modules assign
+    top: Top = Top()
+
+
+# Needs no lock: at worst, two threads compute the same.
+_last = _Known({}, None)
+# By a module, the number of its globals at that time, and what its code assigns.
+_of_modules: WeakKeyDictionary[ModuleType, tuple[int, frozenset[_Chain]]] = WeakKeyDictionary()
+
+
+def top_of_main(is_program: Callable[[str], bool]) -> Top:
+    """Return the facts about ``__main__``.  They are empty where its code is not known for sure.
+
+    ``is_program`` tells whether a module of this name belongs to the program.
+    """
+    try:
+        return _top_of_main(is_program)
+    except Exception:  # of strange loaders and modules; such a program has no such facts
+        return Top()
+
+
+def forget() -> None:
+    """Let the globals of ``__main__`` go."""
+    global _last
+    _last = _Known({}, None)
+
+
+def nones_of(module_name: str) -> frozenset[str]:
+    """Return the names that a module of the program binds to None, as in `Top`."""
+    try:
+        code = _code_of(sys.modules[module_name])
+        return frozenset() if code is None else _nones(code)
+    except Exception:  # as above, or its file is gone
+        return frozenset()
+
+
+def assigned_in(
+    code: CodeType, namespace: dict[str, Any], is_program: Callable[[str], bool]
+) -> set[tuple[str, str]]:
+    """Return the (module, attribute) pairs to which this code, or code in it, assigns.
+
+    ``namespace`` has the globals of the code.  Modules of the program are left out.
+    """
+    return _resolved(_chains([code], _others(namespace, is_program)), namespace)
+
+
+# -- the running top level -------------------------------------------------------------------------
+
+
+def _top_of_main(is_program: Callable[[str], bool]) -> Top:
+    global _last
+    last, namespace = _last, vars(sys.modules["__main__"])
+    frame = _frame_of(namespace)
+    if frame is None and last.whole and last.namespace is namespace:
+        return last.top  # the top level has ended: threads and exit functions go on
+    code = None if frame is None else frame.f_code
+    line = 0 if frame is None else frame.f_lineno or 0
+    sizes = len(sys.modules), len(namespace)
+    if last.namespace is not namespace or last.code is not code:
+        last = _Known(namespace, code)
+    elif last.sizes == sizes and last.ended == _ended(last.statements, line):
+        return last.top
+    whole = code is not None and _is_whole(code, namespace)
+    others = last.others
+    if last.sizes[0] != sizes[0]:
+        others = frozenset(_assigned_by_modules(is_program))
+    imports: tuple[str, ...] = ()
+    statements: tuple[ast.stmt, ...] = ()
+    codes = [] if code is None else [code]
+    nones = frozenset[str]() if code is None else _nones(code)
+    if code is not None and whole:
+        imports = tuple(dict.fromkeys(_imports(code, namespace)))
+        statements = _statements(code, namespace, is_program)
+    else:
+        codes += _functions(namespace)  # of earlier cells
+    assigned = others | _resolved(_chains(codes, _others(namespace, is_program)), namespace)
+    ended = _ended(statements, line)
+    calls = last.top.calls
+    # Else the same object, so that it is not pickled and sent again.
+    if statements[:ended] != last.statements[: last.ended]:
+        calls = None if code is None else _function(code, namespace, statements[:ended])
+    top = Top(imports, calls, nones, tuple(sorted(assigned)))
+    _last = _Known(namespace, code, whole, sizes, statements, ended, others, top)
+    return top
+
+
+def _ended(statements: tuple[ast.stmt, ...], line: int) -> int:
+    """Return the number of statements that have ended when a later one, of this line, runs."""
+    return sum((one.end_lineno or 0) < line for one in statements)
+
+
+def _frame_of(namespace: dict[str, Any]) -> FrameType | None:
+    """Return the outermost frame of a module with these globals, of the main thread if it has one.
+
+    Some runners run a script in a thread.
+    """
+    frames = sys._current_frames()
+    file = namespace.get("__file__")
+    frame = outermost = of_file = None
+    try:
+        first = threading.main_thread().ident
+        for ident in sorted(frames, key=lambda ident: ident != first):
+            frame, outermost, of_file = frames[ident], None, None
+            while frame is not None:
+                if frame.f_globals is namespace and frame.f_code.co_name == "<module>":
+                    outermost = frame
+                    if frame.f_code.co_filename == file:
+                        of_file = frame
+                frame = frame.f_back
+            # `pdb` is itself a module around the script, which has taken its namespace over.
+            if outermost is not None:
+                return of_file or outermost
+        return None
+    finally:
+        # This function's own frame is among them.  A cycle would keep the variables of all threads.
+        frames.clear()
+        del frame, outermost, of_file
+
+
+def _is_whole(code: CodeType, namespace: dict[str, Any]) -> bool:
+    interactive = hasattr(sys, "ps1") or "__IPYTHON__" in vars(builtins)
+    return not interactive or code.co_filename == namespace.get("__file__")
+
+
+# -- code ------------------------------------------------------------------------------------------
+
+_NOISE = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "PRECALL", "PUSH_NULL", "RESUME"})
+_LOADS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"})
+_STORES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_COPIES = frozenset({"COPY", "DUP_TOP"})
+_COMMON = "LOAD_COMMON_CONSTANT"
+_OPTIMIZED = 0x1  # co_flags of functions, and not of the bodies of modules and classes
+
+
+def _inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if type(constant) is CodeType:
+            yield from _inner(constant)
+
+
+@functools.lru_cache(maxsize=8)
+def _steps(code: CodeType) -> list[tuple[str, Any]]:
+    """Return the names and arguments of the instructions that mean something."""
+    found = list[tuple[str, Any]]()
+    for one in dis.get_instructions(code):
+        if one.opname == _COMMON and one.argrepr == "None":
+            found.append(("LOAD_CONST", None))
+        elif one.opname not in _NOISE:
+            found.append((one.opname, one.argval))
+    return found
+
+
+def _code_of(module: ModuleType) -> CodeType | None:
+    spec: Any = getattr(module, "__spec__", None)
+    get = getattr(getattr(spec, "loader", None), "get_code", None)
+    code = None if get is None else get(spec.name)
+    return code if type(code) is CodeType else None
+
+
+# -- imports for their effect ----------------------------------------------------------------------
+
+
+_WITHOUT_EFFECT = frozenset({"xpool", "numpy", "pandas", "torch"})
+"""Packages that take long to import, and register nothing elsewhere."""
+
+
+def _imports(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
+    used = {*namespace.get("__all__", ()), *_annotated(code, namespace)}
+    deleted = {name for kind, name in _steps(code) if kind == "DELETE_NAME"}
+    for level, name, inside, bound in _unused(code):
+        # A name without a value: the import did not run, as under `TYPE_CHECKING`.
+        if not used.isdisjoint(bound) or (namespace.keys() | deleted).isdisjoint(bound):
+            continue
+        if level:
+            package = namespace.get("__package__")
+            name = importlib.util.resolve_name("." * level + name, package)
+        top = name.partition(".")[0]
+        if top in _WITHOUT_EFFECT or top in sys.stdlib_module_names:
+            continue
+        if name in sys.modules:
+            modules = [one for part in inside if (one := f"{name}.{part}") in sys.modules]
+            yield from modules or [name]
+
+
+@functools.lru_cache(maxsize=8)
+def _unused(code: CodeType) -> tuple[tuple[int, str, _Chain, _Chain], ...]:
+    """Return the imports at the module level whose names no code loads.
+
+    Each is the number of dots, the module, the names in it, and the names that it binds.
+    """
+    found = list[tuple[int, str, _Chain, _Chain]]()
+    steps = _steps(code)
+    for n, (kind, name) in enumerate(steps):
+        if kind == "IMPORT_NAME":
+            inside = steps[n - 1][1] or ()
+            if inside != ("*",):
+                stores = (value for step, value in steps[n:] if step in _STORES)
+                bound = tuple(value for value, _ in zip(stores, inside or (name,)))
+                found.append((steps[n - 2][1], name, inside, bound))
+    wanted = {name for *_, bound in found for name in bound}
+    loaded = set[str]()
+    for one in _inner(code):
+        # The names of attributes are among these, too.
+        if not wanted.isdisjoint(one.co_names):
+            loaded.update(name for kind, name in _steps(one) if kind in _LOADS and name in wanted)
+            wanted -= loaded
+    return tuple(one for one in found if loaded.isdisjoint(one[3]))
+
+
+def _annotated(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
+    """Yield the words in annotations that are texts, of the program's functions and classes."""
+    if not code.co_flags & __future__.annotations.compiler_flag:
+        return
+    texts = list(namespace.get("__annotations__", {}).values())
+    for one in list(namespace.values()):
+        is_class = issubclass(type(one), type) and one.__module__ == "__main__"
+        for part in (one, *(vars(one).values() if is_class else ())):
+            if (is_class and part is one) or type(part) is FunctionType:
+                texts += part.__annotations__.values()
+    for text in texts:
+        yield from re.findall(r"\w+", text) if type(text) is str else ()
+
+
+# -- calls for their effect ------------------------------------------------------------------------
+
+_CALL = re.compile(r"(?:^|;)[ \t]*(\w+)[\w. \t]*\(", re.MULTILINE)
+_FUTURE = functools.reduce(
+    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+
+
+def _statements(
+    code: CodeType, namespace: dict[str, Any], is_program: Callable[[str], bool]
+) -> tuple[ast.stmt, ...]:
+    """Return the calls of installed packages that stand alone at the top of a guarded script."""
+    if "__name__" not in code.co_names or "__main__" not in code.co_consts:
+        return ()
+    text = "".join(linecache.getlines(code.co_filename, namespace))
+    roots = {name for name in _CALL.findall(text) if _is_installed(namespace.get(name), is_program)}
+    # Most scripts have no such call, and are not parsed.
+    found = _alone(code, text) if roots else ()
+    return tuple(one for root, one in found if root in roots)
+
+
+@functools.lru_cache(maxsize=2)
+def _alone(code: CodeType, text: str) -> tuple[tuple[str, ast.stmt], ...]:
+    """Return the first name and the tree of each call that stands alone.
+
+    There are none without a guard, or if the text is not that of the code.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python has shown them when it compiled the script
+        try:
+            tree = ast.parse(text, code.co_filename)
+            made = _compile(text, code)
+            # Before Python 3.12, lines are not part of the comparison.
+            if made != code or list(made.co_lines()) != list(code.co_lines()):
+                return ()
+        except (SyntaxError, ValueError):
+            return ()
+    if not any(map(_is_guard, _run_with(tree.body))):
+        return ()
+    return tuple(
+        (root, one)
+        for one in tree.body
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
+        if (root := _root_of(one.value.func)) is not None
+        if not _name_of_call(one.value.func).startswith(_OUTSIDE)
+        if not any(isinstance(part, ast.NamedExpr) for part in ast.walk(one))
+    )
+
+
+def _compile(source: str | ast.Module, like: CodeType) -> CodeType:
+    flags = like.co_flags & _FUTURE
+    made: CodeType = compile(source, like.co_filename, "exec", flags, dont_inherit=True)
+    return made
+
+
+def _run_with(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield statements and those in them that run when the module runs."""
+    for node in body:
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
+            yield from _run_with(ast.iter_child_nodes(node))
+
+
+def _is_guard(node: ast.AST) -> bool:
+    for test in ast.walk(node.test) if isinstance(node, ast.If) else ():
+        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):
+            sides = {ast.unparse(side) for side in (test.left, *test.comparators)}
+            if sides >= {"__name__", repr("__main__")}:
+                return True
+    return False
+
+
+_OUTSIDE = (
+    "save", "write", "dump", "to_", "download", "upload", "send", "post", "put", "delete", "remove",
+    "show", "run", "main", "Fire", "serve", "start", "set_start_method",
+)  # fmt: skip
+"""The beginnings of names of functions that act on something outside of the process."""
+
+
+def _name_of_call(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+
+
+def _root_of(func: ast.expr) -> str | None:
+    while isinstance(func, ast.Attribute):
+        func = func.value
+    return func.id if isinstance(func, ast.Name) else None
+
+
+def _is_installed(value: Any, is_program: Callable[[str], bool]) -> bool:
+    """Whether it is a module of an installed package, or a function or class of one."""
+    name = _name_of(value)
+    if name is None and issubclass(type(value), (FunctionType, BuiltinFunctionType, type)):
+        name = value.__module__
+    if type(name) is not str:
+        return False
+    top = name.partition(".")[0]
+    return top != "xpool" and top not in sys.stdlib_module_names and not is_program(name)
+
+
+def _function(
+    code: CodeType, namespace: dict[str, Any], statements: tuple[ast.stmt, ...]
+) -> Callable[[], object] | None:
+    if not statements:
+        return None
+    tree = ast.parse("def calls_of_the_script(): pass")
+    tree.body[0].body = list(statements)  # type: ignore[attr-defined]
+    body = next(one for one in _compile(tree, code).co_consts if type(one) is CodeType)
+    return FunctionType(body, namespace, "calls_of_the_script")
+
+
+# -- names that begin as None ----------------------------------------------------------------------
+
+
+def _nones(code: CodeType, prefix: str = "") -> frozenset[str]:
+    found = set[str]()
+    stack: list[Any] = []  # its top part, as far as it is known
+    for kind, value in _steps(code):
+        if kind == "LOAD_CONST":
+            stack.append(value)
+        elif kind in _STORES and stack:
+            if stack.pop() is None:
+                found.add(prefix + value)
+        elif kind in _COPIES and stack and value in (1, None):  # a = b = None
+            stack.append(stack[-1])
+        elif kind == "UNPACK_SEQUENCE" and stack and type(stack[-1]) is tuple:
+            stack.extend(reversed(stack.pop()))
+        elif not (kind in ("SWAP", "ROT_TWO") and stack[-2:] == [None, None]):
+            stack.clear()
+    for one in code.co_consts:
+        if type(one) is CodeType:
+            if not one.co_flags & _OPTIMIZED:
+                found |= _nones(one, f"{prefix}{one.co_name}.")
+            elif one.co_name.startswith("<generic parameters of"):  # around ``class A[T]``
+                found |= _nones(one, prefix)
+    return frozenset(found)
+
+
+# -- attributes of other packages' modules ---------------------------------------------------------
+
+
+def _pattern() -> re.Pattern[bytes]:
+    """Return a pattern of the instructions of ``X.attr = value``, each as one byte."""
+
+    def any_of(names: Iterable[str]) -> bytes:
+        numbers = [dis.opmap.get(name, 256) for name in names]
+        # From 256 on, they are the compiler's own.
+        kinds = [re.escape(bytes([number])) for number in numbers if number < 256]
+        return b"(?:" + b"|".join(kinds) + b")"
+
+    noise = any_of(_NOISE)
+    loads, attributes, copies = any_of(_LOADS), any_of(_ATTRIBUTES), any_of(_COPIES)
+    ends = any_of(["STORE_ATTR"]) + b"|" + copies + noise + b"*" + attributes
+    parts = b"(?:" + attributes + noise + b"*)*"
+    return re.compile(loads + noise + b"*" + parts + b"(?:" + ends + b")", re.DOTALL)
+
+
+_ASSIGNS = _pattern()
+_STORE_ATTR = dis.opmap["STORE_ATTR"]
+# Of the text of a module, for a first look: to load the code of each would take much longer.
+_ASSIGNS_IN_TEXT = re.compile(
+    rb"\n[ \t]*(?!self\.|cls\.)(\w+(?:\.\w+)+)[ \t]*(?:\*\*|//|<<|>>|[-+*/%&|^@])?=(?!=)"
+)
+_SETS_IN_TEXT = re.compile(rb"setattr\(\s*([\w.]+)\s*,\s*[\"'](\w+)")
+_NOT_SENT = frozenset({"sys", "os", "xpool"})
+"""A worker has its own ``sys``, and the environment travels as a setting."""
+
+
+def _chains(codes: Iterable[CodeType], roots: Set[str]) -> set[_Chain]:
+    """Return what these codes, and those in them, assign to attributes of these globals."""
+    found = set[_Chain]()
+    for code in codes:
+        for one in _inner(code):
+            # Few functions assign to a global's attribute, and `dis` is slow.
+            if roots.isdisjoint(one.co_names):
+                continue
+            body = one.co_code
+            assigns = _STORE_ATTR in body and _ASSIGNS.search(body[::2]) is not None
+            if assigns or "setattr" in one.co_names:
+                found.update(chain for chain in _chains_in(one) if chain[0] in roots)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _chains_in(code: CodeType) -> frozenset[_Chain]:
+    found = set[_Chain]()
+    chain: _Chain = ()
+    before = ""
+    for kind, value in _steps(code):
+        if kind in _LOADS:
+            before = "setattr" if chain == ("setattr",) else ""
+            chain = (value,)
+        elif chain and kind in _ATTRIBUTES:
+            if before == "copy":  # X.attr += value
+                found.add((*chain, value))
+            chain += (value,)
+        elif chain and kind in _COPIES:
+            before = "copy"
+        else:
+            sets = kind == "LOAD_CONST" and before == "setattr" and type(value) is str
+            if chain and (sets or kind == "STORE_ATTR"):
+                found.add((*chain, value))
+            chain, before = (), ""
+    return frozenset(found)
+
+
+def _others(namespace: dict[str, Any], is_program: Callable[[str], bool]) -> set[str]:
+    """Return the globals that are modules, and not the program's."""
+    return {
+        name
+        for name, value in list(namespace.items())
+        if (module := _name_of(value)) is not None and not is_program(module)
+    }
+
+
+def _resolved(chains: Iterable[_Chain], namespace: dict[str, Any]) -> set[tuple[str, str]]:
+    found = set[tuple[str, str]]()
+    for root, *parts, attribute in chains:
+        value = namespace.get(root)
+        for part in parts:
+            # `getattr` could import a submodule.
+            value = None if _name_of(value) is None else _attributes_of(value).get(part)
+        name = _name_of(value)
+        if name is None or sys.modules.get(name) is not value:
+            continue
+        if name.partition(".")[0] not in _NOT_SENT:
+            found.add((name, attribute))
+    return found
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    # A lazy module is not loaded by this.
+    found = object.__getattribute__(value, "__dict__")
+    return found if type(found) is dict else {}
+
+
+def _name_of(value: Any) -> str | None:
+    """Return the name of a module; None: it is another object."""
+    if not issubclass(type(value), ModuleType):
+        return None
+    name = _attributes_of(value).get("__name__")
+    return name if type(name) is str else None
+
+
+def _assigned_by_modules(is_program: Callable[[str], bool]) -> set[tuple[str, str]]:
+    found = set[tuple[str, str]]()
+    tops: dict[str, bool] = {"__main__": False, "__mp_main__": False, "xpool": False}
+    for name, module in list(sys.modules.items()):
+        top = name.partition(".")[0]
+        own = tops.get(top)
+        if own is None:
+            own = tops[top] = top not in sys.stdlib_module_names and is_program(top)
+        if own and issubclass(type(module), ModuleType) and is_program(name):
+            namespace = _attributes_of(module)
+            size, chains = _of_modules.get(module, (-1, frozenset()))
+            if size != len(namespace):
+                chains = _chains_of(module, namespace, is_program)
+                _of_modules[module] = len(namespace), chains
+            found |= _resolved(chains, namespace)
+    return found
+
+
+def _chains_of(
+    module: ModuleType, namespace: dict[str, Any], is_program: Callable[[str], bool]
+) -> frozenset[_Chain]:
+    others = _others(namespace, is_program)
+    if not others:
+        return frozenset()
+    found = _chains(_functions(namespace), others)
+    try:
+        spec: Any = namespace.get("__spec__")
+        if spec.origin.endswith(".py"):
+            text = spec.loader.get_data(spec.origin)
+            said = [one.split(b".") for one in _ASSIGNS_IN_TEXT.findall(text)]
+            said += [[*one.split(b"."), last] for one, last in _SETS_IN_TEXT.findall(text)]
+            chains = {tuple(map(bytes.decode, one)) for one in said}
+            if all(one in found or one[0] not in others for one in chains):
+                return frozenset(found)
+        code = _code_of(module)
+    except Exception:  # the file is gone, is wrong by now, or its loader is a strange one
+        return frozenset(found)
+    return frozenset(found if code is None else found | _chains([code], others))
+
+
+def _functions(namespace: dict[str, Any]) -> Iterator[CodeType]:
+    """Yield the code of the functions and methods that have these globals."""
+    name = namespace.get("__name__")
+    for value in list(namespace.values()):
+        own = issubclass(type(value), type) and value.__module__ == name
+        for part in list(vars(value).values()) if own else [value]:
+            function = part.__func__ if type(part) in (staticmethod, classmethod) else part
+            function = function.fget if type(function) is property else function
+            while type(function) is FunctionType:
+                if function.__globals__ is namespace:
+                    yield function.__code__
+                function = vars(function).get("__wrapped__")

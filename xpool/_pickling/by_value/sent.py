@@ -1,0 +1,813 @@
+"""What a task sees: sends the functions, classes and globals of the program that a message uses.
+
+A message with functions or classes of the program names them.  Before it, the receiver gets the
+*state*: all definitions and globals that these use, as they are at the call.  `Book` finds them,
+from one to the next, for the workers of one pool:
+
+* A **definition** (a plain function, a class) of ``__main__``, or of a module that a worker cannot
+  import, is sent by value.  The receiver binds it to its name.
+* **Data** is what the other globals and the attributes of classes refer to, also in modules that a
+  worker can import.  Globals that refer to a common object are one *group*: they are pickled
+  together, so that they do in the receiver, too.
+
+Each of them has a serial number, which changes if its bytes change.  A receiver sets what has
+another number than what it has set last.  So a value that a worker has set itself stays until the
+program changes this value, or one that shares an object with it.
+
+For each message, the globals are compared with those that were sent last.  What cannot change is
+compared by identity, and all the rest is pickled once more.  A large group is in shared memory,
+once for each pool (`broadcast`), and is compared with that.
+
+The state is pickled once for many messages.  It stands at the beginning of the message's pickle, as
+a call of `received.prepare` whose result is dropped.
+
+A value that cannot be pickled is left out.  The `NameError` of a task that reads it says why.
+"""
+
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
+
+import atexit
+import copyreg
+import itertools
+import os
+import pickle
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pickle import PickleBuffer
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from xpool._memory.holds import Block
+from xpool._pickling import reducers
+from xpool._pickling.by_value import checks, classes, script_top, settings
+from xpool._pickling.by_value.functions import annotations_of, marshalled
+from xpool._pickling.by_value.names import ATOMS, found_by_name, is_simple
+from xpool._pickling.by_value.origin import (
+    IMPORTED,
+    INSTALLED,
+    MISSING,
+    SENT,
+    canonical,
+    is_program,
+    namespace,
+    origin_of,
+    renew_origins,
+)
+from xpool._pickling.by_value.reads import Key, reads
+from xpool._pickling.pickler import Pickled, write_global, write_group
+from xpool._pickling.policy import INLINE_BELOW, Layout
+from xpool._pickling.by_value.generators import is_generator
+from xpool._pickling.reducers import Group, in_place
+from xpool._python import at_fork
+from xpool._python.hidden import CachedFunction
+from xpool._python.interrupt import by_handler
+
+# Kinds of entries in a state.  `received` has a function for each.
+(
+    SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, ANNOTATIONS, VALUES, PLACED, REFUSED, LEFT_NONE,
+    REMOVED, CALL,
+) = range(12)  # fmt: skip
+
+Entry = tuple[Any, ...]
+"""``(kind, serial, first, keys, data)``.  With ``first``, the program has not changed it since it
+was first sent."""
+
+_SHARED_BY_ALL = ATOMS | {
+    tuple, frozenset, type, ModuleType, BuiltinFunctionType, CodeType, PickleBuffer, object, range,
+    slice, type(NotImplemented),
+}  # fmt: skip
+"""Types whose objects do not make a group of two globals that refer to them."""
+
+_OF_MODULES = frozenset(
+    {"__name__", "__builtins__", "__spec__", "__loader__", "__package__", "__cached__", "__path__"}
+)
+"""Globals that every module has for itself."""
+
+CALLS = ""
+"""Takes the place of a module in the keys of calls that each worker makes once."""
+
+_serials = itertools.count(1)
+
+# -- the globals and what is known of them --------------------------------------------------------
+
+_GONE, _PLAIN, _FUNCTION, _CLASS, _NAMED, _DATA = range(6)
+
+
+class _Node:
+    """A global, or an attribute of a class, as it was when it was looked at last."""
+
+    def __init__(self, kind: int, value: Any, names: Iterable[Key] = ()) -> None:
+        self.kind = kind
+        # Not kept alive if it is data, which may be large.
+        self.value = None if kind == _DATA else value
+        self.id = id(value)
+        self.names = frozenset(names)  # what the value uses
+        self.parts: Any = None  # of a function, those that are compared; of a class, likewise
+        self.written: Pickled | None = None
+        self.error = ""  # why there is no pickle
+        self.objects: set[int] = set()  # ids of the objects that another global may refer to, too
+        self.serial = 0
+        self.entry: tuple[Any, ...] = ()
+        self.large = False
+        self.group: _Group | None = None  # the group in which it was sent
+
+
+class _Group:
+    """Globals that refer to common objects, and what was sent of them."""
+
+    def __init__(self, keys: tuple[Key, ...], kind: int, data: Any) -> None:
+        self.keys, self.kind, self.data = keys, kind, data
+        self.serial = next(_serials)
+        self.first = True
+        self.leads = False  # whether the values use other globals
+
+    def entry(self) -> Entry:
+        data = self.data.parts[1] if self.kind == PLACED else self.data
+        return self.kind, self.serial, self.first, self.keys, data
+
+
+class _State(bytes):
+    """The pickled beginning of messages, with the blocks that it names."""
+
+    tokens: list[Block]
+    by_name: bytes
+
+
+_books: weakref.WeakSet["Book"] = weakref.WeakSet()
+
+
+@atexit.register
+def _forget() -> None:
+    # At its end, Python clears `__main__` while there is still a `sys.stdout`, unless others refer
+    # to its globals.
+    for book in list(_books):
+        book.forget()
+    registered.clear()
+    script_top.forget()
+
+
+class Book:
+    """The state that the workers of one pool have been told of."""
+
+    def __init__(self) -> None:
+        self.told: frozenset[Key] = frozenset()
+        self._nodes: dict[Key, _Node] = {}
+        self._groups: dict[tuple[Key, ...], _Group] = {}
+        self._sent: set[Key] = set()
+        self._state: _State | None = None
+        self._written = b""
+        self._place: Any = None  # the broadcast of a large state
+        self._settings: settings.Snapshot | None = None
+        self._imports: tuple[str, ...] = ()
+        self._calls = 0  # how many of `registered` it has
+        self._nones: dict[str, frozenset[str]] = {}
+        # What is compared for each message:
+        self._same: list[tuple[Any, str, Any]] = []
+        self._ids: list[tuple[Any, str, int]] = []
+        self._functions: list[tuple[Any, Any, Any, Any]] = []
+        self._classes: list[tuple[Any, list[int]]] = []
+        self._changing: list[tuple[type, Any]] = []  # classes with parts that may change in place
+        self._small: list[tuple[Any, str]] = []
+        self._small_bytes = b""
+        # By id: the objects without state that are globals of modules which workers import.
+        self._named: dict[int, Key] = {}
+        self._large: list[tuple[_Group, list[tuple[Any, str]]]] = []
+        _books.add(self)
+
+    def forget(self) -> None:
+        """Let all objects of the program go."""
+        self._nodes, self._same, self._ids, self._functions = {}, [], [], []
+        self._classes, self._changing, self._small, self._large = [], [], [], []
+        self.told, self._state = frozenset(), None
+
+    # -- comparing --------------------------------------------------------------------------------
+
+    def _holds(self) -> bool:
+        """Whether all globals are the same objects, and what cannot be compared so is equal."""
+        for holder, name, value in self._same:
+            if holder.get(name, MISSING) is not value:
+                return False
+        for holder, name, ident in self._ids:
+            if id(holder.get(name, MISSING)) != ident:
+                return False
+        for function, code, defaults, kwdefaults in self._functions:
+            if (
+                function.__code__ is not code
+                or function.__defaults__ is not defaults
+                or function.__kwdefaults__ is not kwdefaults
+                or function.__dict__
+            ):
+                return False
+        for cls, ids in self._classes:
+            if [*map(id, vars(cls).values())] != ids:
+                return False
+        for cls, definition in self._changing:
+            if classes.definition_of(cls) is not definition:
+                return False
+        if self._small:
+            values = [holder.get(name) for holder, name in self._small]
+            try:
+                written = write_group(values, Group({}, self._named), False)
+            except Exception as error:  # an object's `__reduce__` can raise any error
+                if by_handler(error):
+                    raise
+                return False
+            if b"".join(written.chunks) != self._small_bytes:
+                return False
+        return True
+
+    def _compare_large(self) -> bool:
+        """Whether the large groups equal their copies in shared memory; forget those that do not."""
+        equal = True
+        for group, places in self._large:
+            begun = time.perf_counter()
+            values = [holder.get(name) for holder, name in places]
+            try:
+                whole = values if len(values) > 1 else values[0]
+                written = write_group(whole, self._as_group(group.keys, values), True)
+                same = written.lies_in(group.data.content())
+            except Exception as error:  # an object's `__reduce__` can raise any error
+                if by_handler(error):
+                    raise
+                same = False
+            if same:
+                checks.took(group.keys[0], group.data.nbytes, time.perf_counter() - begun)
+            else:
+                equal = False
+                for key in group.keys:
+                    self._nodes.pop(key, None)
+        return equal
+
+    # -- finding ----------------------------------------------------------------------------------
+
+    def state(self, names: Iterable[Key], layout: Layout) -> _State:
+        """Return the state for a message that uses these names.  The caller holds `_lock`."""
+        renew_origins()
+        anew = not self.told.issuperset(names) or len(registered) != self._calls
+        if anew:
+            self.told |= frozenset(names) | self._of_all()
+        now = settings.snapshot()
+        if not self._holds() or anew:
+            # The large ones are compared first, so that those that are equal stay.
+            self._compare_large()
+            self._find(layout)
+        elif self._large and not self._compare_large():
+            self._find(layout)
+        elif now is self._settings and self._state is not None:
+            return self._state
+        self._settings = now
+        return self._write(layout)
+
+    def _of_all(self) -> set[Key]:
+        """Return the keys of what every worker gets."""
+        top = script_top.top_of_main(is_program)
+        self._nones["__main__"] = top.nones
+        self._imports = top.imports
+        of_script = registered.get(OF_SCRIPT)
+        if top.calls is not None and (of_script is None or of_script[0] is not top.calls):
+            registered[OF_SCRIPT] = top.calls, (), {}
+        self._calls = len(registered)
+        found = {(module, name) for module, name in top.assigned}
+        found.update((CALLS, name) for name in registered)
+        return found
+
+    def _find(self, layout: Layout) -> None:
+        """Look at all globals again, as far as they have changed, and at those that they use."""
+        nodes, todo = dict[Key, _Node](), set(self.told)
+        aliases, self._named = _globals_of_modules()
+        while todo:
+            key = todo.pop()
+            node = nodes[key] = self._look(key)
+            if aliases:
+                for one in node.objects & aliases.keys():
+                    todo.update(set(aliases[one]) - nodes.keys())
+            todo |= node.names - nodes.keys()
+        self.told = frozenset(nodes)
+        self._nodes = nodes
+        self._regroup(layout)
+        self._note_what_to_compare()
+
+    def _look(self, key: Key) -> _Node:
+        module, path = key
+        holder, name = place_of(key)
+        value = holder.get(name, MISSING) if holder is not None else MISSING
+        old = self._nodes.get(key)
+        if old is not None and old.id == id(value):
+            unchanged = (
+                old.kind in (_GONE, _PLAIN, _NAMED)
+                or (old.kind == _FUNCTION and old.parts == _parts_of(value))
+                or (old.kind == _DATA and old.large)
+            )
+            if unchanged:
+                return old
+        if value is MISSING:
+            return _Node(_GONE, value)
+        origin = SENT if module == CALLS else origin_of(module)
+        if module != CALLS and (path in _OF_MODULES or (
+            origin != SENT and path.startswith("__") and "." not in path
+        )):
+            return _Node(_NAMED, value)
+        if type(value) in ATOMS:
+            return self._plain(key, value)
+        is_class = isinstance(value, type)
+        if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
+            own = canonical(value.__module__) == module and value.__qualname__ == path
+            if own and origin == IMPORTED:
+                node = _Node(_NAMED, value, reads(value))
+                if is_class:
+                    self._note_class(node, value, module, path)
+                else:
+                    node.names |= {(module, f"{path}.{name}") for name in _data_of(value)}
+                return node
+            if own and is_class and classes.is_defined_by_statement(value):
+                return self._class(key, value)
+            if own and type(value) is FunctionType and is_simple(value):
+                return self._function(key, value)
+        return self._data(key, value)
+
+    def _plain(self, key: Key, value: Any) -> _Node:
+        """Return the node of a value that never changes."""
+        node = _Node(_PLAIN, value)
+        if type(value) in (str, bytes) and len(value) >= INLINE_BELOW:
+            node.written = write_group(value, Group({}, {}), True)
+        return node
+
+    def _function(self, key: Key, function: FunctionType) -> _Node:
+        node = _Node(_FUNCTION, function, reads(function))
+        node.parts = _parts_of(function)
+        annotations = annotations_of(function)
+        written = b""
+        if annotations:
+            try:
+                pickled = write_global(annotations)
+            except Exception as error:  # an object's `__reduce__` can raise any error
+                if by_handler(error):
+                    raise
+            else:
+                written = b"".join(pickled.chunks)
+                node.names |= pickled.names
+        code, defaults, kwdefaults = node.parts[:3]
+        data = marshalled(code), defaults, kwdefaults, function.__doc__
+        old = self._nodes.get(key)
+        ident = next(_serials)
+        if old is not None and old.kind == _FUNCTION and old.id == node.id:
+            ident = old.entry[0]
+        node.entry = ident, data, written
+        if old is not None and old.kind == _FUNCTION and old.entry == node.entry:
+            node.serial = old.serial
+        else:
+            node.serial = next(_serials)
+        return node
+
+    def _class(self, key: Key, cls: type) -> _Node:
+        definition = classes.definition_of(cls)
+        node = _Node(_CLASS, cls, definition.names)
+        node.entry = (classes.token_of(cls), definition.version, definition.blob, definition.names)
+        node.parts = definition
+        node.serial = definition.version
+        old = self._nodes.get(key)
+        if old is not None and old.kind == _CLASS and old.entry == node.entry:
+            node.serial = old.serial
+        else:
+            node.serial = next(_serials)
+        self._note_class(node, cls, *key)
+        return node
+
+    def _note_class(self, node: _Node, cls: type, module: str, path: str) -> None:
+        """Add the attributes of a class that are data, and those of the classes in it."""
+        found = set[Key]()
+        for inner, owner in classes.with_nested(path, cls):
+            found.update((module, f"{inner}.{name}") for name in classes.data_attributes(owner))
+        node.names |= found
+
+    def _data(self, key: Key, value: Any) -> _Node:
+        node = _Node(_DATA, value)
+        group = Group({id(value): key}, self._named, [])
+        assert group.objects is not None
+        try:
+            if key[0] != CALLS and _is_of_import(key, value):
+                raise _StaysInWorker
+            node.written = write_group(value, group, key[0] != CALLS)
+        except _StaysInWorker:
+            return _Node(_NAMED, value)
+        except Exception as error:  # an object's `__reduce__` can raise any error
+            if by_handler(error):
+                raise
+            node.error = f"{type(error).__name__}: {error}"
+            return node
+        if key[0] == CALLS:
+            node.names = frozenset(node.written.names)
+            return node
+        checks.warn_of(key, value, group)
+        node.names = frozenset(node.written.names)
+        node.objects = {id(one) for one in group.objects if type(one) not in _SHARED_BY_ALL}
+        # A list that keeps the objects alive: an id is that of one object as long as it exists.
+        node.objects -= {
+            id(one) for one in group.objects if type(one) is FunctionType and is_simple(one)
+        }
+        node.objects |= _memory_of(group.objects)
+        node.objects.add(id(value))
+        if type(value) in (FunctionType, type, BuiltinFunctionType) and found_by_name(value):
+            node.kind, node.value = _PLAIN, value
+        node.large = node.written.nbytes >= INLINE_BELOW
+        return node
+
+    # -- grouping ---------------------------------------------------------------------------------
+
+    def _regroup(self, layout: Layout) -> None:
+        """Divide the data into groups, and pickle those that are new or have changed."""
+        of_object: dict[int, list[Key]] = {}
+        for key, node in self._nodes.items():
+            if node.kind == _DATA and node.written is not None:
+                for one in node.objects:
+                    of_object.setdefault(one, []).append(key)
+        together: dict[Key, set[Key]] = {}
+        for keys in of_object.values():
+            if len(keys) > 1:
+                whole = set[Key]().union(*(together.get(key, {key}) for key in keys))
+                for key in whole:
+                    together[key] = whole
+        groups: dict[tuple[Key, ...], _Group] = {}
+        done = set[Key]()
+        for key in sorted(self._nodes):
+            node = self._nodes[key]
+            if key in done or node.kind in (_FUNCTION, _CLASS, _NAMED):
+                continue
+            if node.kind == _GONE and key not in self._sent:
+                continue
+            keys = tuple(sorted(together.get(key, {key})))
+            done.update(keys)
+            group = groups[keys] = self._group(keys, layout)
+            for one in keys:
+                self._nodes[one].group = group
+        self._groups = groups
+
+    def _group(self, keys: tuple[Key, ...], layout: Layout) -> _Group:
+        old = self._groups.get(keys)
+        node = self._nodes[keys[0]]
+        leads = any(self._nodes[key].names for key in keys)
+        if keys[0][0] == CALLS and node.written is not None:
+            return old or _Group(keys, CALL, b"".join(node.written.chunks))
+        if node.kind == _GONE:
+            kind, data = REMOVED, None
+        elif node.kind == _PLAIN and node.written is None:
+            kind, data = VALUES, [node.value]
+        elif node.written is None:
+            kind, data = self._refusal(keys[0], node)
+        else:
+            kind, data = self._pickled(keys, old, layout)
+        if old is not None and (kind, data) == (old.kind, old.data):
+            old.leads = leads
+            return old
+        group = _Group(keys, kind, data)
+        group.leads = leads
+        group.first = self._sent.isdisjoint(keys)
+        self._sent.update(keys)
+        return group
+
+    def _refusal(self, key: Key, node: _Node) -> tuple[int, str]:
+        module, path = key
+        nones = self._nones.get(module)
+        if nones is None:
+            nones = self._nones[module] = script_top.nones_of(module)
+        return LEFT_NONE if path in nones else REFUSED, node.error
+
+    def _pickled(
+        self, keys: tuple[Key, ...], old: _Group | None, layout: Layout
+    ) -> tuple[int, Any]:
+        nodes = [self._nodes[key] for key in keys]
+        written = nodes[0].written
+        assert written is not None
+        kept = old is not None and old.kind == PLACED
+        if kept and all(node.group is old for node in nodes):  # as `_compare_large` has found
+            assert old is not None
+            return PLACED, old.data
+        values: Any = [_value_of(key) for key in keys]
+        if len(keys) > 1:
+            written = write_group(values, self._as_group(keys, values), True)
+        if written.nbytes >= INLINE_BELOW:
+            for node in nodes:
+                node.large = True
+            if kept and written.lies_in(old.data.content()):  # type: ignore[union-attr]
+                return PLACED, old.data  # type: ignore[union-attr]
+            if layout.publisher is not None:
+                what = type(values[0]).__name__
+                return PLACED, layout.publisher(written.message, what)
+            whole = values if len(values) > 1 else values[0]
+            written = write_group(whole, self._as_group(keys, values), False)
+            return VALUES, b"".join(written.chunks)
+        for node in nodes:
+            node.large = False
+        return VALUES, b"".join(written.chunks)
+
+    def _as_group(self, keys: Iterable[Key], values: Iterable[Any]) -> Group:
+        own = {id(value): key for key, value in zip(keys, values, strict=True)}
+        return Group(own, self._named)
+
+    def _note_what_to_compare(self) -> None:
+        self._same, self._ids, self._functions = [], [], []
+        self._classes, self._changing, self._small, self._large = [], [], [], []
+        large = set[Key]()
+        for group in self._groups.values():
+            if group.kind == PLACED:
+                large.update(group.keys)
+                if not all(map(checks.is_final, group.keys)) and any(
+                    self._nodes[key].kind == _DATA for key in group.keys
+                ):
+                    self._large.append((group, [place_of(key) for key in group.keys]))
+        small = []
+        for key, node in self._nodes.items():
+            holder, name = place_of(key)
+            if holder is None:
+                continue
+            if key[0] == CALLS:
+                continue
+            if node.kind == _DATA:
+                self._ids.append((holder, name, node.id))
+                value = holder.get(name)
+                if node.written is not None and key not in large and not is_generator(value):
+                    small.append((key, holder, name))
+                continue
+            self._same.append((holder, name, node.value))
+            if node.kind == _FUNCTION:
+                self._functions.append((node.value, *node.parts[:3]))
+            elif isinstance(node.value, type) and node.kind in (_CLASS, _NAMED):
+                for _, owner in classes.with_nested(key[1], node.value):
+                    self._classes.append((owner, [*map(id, vars(owner).values())]))
+                if node.kind == _CLASS:
+                    methods, changes = classes.parts_of(node.value)
+                    self._functions += methods
+                    if changes:
+                        self._changing.append((node.value, node.parts))
+        small.sort(key=lambda one: one[0])
+        self._small = [(holder, name) for _, holder, name in small]
+        self._small_bytes = b""
+        if small:
+            values = [holder.get(name) for holder, name in self._small]
+            try:
+                written = write_group(values, Group({}, self._named), False)
+                self._small_bytes = b"".join(written.chunks)
+            except Exception as error:  # an object's `__reduce__` can raise any error
+                if by_handler(error):
+                    raise
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def _entries(self) -> tuple[list[Entry], list[Any]]:
+        now = self._settings
+        entries: list[Entry] = []
+        if now is not None and now.rows:
+            entries.append((SETTINGS, now.serial, False, (), now.rows))
+        if self._imports:
+            entries.append((IMPORTS, 0, False, (), self._imports))
+        modules = {key[0] for key in self._nodes} - {CALLS, "__main__"}
+        for module in sorted(modules):
+            if origin_of(module) == SENT:
+                facts = sys.modules.get(module)
+                about = getattr(facts, "__package__", None), hasattr(facts, "__path__")
+                entries.append((MODULE, 0, False, (), (module, *about)))
+        functions = [(k, n) for k, n in self._nodes.items() if n.kind == _FUNCTION]
+        functions.sort(key=lambda one: one[0])
+        for key, node in functions:
+            ident, data, _ = node.entry
+            entries.append((FUNCTION, node.serial, False, (key,), (ident, *data)))
+        defined = [(k, n) for k, n in self._nodes.items() if n.kind == _CLASS]
+        defined.sort(key=lambda one: one[0])
+        entries += [(CLASS, node.serial, False, (key,), node.entry) for key, node in defined]
+        entries += [
+            (ANNOTATIONS, node.serial, False, (key,), node.entry[2])
+            for key, node in functions
+            if node.entry[2]
+        ]
+        groups = sorted(self._groups.values(), key=_order)
+        entries += [group.entry() for group in groups]
+        return entries, [group.data for group in groups if group.kind == PLACED]
+
+    def _write(self, layout: Layout) -> _State:
+        entries, places = self._entries()
+        written = pickle.dumps(entries, 5)
+        if self._state is not None and written == self._written:
+            return self._state
+        self._written = written
+        serial = next(_serials)
+        tokens = [token for place in places if (token := place.parts[0]) is not None]
+        about = None
+        if len(written) >= INLINE_BELOW and layout.publisher is not None:
+            self._place = layout.publisher(lambda _: written, "program's state")
+            token, about = self._place.parts
+            if token is not None:
+                tokens.append(token)
+            written = b""
+        exact = layout.book is not None
+        head = HEAD.pack(_outgoing.sender, serial, exact, about is not None)
+        body = head + (written if about is None else pickle.dumps(about, 5))
+        state = _State(_call(_BY_NUMBER, body, len(tokens)))
+        state.by_name = _call(_BY_NAME, body, len(tokens))
+        state.tokens = tokens
+        self._state = state
+        return state
+
+
+HEAD = struct.Struct("<16sQ??")
+"""Of a state: the sender, the serial number, whether it is exact, and whether it is a place."""
+
+# The opcodes are those of Lib/pickle.py.
+copyreg.add_extension("xpool._pickling.by_value.received", "prepare", 0x78706FFF)
+_BY_NUMBER = b"\x84" + struct.pack("<I", 0x78706FFF)  # EXT4
+_BY_NAME = b"cxpool._pickling.by_value.received\nprepare\n"  # GLOBAL
+
+
+def _call(function: bytes, body: bytes, buffers: int) -> bytes:
+    """Return a pickle's beginning that calls a function with ``body`` and buffers.
+
+    It memoizes nothing, because the rest of the pickle counts from 0.
+    """
+    # PROTO 5, the function, MARK, BINBYTES8, NEXT_BUFFER, TUPLE, REDUCE, POP.
+    size = struct.pack("<Q", len(body))
+    return b"\x80\x05" + function + b"(\x8e" + size + body + b"\x97" * buffers + b"tR0"
+
+
+def _order(group: _Group) -> tuple[Any, ...]:
+    # Attributes come after their owners, values that use others after these, and calls last.
+    key = group.keys[0]
+    return key[0] == CALLS, any("." in path for _, path in group.keys), group.leads, group.keys
+
+
+# -- parts ---------------------------------------------------------------------------------------
+
+
+def _data_of(function: Any) -> list[str]:
+    """Return the names of a function's attributes that are data."""
+    found = []
+    for name, value in list(vars(function).items()):
+        kind = type(value)
+        code = kind in (FunctionType, BuiltinFunctionType) or isinstance(value, type)
+        if not code and not name.startswith("__"):
+            found.append(name)
+    return found
+
+
+class _StaysInWorker(Exception):
+    """The worker's own object takes the place of this one."""
+
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
+def _is_of_import(key: Key, value: Any) -> bool:
+    """Whether the import of a module makes an object that each process should have for itself."""
+    return type(value) in _LOCKS and origin_of(key[0]) == IMPORTED
+
+
+def _parts_of(function: Any) -> tuple[Any, ...]:
+    kwdefaults = function.__kwdefaults__
+    return (
+        function.__code__,
+        function.__defaults__,
+        kwdefaults,
+        function.__doc__,
+        None if kwdefaults is None else dict(kwdefaults),
+        is_simple(function),
+    )
+
+
+def place_of(key: Key) -> tuple[Any, str]:
+    """Return the namespace (or None) in which a global or attribute is, and its name there."""
+    module, path = key
+    if module == CALLS:
+        return registered, path
+    if "." not in path:
+        return namespace(module), path
+    root, *inner, name = path.split(".")
+    owner = namespace(module).get(root)
+    for one in inner:
+        owner = getattr(owner, "__dict__", {}).get(one)
+    return getattr(owner, "__dict__", None), name
+
+
+def _value_of(key: Key) -> Any:
+    holder, name = place_of(key)
+    return MISSING if holder is None else holder.get(name, MISSING)
+
+
+def _memory_of(objects: list[Any]) -> set[int]:
+    """Return the addresses of the memory of arrays and tensors, less one, which is no `id`."""
+    found = set[int]()
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    array: Any = getattr(numpy, "ndarray", ())
+    tensor: Any = getattr(torch, "Tensor", ())
+    if not array and not tensor:
+        return found
+    for one in objects:
+        if isinstance(one, array):
+            base = one
+            while isinstance(base.base, array):
+                base = base.base
+            if base.nbytes:
+                found.add(base.__array_interface__["data"][0] | 1)
+        elif isinstance(one, tensor):
+            try:
+                address = one.untyped_storage().data_ptr()
+            except Exception:  # sparse and other tensors have no storage
+                continue
+            if address:
+                found.add(address | 1)
+    return found
+
+
+def _globals_of_modules() -> tuple[dict[int, list[Key]], dict[int, Key]]:
+    """Return, by id, the globals of modules that workers import, other than definitions.
+
+    The second dict has those that have no state (``UNSET = Unset()``): by name they are the worker's
+    own objects, which defaults of functions in these modules refer to, too.
+    """
+    found: dict[int, list[Key]] = {}
+    named: dict[int, Key] = {}
+    for name, module in list(sys.modules.items()):
+        if name in ("__main__", "__mp_main__") or origin_of(name) != IMPORTED:
+            continue
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            kind = type(value)
+            free = kind is not object and kind in _SHARED_BY_ALL
+            if free or kind is FunctionType or isinstance(value, type):
+                continue
+            if kind is object or (type(attribute) is str and not attribute.startswith("__")):
+                found.setdefault(id(value), []).append((name, attribute))
+                if _has_no_state(value):
+                    named.setdefault(id(value), (name, attribute))
+    return found, named
+
+
+def _has_no_state(value: Any) -> bool:
+    kind = type(value)
+    if kind is object:
+        return True
+    if origin_of(kind.__module__) == INSTALLED or kind.__basicsize__ > _EMPTY.__basicsize__:
+        return False
+    if kind.__mro__[-2].__flags__ & _HEAP_TYPE == 0 or getattr(value, "__dict__", None):
+        return False  # derived from a type in C, such as `dict`
+    return not any(vars(base).get("__slots__") for base in kind.__mro__)
+
+
+class _EMPTY:
+    pass
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it
+
+
+# -- calls that every worker makes ----------------------------------------------------------------
+
+registered: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+"""The calls that every worker makes before its first task, by a name."""
+
+OF_SCRIPT = "calls of the script"
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+class _Outgoing:
+    """The state of a sender, guarded by `_lock`."""
+
+    def __init__(self) -> None:
+        self.sender = os.urandom(16)
+        self.anyone = Book()  # for messages that belong to no pool
+
+
+class _Program:
+    """Answers the pickler's questions about the program."""
+
+    def pickled_namespace(self, values: dict[Any, Any]) -> Any:
+        """Reduce the globals of ``__main__``.  Return `NotImplemented` for any other dict."""
+        if values is namespace("__main__"):
+            return namespace, ("__main__",)
+        return NotImplemented
+
+    def preface(
+        self, pickler: Any, names: set[Key], layout: Layout
+    ) -> tuple[bytes, list[PickleBuffer]]:
+        """Return the beginning of a message that uses these names, and its buffers."""
+        book = layout.book or _outgoing.anyone
+        with _lock:
+            state = book.state(names, layout)
+        buffers = [in_place(pickler, token) for token in state.tokens]
+        return state if layout.out_of_band else state.by_name, buffers
+
+    def told(self, layout: Layout) -> frozenset[Key]:
+        """Return the names that the last message of a pool has brought, with all that they use."""
+        return frozenset() if layout.book is None else layout.book.told
+
+
+# Guards `_outgoing` and books.  Also held while values are pickled, so that two threads do not give
+# one value two numbers.  Reentrant, because pickling runs code that may send an object.
+_lock = threading.RLock()
+_outgoing = _Outgoing()
+reducers.script = _Program()
+
+
+at_fork.renew(globals(), _lock=threading.RLock, _outgoing=_Outgoing)  # a child is another sender
