@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from xpool._engine.channel import Channel, PipeChannel, bundle, disown, owned
+from xpool._engine.channel import Channel, PipeChannel, bundle
 from xpool._engine.jobs.deadlines import Deadlines
 from xpool._engine.jobs.scheduler import InFlight
 from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates, step
@@ -17,6 +17,7 @@ from xpool._engine.launch import Handle, Launcher
 from xpool._engine.reactor import Timer
 from xpool._engine.relay import Relay
 from xpool._memory.arena import Arena
+from xpool._python.parents_only import disown, owned
 from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, Outbox
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._wire.wire import Refusal

@@ -1,16 +1,22 @@
 """Starts the process of a fork server, with the program's options of Python.
 
 The server reads its code from an anonymous file, because other users can read a command line.
+
+It is started by `os.posix_spawn`, which returns when the process runs its program.  `subprocess`
+would wait for the end of a pipe until then.  If another thread forks meanwhile, that child has a
+copy of the pipe's end, so the wait would last as long as the child.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
-import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from xpool._python.interrupt import shielded
 
@@ -21,9 +27,14 @@ _ORDER = (
     "os._exit(main({fd}, {imports}, {nice}))"
 )
 
+# It closes what the program has left inheritable, but not what `site` has opened in this process.
 _COMMAND = """\
 import os  # xpool._worker.server
-with os.fdopen({fd}) as file: order = file.read()
+with os.fdopen({file}) as file: order = file.read()
+for fd in map(int, os.listdir("/proc/self/fd")):
+    try:
+        if fd > 2 and fd != {fd} and os.get_inheritable(fd): os.close(fd)
+    except OSError: pass
 exec(order)
 """
 
@@ -34,29 +45,86 @@ _LETTERS = {
 """Options that change what code does, by their names in `sys.flags`."""
 
 
-def start(fd: int, *imports: Sequence[str]) -> subprocess.Popen[bytes]:
+class ServerProcess:
+    """A started server.  Any thread may call the methods."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None  # as in `subprocess.Popen`
+        self._lock = threading.Lock()  # held while it is reaped or killed: its pid is valid then
+
+    def poll(self) -> int | None:
+        """Return its exit code; None: it runs."""
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    if pid:
+                        self.returncode = os.waitstatus_to_exitcode(status)
+                except ChildProcessError:
+                    self.returncode = 0  # reaped by other code of the program, or SIGCHLD ignored
+            return self.returncode
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end, at most ``timeout`` seconds; return its exit code; None: it runs."""
+        with contextlib.suppress(OSError):  # it was reaped; or no descriptor is free
+            fd = os.pidfd_open(self.pid)
+            try:
+                poller = select.poll()
+                poller.register(fd, select.POLLIN)
+                poller.poll(timeout * 1000)
+            finally:
+                os.close(fd)
+        return self.poll()
+
+    def kill(self) -> None:
+        """Kill it, if it runs.
+
+        Raises:
+            PermissionError: it has another user.
+        """
+        with self._lock:
+            if self.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+
+
+def start(fd: int, *imports: Sequence[str]) -> ServerProcess:
     """Start a server that reads requests from the descriptor ``fd``.  Its `main` gets ``imports``.
 
     Raises:
         OSError: the process cannot be started.
     """
     lists = ", ".join(ascii(list(names)) for names in imports)
-    order = _ORDER.format(path=search_path(), fd=fd, imports=lists, nice=_niceness())
     file = os.memfd_create("xpool-order")
     try:
+        # The numbers in the new process: they differ from all that are copied there.
+        used = {0, 1, 2, fd, file}
+        its_fd, its_file, spare = [n for n in range(3, 11) if n not in used][:3]
+        order = _ORDER.format(path=search_path(), fd=its_fd, imports=lists, nice=_niceness())
         os.write(file, order.encode())
         os.lseek(file, 0, os.SEEK_SET)
+        # A copy stays open when the program starts, even of a descriptor with FD_CLOEXEC.
+        actions: list[tuple[Any, ...]] = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0),
+            (os.POSIX_SPAWN_DUP2, fd, its_fd),
+            (os.POSIX_SPAWN_DUP2, file, its_file),
+        ]
+        for stream in (1, 2):
+            if is_open(stream):
+                actions += [
+                    (os.POSIX_SPAWN_DUP2, stream, spare),
+                    (os.POSIX_SPAWN_DUP2, spare, stream),
+                    (os.POSIX_SPAWN_CLOSE, spare),
+                ]
+            else:
+                actions += [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0)]
+        command = [sys.executable, *_options(), "-c", _COMMAND.format(fd=its_fd, file=its_file)]
         with interrupts_blocked():
-            return subprocess.Popen(
-                [sys.executable, *_options(), "-c", _COMMAND.format(fd=file)],
-                pass_fds=[fd, file],
-                stdin=subprocess.DEVNULL,
-                # Given as numbers, so that Popen passes them on even if they have FD_CLOEXEC.
-                stdout=1 if is_open(1) else subprocess.DEVNULL,
-                stderr=2 if is_open(2) else subprocess.DEVNULL,
-            )
+            pid = os.posix_spawn(command[0], command, os.environ, file_actions=actions)
     finally:
         os.close(file)
+    return ServerProcess(pid)
 
 
 def _options() -> list[str]:

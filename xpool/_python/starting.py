@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 _made: dict[threading.Thread, threading.Thread] = vars(threading)["_limbo"]
@@ -42,3 +43,15 @@ class PromptThread(threading.Thread):
             if timeout is not None:
                 timeout -= time.monotonic() - begun
         super().join(timeout)
+
+
+def aside(call: Callable[[], object], name: str) -> bool:
+    """Have ``call()`` made by a thread of its own; return False if the system refuses a thread.
+
+    For work that may wait, while the caller holds a lock.
+    """
+    try:
+        PromptThread(target=call, name=name, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
