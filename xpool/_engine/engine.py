@@ -281,8 +281,11 @@ class Engine:
             self._reactor.wake()
 
     def close(self) -> None:
-        """Close the engine's own descriptors; all workers have ended."""
+        """Close the engine's own descriptors, and kill workers whose end it could not await."""
         with self.lock:
+            for worker in self.workers:
+                if worker.handle is not None:
+                    worker.ended(seen=False)
             self._reactor.close()
         # Do not hold the lock: the arena's end is slow, and the relay waits for log handlers, which
         # may use this pool.

@@ -5,6 +5,7 @@ Workers that are threads of one process have a channel each, and share the handl
 
 # No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
+import contextlib
 import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -304,12 +305,20 @@ class WorkerProcess:
 
     # -- it has ended --------------------------------------------------------------------------
 
-    def ended(self) -> None:
-        """Release everything that belongs to a process that has ended."""
-        assert self.handle is not None and self._channel is not None
-        self._transition(WorkerEvent.GONE)
+    def ended(self, seen: bool = True) -> None:
+        """Release everything that belongs to a process that has ended.
+
+        ``seen``: if False, it is killed now: the engine's thread ends and cannot await its end.
+        """
+        if seen:
+            self._transition(WorkerEvent.GONE)
+        else:
+            with contextlib.suppress(Exception):  # the lifeline is cut first, so it ends
+                self.kill()
+            self.state = WorkerStates.ABSENT
         self.cancel_timers()
         handle, channel = self.handle, self._channel
+        assert handle is not None and channel is not None
         self.handle = self._channel = self.control = self.attachment = None
         channel.close()
         # The last sibling closes the handle of the process.
