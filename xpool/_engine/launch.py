@@ -284,7 +284,8 @@ class ForkServer:
         imports = ", ".join(self.preload)
         return XPoolError(
             f"the fork server ended before it had forked the worker, {exit_reason(code)}"
-            f"{f'; it imports {imports} first' if imports else ''}. Look at its output on stderr"
+            f"{f'; it imports {imports} first' if imports else ''}. Look at its output on stderr. "
+            f"Its program is {process.path}"
         )
 
     def _ask(self, request: bytes, boot: int, status: int) -> None:

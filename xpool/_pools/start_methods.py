@@ -19,6 +19,7 @@ from xpool._engine.launch import (
     wanted_modules,
 )
 from xpool._pickling.by_value.main import main_is_importable
+from xpool._python.server_process import interpreter
 from xpool.errors import OptionError
 
 
@@ -39,7 +40,9 @@ def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False)
         context = multiprocessing.get_context(context)
     if context.get_start_method() == "fork":
         _refuse_fork_of_runtime()
-    elif unguarded_script() is not None:
+        return ProcessLauncher(context)
+    interpreter(freeze_support=True)
+    if unguarded_script() is not None:
         raise OptionError(
             f"context={context.get_start_method()!r} runs {unguarded_script()} again in every "
             'worker; put the code that makes the pool behind if __name__ == "__main__": '

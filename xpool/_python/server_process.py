@@ -18,6 +18,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from xpool._python.anonymous import new_file
+from xpool._python.base_error import XPoolError
 from xpool._python.interrupt import shielded
 
 # Garbage collection is off during the imports: it would take milliseconds and find nothing.
@@ -48,8 +50,9 @@ _LETTERS = {
 class ServerProcess:
     """A started server.  Any thread may call the methods."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, path: str) -> None:
         self.pid = pid
+        self.path = path  # of its program
         self.returncode: int | None = None  # as in `subprocess.Popen`
         self._lock = threading.Lock()  # held while it is reaped or killed: its pid is valid then
 
@@ -89,14 +92,64 @@ class ServerProcess:
                     os.kill(self.pid, signal.SIGKILL)
 
 
+def interpreter(*, freeze_support: bool = False) -> str:
+    """Return the path of the Python that new processes run, as for those of `multiprocessing`.
+
+    ``freeze_support``: a frozen program may be started again, because `multiprocessing` does it.
+
+    Raises:
+        XPoolError: there is none, or it is a program that would start itself again.
+    """
+    # `multiprocessing.set_executable` imports this module.
+    spawn: Any = sys.modules.get("multiprocessing.spawn")
+    path = os.fsdecode((sys.executable if spawn is None else spawn.get_executable()) or "")
+    if not path:
+        raise XPoolError(
+            "sys.executable is empty, so no Python is known that could run the workers; name one "
+            "of this version by multiprocessing.set_executable()"
+        )
+    frozen = getattr(sys, "frozen", False)
+    if frozen and freeze_support:
+        _refuse_copy()
+    # `orig_argv` is empty if a program has the interpreter as a library.
+    elif (frozen or not sys.orig_argv) and _is_this_program(path):
+        kind = "a frozen program" if frozen else "a program with Python inside"
+        raise XPoolError(
+            f"{path} is {kind}, which would start itself again instead of workers; name a Python "
+            "of this version by multiprocessing.set_executable(), or start the workers by "
+            "context='fork' or, with multiprocessing.freeze_support(), context='spawn'"
+        )
+    return path
+
+
+def _is_this_program(path: str) -> bool:
+    try:
+        return os.path.samefile(path, "/proc/self/exe")
+    except OSError:
+        return path == sys.executable
+
+
+def _refuse_copy() -> None:
+    """Raise an error in a copy of a frozen program that does not call `freeze_support`."""
+    # In a process that `multiprocessing` has set up, `sys.argv` is that of the program.
+    words = sys.argv[-1] if sys.argv[-2:-1] == ["-c"] else ""
+    if sys.argv[1:2] == ["--multiprocessing-fork"] or words.startswith("from multiprocessing"):
+        raise XPoolError(
+            "multiprocessing has started this copy of a frozen program instead of a worker; call "
+            "multiprocessing.freeze_support() at the beginning of the program"
+        )
+
+
 def start(fd: int, *imports: Sequence[str]) -> ServerProcess:
     """Start a server that reads requests from the descriptor ``fd``.  Its `main` gets ``imports``.
 
     Raises:
         OSError: the process cannot be started.
+        XPoolError: no Python is known.
     """
+    path = interpreter()
     lists = ", ".join(ascii(list(names)) for names in imports)
-    file = os.memfd_create("xpool-order")
+    file = new_file("xpool-order")
     try:
         # The numbers in the new process: they differ from all that are copied there.
         used = {0, 1, 2, fd, file}
@@ -119,12 +172,12 @@ def start(fd: int, *imports: Sequence[str]) -> ServerProcess:
                 ]
             else:
                 actions += [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0)]
-        command = [sys.executable, *_options(), "-c", _COMMAND.format(fd=its_fd, file=its_file)]
+        command = [path, *_options(), "-c", _COMMAND.format(fd=its_fd, file=its_file)]
         with interrupts_blocked():
             pid = os.posix_spawn(command[0], command, os.environ, file_actions=actions)
     finally:
         os.close(file)
-    return ServerProcess(pid)
+    return ServerProcess(pid, path)
 
 
 def _options() -> list[str]:
@@ -136,9 +189,18 @@ def _options() -> list[str]:
 
 
 def credentials() -> tuple[object, ...]:
-    """Return user, groups, umask and niceness, which a process inherits and often cannot change."""
-    with open("/proc/self/status", "rb") as file:
-        facts = file.read().splitlines()
+    """Return user, groups, umask and niceness, which a process inherits and often cannot change.
+
+    Raises:
+        XPoolError: there is no /proc.
+    """
+    try:
+        with open("/proc/self/status", "rb") as file:
+            facts = file.read().splitlines()
+    except FileNotFoundError as exc:
+        raise XPoolError(
+            "/proc is not mounted here, and pools of processes need it; mount it, or use ThreadPool"
+        ) from exc
     names = b"Umask:", b"Uid:", b"Gid:", b"Groups:"
     return (*(fact for fact in facts if fact.startswith(names)), _niceness())
 
