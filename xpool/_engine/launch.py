@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from xpool._engine.forked import Forked
 from xpool._python import at_fork, parents_only, server_process, sockets
-from xpool._python.interrupt import deliver, interruptible, pending
+from xpool._python.interrupt import deliver, interruptible, pending, until_interrupted
 from xpool._python.starting import aside
 from xpool._worker import entry
 from xpool.errors import OptionError, XPoolError, exit_reason
@@ -340,7 +340,9 @@ class ForkServer:
 
 
 at_fork.at_fork(in_child=ForkServer.forget_all)
-atexit.register(ForkServer.stop_idle)  # for programs without pools; others use `stop_all`
+atexit.register(
+    until_interrupted(ForkServer.stop_idle)
+)  # for programs without pools; others use `stop_all`
 
 
 class StandIns:

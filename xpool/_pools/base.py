@@ -33,7 +33,7 @@ from xpool._pools.public import PublicVerbs
 from xpool._pools.submitters import HookSubmitter
 from xpool._pools.turns import take_turns
 from xpool._python import at_fork
-from xpool._python.interrupt import interruptible, shielded
+from xpool._python.interrupt import interruptible, shielded, until_interrupted
 from xpool._python.starting import PromptThread
 from xpool.errors import OptionError, TimeoutError
 
@@ -416,6 +416,7 @@ at_exit: list[Callable[[], None]] = []
 
 
 @atexit.register
+@until_interrupted
 def _at_exit() -> None:
     for pool in _living():
         if not pool._life.finished.is_set():
