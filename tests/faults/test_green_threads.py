@@ -15,13 +15,19 @@ pytestmark = pytest.mark.xpool_only
 LIBRARIES = {"gevent": "gevent.monkey", "eventlet": "eventlet.patcher"}
 
 
+def install(monkeypatch: pytest.MonkeyPatch, library: str, patched: str) -> None:
+    """Install a module that reports one patched module, as the library does."""
+    module = types.ModuleType(LIBRARIES[library])
+    for name in "is_module_patched", "is_monkey_patched":
+        setattr(module, name, lambda one: one == patched)
+    monkeypatch.setitem(sys.modules, LIBRARIES[library], module)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("patched", ["thread", "socket", "select"])
 def test_a_patched_program_is_refused(kind, make_pool, monkeypatch, library, patched):
     """The first pool raises an error that names the library and what it has patched."""
-    module = types.ModuleType(LIBRARIES[library])
-    module.is_module_patched = module.is_monkey_patched = lambda name: name == patched
-    monkeypatch.setitem(sys.modules, LIBRARIES[library], module)
+    install(monkeypatch, library, patched)
     with pytest.raises(XPoolError, match=f"^{library} has patched {patched} in this program"):
         make_pool(kind, 1)
 
@@ -29,9 +35,7 @@ def test_a_patched_program_is_refused(kind, make_pool, monkeypatch, library, pat
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_program_that_only_imports_it(kind, make_pool, monkeypatch, library):
     """A library that has patched nothing is no reason to refuse."""
-    module = types.ModuleType(LIBRARIES[library])
-    module.is_module_patched = module.is_monkey_patched = lambda name: False
-    monkeypatch.setitem(sys.modules, LIBRARIES[library], module)
+    install(monkeypatch, library, "")
     assert make_pool(kind, 1).apply(abs, (-1,)) == 1
 
 
