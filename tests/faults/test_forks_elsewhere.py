@@ -311,3 +311,35 @@ INHERITABLE = """
 def test_the_server_has_no_descriptor_of_the_program(tmp_path):
     """A server closes descriptors that the program has left inheritable."""
     scripts.run_ok([scripts.write(tmp_path / "inheritable.py", INHERITABLE)])
+
+
+LATE = """
+    import os
+    from xpool._python import at_fork
+
+    calls, late = [], [True]
+
+    def register():
+        if late:
+            late.clear()
+            at_fork.at_fork(
+                before=lambda: calls.append("before"), in_parent=lambda: calls.append("in parent")
+            )
+
+    def fork():
+        pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    os.register_at_fork(before=register)
+    fork()
+    assert calls == []
+    fork()
+    assert calls == ["before", "in parent"]
+"""
+
+
+def test_a_module_that_is_imported_during_a_fork(tmp_path):
+    """Its function for the parent, which may release a lock, is called only after the other."""
+    scripts.run_ok([scripts.write(tmp_path / "late.py", LATE)])
