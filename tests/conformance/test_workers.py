@@ -6,11 +6,14 @@ import collections
 import multiprocessing
 import os
 import threading
+import types
 
 import pytest
 from support import scripts, work
 from support.kinds import PROCESS_KINDS, STDLIB
 from support.waiting import eventually
+
+from xpool import OptionError
 
 
 @pytest.fixture(autouse=True)
@@ -261,6 +264,60 @@ def test_contexts(make_pool, mailbox, gate, name):
     assert pool.map(work.context_and, range(4)) and pool.starmap(work.context_and, [(1,)])
     assert [x for _, x in pool.imap(work.context_and, range(4))] == list(range(4))
     assert pool.apply(work.context_and, (), {"x": 9})[1] == 9
+
+
+class Entered:
+    """A context that counts how often its worker has entered it."""
+
+    def __init__(self) -> None:
+        self.times, self.thread, self.seen = 0, "", 0
+
+    def enter(self) -> None:
+        self.times += 1
+        self.thread = threading.current_thread().name
+
+
+def times_entered(context):
+    context.seen += 1
+    return context.times, context.thread == threading.current_thread().name
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("name", ["CtxPool", "CtxThreadPool"])
+def test_a_context_is_entered(make_pool, name):
+    """A worker calls its context's `enter` once, in the thread that runs its tasks."""
+    import xpool
+
+    pool = make_pool(getattr(xpool, name), worker_contexts=[Entered()])
+    assert [pool.apply(times_entered) for _ in range(2)] == [(1, True)] * 2
+
+
+class Refusing:
+    def enter(self) -> None:
+        raise ValueError("no device")
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("name", ["CtxPool", "CtxThreadPool"])
+def test_a_context_cannot_be_entered(make_pool, name):
+    """If `enter` raises, the worker cannot start, and the error says why."""
+    import xpool
+
+    pool = make_pool(getattr(xpool, name), worker_contexts=[Refusing()])
+    with pytest.raises((xpool.WorkerStartFailed, xpool.PoolClosed), match="ValueError: no device"):
+        pool.apply(times_entered)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("env", {"OMP_NUM_THREADS": "1"}), ("cpus", (0,)), ("cpus", [0])]
+)
+def test_threads_are_not_bound(name, value):
+    """A context that binds its process is refused for threads, which share one."""
+    from xpool import CtxThreadPool
+
+    context = types.SimpleNamespace(**{name: value})
+    with pytest.raises(OptionError, match=rf"worker_contexts\[0\] has {name}, .*use CtxPool"):
+        CtxThreadPool(worker_contexts=[context])
 
 
 @pytest.mark.xpool_only

@@ -18,7 +18,7 @@ from support import work
 from support.programs import PROGRAM
 from support.waiting import eventually
 
-from xpool import CtxThreadPool, OptionError, Pool, ThreadPool
+from xpool import CtxPool, OptionError, Pool, ThreadPool
 from xpool._pools.journal import Journal
 from xpool.devices import devices
 
@@ -237,9 +237,9 @@ def test_a_broadcast_counts_by_its_value(path):
 def test_contexts_of_workers_count(path):
     """A worker's context is a part, but not the device on which it runs."""
     for n in (1, 2):
-        with CtxThreadPool(worker_contexts=devices("cpu", n=n)) as pool:
+        with CtxPool(worker_contexts=devices("cpu", n=n)) as pool:
             assert pool.map(ask_length, [[1]], journal=path) == [1]
-    with CtxThreadPool(worker_contexts=["a"]) as pool:
+    with CtxPool(worker_contexts=["a"]) as pool:
         with pytest.raises(OptionError, match="a change of the worker_contexts"):
             pool.map(ask_length, [[1]], journal=path)
 

@@ -13,6 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from xpool._engine import channel as channel_module
+from xpool._python import parents_only
 from xpool._wire.outbox import CAPACITY, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 from xpool._wire.pipes import BlockingFrameReader, FrameReader, FrameWriter
 from xpool._wire.wire import TO_PARENT
@@ -225,7 +226,7 @@ def test_no_fork_while_a_channel_is_made(monkeypatch):
 
     def look(original, *args):
         def fork():
-            could_fork.append(channel_module._forking.acquire(blocking=False))
+            could_fork.append(parents_only.no_fork.acquire(blocking=False))
 
         thread = threading.Thread(target=fork)
         thread.start()

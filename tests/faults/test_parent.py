@@ -293,3 +293,25 @@ def test_parent_killed_that_has_forked(tmp_path):
     finally:
         for pid in copies:
             os.kill(pid, signal.SIGKILL)
+
+
+AT_EXIT = """
+    import os, signal
+    import xpool
+
+    class Interrupted(xpool.Pool):
+        def terminate(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            super().terminate()
+
+    if __name__ == "__main__":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        pool = Interrupted(2)
+        print(*pool.run_all(os.getpid))
+"""
+
+
+def test_ctrl_c_at_the_end_of_the_program(tmp_path):
+    """Ctrl-C while a program's end stops its pools prints nothing, and the workers end."""
+    out = scripts.run_ok([scripts.write(tmp_path / "parent.py", AT_EXIT)])
+    assert wait_gone([int(pid) for pid in out.split()]) == []

@@ -165,6 +165,18 @@ def test_jobs_are_pure():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def test_sockets_are_made_in_one_place():
+    """Only `xpool._python.sockets` makes sockets, since each needs a time limit of its own."""
+    makers = ("socket.socket(", "socketpair(", "fromfd(", "create_server(")
+    telling = {
+        path.name: [one for one in makers if one in path.read_text("utf-8")] for path in FILES
+    }
+    assert {name for name, found in telling.items() if found} == {
+        "sockets.py",
+        "kinds.py",  # binds sockets to find free ports, and waits for nothing
+    }
+
+
 def test_fork_hooks_are_in_one_place():
     """Fork hooks are registered in `xpool._python.at_fork` alone, so that their order is
     visible."""
@@ -307,4 +319,4 @@ def test_a_first_map_imports_no_more_than_it_needs(tmp_path: Path):
             break
     assert not late & workers
     for modules in ours, workers:
-        assert sum(name.startswith("xpool") for name in modules) <= 122
+        assert sum(name.startswith("xpool") for name in modules) <= 125

@@ -51,6 +51,11 @@ LARGEST_PID = 1 << 22
 MOST_WORKERS = 4
 
 
+def no_thread(call: Callable[[], object], name: str) -> bool:
+    """Refuse a thread, so that the engine's own turn starts processes."""
+    return False
+
+
 class _Plan:
     """The outcome of one run of a task."""
 
@@ -190,7 +195,7 @@ class EngineWorld(World):
                 lifetime=None if siblings else self.one_of([None, None, 1, 2, 7]),
                 processes=siblings,
             ),
-            System(SimReactor(self), functools.partial(SimWorker, self)),
+            System(SimReactor(self), functools.partial(SimWorker, self), no_thread),
         )
         self.engine._monitor.answers._chance = random.Random(seed).random
         self.spy()

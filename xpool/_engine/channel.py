@@ -1,8 +1,4 @@
-"""The channel to a worker: two pipes, the shared page, and the descriptors beside them.
-
-Each forked child of the program closes the descriptors that only the parent may hold.  For example,
-a copy of the writing end of a lifeline would keep a worker alive after its parent.
-"""
+"""The channel to a worker: two pipes, the shared page, and the descriptors beside them."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import os
 import select
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,35 +14,11 @@ from xpool._engine.launch import Handle
 from xpool._engine.relay import Channel as LogChannel
 from xpool._engine.relay import Relay
 from xpool._memory.arena import Arena
-from xpool._python import at_fork
+from xpool._python import parents_only, sockets
+from xpool._python.parents_only import owned
 from xpool._wire.outbox import NO_LIMIT, Outbox, make_file
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._worker.entry import ONE, SEVERAL
-
-# Shared by all pools.  Needs no lock: adding to a set is atomic.
-_parents_only: set[int] = set()
-
-_forking = threading.RLock()
-"""Held during a fork and while a channel is made, so that no child inherits an unlisted descriptor.
-Reentrant, since a finalizer may fork."""
-
-
-def owned(fd: int) -> int:
-    """List a descriptor to be closed in each forked child; return it."""
-    _parents_only.add(fd)
-    return fd
-
-
-def disown(fd: int) -> None:
-    """Remove a descriptor from the list: its owner closes it."""
-    _parents_only.discard(fd)
-
-
-def _close(fd: int) -> None:
-    # Remove it first: after `close`, another file may get its number, and a forked child would
-    # close that file.
-    _parents_only.discard(fd)
-    os.close(fd)
 
 
 def _widen(fd: int) -> None:
@@ -57,18 +28,6 @@ def _widen(fd: int) -> None:
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, 1 << 20)
         except (OSError, AttributeError):
             return  # above the user's limit of pipe memory; the default of 64 KiB works, too
-
-
-def _after_fork_in_child() -> None:
-    for fd in _parents_only:
-        os.close(fd)
-    _parents_only.clear()
-
-
-at_fork.at_fork(in_child=_after_fork_in_child)
-# Lambdas, because each child makes a new lock.  Ctrl-C may have interrupted `acquire`.
-at_fork.at_fork(before=lambda: _forking.acquire(), in_parent=lambda: _forking.release())
-at_fork.renew(globals(), _forking=threading.RLock)
 
 
 class Channel(Protocol):
@@ -104,7 +63,7 @@ class PipeChannel:
         self._logs: LogChannel | None = None
         self.control: int | None = None
         # Held until the worker's ends are closed here: an earlier child would keep them open.
-        with _forking:
+        with parents_only.no_fork:
             self.boot = self._make(index, has_control, arena)
 
     def _make(self, index: int, has_control: bool, arena: Arena | None) -> socket.socket:
@@ -134,7 +93,7 @@ class PipeChannel:
             os.set_blocking(task_w, False)
             os.set_blocking(answer_r, False)
             if has_control:
-                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                pair = sockets.pair(socket.SOCK_SEQPACKET)
                 self.control, its_control = (end.detach() for end in pair)
                 theirs.append(its_control)
                 mine.append(owned(self.control))
@@ -151,13 +110,13 @@ class PipeChannel:
             boot = _packed(ONE, [task_r, answer_w, life_r, page, *others])
             if relay is not None:
                 try:
-                    self._logs = relay.add(index, logs, _close)
+                    self._logs = relay.add(index, logs, parents_only.close)
                 except BaseException:
                     boot.close()
                     raise
         except BaseException:
             for fd in mine:
-                _close(fd)
+                parents_only.close(fd)
             raise
         finally:
             # The boot socket keeps them open until the worker receives them.
@@ -175,24 +134,24 @@ class PipeChannel:
 
     def cut_lifeline(self) -> None:
         if self._lifeline is not None:
-            _close(self._lifeline)
+            parents_only.close(self._lifeline)
             self._lifeline = None
 
     def close(self) -> None:
         self.cut_lifeline()
         if self.control is not None:
-            _close(self.control)
+            parents_only.close(self.control)
         if self._logs is not None:
             assert self._relay is not None
             self._relay.finish(self._logs, self.box.dropped)
-        _close(self.writer.fd)
-        _close(self.reader.fd)
+        parents_only.close(self.writer.fd)
+        parents_only.close(self.reader.fd)
         self.box.close()
 
 
 def _packed(kind: bytes, fds: Sequence[int]) -> socket.socket:
     """Return a socket from which these descriptors can be received."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = parents_only.private_pair(socket.SOCK_STREAM)
     with ours:
         try:
             socket.send_fds(ours, [kind], fds)

@@ -45,6 +45,7 @@ from xpool._engine.submission import Submission
 from xpool._engine.switchboard import Switchboard
 from xpool._engine.worker import Recipe, WorkerProcess
 from xpool._pickling.frame import Leased, weight
+from xpool._python.starting import aside
 from xpool.errors import InternalError, OptionError, XPoolError
 
 
@@ -53,6 +54,7 @@ class System(NamedTuple):
 
     reactor: Reactor
     worker: Callable[[int, InFlight, Recipe], WorkerProcess]
+    aside: Callable[[Callable[[], object], str], bool] = aside  # as `starting.aside`
 
 
 class Engine:
@@ -75,7 +77,10 @@ class Engine:
         self.dropped = False  # the pool is gone; set without the lock
         self._resumed = False  # `resume` was called; set without the lock
         self._recipe, self._relay = recipe, recipe.relay
-        self._reactor, self._make_worker = system or System(Reactor(), WorkerProcess)
+        system = system or System(Reactor(), WorkerProcess)
+        self._reactor, self._make_worker, self._aside = system
+        self._starting = False  # a thread starts the processes that are due
+        self._trouble: BaseException | None = None  # why that thread has failed
         self.sched = Scheduler(workers)
         self.idle = self.sched.idle
         self.workers: list[WorkerProcess] = []
@@ -276,8 +281,11 @@ class Engine:
             self._reactor.wake()
 
     def close(self) -> None:
-        """Close the engine's own descriptors; all workers have ended."""
+        """Close the engine's own descriptors, and kill workers whose end it could not await."""
         with self.lock:
+            for worker in self.workers:
+                if worker.handle is not None:
+                    worker.ended(seen=False)
             self._reactor.close()
         # Do not hold the lock: the arena's end is slow, and the relay waits for log handlers, which
         # may use this pool.
@@ -302,14 +310,15 @@ class Engine:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for something to happen, at most ``timeout`` seconds, and act on it."""
+        if self._trouble is not None:
+            raise self._trouble
         # Start processes now, because the pool has delivered the answers of the last turn.
-        if self._replacement.due:
-            timeout = 0.0
-        while self._replacement.due:
-            with self.lock:
-                launch = self._replacement.next_due()
-            if launch is not None:
-                self._launch(launch, again=True)
+        if self._replacement.due and not self._starting:
+            self._starting = True
+            # The start may wait, or run the program's code: hooks of a fork, pickling by `spawn`.
+            if not self._aside(self._start_due, f"{self._recipe.name}-starts"):
+                self._start_due()
+                timeout = 0.0
         # Do not hold the lock: callers submit, and epoll takes their changes while it waits.
         ready = self._reactor.poll(timeout)
         with self.lock:
@@ -323,6 +332,20 @@ class Engine:
         if self._maintenance.after_turn():
             with self.lock:
                 self._maintenance.again()
+
+    def _start_due(self) -> None:
+        """Start the processes whose time has come."""
+        try:
+            while True:
+                with self.lock:
+                    launch = self._replacement.next_due()
+                    if launch is None:
+                        self._starting = False
+                        return
+                self._launch(launch, again=True)
+        except BaseException as exc:
+            self._trouble = exc
+            self.wake()
 
     def wake(self) -> None:
         """Make the engine's thread check the clock and the pool's state again."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
 import struct
 from collections.abc import Callable
 
+from xpool._python import parents_only, sockets
+from xpool._python.starting import aside
 from xpool._wire.wire import STEPPED_ASIDE
 from xpool._worker import entry
 
@@ -83,13 +86,9 @@ class Forked:
 
     def _receive(self) -> tuple[bytes, int | None]:
         """Receive a packet; return it and the pid of its sender, None at the end of the socket."""
-        # The socket object is temporary: `detach` leaves the descriptor open.
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, self.sentinel)
-        try:
+        with sockets.borrowed(self.sentinel, socket.SOCK_SEQPACKET) as sock:
             # One byte more than a report, to detect long packets.  The kernel drops descriptors.
             data, notes, _, _ = sock.recvmsg(9, socket.CMSG_SPACE(_CREDENTIALS.size))
-        finally:
-            sock.detach()
         for level, kind, note in notes:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 pid: int = _CREDENTIALS.unpack(note)[0]
@@ -97,19 +96,11 @@ class Forked:
         return data, None
 
     def _lend_tracker(self) -> None:
-        from multiprocessing import resource_tracker  # late: most programs never need it
-
-        try:
-            # Starts the tracker if the program has none yet.
-            tracker = resource_tracker.getfd()
-        except Exception:
-            tracker = None  # no process can be started here; perhaps the worker can
-        # A duplicate: the socket object closes its descriptor.
-        with socket.socket(fileno=os.dup(self.sentinel)) as sock:
-            try:
-                socket.send_fds(sock, [entry.TRACKER], [] if tracker is None else [tracker])
-            except ConnectionError:
-                return  # the worker has ended
+        # The engine's lock is held here, and the start of the tracker may wait.
+        with parents_only.no_fork:
+            status = parents_only.owned(os.dup(self.sentinel))
+        if not aside(functools.partial(_send_tracker, status), "xpool-tracker"):
+            _send_tracker(status, refused=True)
 
     def ended(self) -> bool:
         self._read()
@@ -149,3 +140,21 @@ class Forked:
         # Remove it before closing: another launch may get the same number at once.
         self._live.discard(self.sentinel)
         os.close(self.sentinel)
+
+
+def _send_tracker(status: int, refused: bool = False) -> None:
+    """Send the tracker's descriptor to a worker, or none, and close this end of the socket."""
+    try:
+        from multiprocessing import resource_tracker  # late: most programs never need it
+
+        tracker = None
+        if not refused:
+            # If no process can be started here, perhaps the worker can start one.
+            with contextlib.suppress(Exception):
+                tracker = resource_tracker.getfd()
+        with sockets.borrowed(status, socket.SOCK_SEQPACKET) as sock:
+            socket.send_fds(sock, [entry.TRACKER], [] if tracker is None else [tracker])
+    except OSError:
+        return  # the worker has ended
+    finally:
+        parents_only.close(status)

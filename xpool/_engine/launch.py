@@ -15,7 +15,6 @@ import importlib.util
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,8 +22,9 @@ from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
 from xpool._engine.forked import Forked
-from xpool._python import at_fork, server_process
-from xpool._python.interrupt import deliver, interruptible, pending
+from xpool._python import at_fork, parents_only, server_process, sockets
+from xpool._python.interrupt import deliver, interruptible, pending, until_interrupted
+from xpool._python.starting import aside
 from xpool._worker import entry
 from xpool.errors import OptionError, XPoolError, exit_reason
 
@@ -186,7 +186,7 @@ class ForkServer:
         self._ready = False  # it has said that its modules are imported
         self._sending = threading.Lock()
         self._sock: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: server_process.ServerProcess | None = None
         self._live: set[int] = set()  # status sockets of its live workers
 
     @classmethod
@@ -222,9 +222,8 @@ class ForkServer:
             return
         # Close the socket of a dead server.
         self._stop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Set it at once: a child that another thread forks meanwhile closes it (`forget_all`).
-        self._sock, self._ready = ours, False
+        self._sock, theirs = parents_only.private_pair(socket.SOCK_SEQPACKET)
+        self._ready = False
         modules = _with_numpy(self.preload)
         imports: tuple[Sequence[str], ...]  # preload, soon, later, missing
         if self._stands_in:
@@ -259,7 +258,7 @@ class ForkServer:
 
     def _fork(self, boot: socket.socket, complete: bool) -> Forked:
         request = entry.COMPLETE if complete else entry.FORK
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = parents_only.private_pair(socket.SOCK_SEQPACKET)
         with ours, theirs:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             with boot, self._sending:
@@ -276,17 +275,17 @@ class ForkServer:
         assert process is not None
         return Forked(status, self._live, functools.partial(self._why_no_fork, process))
 
-    def _why_no_fork(self, process: subprocess.Popen[bytes]) -> Exception | None:
+    def _why_no_fork(self, process: server_process.ServerProcess) -> Exception | None:
         """Return an error that says how the server ended before it forked.  Takes no lock."""
-        try:
-            # The kernel closes its sockets a moment before it reports the exit status.
-            code = process.wait(1)
-        except subprocess.TimeoutExpired:
+        # The kernel closes its sockets a moment before it reports the exit status.
+        code = process.wait(1)
+        if code is None:
             return None
         imports = ", ".join(self.preload)
         return XPoolError(
             f"the fork server ended before it had forked the worker, {exit_reason(code)}"
-            f"{f'; it imports {imports} first' if imports else ''}. Look at its output on stderr"
+            f"{f'; it imports {imports} first' if imports else ''}. Look at its output on stderr. "
+            f"Its program is {process.path}"
         )
 
     def _ask(self, request: bytes, boot: int, status: int) -> None:
@@ -302,8 +301,7 @@ class ForkServer:
             # Kill it, since it may be importing.
             with contextlib.suppress(PermissionError):  # it has an earlier identity
                 self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LAST_IMPORT)
+            self._process.wait(_LAST_IMPORT)
             self._process = None
 
     def stop_if_idle(self) -> None:
@@ -334,18 +332,17 @@ class ForkServer:
 
     @classmethod
     def forget_all(cls) -> None:
-        """In a forked child: close the sockets of the parent's servers."""
+        """In a forked child: forget the parent's servers, whose sockets are closed here."""
         servers, cls._servers, cls._lock = cls._servers, {}, threading.Lock()
         for server in servers.values():
-            # Otherwise the server would live as long as this child.
             if server._sock is not None:
-                server._sock.close()
-            if server._process is not None:
-                server._process.returncode = 0  # only the parent can wait for it
+                server._sock.detach()  # another file may get its number
 
 
 at_fork.at_fork(in_child=ForkServer.forget_all)
-atexit.register(ForkServer.stop_idle)  # for programs without pools; others use `stop_all`
+atexit.register(
+    until_interrupted(ForkServer.stop_idle)
+)  # for programs without pools; others use `stop_all`
 
 
 class StandIns:
@@ -384,6 +381,10 @@ class StandIns:
         """Start the server with torch, since the stand-in no longer needs the processor."""
         if handle.stepped_aside:
             self._needed = True
+        # The engine's lock may be held here.
+        aside(self._start_complete, "xpool-server")
+
+    def _start_complete(self) -> None:
         with contextlib.suppress(OSError):  # no process can be started now; `launch` tries again
             self._server.start()
 
@@ -410,16 +411,25 @@ class ProcessLauncher:
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         # Any Process takes a Connection as argument; the boot socket is sent through it.
-        ours, theirs = self._context.Pipe(duplex=True)
+        with parents_only.no_fork:
+            ours, theirs = self._context.Pipe(duplex=True)
+            parents_only.owned(ours.fileno())
         with boot, theirs:
             process: Any = self._context.Process(  # type: ignore[attr-defined]
                 target=_enter_through, args=(theirs, inherited), name=name, daemon=daemon
             )
+<<<<<<< HEAD
             with ours, _without_script(inherited is None and not self.forks):
+=======
+            try:
+>>>>>>> hangs
                 self._start(process)
-                with socket.socket(fileno=os.dup(ours.fileno())) as sock:
+                with sockets.on_copy(ours.fileno()) as sock:
                     # Descriptors need at least one byte of data (unix(7)).
                     socket.send_fds(sock, [b"B"], [boot.fileno()])
+            finally:
+                parents_only.disown(ours.fileno())
+                ours.close()
         return _Process(process, own_child=self._method != "forkserver")
 
     def _start(self, process: Any) -> None:
@@ -464,7 +474,7 @@ def _without_script(without: bool) -> Iterator[None]:
 def _enter_through(connection: Any, inherited: Any) -> None:
     if pending:
         deliver()
-    with socket.socket(fileno=os.dup(connection.fileno())) as sock:
+    with sockets.on_copy(connection.fileno()) as sock:
         connection.close()
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     entry.ignore_interrupts()

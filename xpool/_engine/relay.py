@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from xpool._python import sockets
 from xpool._wire.records import LARGEST, LOG, MOST_DROPPED, record_from, unpack
 
 STUCK = 10.0
@@ -64,24 +65,19 @@ class Channel:
 
     def shut(self) -> None:
         """Refuse further packets; those that have arrived can still be read."""
-        # The socket object is temporary: `detach` leaves the descriptor open.
-        sock = socket.socket(fileno=self.fd)
-        try:
-            sock.shutdown(socket.SHUT_RD)
-        except OSError:
-            return  # the other end is closed, so this one is shut already
-        finally:
-            sock.detach()
+        with sockets.borrowed(self.fd, _KIND) as sock:
+            try:
+                sock.shutdown(socket.SHUT_RD)
+            except OSError:
+                return  # the other end is closed, so this one is shut already
 
     def has_something(self) -> bool:
         """Whether a packet can be read; the end of the socket does not count."""
-        sock = socket.socket(fileno=self.fd)
-        try:
-            return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except OSError:
-            return False
-        finally:
-            sock.detach()
+        with sockets.borrowed(self.fd, _KIND) as sock:
+            try:
+                return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            except OSError:
+                return False
 
 
 class Relay:
@@ -111,7 +107,7 @@ class Relay:
     @staticmethod
     def pair() -> tuple[int, int]:
         """Return the two ends of a socket for one worker: the parent's, and the worker's."""
-        ours, theirs = (end.detach() for end in socket.socketpair(socket.AF_UNIX, _KIND))
+        ours, theirs = (end.detach() for end in sockets.pair(_KIND))
         os.set_blocking(ours, False)
         return ours, theirs
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from xpool._engine.reactor import Reactor, Timer
 from xpool._engine.worker import WorkerProcess
+from xpool._python import parents_only, sockets
 from xpool._wire.wire import LINK, WANTED
 
 PEER_WAIT_SECONDS = 1.0
@@ -124,7 +125,7 @@ class Switchboard:
         self._forget(peer, asker)
         self._serials += 1
         try:
-            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ends = parents_only.private_pair(socket.SOCK_SEQPACKET)
         except OSError as exc:
             self._refuse(asker, peer, exc)
             return
@@ -150,12 +151,8 @@ class Switchboard:
         fd = self._workers[worker].control
         if fd is None:
             raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
-        # The socket object is temporary: `detach` leaves the descriptor open.
-        control = socket.socket(fileno=fd)
-        try:
+        with sockets.borrowed(fd, socket.SOCK_SEQPACKET) as control:
             socket.send_fds(control, [LINK.pack(peer, 0, self._serials)], [end.fileno()])
-        finally:
-            control.detach()
 
     def _refuse(self, asker: int, peer: int, exc: OSError) -> None:
         control = self._workers[asker].control

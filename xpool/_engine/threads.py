@@ -151,7 +151,7 @@ class ThreadWorkers:
         context = options.contexts[index] if options.contexts is not None else None
         enter(WorkerInfo(index, options.name, context), thread=True)
         try:
-            failed = self._initialize(me)
+            failed = self._initialize(me, context)
             if failed is None and not me.left:
                 with self._places.lock:
                     self._policy.forget_failures(index)
@@ -174,17 +174,21 @@ class ThreadWorkers:
             if self.ended:
                 self.wake()
 
-    def _initialize(self, me: PoolThread) -> BaseException | None:
-        """Run the initializer; return what it raised.
+    def _initialize(self, me: PoolThread, context: Any) -> BaseException | None:
+        """Call the context's ``enter`` and the initializer; return what one of them raised.
 
-        If it exceeded its time limit, this thread was abandoned.
+        If they exceeded their time limit, this thread was abandoned.
         """
         options = self._options
-        if options.initializer is None:
+        begin = getattr(context, "enter", None)
+        if options.initializer is None and not callable(begin):
             return None
         key = self._held.begin(me, HeldTask(None, TaskOptions(timeout=options.initializer_timeout)))
         try:
-            options.initializer(*options.initargs)
+            if callable(begin):
+                begin()
+            if options.initializer is not None:
+                options.initializer(*options.initargs)
         except BaseException as exc:
             return exc
         finally:

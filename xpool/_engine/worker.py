@@ -5,11 +5,12 @@ Workers that are threads of one process have a channel each, and share the handl
 
 # No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
+import contextlib
 import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from xpool._engine.channel import Channel, PipeChannel, bundle, disown, owned
+from xpool._engine.channel import Channel, PipeChannel, bundle
 from xpool._engine.jobs.deadlines import Deadlines
 from xpool._engine.jobs.scheduler import InFlight
 from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates, step
@@ -17,6 +18,7 @@ from xpool._engine.launch import Handle, Launcher
 from xpool._engine.reactor import Timer
 from xpool._engine.relay import Relay
 from xpool._memory.arena import Arena
+from xpool._python.parents_only import disown, owned
 from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, Outbox
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._wire.wire import Refusal
@@ -303,12 +305,20 @@ class WorkerProcess:
 
     # -- it has ended --------------------------------------------------------------------------
 
-    def ended(self) -> None:
-        """Release everything that belongs to a process that has ended."""
-        assert self.handle is not None and self._channel is not None
-        self._transition(WorkerEvent.GONE)
+    def ended(self, seen: bool = True) -> None:
+        """Release everything that belongs to a process that has ended.
+
+        ``seen``: if False, it is killed now: the engine's thread ends and cannot await its end.
+        """
+        if seen:
+            self._transition(WorkerEvent.GONE)
+        else:
+            with contextlib.suppress(Exception):  # the lifeline is cut first, so it ends
+                self.kill()
+            self.state = WorkerStates.ABSENT
         self.cancel_timers()
         handle, channel = self.handle, self._channel
+        assert handle is not None and channel is not None
         self.handle = self._channel = self.control = self.attachment = None
         channel.close()
         # The last sibling closes the handle of the process.

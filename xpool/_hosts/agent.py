@@ -13,6 +13,7 @@ import platform
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -226,6 +227,15 @@ class Agent:
     # -- the agent's thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            # Nothing would be answered any more.  The driver notices the end of this process.
+            traceback.print_exc()
+            self._engine.close()
+            self._at_end()
+
+    def _serve(self) -> None:
         engine = self._engine
         over = False
         while not engine.ended:

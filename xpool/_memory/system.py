@@ -10,6 +10,8 @@ from typing import NamedTuple
 if sys.platform == "linux":
     import fcntl
 
+from xpool._python.anonymous import new_file
+
 _CGROUPS = "/sys/fs/cgroup"
 _PROC = "/proc"
 
@@ -122,7 +124,7 @@ def fixed_file(name: str, size: int) -> int:
     Raises:
         OSError: no descriptor is left, or the system has no such files.
     """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = new_file(name, os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
         fix_size(fd)

@@ -33,8 +33,8 @@ from xpool._pools.public import PublicVerbs
 from xpool._pools.submitters import HookSubmitter
 from xpool._pools.turns import take_turns
 from xpool._python import at_fork
-from xpool._python.interrupt import interruptible, shielded
-from xpool._python.starting import PromptThread
+from xpool._python.interrupt import interruptible, shielded, until_interrupted
+from xpool._python.starting import PromptThread, refuse_green_threads
 from xpool.errors import OptionError, TimeoutError
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class BasePool(PublicVerbs, Hooks):
     ) -> None:
         if unknown:
             refuse_unknown(type(self).__name__, names_of_inits(self), unknown)
+        refuse_green_threads()
         self.context = context
         self._size = resolve_processes(processes)
         if initializer is not None:
@@ -416,6 +417,7 @@ at_exit: list[Callable[[], None]] = []
 
 
 @atexit.register
+@until_interrupted
 def _at_exit() -> None:
     for pool in _living():
         if not pool._life.finished.is_set():

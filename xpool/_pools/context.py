@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -18,7 +18,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from concurrent.futures import Future
 
     from typing_extensions import TypeVar as TypeVarWithDefault
@@ -194,5 +193,28 @@ def _refuse(**options: Any) -> None:
 class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
     """A `ThreadPool` in which every worker owns a context: ``func(ctx, *args, **kwds)``.
 
+    Args:
+        worker_contexts: as for `CtxPool`; an ``enter()`` is called in each thread, before the
+            initializer.  Contexts with ``env`` or ``cpus``, such as those of `xpool.devices`, are
+            refused, since they bind a process.
+
     The other arguments are those of `ThreadPool`.
     """
+
+    def _take_contexts(
+        self, contexts: Any, processes: int | None, maxtasksperchild: Any, options: dict[str, Any]
+    ) -> int | None:
+        n = super()._take_contexts(contexts, processes, maxtasksperchild, options)
+        for i, context in enumerate(self._contexts or ()):
+            env = getattr(context, "env", None)
+            for name, binds in (
+                ("env", isinstance(env, Mapping) and bool(env)),
+                ("cpus", isinstance(getattr(context, "cpus", None), (tuple, list, set))
+                 and bool(context.cpus)),
+            ):  # fmt: skip
+                if binds:
+                    raise OptionError(
+                        f"worker_contexts[{i}] has {name}, which binds a process, but threads "
+                        "share the program's process; use CtxPool, or give contexts without it"
+                    )
+        return n

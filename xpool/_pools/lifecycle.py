@@ -107,9 +107,11 @@ class Lifecycle:
     ) -> None:
         """End a pool that cannot go on: everything unanswered fails with the reason."""
         jobs = self._step(PoolEvent.FAILED, exc)
-        terminate_workers()
-        self._jobs.fail(jobs, exc)
-        self._jobs.stop_input_readers()
+        try:
+            terminate_workers()
+        finally:  # what has failed the pool may fail this, too
+            self._jobs.fail(jobs, exc)
+            self._jobs.stop_input_readers()
 
     def drain(self) -> None:
         """End a closed pool whose jobs are all answered."""

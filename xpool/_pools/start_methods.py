@@ -17,6 +17,7 @@ from xpool._engine.launch import (
     needs_arrays,
     wanted_modules,
 )
+from xpool._python.server_process import interpreter
 from xpool.errors import OptionError
 
 
@@ -37,6 +38,8 @@ def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False)
         context = multiprocessing.get_context(context)
     if context.get_start_method() == "fork":
         _refuse_fork_of_runtime()
+        return ProcessLauncher(context)
+    interpreter(freeze_support=True)
     return ProcessLauncher(context)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from typing import TypeVar
@@ -50,8 +51,9 @@ def take_turns(
                 "of your own, look at the cause first; else this is a bug in xpool"
             )
             story.__cause__ = exc
-            life.fail(story, pool.terminate_workers)
             go_on = False
+            with contextlib.suppress(BaseException):  # mostly the same error, which the jobs have
+                life.fail(story, pool.terminate_workers)
         if not go_on:
             _finish(pool, backend, jobs, life)
         del pool
@@ -86,21 +88,29 @@ def _finish(pool: Hooks, backend: WorkerBackend | None, jobs: JobTable, life: Li
             # Called again: this thread may have started workers while another called `terminate`.
             pool.terminate_workers()
         pool.join_workers()
+    except BaseException:
+        # If the pool has failed, this is mostly the same error.  `close` ends the workers.
+        if life.failure is None:
+            raise
     finally:
-        # Fail the jobs that a thread in `terminate` has not reached yet, before the thread that
-        # completes their futures ends.
-        life.fail_unanswered()
-        jobs.callbacks.stop()
-        if backend is not None:
-            backend.close()
-        # Set this last, since `join` and `__del__` rely on the end of everything else.
-        life.finished.set()
+        try:
+            # Fail the jobs that a thread in `terminate` has not reached yet, before the thread that
+            # completes their futures ends.
+            life.fail_unanswered()
+            jobs.callbacks.stop()
+            if backend is not None:
+                backend.close()
+        finally:
+            # Set this last, since `join` and `__del__` rely on the end of everything else.
+            life.finished.set()
 
 
 def _disband(backend: WorkerBackend | None) -> None:
     """End the workers of a pool that was dropped."""
     if backend is not None:
-        backend.terminate()
-        while not backend.ended:
-            backend.wait()
-        backend.close()
+        try:
+            backend.terminate()
+            while not backend.ended:
+                backend.wait()
+        finally:
+            backend.close()

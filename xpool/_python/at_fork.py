@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 _unused = False  # whether `fork_unused` is forking
@@ -23,15 +24,37 @@ def at_fork(
 ) -> None:
     """Register functions that the forking thread calls.  Do nothing on systems without fork.
 
+    ``in_parent`` is called only if ``before`` was: another thread may be in a fork, and wait in a
+    function for ``before``, while a module registers both.
+
     Python keeps these functions, with all objects to which they refer, until the process ends.
     """
     if not hasattr(os, "register_at_fork"):
         return
+    if before is not None and in_parent is not None:
+        before, in_parent = _paired(before, in_parent)
     # Registered separately: if a signal handler raises in one, Python still calls the next.
     given = {"before": before, "after_in_parent": in_parent, "after_in_child": in_child}
     for when, call in given.items():
         if call is not None:
             os.register_at_fork(**{when: _unless_unused(call)})
+
+
+def _paired(
+    before: Callable[[], object], in_parent: Callable[[], object]
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    forking: set[int] = set()  # threads that have called `before`
+
+    def first() -> None:
+        forking.add(get_ident())
+        before()
+
+    def last() -> None:
+        if get_ident() in forking:
+            forking.discard(get_ident())
+            in_parent()
+
+    return first, last
 
 
 def _unless_unused(call: Callable[[], object]) -> Callable[[], object]:

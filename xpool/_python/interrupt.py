@@ -156,6 +156,21 @@ def interruptible(func: F) -> F:
     return func
 
 
+def until_interrupted(func: Callable[[], object]) -> Callable[[], None]:
+    """Return a function for `atexit` that Ctrl-C ends early, and without a traceback.
+
+    For functions that end other processes: these end with this process in any case.
+    """
+
+    def call() -> None:
+        try:
+            func()
+        except KeyboardInterrupt:
+            return
+
+    return call
+
+
 def may_raise(frame: FrameType | None) -> bool:
     """Whether a signal handler that interrupts this frame may raise."""
     while frame is not None:

@@ -1,10 +1,20 @@
-"""Starts threads without the wait with which CPython's `Thread.start` ends."""
+"""Starts threads without the wait with which CPython's `Thread.start` ends.
+
+It also refuses programs in which threads are not those of the system.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
+
+from xpool._python.base_error import XPoolError
+
+_REAL = "thread", "threading", "socket", "select", "os"
+"""Modules that a pool needs as they are: its threads wait in the system for descriptors."""
 
 _made: dict[threading.Thread, threading.Thread] = vars(threading)["_limbo"]
 """Threads that the system has made and that have not run yet; a forked child's are none."""
@@ -42,3 +52,38 @@ class PromptThread(threading.Thread):
             if timeout is not None:
                 timeout -= time.monotonic() - begun
         super().join(timeout)
+
+
+def aside(call: Callable[[], object], name: str) -> bool:
+    """Have ``call()`` made by a thread of its own; return False if the system refuses a thread.
+
+    For work that may wait, while the caller holds a lock.
+    """
+    try:
+        PromptThread(target=call, name=name, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
+
+
+def refuse_green_threads() -> None:
+    """Raise an error if gevent or eventlet has replaced modules that pools need.
+
+    A thread of the pool would then be a greenlet of the caller's thread, and would never run while
+    the caller waits.
+
+    Raises:
+        XPoolError: such a library has patched them.
+    """
+    for library, module, name in (
+        ("gevent", "gevent.monkey", "is_module_patched"),
+        ("eventlet", "eventlet.patcher", "is_monkey_patched"),
+    ):
+        is_patched: Any = getattr(sys.modules.get(module), name, None)
+        patched = [one for one in _REAL if is_patched(one)] if is_patched else []
+        if patched:
+            raise XPoolError(
+                f"{library} has patched {', '.join(patched)} in this program, so a pool's threads "
+                "could not wait; do not call its monkey patching in a program that makes pools, or "
+                "make them in another process"
+            )

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from xpool._memory.buffers import new_buffer
 from xpool._memory.system import available_memory
 from xpool._python import at_fork
+from xpool._python.anonymous import new_file
 from xpool._wire.pipes import write_all
 
 LONGEST = 96 * 1024
@@ -76,7 +77,7 @@ def file_with(message: bytes | memoryview) -> Iterator[int]:
             f"there is no memory for a message of {len(message)} bytes; send smaller objects, or "
             "let go of what was received"
         )
-    fd = os.memfd_create("xpool-message", os.MFD_CLOEXEC)
+    fd = new_file("xpool-message")
     _files.add(fd)
     try:
         write_all(fd, [message])

@@ -33,6 +33,8 @@ from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
+from xpool._python import sockets
+
 FORK, COMPLETE = b"F", b"C"
 """Requests to the server: fork a worker; with COMPLETE, it must not be a stand-in."""
 
@@ -104,7 +106,7 @@ def main(
 
 def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
     """Return the message in a socket and its descriptors; close the socket."""
-    with socket.socket(fileno=sock) as boot:
+    with sockets.on(sock) as boot:
         kind, fds, _, _ = socket.recv_fds(boot, 1, most, CLOSE_ON_EXEC)
     return kind, list(fds)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from xpool._memory.system import fix_size
+from xpool._python.anonymous import new_file
 from xpool._wire.pipes import write_all
 from xpool.errors import XPoolError
 from xpool.pickle import decode, encode
@@ -29,7 +30,7 @@ class File:
 
     def __init__(self, content: bytes | memoryview = b"", name: str = "xpool-shared") -> None:
         if hasattr(os, "memfd_create"):
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = new_file(name, os.MFD_ALLOW_SEALING)
             path, remove = f"/proc/{os.getpid()}/fd/{fd}", None
         else:
             import tempfile

@@ -31,7 +31,7 @@ from typing import Any
 from xpool._memory.holds import Block
 from xpool._pickling.frame import Leased, hold_blocks, weight
 from xpool._pickling.policy import Layout
-from xpool._python import at_fork
+from xpool._python import at_fork, sockets
 from xpool._wire import packets
 from xpool._wire.outbox import STOP_SIGNAL
 from xpool._wire.spin import Spin
@@ -215,7 +215,7 @@ class Peers:
 
     def __init__(self, index: int, count: int, control: int, layout: Layout) -> None:
         self._index, self._count = index, count
-        self._control = socket.socket(fileno=control)
+        self._control = sockets.on(control)
         self._control.setblocking(False)
         self._layout = layout._replace(lessor=self._lease if layout.lessor else None)
         self._lessor = layout.lessor
@@ -370,7 +370,7 @@ class Peers:
                     self._known[peer] = serial
                 continue
             self._asked.discard(peer)
-            sock = socket.socket(fileno=fds[0])
+            sock = sockets.on(fds[0])
             sock.set_inheritable(False)
             self._channels.setdefault(peer, deque()).append(_Channel(sock, serial))
 

@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool._python import at_fork, import_hooks
+from xpool._python import at_fork, import_hooks, sockets
 from xpool._python.exits import flush
 from xpool._worker import entry
 
@@ -77,7 +77,7 @@ def main(
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     poller.register(wake_r, select.POLLIN)
-    with socket.socket(fileno=fd) as sock:
+    with sockets.on(fd) as sock:
         imports = _Imports(sock, soon, later, missing)
         rest = IDLE_SECONDS
         asked = 0

@@ -1,0 +1,113 @@
+"""Whatever ends an engine's thread, its pool fails with the reason, and nothing waits for it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from support import scripts
+from support.limits import WAIT
+from support.tiers import also
+from support.waiting import wait_gone
+
+from xpool import InternalError, Pool, PoolClosed
+from xpool._engine.reactor import Reactor
+from xpool._engine.replacement import Replacement
+
+pytestmark = pytest.mark.xpool_only
+
+
+@pytest.mark.parametrize("where", ["poll", "handle", "run_timers"])
+@pytest.mark.parametrize("error", [OSError, *also(SystemExit, MemoryError, KeyboardInterrupt)])
+def test_the_thread_can_do_nothing_any_more(make_pool, monkeypatch, where, error):
+    """The reason fails all calls, the workers end, and `join` returns."""
+    pool = make_pool(Pool, 2)
+    pids = pool.run_all(os.getpid)
+
+    def fail(*args):
+        raise error("the reason")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reactor, where, fail)
+        waiting = pool.apply_async(time.sleep, (1e4,))
+        pool._engine.wake()
+        with pytest.raises(InternalError, match="the reason"):
+            waiting.get(WAIT)
+        pool.join(WAIT)
+    assert wait_gone(pids) == []
+    with pytest.raises(PoolClosed, match="the reason"):
+        pool.apply(abs, (-1,))
+
+
+def test_the_workers_cannot_be_stopped_in_order(make_pool, monkeypatch):
+    """If the error comes again when the workers should be stopped, the calls fail all the same."""
+    pool = make_pool(Pool, 2)
+    pids = pool.run_all(os.getpid)
+
+    def fail(*args):
+        raise OSError("the reason")
+
+    waiting = pool.apply_async(time.sleep, (1e4,))
+    with monkeypatch.context() as patch:
+        patch.setattr(Replacement, "terminate", fail)
+        patch.setattr(Reactor, "handle", fail)
+        pool._engine.wake()
+        with pytest.raises(InternalError, match="the reason"):
+            waiting.get(WAIT)
+        pool.join(WAIT)
+    assert wait_gone(pids) == []
+
+
+LIMITED = """
+    import socket
+    socket.setdefaulttimeout({limit})
+    import numpy
+    import xpool
+    from multiprocessing.shared_memory import SharedMemory
+    from xpool.queue import SimpleQueue
+
+    def meet(i):
+        here = xpool.current_worker()
+        here.send(1 - i, i)
+        return here.recv(1 - i, timeout=60)
+
+    def register(x):
+        memory = SharedMemory(create=True, size=8)
+        memory.close()
+        memory.unlink()
+
+    def begin(queue):
+        global mine
+        mine = queue
+
+    def put_later(x):
+        mine.put(x)
+
+    if __name__ == "__main__":
+        assert socket.getdefaulttimeout() == {limit}
+        for more in {{}}, {{"context": "spawn"}}, {{"context": "fork"}}:
+            with xpool.Pool(2, maxtasksperchild=8, **more) as pool:
+                assert pool.map(abs, range(40), 1) == list(range(40))
+                assert pool.apply(numpy.ones, (100_000,)).sum() == 100_000
+                pool.apply(register, (0,))
+        with xpool.P2PPool(2) as pool:
+            calls = [pool.apply_async(meet, (i,), worker=i) for i in range(2)]
+            assert [call.get(60) for call in calls] == [1, 0]
+        queue = SimpleQueue()
+        with xpool.Pool(1, begin, (queue,)) as pool:
+            call = pool.apply_async(put_later, (3,))
+            assert queue.get() == 3
+            call.get(60)
+        with xpool.Executor(1) as executor:
+            assert executor.submit(abs, -1).result(60) == 1
+        assert xpool.spawn(abs, nprocs=2) == [0, 1]
+        print("done")
+"""
+
+
+@pytest.mark.parametrize("limit", [0.01, *also(0, 5)])
+def test_a_default_time_limit_of_sockets(tmp_path, limit):
+    """`socket.setdefaulttimeout` changes nothing: each socket of xpool has its own time limit."""
+    text = LIMITED.format(limit=limit)
+    assert scripts.run_ok([scripts.write(tmp_path / "limited.py", text)]) == "done\n"

@@ -1,0 +1,345 @@
+"""The program forks children that live on: they keep nothing open for which a pool waits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+from support import scripts
+from support.tiers import also
+
+from xpool import Pool, PoolClosed, WorkerDied
+from xpool._engine.worker import WorkerProcess
+from xpool._python import parents_only
+from xpool._python.server_process import is_open
+from xpool.errors import InternalError
+
+pytestmark = [
+    pytest.mark.xpool_only,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+]
+
+FORKS = """
+    import contextlib, os, signal, threading, warnings
+
+    warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+
+    @contextlib.contextmanager
+    def forks():
+        children, over = [], threading.Event()
+
+        def fork_often():
+            while not over.wait(0.001) and len(children) < 600:
+                pid = os.fork()
+                if not pid:
+                    with open(os.devnull, "r+b") as null:
+                        for fd in range(3):
+                            os.dup2(null.fileno(), fd)
+                    signal.alarm(240)
+                    while True:
+                        signal.pause()
+                children.append(pid)
+
+        thread = threading.Thread(target=fork_often)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+"""
+
+POOL = """
+    import os
+    from forking import forks
+    import xpool
+    from xpool._engine.launch import ForkServer
+
+    if __name__ == "__main__":
+        with forks():
+            for _ in range(4):
+                with xpool.Pool(2{more}) as pool:
+                    assert pool.map_async(abs, range(4)).get(60) == [0, 1, 2, 3]
+                    try:
+                        pool.apply_async(os._exit, (3,)).get(60)
+                    except xpool.WorkerDied:
+                        pass
+                    assert pool.map_async(abs, range(4)).get(60) == [0, 1, 2, 3]
+                    pool.close()
+                    pool.join(60)
+                ForkServer.stop_all()
+        print("done")
+"""
+
+EXECUTOR = """
+    from forking import forks
+    import torch
+    import xpool
+
+    if __name__ == "__main__":
+        with forks():
+            for _ in range(4):
+                with xpool.Executor(2, max_tasks_per_child=2) as executor:
+                    found = list(executor.map(torch.tensor, range(8), timeout=60))
+                    assert found == list(map(torch.tensor, range(8)))
+        print("done")
+"""
+
+PEERS = """
+    from forking import forks
+    import xpool
+
+    def meet(i):
+        here = xpool.current_worker()
+        here.send(1 - i, i)
+        return here.recv(1 - i, timeout=60)
+
+    if __name__ == "__main__":
+        with forks():
+            for _ in range(4):
+                with xpool.P2PPool(2) as pool:
+                    calls = [pool.apply_async(meet, (i,), worker=i) for i in range(2)]
+                    assert [call.get(60) for call in calls] == [1, 0]
+        print("done")
+"""
+
+LOADER = """
+    from forking import forks
+    import torch
+    from xpool.data import DataLoader
+
+    if __name__ == "__main__":
+        rows = torch.arange(12.0)
+        with forks():
+            for _ in range(4):
+                loader = DataLoader(rows, 4, num_workers=2, timeout=60)
+                assert torch.equal(torch.cat(list(loader)), rows)
+        print("done")
+"""
+
+WORLD = """
+    from forking import forks
+    import torch
+    import xpool
+    from xpool.distributed import World
+
+    def join(rank, address):
+        with World(f"w{rank}", rank, 2, dist_init_method=address) as world:
+            total = torch.tensor(float(rank))
+            with forks():
+                world.create_collective_group(world.get_ranks()).all_reduce(total)
+        return total.item()
+
+    if __name__ == "__main__":
+        import sys
+        with forks(), xpool.P2PPool(2) as pool:
+            address = f"file://{sys.argv[1]}"
+            calls = [pool.apply_async(join, (i, address), worker=i) for i in range(2)]
+            assert [call.get(100) for call in calls] == [1.0, 1.0]
+        print("done")
+"""
+
+OTHERS = """
+    import multiprocessing
+    import torch
+    import xpool
+
+    if __name__ == "__main__":
+        for _ in range(3):
+            with xpool.Pool(2) as pool:
+                others = [
+                    multiprocessing.get_context("fork").Pool(2),
+                    torch.multiprocessing.get_context("fork").Pool(2),
+                ]
+                assert pool.map_async(abs, range(4)).get(60) == [0, 1, 2, 3]
+                for other in others:
+                    other.terminate()
+                    other.join()
+            pool.join(60)
+            xpool._engine.launch.ForkServer.stop_all()
+        print("done")
+"""
+
+PROGRAMS = {
+    "pool": POOL.format(more=""),
+    "stand-ins": POOL.format(more="").replace("import os\n", "import os, torch\n", 1),
+    "replacements": POOL.format(more=", maxtasksperchild=1"),
+    "fork": POOL.format(more=", context='fork'"),
+    "spawn": POOL.format(more=", context='spawn'"),
+    "executor": EXECUTOR,
+    "peers": PEERS,
+    "loader": LOADER,
+    "world": WORLD,
+    "others": OTHERS,
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "name",
+    ["stand-ins", *also(*(one for one in PROGRAMS if one != "stand-ins"))],
+)
+def test_a_program_that_forks_every_millisecond(tmp_path, name):
+    """In each stage of a pool's life, another thread forks children that live on; nothing waits for
+    them."""
+    scripts.write(tmp_path / "forking.py", FORKS)
+    text = scripts.write(tmp_path / "program.py", PROGRAMS[name])
+    assert scripts.run_ok([text, str(tmp_path / "store")]) == "done\n"
+
+
+SLOW_STARTS = """
+    import multiprocessing.resource_tracker as tracker
+    import threading
+    from multiprocessing.shared_memory import SharedMemory
+    import torch
+    import xpool
+    from support.waiting import eventually
+    from xpool._python import server_process
+
+    def slowly(call, first):
+        calls = []
+
+        def wrapper(*args):
+            calls.append(threading.current_thread().name)
+            if len(calls) == first:
+                waited.append(go.wait(60))
+            return call(*args)
+
+        return wrapper, calls
+
+    def register(x):
+        memory = SharedMemory(create=True, size=8)
+        memory.close()
+        memory.unlink()
+
+    if __name__ == "__main__":
+        waited, go = [], threading.Event()
+        # The second server, which imports torch, starts when the stand-ins have started.
+        server_process.start, servers = slowly(server_process.start, 2)
+        tracker.getfd, trackers = slowly(tracker.getfd, 1)
+        with xpool.Pool(2) as pool:
+            assert pool.apply_async(abs, (-1,)).get(60) == 1
+            registered = pool.apply_async(register, (0,))
+            eventually(lambda: len(servers) == 2, "the second server is started", 60)
+            eventually(lambda: trackers, "the tracker is started", 60)
+            assert pool.apply_async(abs, (-1,)).get(60) == 1
+            assert pool.apply(abs, (-1,)) == 1
+            go.set()
+            registered.get(60)
+        assert waited == [True, True]
+        assert not [name for name in servers + trackers if name.endswith("-engine")]
+"""
+
+
+@pytest.mark.torch
+def test_a_slow_start_of_a_server_or_tracker(tmp_path):
+    """While the second server or the resource tracker is started, the pool answers calls: another
+    thread starts them, without the engine's lock."""
+    scripts.run_ok([scripts.write(tmp_path / "slow.py", SLOW_STARTS)])
+
+
+def test_the_engines_thread_starts_no_process(make_pool, monkeypatch):
+    """A replacement is started by a thread of its own, since hooks of a fork may wait."""
+    launch, threads = WorkerProcess.launch, []
+
+    def note(*args):
+        threads.append(threading.current_thread().name)
+        return launch(*args)
+
+    monkeypatch.setattr(WorkerProcess, "launch", note)
+    pool = make_pool(Pool, 1, maxtasksperchild=1)
+    assert pool.map(abs, [-1, -2, -3], 1) == [1, 2, 3]
+    assert len(threads) >= 3
+    assert not [name for name in threads if name.endswith("-engine")]
+
+
+def test_a_thread_that_starts_processes_fails(make_pool, monkeypatch):
+    """If it is stopped by an error that is no `Exception`, the pool fails with it, and its callers
+    do not wait."""
+    pool = make_pool(Pool, 1)
+    assert pool.apply(abs, (-1,)) == 1
+
+    def launch(*args):
+        raise SystemExit("no more processes")
+
+    monkeypatch.setattr(WorkerProcess, "launch", launch)
+    with pytest.raises(WorkerDied):
+        pool.apply(os._exit, (3,))
+    with pytest.raises((InternalError, PoolClosed), match="no more processes"):
+        pool.apply(abs, (-1,))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_child_has_no_private_socket():
+    """A forked child closes both ends of a private pair, unless they were closed before."""
+    one, other = parents_only.private_pair(socket.SOCK_STREAM)
+    gone, last = parents_only.private_pair(socket.SOCK_STREAM)
+    with one, other, last, open(os.devnull) as null:
+        number = gone.fileno()
+        gone.close()
+        os.dup2(null.fileno(), number)
+        pid = os.fork()
+        if not pid:
+            found = [is_open(one.fileno()), is_open(other.fileno()), is_open(number)]
+            os._exit(found != [False, False, True])
+        os.close(number)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+INHERITABLE = """
+    import os, select
+    import xpool
+
+    if __name__ == "__main__":
+        reader, writer = os.pipe()
+        os.set_inheritable(writer, True)
+        with xpool.Pool(1) as pool:
+            assert pool.apply(abs, (-1,)) == 1
+            os.close(writer)
+            poller = select.poll()
+            poller.register(reader, select.POLLIN)
+            assert poller.poll(60_000), "the server or the worker has it"
+            assert os.read(reader, 1) == b""
+"""
+
+
+def test_the_server_has_no_descriptor_of_the_program(tmp_path):
+    """A server closes descriptors that the program has left inheritable."""
+    scripts.run_ok([scripts.write(tmp_path / "inheritable.py", INHERITABLE)])
+
+
+LATE = """
+    import os
+    from xpool._python import at_fork
+
+    calls, late = [], [True]
+
+    def register():
+        if late:
+            late.clear()
+            at_fork.at_fork(
+                before=lambda: calls.append("before"), in_parent=lambda: calls.append("in parent")
+            )
+
+    def fork():
+        pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    os.register_at_fork(before=register)
+    fork()
+    assert calls == []
+    fork()
+    assert calls == ["before", "in parent"]
+"""
+
+
+def test_a_module_that_is_imported_during_a_fork(tmp_path):
+    """Its function for the parent, which may release a lock, is called only after the other."""
+    scripts.run_ok([scripts.write(tmp_path / "late.py", LATE)])
