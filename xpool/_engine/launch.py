@@ -418,12 +418,9 @@ class ProcessLauncher:
             process: Any = self._context.Process(  # type: ignore[attr-defined]
                 target=_enter_through, args=(theirs, inherited), name=name, daemon=daemon
             )
-<<<<<<< HEAD
-            with ours, _without_script(inherited is None and not self.forks):
-=======
             try:
->>>>>>> hangs
-                self._start(process)
+                with _without_script(inherited is None and not self.forks):
+                    self._start(process)
                 with sockets.on_copy(ours.fileno()) as sock:
                     # Descriptors need at least one byte of data (unix(7)).
                     socket.send_fds(sock, [b"B"], [boot.fileno()])
