@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from xpool._pools.base import BasePool as BasePool
     from xpool._pools.context import CtxPool as CtxPool
     from xpool._pools.context import CtxThreadPool as CtxThreadPool
+    from xpool._pools.everywhere import everywhere as everywhere
     from xpool._pools.executor import Executor as Executor
     from xpool._pools.p2p import P2PPool as P2PPool
     from xpool._pools.preloading import preload as preload
@@ -63,6 +64,7 @@ _homes = {
     "xpool._pickling.tensors.handles": "TensorHandle",
     "xpool._pools.base": "BasePool",
     "xpool._pools.context": "CtxPool CtxThreadPool",
+    "xpool._pools.everywhere": "everywhere",
     "xpool._pools.executor": "Executor",
     "xpool._pools.p2p": "P2PPool",
     "xpool._pools.preloading": "preload",

@@ -152,6 +152,7 @@ def main(unpicklable, method=None):
 
 GUARD = '\nif __name__ == "__main__":\n    made = "made behind the guard"\n    main({}, {})\n'
 
+
 def _done(out: str) -> None:
     assert out.splitlines() == ["done"], out
 
@@ -172,13 +173,13 @@ def test_fork(tmp_path, guarded):
 
 def test_script_without_the_guard(tmp_path):
     """Workers do not run an unguarded script. The error names the global that cannot be pickled."""
-    text = PROGRAM + f"\nmain({{}})\n"
+    text = PROGRAM + "\nmain({})\n"
     _done(scripts.run_ok([scripts.write(tmp_path / "unguarded.py", text)]))
 
 
 def test_standard_input():
     """The same program runs from ``python -``."""
-    _done(scripts.run_ok(["-"], PROGRAM + f"\nmain({{}})\n"))
+    _done(scripts.run_ok(["-"], PROGRAM + "\nmain({})\n"))
 
 
 def test_package_run_as_a_module(tmp_path):
@@ -200,7 +201,7 @@ def test_notebook(tmp_path):
     """The same program runs in the cells of a notebook."""
     pytest.importorskip("jupyter_client", reason="jupyter_client is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
-    (tmp_path / "cells.json").write_text(json.dumps([PROGRAM, f"main({{}})"]))
+    (tmp_path / "cells.json").write_text(json.dumps([PROGRAM, "main({})"]))
     (tmp_path / "notebook.py").write_text(scripts.NOTEBOOK)
     done = scripts.popen(["notebook.py"], cwd=str(tmp_path))
     out, err = done.communicate(timeout=WAIT)

@@ -111,7 +111,7 @@ def test_fields_of_named_tuples_are_not_strings():
     """Fields of a NamedTuple are not written as strings, which take milliseconds to compile."""
     imported = run_python(
         "from xpool import Pool\n"
-        "import xpool._pools.assembly, xpool._worker.loop, xpool._pickling.by_value.units"
+        "import xpool._pools.assembly, xpool._worker.loop, xpool._pickling.by_value.script_top"
     )
     wrong = []
     for path in FILES:
@@ -239,7 +239,7 @@ def test_a_first_worker_imports_little():
         "dill",
         "xpool._engine",
     }
-    late |= {"xpool._pools", "xpool._pickling.by_value.source", "xpool._pickling.by_value.units"}
+    late |= {"xpool._pools", "xpool._pickling.by_value.script_top"}
     late |= {"ctypes", "xpool._pickling.tensors"}
     if sys.version_info >= (3, 14):
         late -= {"ast"}  # there dataclasses import it for annotations

@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.pure
 
 PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
-FILE_LINES = 500
+FILE_LINES = 800
 FUNCTION_LINES = 75
 METHODS = 25
 
@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def test_no_file_is_too_long():
-    """A file of the package has at most 500 lines."""
+    """A file of the package has at most 800 lines."""
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     long = [f"{path}: {n} lines" for path, n in lines.items() if n > FILE_LINES]
     assert not long, "\n" + "\n".join(long)

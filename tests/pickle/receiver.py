@@ -25,7 +25,7 @@ class Receiver:
     def __init__(self) -> None:
         self._layout = BY_PIPE._replace(book=Book())
         code = f"import sys; sys.path[:] = {[str(ROOT), str(HERE), *sys.path]!r}\n"
-        code += f"import receiver; receiver.serve()"
+        code += "import receiver; receiver.serve()"
         self._process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", code],
             stdin=subprocess.PIPE,

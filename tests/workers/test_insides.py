@@ -9,7 +9,6 @@ import threading
 import pytest
 from support import scripts
 
-from xpool._pickling.by_value.top_values import held_alone
 from xpool._python import import_hooks
 from xpool._python.async_error import raise_in_thread, withdraw
 from xpool._python.hidden import is_free_threaded
@@ -61,15 +60,6 @@ def test_calls_can_be_profiled_after_an_error_is_withdrawn():
     finally:
         sys.setprofile(None)
     assert "is_free_threaded" in names
-
-
-@pytest.mark.pure
-def test_reference_counts_need_the_interpreter_lock(monkeypatch):
-    """Without the interpreter lock, reference counts are not exact, so `held_alone` is false."""
-    values = {"name": [object()]}
-    assert held_alone("name", values) is not is_free_threaded()
-    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    assert is_free_threaded() and not held_alone("name", values)
 
 
 PROMPT = """

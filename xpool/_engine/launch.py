@@ -440,7 +440,7 @@ class ProcessLauncher:
 
 @contextlib.contextmanager
 def _without_script(without: bool) -> Iterator[None]:
-    """Keep `multiprocessing` from running the program's script in a process that this thread starts.
+    """Keep `multiprocessing` from running the program's script in processes of this thread.
 
     Objects that can only be inherited are pickled by `multiprocessing`, and need the script.
     """

@@ -79,7 +79,7 @@ class _GroupPickler(_FastPickler):
         self.group = group
         if group.objects is not None:
             # The pickler calls it for every object, and goes on if it returns None.
-            self.persistent_id = group.objects.append
+            self.persistent_id = group.objects.append  # type: ignore[method-assign]
         super().__init__(layout)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -124,8 +124,10 @@ class _Options(NamedTuple):
     home: bool = False
 
     def pickler(self) -> _FastPickler:
-        one = _FastPickler(self.layout) if self.group is None else _GroupPickler(
-            self.layout, self.group
+        one = (
+            _FastPickler(self.layout)
+            if self.group is None
+            else _GroupPickler(self.layout, self.group)
         )
         return self.set_in(one)  # type: ignore[no-any-return]
 
@@ -251,11 +253,12 @@ def _at_once(pickler: _FastPickler, told: frozenset[Key]) -> bytes | memoryview 
     chunks, buffers, layout = pickler.chunks, pickler.buffers, pickler.layout
     data: bytes | memoryview
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    if reducers.everyone and layout.book is not None:
+        pickler.names |= reducers.everyone
     if pickler.names:
         if not pickler.home and not told.issuperset(pickler.names):
             state, tokens = reducers.script.preface(pickler, pickler.names, layout)
-            data = state + data[2:]  # without the opcode PROTO
-            chunks = [data]
+            chunks = [data := state + data[2:]]  # without the opcode PROTO
             if tokens:
                 buffers[:0] = tokens
         pickler.names.clear()
@@ -447,6 +450,8 @@ def _message(
     result: Pickled, layout: Layout, home: bool, told: frozenset[Key] = frozenset()
 ) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
+    if reducers.everyone and layout.book is not None:
+        result.names |= reducers.everyone
     if result.names and not home and not told.issuperset(result.names):
         state, tokens = reducers.script.preface(result, result.names, layout)
         chunks = [state, chunks[0][2:], *chunks[1:]]  # without the opcode PROTO

@@ -84,6 +84,9 @@ Reducer = Callable[[Any, Any], Any]
 script: Any
 """Answers the picklers' questions about the program (`by_value.sent`)."""
 
+everyone: set[tuple[str, str]] = set()
+"""Keys of what every message of a pool brings, also one that uses nothing of the program."""
+
 REDUCERS: dict[type, Reducer] = {}
 
 # By module: the function that registers reducers when an object of the module is first pickled.

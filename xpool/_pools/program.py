@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
-from xpool._pickling.by_value.origin import MAIN_NAMES, canonical, is_installed, namespace
+from xpool._pickling.by_value.origin import MAIN_NAMES, is_installed, namespace
 from xpool._pickling.by_value.origin import is_program as is_program
 from xpool._pickling.by_value.reads import inner as inner
 

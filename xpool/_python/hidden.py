@@ -43,3 +43,11 @@ def module_of(obj: Any, name: str) -> str:
     if found is not obj:
         raise LookupError(f"it is not {module}.{name}")
     return module
+
+
+def warning_filters() -> list[Any]:
+    """Return the list of filters that `warnings` uses now."""
+    # From Python 3.14 on, a context may have its own.
+    warnings: Any = sys.modules["warnings"]
+    found: list[Any] = getattr(warnings, "_get_filters", lambda: warnings.filters)()
+    return found

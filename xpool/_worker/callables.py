@@ -8,7 +8,6 @@ from operator import length_hint
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from xpool._pickling.by_value.received import prepare
 from xpool._python.item_notes import note_item, plain
 from xpool._worker.context import current_worker
 from xpool._worker.seeds import seeded
@@ -133,25 +132,6 @@ class Seeded:
             if self._starred:
                 return self._func(*prefix, *item.value)
             return self._func(*prefix, item.value)
-
-
-class Exact:
-    """A function and the state of the program that came with it.
-
-    If the task runs late (it was taken back from another worker, or is tried again), later messages
-    may have changed the state.
-    """
-
-    __slots__ = ("_func", "_states")
-
-    def __init__(self, func: Any, states: list[tuple[bytes, tuple[Any, ...]]]) -> None:
-        self._func, self._states = func, states
-
-    def renewed(self) -> Any:
-        """Set the state, and return the function."""
-        for state, buffers in self._states:
-            prepare(state, *buffers)
-        return self._func
 
 
 class InCall:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool._memory.arena import IDLE_SECONDS, Arena
 from xpool._memory.holds import Block
-from xpool._pickling.by_value import generators, received, registry, settings
+from xpool._pickling.by_value import received, registry, settings, standard
 from xpool._pickling.by_value.broadcast import Objects
 from xpool._pickling.by_value.exceptions import encode_exception
 from xpool._pickling.by_value.main import mark_worker
@@ -30,7 +30,6 @@ from xpool._wire.spin import Spin
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, STOP, TASKS, TIMED, TO_WORKER, Mode
 from xpool._worker import main_module
 from xpool._worker.callables import (
-    Exact,
     Retried,
     Ticking,
     each,
@@ -198,7 +197,7 @@ class _Worker:
         if callable(begin := getattr(context, "enter", None)):
             begin()
         # Unpickle it even if it is inherited: the message brings the globals of `__main__` too.
-        sent = None if config["initializer"] is None else decode(config["initializer"])
+        sent: Any = None if config["initializer"] is None else decode(config["initializer"])
         if inherited is None:
             initializer, initargs = sent
         elif config["forked"]:
@@ -265,7 +264,7 @@ class _Worker:
         if self._prefix:
             func = Retried.around(func, lambda inner: functools.partial(inner, *self._prefix))
         if states:
-            func = Exact(func, states)
+            func = _Exact(func, states)
         self._inbox.functions[closed.number] = func, closed.mode
         return func
 
@@ -334,7 +333,7 @@ class _Worker:
             if type(func) is _Closed:
                 func = self._open(func)
             if mode in (Mode.CHUNK, Mode.STARCHUNK):
-                if type(func) is Exact:
+                if type(func) is _Exact:
                     func = func.renewed()
                 func = Retried.around(func, lambda inner: Ticking(inner, box))
             return self._run(func, mode, payload)
@@ -345,7 +344,7 @@ class _Worker:
         try:
             if type(func) is _Closed:
                 func = self._open(func)
-            if type(func) is Exact:
+            if type(func) is _Exact:
                 func = func.renewed()
             task = decode(payload)
             if mode == Mode.EACH:
@@ -397,6 +396,25 @@ def _closed(number: int, mode: int, payload: bytes) -> tuple[_Closed, int]:
     return _Closed(number, mode, payload), mode
 
 
+class _Exact:
+    """A function and the state of the program that came with it.
+
+    If the task runs late (it was taken back from another worker, or is tried again), later messages
+    may have changed the state.
+    """
+
+    __slots__ = ("_func", "_states")
+
+    def __init__(self, func: Any, states: list[tuple[bytes, tuple[Any, ...]]]) -> None:
+        self._func, self._states = func, states
+
+    def renewed(self) -> Any:
+        """Set the state, and return the function."""
+        for state, buffers in self._states:
+            received.prepare(state, *buffers)
+        return self._func
+
+
 class _Unavailable:
     """Replaces a function that could not be unpickled here: its tasks raise the reason."""
 
@@ -444,7 +462,7 @@ def become(config: dict[str, Any], lifeline: int) -> None:
 
         process = multiprocessing.current_process()
         process.name = config["name"]
-        process._identity = (config["index"] + 1,)  # type: ignore[attr-defined]  # recipes read it
+        process._identity = (config["index"] + 1,)  # recipes read it
         process.authkey = config["authkey"]
         process.daemon = config["daemon"]
         # Programs call parent_process() to see whether they are the main process.  There is no
@@ -455,7 +473,7 @@ def become(config: dict[str, Any], lifeline: int) -> None:
     if not config["forked"]:
         main_module.install(config["package"])
     seeds = Seeds(config["seed"])
-    generators.seed_of = seeds.number
+    standard.seed_of = seeds.number
     received.after_calls[:] = [seeds.sow_again]
     received.keep_environment.update(config["bind"])
     settings.begin_worker(config["settings"])

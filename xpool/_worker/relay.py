@@ -126,6 +126,10 @@ class _Relay:
         def basicConfig(**options: Any) -> None:
             # `logging.warning` and its like call this too, where the root logger has no handler.
             if sys._getframe(1).f_globals is not vars(logging):
+                # It does nothing if there are handlers; those of the program do not count.
+                handlers = logging.getLogger().handlers
+                if all(hasattr(one, "_xpool_of_program") for one in handlers):
+                    handlers.clear()
                 configure(**options)
 
         logging.basicConfig = basicConfig

@@ -54,7 +54,7 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
                 "multiprocessing.Lock in initargs=; if it is for the threads of one task, ignore "
                 "this warning.",
             )
-    if any(map(is_in_shared_memory, group.objects or ())):
+    if any(map(_is_shared, arrays_among(group.objects or []))):
         _once(
             key,
             "",
@@ -67,16 +67,22 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
-def is_in_shared_memory(one: Any) -> bool:
+def arrays_among(objects: list[Any]) -> list[Any]:
+    """Return the arrays of numpy and the tensors of torch."""
+    array: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
+    tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
+    kinds = tuple(kind for kind in (array, tensor) if kind)
+    return [one for one in objects if isinstance(one, kinds)] if kinds else []
+
+
+def _is_shared(one: Any) -> bool:
     """Whether the memory of a tensor or array is shared with other processes."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(one, torch.Tensor):
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(one, numpy.ndarray):
         try:
             return bool(one.is_shared()) and one.device.type == "cpu"
         except Exception:  # sparse and other tensors have no storage
             return False
-    if numpy is None or not isinstance(one, numpy.ndarray):
-        return False
     while isinstance(one, numpy.ndarray):
         if isinstance(one, numpy.memmap):
             return False  # a file, which workers read as the program does

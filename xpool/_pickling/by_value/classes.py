@@ -210,7 +210,7 @@ _ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None)})
 _SET_ONCE = ("__annotations__", "__dataclass_", "__parameters__", "__pydantic_")
 
 
-def load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
+def load(token: str, version: int, blob: bytes, names: tuple[tuple[str, str], ...]) -> Any:
     entry = registry.lookup(token)
     # `loaded` is set last, so a class that another thread is filling is not returned.
     if entry is not None and (entry.own or entry.loaded >= version):
@@ -306,7 +306,7 @@ _MADE_BY_PYTHON = _CACHES | {
 }  # fmt: skip
 
 
-# -- data -------------------------------------------------------------------------------------------
+# -- data --------------------------------------------------------------------------------------
 
 
 _PROTOCOL = type(Protocol)
@@ -384,9 +384,15 @@ def _never_changes(value: Any) -> bool:
         return all(map(_never_changes, value))
     if kind is FunctionType:
         return not value.__closure__ and not value.__dict__ and _is_fixed(value)
-    return kind in _ATOMS or kind in _FIXED or isinstance(value, type) or kind.__module__ in (
-        "dataclasses",
-        "typing",
+    return (
+        kind in _ATOMS
+        or kind in _FIXED
+        or isinstance(value, type)
+        or kind.__module__
+        in (
+            "dataclasses",
+            "typing",
+        )
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from xpool._pickling.by_value.names import name_for, static_modules
-from xpool._pickling.by_value.origin import INSTALLED, SENT, canonical, module_of, origin_of
+from xpool._pickling.by_value.origin import SENT, canonical, module_of, origin_of
 from xpool._pickling.by_value.reads import keys_of, use_of
 from xpool._pickling.reducers import (
     BUILDERS,

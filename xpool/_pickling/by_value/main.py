@@ -11,6 +11,7 @@ from typing import Any
 
 from xpool._pickling.by_value.origin import INSTALLED, MISSING, namespace, origin_of
 
+
 class _State:
     replica: bool = False
     forked: bool = False

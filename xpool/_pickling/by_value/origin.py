@@ -15,10 +15,8 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import os
-import site
 import sys
-import sysconfig
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from xpool._python.interrupt import by_handler
@@ -76,12 +74,11 @@ def module_of(values: dict[str, Any]) -> str | None:
     return None
 
 
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    found = {sysconfig.get_path(kind) for kind in kinds}
-    found.update(site.getsitepackages() if hasattr(site, "getsitepackages") else ())
-    return tuple(os.path.realpath(folder) + os.sep for folder in found if folder)
+_STANDARD_LIBRARY = os.path.realpath(os.path.dirname(os.__file__)) + os.sep
+
+
+_PACKAGES = frozenset({"xpool", "numpy", "torch"})
+"""Packages that are not the program's, also if they run from their source."""
 
 
 def is_program(name: Any) -> bool:
@@ -89,7 +86,7 @@ def is_program(name: Any) -> bool:
     if not isinstance(name, str) or name in MAIN_NAMES:
         return True
     top = name.partition(".")[0]
-    if top == "xpool" or name in sys.builtin_module_names:
+    if top in _PACKAGES or name in sys.builtin_module_names:
         return False
     while name:
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -106,9 +103,7 @@ def is_installed(file: str) -> bool:
     file = os.path.realpath(file)
     parts = file.split(os.sep)
     return (
-        "site-packages" in parts
-        or "dist-packages" in parts
-        or file.startswith((*_library_folders(), "<frozen"))
+        "site-packages" in parts or "dist-packages" in parts or file.startswith(_STANDARD_LIBRARY)
     )
 
 
@@ -150,3 +145,50 @@ def _same_file(spec: Any, module: ModuleType) -> bool:
     if not isinstance(file, str):  # a namespace package
         return spec.origin is None and spec.submodule_search_locations is not None
     return isinstance(spec.origin, str) and os.path.realpath(spec.origin) == os.path.realpath(file)
+
+
+def globals_of_modules(
+    free: frozenset[Any],
+) -> tuple[dict[int, list[tuple[str, str]]], dict[int, tuple[str, str]]]:
+    """Return, by id, the globals of modules that workers import, other than definitions and objects
+    of the types ``free``.
+
+    The second dict has those that have no state (``UNSET = Unset()``): by name they are the
+    worker's own objects, which defaults of functions in these modules refer to, too.
+    """
+    found: dict[int, list[tuple[str, str]]] = {}
+    named: dict[int, tuple[str, str]] = {}
+    for name, module in list(sys.modules.items()):
+        if name in ("__main__", "__mp_main__") or origin_of(name) != IMPORTED:
+            continue
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            kind = type(value)
+            if (
+                (kind is not object and kind in free)
+                or kind is FunctionType
+                or isinstance(value, type)
+            ):
+                continue
+            if kind is object or (type(attribute) is str and not attribute.startswith("__")):
+                found.setdefault(id(value), []).append((name, attribute))
+                if _has_no_state(value):
+                    named.setdefault(id(value), (name, attribute))
+    return found, named
+
+
+def _has_no_state(value: Any) -> bool:
+    kind = type(value)
+    if kind is object:
+        return True
+    if origin_of(kind.__module__) == INSTALLED or kind.__basicsize__ > _Empty.__basicsize__:
+        return False
+    if kind.__mro__[-2].__flags__ & _HEAP_TYPE == 0 or getattr(value, "__dict__", None):
+        return False  # derived from a type in C, such as `dict`
+    return not any(vars(base).get("__slots__") for base in kind.__mro__)
+
+
+class _Empty:
+    pass
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it

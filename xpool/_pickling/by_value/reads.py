@@ -18,7 +18,7 @@ from xpool._pickling.by_value.origin import INSTALLED, canonical, module_of, ori
 from xpool._python.hidden import CachedFunction
 
 Key = tuple[str, str]
-"""A module's name and the name of a global, or the path of a class's attribute (``Config.rate``)."""
+"""A module's name, and a global's name or the path of a class's attribute (``Config.rate``)."""
 
 # The opcodes of all versions from 3.10 on (Lib/opcode.py); LOAD_FROM_DICT_OR_GLOBALS is since 3.12.
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})

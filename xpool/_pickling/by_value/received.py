@@ -21,7 +21,7 @@ from importlib import import_module
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
-from xpool._pickling.by_value import classes, main, registry, settings
+from xpool._pickling.by_value import classes, main, settings
 from xpool._pickling.by_value.broadcast import open_broadcast
 from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.names import received
@@ -34,6 +34,7 @@ from xpool._pickling.by_value.sent import (
     CLASS,
     FUNCTION,
     HEAD,
+    IMPORTED_AS,
     IMPORTS,
     LEFT_NONE,
     MODULE,
@@ -44,6 +45,7 @@ from xpool._pickling.by_value.sent import (
     VALUES,
     Entry,
     place_of,
+    registered,
 )
 from xpool._pickling.pickler import write_group
 from xpool._pickling.reducers import Group, builder
@@ -110,7 +112,8 @@ _heard = threading.local()
 @contextlib.contextmanager
 def listening() -> Iterator[list[tuple[bytes, tuple[Any, ...]]]]:
     """Record the states of messages that this thread opens."""
-    _heard.states = states = []
+    states: list[tuple[bytes, tuple[Any, ...]]] = []
+    _heard.states = states
     try:
         yield states
     finally:
@@ -144,15 +147,17 @@ def _take(
     if kind == CALL:
         if keys[0] not in _incoming.called:
             _incoming.called.add(keys[0])
-            function, args, named = pickle.loads(data)
+            registered[keys[0][1]] = function, args, named = pickle.loads(data)
             function(*args, **named)
             for again in after_calls:
                 again()
         return
-    own = {key for key in keys if key not in _incoming.serials}
-    kept = {key for key in own if first and "." not in key[1] and main.was_set_here(*key)} if ours else {
-        key for key in keys if _has(key)
-    }
+    new = {key for key in keys if key not in _incoming.serials}
+    if ours:
+        # What code of this worker has set before the program has changed it.
+        kept = {key for key in new if first and "." not in key[1] and main.was_set_here(*key)}
+    else:
+        kept = {key for key in keys if _has(key)}
     if kind == FUNCTION:
         if not kept:
             _define(keys[0], *data)
@@ -161,10 +166,14 @@ def _take(
         if not kept:
             _set(keys[0], cls)
     elif kind in (VALUES, PLACED):
-        if not (own.issuperset(keys) and _has_equal(kind, keys, data)):
+        if not (new.issuperset(keys) and _has_equal(kind, keys, data)):
             for key, value in zip(keys, _load(kind, keys, data), strict=True):
                 if key not in kept:
                     _set(key, value)
+    elif kind == IMPORTED_AS:
+        if not kept:
+            # An error of the import is the task's.
+            _set(keys[0], sys.modules.get(data) or import_module(data))
     elif kind == REMOVED:
         _remove(keys[0])
     elif not main.is_forked():  # a fork has the program's value, which cannot be pickled
@@ -188,8 +197,7 @@ def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
             loaded = pickle.loads(data)
     except Exception as error:  # an object's `__setstate__` can raise any error
         reason = f"{type(error).__name__} while it was loaded: {error}"
-        loaded = [_Failed(reason)] * len(keys)
-        return loaded
+        return [_Failed(reason)] * len(keys)
     return [loaded] if len(keys) == 1 else list(loaded)
 
 
@@ -227,7 +235,9 @@ def _set(key: Key, value: Any) -> None:
         owner = _owner_of(key)
         if isinstance(owner, type):
             type.__setattr__(owner, path.rpartition(".")[2], value)
-        elif isinstance(getattr(owner, "registry", None), MappingProxyType) and path.endswith(".registry"):
+        elif isinstance(getattr(owner, "registry", None), MappingProxyType) and path.endswith(
+            ".registry"
+        ):
             # A function of `functools.singledispatch`.
             for kind, function in value.items():
                 if owner.registry.get(kind) is not function:
@@ -319,9 +329,9 @@ def _import_modules(entries: list[Entry], ours: bool) -> None:
     for kind, _, _, keys, _ in entries:
         if kind in (VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED):
             for module, _ in keys:
-                if module not in sys.modules and module != CALLS:
-                    if origin_of(module) == IMPORTED:
-                        import_module(module)
+                missing = module not in sys.modules and module != CALLS
+                if missing and origin_of(module) == IMPORTED:
+                    import_module(module)
 
 
 def _make_module(name: str, package: Any, is_package: bool) -> None:
@@ -368,7 +378,11 @@ def _attribute(exc: AttributeError, name: Any) -> str | None:
         if path.rpartition(".")[2] == name and (
             owner is None
             or owner is sys.modules.get(key[0])
-            or ("." in path and isinstance(owner, (type, object)) and _owner_of(key) in _kinds(owner))
+            or (
+                "." in path
+                and isinstance(owner, (type, object))
+                and _owner_of(key) in _kinds(owner)
+            )
         ):
             return _explained(key)
     if owner is sys.modules.get("__main__") and isinstance(name, str) and main.is_replica():

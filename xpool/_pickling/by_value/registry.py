@@ -27,7 +27,11 @@ class Definition:
     """
 
     def __init__(
-        self, version: int, blob: bytes, names: frozenset[str], classes: dict[ClassEntry, int]
+        self,
+        version: int,
+        blob: bytes,
+        names: frozenset[tuple[str, str]],
+        classes: dict[ClassEntry, int],
     ) -> None:
         self.version, self.blob, self.names, self.classes = version, blob, names, classes
 

@@ -11,8 +11,6 @@ and only if the text compiles to that very code.
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
-import __future__
-
 import ast
 import builtins
 import dis
@@ -24,9 +22,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Set
+from importlib import import_module
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+
+_future: Any = import_module("__future__")  # an import statement of it is a directive elsewhere
 
 _Chain = tuple[str, ...]
 """A name and the attributes behind it: ("torch", "backends", "cudnn", "benchmark")."""
@@ -268,7 +269,7 @@ def _unused(code: CodeType) -> tuple[tuple[int, str, _Chain, _Chain], ...]:
 
 def _annotated(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
     """Yield the words in annotations that are texts, of the program's functions and classes."""
-    if not code.co_flags & __future__.annotations.compiler_flag:
+    if not code.co_flags & _future.annotations.compiler_flag:
         return
     texts = list(namespace.get("__annotations__", {}).values())
     for one in list(namespace.values()):
@@ -284,7 +285,7 @@ def _annotated(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
 
 _CALL = re.compile(r"(?:^|;)[ \t]*(\w+)[\w. \t]*\(", re.MULTILINE)
 _FUTURE = functools.reduce(
-    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+    int.__or__, (getattr(_future, name).compiler_flag for name in _future.all_feature_names)
 )
 
 

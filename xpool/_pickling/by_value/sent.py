@@ -36,31 +36,32 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from importlib import import_module
 from pickle import PickleBuffer
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from xpool._memory.holds import Block
 from xpool._pickling import reducers
-from xpool._pickling.by_value import checks, classes, script_top, settings
+from xpool._pickling.by_value import checks, classes, settings
 from xpool._pickling.by_value.functions import annotations_of, marshalled
 from xpool._pickling.by_value.names import ATOMS, found_by_name, is_simple
 from xpool._pickling.by_value.origin import (
     IMPORTED,
-    INSTALLED,
     MISSING,
     SENT,
     canonical,
+    globals_of_modules,
     is_program,
     namespace,
     origin_of,
     renew_origins,
 )
 from xpool._pickling.by_value.reads import Key, reads
+from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import Pickled, write_global, write_group
 from xpool._pickling.policy import INLINE_BELOW, Layout
-from xpool._pickling.by_value.generators import is_generator
 from xpool._pickling.reducers import Group, in_place
 from xpool._python import at_fork
 from xpool._python.hidden import CachedFunction
@@ -69,14 +70,14 @@ from xpool._python.interrupt import by_handler
 # Kinds of entries in a state.  `received` has a function for each.
 (
     SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, ANNOTATIONS, VALUES, PLACED, REFUSED, LEFT_NONE,
-    REMOVED, CALL,
-) = range(12)  # fmt: skip
+    REMOVED, CALL, IMPORTED_AS,
+) = range(13)  # fmt: skip
 
 Entry = tuple[Any, ...]
 """``(kind, serial, first, keys, data)``.  With ``first``, the program has not changed it since it
 was first sent."""
 
-_SHARED_BY_ALL = ATOMS | {
+_SHARED_BY_ALL: frozenset[Any] = ATOMS | {
     tuple, frozenset, type, ModuleType, BuiltinFunctionType, CodeType, PickleBuffer, object, range,
     slice, type(NotImplemented),
 }  # fmt: skip
@@ -147,7 +148,8 @@ def _forget() -> None:
     for book in list(_books):
         book.forget()
     registered.clear()
-    script_top.forget()
+    if "xpool._pickling.by_value.script_top" in sys.modules:
+        _script_top().forget()
 
 
 class Book:
@@ -221,7 +223,7 @@ class Book:
         return True
 
     def _compare_large(self) -> bool:
-        """Whether the large groups equal their copies in shared memory; forget those that do not."""
+        """Whether the large groups equal their copies in shared memory; forget the others."""
         equal = True
         for group, places in self._large:
             begun = time.perf_counter()
@@ -264,7 +266,7 @@ class Book:
 
     def _of_all(self) -> set[Key]:
         """Return the keys of what every worker gets."""
-        top = script_top.top_of_main(is_program)
+        top = _script_top().top_of_main(is_program)
         self._nones["__main__"] = top.nones
         self._imports = top.imports
         of_script = registered.get(OF_SCRIPT)
@@ -278,7 +280,7 @@ class Book:
     def _find(self, layout: Layout) -> None:
         """Look at all globals again, as far as they have changed, and at those that they use."""
         nodes, todo = dict[Key, _Node](), set(self.told)
-        aliases, self._named = _globals_of_modules()
+        aliases, self._named = globals_of_modules(_SHARED_BY_ALL)
         while todo:
             key = todo.pop()
             node = nodes[key] = self._look(key)
@@ -307,11 +309,11 @@ class Book:
         if value is MISSING:
             return _Node(_GONE, value)
         origin = SENT if module == CALLS else origin_of(module)
-        if module != CALLS and (path in _OF_MODULES or (
-            origin != SENT and path.startswith("__") and "." not in path
-        )):
+        if module != CALLS and (
+            path in _OF_MODULES or (origin != SENT and path.startswith("__") and "." not in path)
+        ):
             return _Node(_NAMED, value)
-        if type(value) in ATOMS:
+        if type(value) in ATOMS or _is_imported(value):
             return self._plain(key, value)
         is_class = isinstance(value, type)
         if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
@@ -332,6 +334,8 @@ class Book:
     def _plain(self, key: Key, value: Any) -> _Node:
         """Return the node of a value that never changes."""
         node = _Node(_PLAIN, value)
+        if isinstance(value, ModuleType) and origin_of(value.__name__) == SENT:
+            node.names = frozenset({(canonical(value.__name__), "__name__")})
         if type(value) in (str, bytes) and len(value) >= INLINE_BELOW:
             node.written = write_group(value, Group({}, {}), True)
         return node
@@ -395,7 +399,7 @@ class Book:
         except _StaysInWorker:
             return _Node(_NAMED, value)
         except Exception as error:  # an object's `__reduce__` can raise any error
-            if by_handler(error):
+            if by_handler(error) or key[0] == CALLS:
                 raise
             node.error = f"{type(error).__name__}: {error}"
             return node
@@ -426,9 +430,9 @@ class Book:
                 for one in node.objects:
                     of_object.setdefault(one, []).append(key)
         together: dict[Key, set[Key]] = {}
-        for keys in of_object.values():
-            if len(keys) > 1:
-                whole = set[Key]().union(*(together.get(key, {key}) for key in keys))
+        for common in of_object.values():
+            if len(common) > 1:
+                whole = set[Key]().union(*(together.get(key, {key}) for key in common))
                 for key in whole:
                     together[key] = whole
         groups: dict[tuple[Key, ...], _Group] = {}
@@ -442,18 +446,21 @@ class Book:
             keys = tuple(sorted(together.get(key, {key})))
             done.update(keys)
             group = groups[keys] = self._group(keys, layout)
-            for one in keys:
-                self._nodes[one].group = group
+            for member in keys:
+                self._nodes[member].group = group
         self._groups = groups
 
     def _group(self, keys: tuple[Key, ...], layout: Layout) -> _Group:
         old = self._groups.get(keys)
         node = self._nodes[keys[0]]
         leads = any(self._nodes[key].names for key in keys)
+        data: Any
         if keys[0][0] == CALLS and node.written is not None:
             return old or _Group(keys, CALL, b"".join(node.written.chunks))
         if node.kind == _GONE:
             kind, data = REMOVED, None
+        elif isinstance(node.value, ModuleType):
+            kind, data = IMPORTED_AS, canonical(node.value.__name__)
         elif node.kind == _PLAIN and node.written is None:
             kind, data = VALUES, [node.value]
         elif node.written is None:
@@ -473,7 +480,7 @@ class Book:
         module, path = key
         nones = self._nones.get(module)
         if nones is None:
-            nones = self._nones[module] = script_top.nones_of(module)
+            nones = self._nones[module] = _script_top().nones_of(module)
         return LEFT_NONE if path in nones else REFUSED, node.error
 
     def _pickled(
@@ -637,6 +644,11 @@ def _order(group: _Group) -> tuple[Any, ...]:
     return key[0] == CALLS, any("." in path for _, path in group.keys), group.leads, group.keys
 
 
+def _script_top() -> Any:
+    # Imported here because few workers send, and it imports `ast`.
+    return import_module("xpool._pickling.by_value.script_top")
+
+
 # -- parts ---------------------------------------------------------------------------------------
 
 
@@ -661,6 +673,11 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 def _is_of_import(key: Key, value: Any) -> bool:
     """Whether the import of a module makes an object that each process should have for itself."""
     return type(value) in _LOCKS and origin_of(key[0]) == IMPORTED
+
+
+def _is_imported(value: Any) -> bool:
+    """Whether it is a module that the receiver finds by its name."""
+    return isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value
 
 
 def _parts_of(function: Any) -> tuple[Any, ...]:
@@ -697,67 +714,20 @@ def _value_of(key: Key) -> Any:
 def _memory_of(objects: list[Any]) -> set[int]:
     """Return the addresses of the memory of arrays and tensors, less one, which is no `id`."""
     found = set[int]()
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    array: Any = getattr(numpy, "ndarray", ())
-    tensor: Any = getattr(torch, "Tensor", ())
-    if not array and not tensor:
-        return found
-    for one in objects:
-        if isinstance(one, array):
+    for one in checks.arrays_among(objects):
+        if hasattr(one, "__array_interface__") and not hasattr(one, "untyped_storage"):
             base = one
-            while isinstance(base.base, array):
+            while hasattr(base.base, "__array_interface__"):
                 base = base.base
-            if base.nbytes:
-                found.add(base.__array_interface__["data"][0] | 1)
-        elif isinstance(one, tensor):
+            address = base.__array_interface__["data"][0] if base.nbytes else 0
+        else:
             try:
                 address = one.untyped_storage().data_ptr()
             except Exception:  # sparse and other tensors have no storage
                 continue
-            if address:
-                found.add(address | 1)
+        if address:
+            found.add(address | 1)
     return found
-
-
-def _globals_of_modules() -> tuple[dict[int, list[Key]], dict[int, Key]]:
-    """Return, by id, the globals of modules that workers import, other than definitions.
-
-    The second dict has those that have no state (``UNSET = Unset()``): by name they are the worker's
-    own objects, which defaults of functions in these modules refer to, too.
-    """
-    found: dict[int, list[Key]] = {}
-    named: dict[int, Key] = {}
-    for name, module in list(sys.modules.items()):
-        if name in ("__main__", "__mp_main__") or origin_of(name) != IMPORTED:
-            continue
-        for attribute, value in list(getattr(module, "__dict__", {}).items()):
-            kind = type(value)
-            free = kind is not object and kind in _SHARED_BY_ALL
-            if free or kind is FunctionType or isinstance(value, type):
-                continue
-            if kind is object or (type(attribute) is str and not attribute.startswith("__")):
-                found.setdefault(id(value), []).append((name, attribute))
-                if _has_no_state(value):
-                    named.setdefault(id(value), (name, attribute))
-    return found, named
-
-
-def _has_no_state(value: Any) -> bool:
-    kind = type(value)
-    if kind is object:
-        return True
-    if origin_of(kind.__module__) == INSTALLED or kind.__basicsize__ > _EMPTY.__basicsize__:
-        return False
-    if kind.__mro__[-2].__flags__ & _HEAP_TYPE == 0 or getattr(value, "__dict__", None):
-        return False  # derived from a type in C, such as `dict`
-    return not any(vars(base).get("__slots__") for base in kind.__mro__)
-
-
-class _EMPTY:
-    pass
-
-
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it
 
 
 # -- calls that every worker makes ----------------------------------------------------------------

@@ -1,12 +1,78 @@
-"""Reducers of objects of the standard library that have none, although they could."""
+"""Reducers of random generators, and of objects of the standard library that have none.
+
+Each worker has its own of a random generator that is a global, with a seed of its own.  With
+copies, all workers would draw the same numbers.  The seed is derived from the worker's and from the
+global's name, so a pool with ``seed=`` draws the same numbers in each run.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.reducers import LAZY, Context, builder, register
+
+_KINDS = {
+    ("random", "Random"),
+    ("numpy.random._generator", "Generator"),
+    ("numpy.random.mtrand", "RandomState"),
+    ("torch._C", "Generator"),
+}
+
+seed_of: Any = None
+"""In a worker, the function that returns the seed for a name (`xpool._worker.seeds`)."""
+
+
+def is_generator(value: Any) -> bool:
+    kind = type(value)
+    return (kind.__module__, kind.__name__) in _KINDS
+
+
+def _reduce(pickler: Context, obj: Any) -> Any:
+    key = None if pickler.group is None else pickler.group.own.get(id(obj))
+    if key is None:
+        return NotImplemented
+    kind = type(obj)
+    return own_generator, (kind.__module__.partition(".")[0], kind.__name__, ".".join(key))
+
+
+@builder
+def own_generator(package: str, kind: str, name: str) -> Any:
+    """Return a new generator, with a seed for this worker and name."""
+    import random  # few programs have such a global
+
+    seed = random.SystemRandom().getrandbits(64) if seed_of is None else seed_of(name)
+    if package == "random":
+        return random.Random(seed)
+    if package == "numpy":
+        import numpy
+
+        if kind == "Generator":
+            return numpy.random.default_rng(seed)
+        return numpy.random.RandomState(seed & 0xFFFF_FFFF)
+    import torch
+
+    return torch.Generator().manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+def _lazy_random() -> None:
+    register(sys.modules["random"].Random)(_reduce)
+
+
+def _lazy_numpy() -> None:
+    module = sys.modules["numpy.random"]
+    register(module.Generator, module.RandomState)(_reduce)
+
+
+def _lazy_torch() -> None:
+    register(sys.modules["torch"].Generator)(_reduce)
+
+
+LAZY["random"] = _lazy_random
+LAZY["numpy.random._generator"] = LAZY["numpy.random.mtrand"] = _lazy_numpy
+LAZY["torch._C"] = _lazy_torch
 
 
 def _lazy_struct() -> None:

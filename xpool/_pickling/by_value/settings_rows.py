@@ -1,0 +1,564 @@
+"""Settings of the interpreter and of the standard library, as rows of the table in `settings`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Collection
+from operator import attrgetter, itemgetter
+from typing import Any
+
+from xpool._python.hidden import warning_filters as _of_warnings
+from xpool._python.import_hooks import when_imported
+
+
+class Row:
+    """A setting.  ``module``: the library that has it; None: the interpreter.
+
+    ``default``: the value in a fresh worker.  ``per_thread``: each thread has its own value.
+    """
+
+    name: str
+    module: str | None = None
+    default: Any = None
+    per_thread = False
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        """Return the function that reads the token."""
+        raise NotImplementedError
+
+    def keep(self, token: Any) -> Any:
+        """Return a copy of the token that does not change with the setting."""
+        return token
+
+    def value(self, token: Any) -> Any:
+        """Return the value that belongs to a kept token."""
+        return token
+
+    def is_fresh(self, value: Any) -> bool:
+        """Whether a fresh worker has this value."""
+        return bool(value == self.default)
+
+    def before(self, module: Any) -> Any:
+        """Return the value for messages without this row, before the first row is set."""
+        # The default where it is known: a fork of the program may have another value already.
+        fixed = self.default is not None or type(self) is Line
+        return self.default if fixed else self.value(self.keep(self.open(module)()))
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        """Set the value; ``last``: the value set last, or None."""
+        raise NotImplementedError
+
+
+class Line(Row):
+    """A row that fits in a line: ``peek(module)`` returns the function that reads the token."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str | None,
+        default: Any,
+        peek: Callable[[Any], Callable[[], Any]],
+        set: Callable[[Any, Any], object],
+        value: Callable[[Any], Any] | None = None,
+        *,
+        per_thread: bool = False,
+    ) -> None:
+        self.name, self.module, self.default, self.per_thread = name, module, default, per_thread
+        self._peek, self._set, self._value = peek, set, value
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        return self._peek(module)
+
+    def value(self, token: Any) -> Any:
+        return token if self._value is None else self._value(token)
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        self._set(module, value)
+
+
+class _Started(Row):
+    """A row with which a worker is started: fresh is the value at the first snapshot."""
+
+    _first: Any = ...
+
+    def is_fresh(self, value: Any) -> bool:
+        if self._first is ...:
+            self._first = value
+        return bool(value == self._first)
+
+
+# -- of the process --------------------------------------------------------------------------------
+
+
+def _variables() -> dict[bytes, bytes]:
+    """Return all variables: `os.environ`'s own dict, whose comparison runs no Python code."""
+    try:
+        data = os.environ._data  # type: ignore[attr-defined]
+        if type(data) is dict and os.name == "posix":
+            found: dict[bytes, bytes] = data
+            return found
+    except AttributeError:  # the program has put another mapping in its place
+        pass
+    pairs = ((name, os.environ.get(name)) for name in list(os.environ))
+    return {os.fsencode(name): os.fsencode(one) for name, one in pairs if one is not None}
+
+
+class Environ(Row):
+    """The variables that differ from those at the first snapshot, as (name, now, then).
+
+    A worker on another host has other variables, so only the changed ones are sent.
+    """
+
+    name, default = "os.environ", ()
+
+    def __init__(self) -> None:
+        self._then: dict[bytes, bytes] | None = None
+        self.keeps: Collection[str] = ()  # names that belong to the worker
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        return _variables
+
+    def keep(self, token: Any) -> Any:
+        return dict(token)
+
+    def value(self, token: Any) -> Any:
+        if self._then is None:
+            self._then = token
+        then, text = self._then, os.fsdecode
+        return tuple(
+            (text(name), *(None if one is None else text(one) for one in pair))
+            for name in sorted({*token, *then})
+            if (pair := (token.get(name), then.get(name)))[0] != pair[1]
+        )
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        had = {name: now for name, now, _ in last or ()}
+        wanted = {name: then for name, _, then in last or ()}  # no longer changed in the program
+        wanted.update((name, now) for name, now, _ in value)
+        for name, one in wanted.items():
+            if self._is_kept(name) or (name in had and had[name] == one):
+                continue
+            if one is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = one
+
+    def _is_kept(self, name: str) -> bool:
+        # A worker's context may name all variables with a prefix.
+        return name in self.keeps or any(
+            one.endswith("*") and name.startswith(one[:-1]) for one in self.keeps
+        )
+
+
+def _cwd() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return None
+
+
+class Folder(_Started):
+    name = "working folder"
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        return _cwd
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        if value is not None and value != _cwd():
+            os.chdir(value)
+
+
+class Path(_Started):
+    """`sys.path`.  Entries that a worker has added itself stay, before or after the others."""
+
+    name = "sys.path"
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        return lambda: sys.path
+
+    def keep(self, token: Any) -> Any:
+        return list(token)
+
+    def value(self, token: Any) -> Any:
+        # The interpreter ignores entries of other types.
+        return tuple(str(one) for one in token if isinstance(one, str))
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        known = {*(last or ()), *value}
+        common = next((at for at, one in enumerate(sys.path) if one in known), len(sys.path))
+        own = [(at, one) for at, one in enumerate(sys.path) if one not in known]
+        front = [one for at, one in own if at < common]
+        sys.path[:] = [*front, *value, *(one for at, one in own if at > common)]
+
+
+class Umask(_Started):
+    """The mask of new files, which can be read only by setting it.
+
+    The first time it is 0o077 for a moment.  After that, the known mask is set again, so other
+    threads see no difference as long as the program has not changed it.
+    """
+
+    name = "umask"
+
+    def __init__(self) -> None:
+        self._known: int | None = None
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        umask = os.umask
+
+        def peek() -> int:
+            known = self._known
+            now = umask(0o077 if known is None else known)
+            if now != known:
+                umask(now)
+                self._known = now
+            return now
+
+        return peek
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        os.umask(value)
+        self._known = value
+
+
+_zone = attrgetter("tzname", "timezone", "altzone", "daylight")
+
+
+class TimeZone(_Started):
+    """The time zone in effect: that of ``TZ`` when the program called `time.tzset`."""
+
+    name = "time zone"
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        return functools.partial(_zone, time)
+
+    def is_fresh(self, value: Any) -> bool:
+        # The server of the workers may have started before TZ was set.
+        if self._first is ... and "TZ" in os.environ:
+            self._first = ()
+        return super().is_fresh(value)
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        if _zone(time) == value or not hasattr(time, "tzset"):
+            return
+        time.tzset()
+        # Without TZ, it is the zone of the host.
+        if "TZ" in os.environ and _zone(time) != value:
+            raise ValueError(f"TZ={os.environ['TZ']!r} is {time.tzname}, not {value[0]}")
+
+
+_CATEGORIES = ("LC_CTYPE", "LC_NUMERIC", "LC_TIME", "LC_COLLATE", "LC_MONETARY", "LC_MESSAGES")
+
+
+class Locale(Row):
+    name, module = "locale", "locale"
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        ask = getattr(sys.modules.get("_locale"), "setlocale", module.setlocale)
+        numbers = [getattr(module, one) for one in _CATEGORIES if hasattr(module, one)]
+        return lambda: (*map(ask, numbers),)  # one question about all of them takes twice the time
+
+    def is_fresh(self, value: Any) -> bool:
+        # Python itself sets LC_CTYPE at its start, to that of the environment.
+        if self.default is None and all(one in ("C", "POSIX") for one in value[1:]):
+            self.default = value
+        return bool(value == self.default)
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        for name, one in zip(_CATEGORIES, value):
+            if module.setlocale(getattr(module, name)) != one:
+                module.setlocale(getattr(module, name), one)
+
+
+# -- warnings and logging --------------------------------------------------------------------------
+
+
+def _pattern(one: Any) -> Any:
+    return (one.pattern, one.flags) if isinstance(one, re.Pattern) else one
+
+
+def _compiled(one: Any) -> Any:
+    return re.compile(*one) if isinstance(one, tuple) else one
+
+
+def _class(where: tuple[str, str]) -> Any:
+    """Return the class with this module and name, or None; import nothing."""
+    found: Any = sys.modules.get(where[0])
+    for part in where[1].split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None
+
+
+class Filters(Row):
+    """The filters of warnings, as (action, message, category, module, line).
+
+    A category is (module, name).  A filter whose category does not exist yet is added later.
+    """
+
+    name, module = "warning filters", "warnings"
+    default = (
+        ("default", None, ("builtins", "DeprecationWarning"), "__main__", 0),
+        *(
+            ("ignore", None, ("builtins", one), None, 0)
+            for one in (
+                "DeprecationWarning",
+                "PendingDeprecationWarning",
+                "ImportWarning",
+                "ResourceWarning",
+            )
+        ),
+    )
+
+    def __init__(self) -> None:
+        self._set: list[Any] = []  # all filters of the row; None: its category does not exist yet
+        self.missing: dict[int, Any] = {}  # those, by their place
+        self._order: list[Any] = []
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        return _of_warnings
+
+    def keep(self, token: Any) -> Any:
+        return list(token)
+
+    def value(self, token: Any) -> Any:
+        return tuple(
+            (action, _pattern(text), (kind.__module__, kind.__qualname__), _pattern(place), line)
+            for action, text, kind, place, line in token
+            if isinstance(kind, type) and "<" not in kind.__qualname__  # not made in a function
+        )
+
+    def before(self, module: Any) -> Any:
+        return self.value(self.keep(self.open(module)()))  # packages have set some
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        made, self.missing = [_made(one) for one in value], {}
+        for at, one in enumerate(made):
+            if one is None:
+                self.missing[at] = value[at]
+        self._set = made
+        self._put([one for one in made if one is not None])
+        for where in {one[2][0] for one in self.missing.values()}:
+            if where not in sys.modules:
+                when_imported(where, self.add_missing)
+
+    def add_missing(self, module: object = None) -> None:
+        """Add the filters whose categories exist now, before those that follow in the program."""
+        for at in sorted(self.missing, reverse=True):
+            made = _made(self.missing[at])
+            if made is None:
+                continue
+            del self.missing[at]
+            self._set[at] = made
+            here = list(_of_warnings())
+            if made in here:  # the module has added it itself
+                here.remove(made)
+            follow = (here.index(one) for one in self._set[at + 1 :] if one in here)
+            here.insert(next(follow, len(here)), made)
+            self._put(here)
+
+    @staticmethod
+    def _put(filters: list[Any]) -> None:
+        # It also makes modules forget which warnings they have shown.
+        sys.modules["warnings"].resetwarnings()
+        _of_warnings()[:] = filters
+
+    def note(self) -> None:
+        """Remember the order, for `restore`."""
+        if "warnings" in sys.modules:
+            self._order = _of_warnings().copy()
+
+    def restore(self) -> None:
+        """Put the filters that were there at `note`, and are there now, back into their order."""
+        if not self._order or self._order == (here := _of_warnings()):
+            return
+        order = iter([one for one in self._order if one in here])
+        # New ones stay where they are.  A filter may be there twice.
+        now = [next(order, one) if one in self._order else one for one in here]
+        if next(order, None) is None and now != here:
+            self._put(now)
+
+
+def _made(one: Any) -> Any:
+    action, text, where, place, line = one
+    kind = _class(where)
+    return None if kind is None else (action, _compiled(text), kind, _compiled(place), line)
+
+
+_SEEN: Any = "seen by xpool"
+
+
+class Loggers(Row):
+    """Levels, `propagate` and `disabled` of loggers that are not as made, and `logging.disable`.
+
+    Each change of a level clears the caches of all loggers, so a mark in the root's cache tells
+    whether there was one.  `propagate` is looked at each time.
+    """
+
+    name, module, default = "levels of loggers", "logging", (0, ())
+
+    def __init__(self) -> None:
+        self._pending: dict[str, tuple[int, bool, bool]] = {}  # loggers that do not exist yet
+        self._made: dict[str, tuple[int, bool, bool]] = {}  # those that came since `note`
+        # The result, and what the next look compares: the number of loggers, a function that
+        # returns the placeholders, these, and the loggers that do not propagate, and that do.
+        self._scan: Any = (None, -1, None, None, (), ())
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        root = module.getLogger()
+        loggers = root.manager.loggerDict
+        cache = getattr(root, "_cache", {})  # without one, each look is a scan
+
+        def peek() -> Any:
+            # A placeholder may become a logger; loggers themselves stay.
+            stamp, count, holders, held, others, plain = self._scan
+            if _SEEN not in cache or len(loggers) != count or holders(loggers) != held:
+                return None
+            # In the interpreter, these loops take half the time of `map` with an `attrgetter`.
+            for one in plain:
+                if one.handlers or not one.propagate:
+                    return None
+            for one, propagate, handlers in others:
+                if one.propagate is not propagate or one.handlers != handlers:
+                    return None
+            return stamp
+
+        return peek
+
+    def keep(self, token: Any) -> Any:
+        logging: Any = sys.modules["logging"]
+        root = logging.getLogger()
+        # Before levels are read, so that a change meanwhile is found the next time.
+        getattr(root, "_cache", {})[_SEEN] = True
+        found = dict(root.manager.loggerDict)
+        real = {name: one for name, one in found.items() if isinstance(one, logging.Logger)}
+        ways = {name: _way_of(one) for name, one in real.items()}
+        rows = [(name, *way) for name, way in sorted(ways.items()) if way != _AS_MADE]
+        of_root = _way_of(root)
+        if of_root != (logging.WARNING, *_AS_MADE[1:]):
+            rows.insert(0, ("", *of_root))
+        stamp = (object(), (root.manager.disable, tuple(rows)))
+        holders = [name for name in found if name not in real]
+        self._scan = (
+            stamp,
+            len(found),
+            itemgetter(*holders) if holders else lambda _: None,
+            itemgetter(*holders)(found) if holders else None,
+            [
+                (one, one.propagate, list(one.handlers))
+                for one in (root, *real.values())
+                if not one.propagate or one.handlers
+            ],
+            [one for one in (root, *real.values()) if one.propagate and not one.handlers],
+        )
+        return stamp
+
+    def value(self, token: Any) -> Any:
+        return token[1]
+
+    def before(self, module: Any) -> Any:
+        return self.value(self.keep(self.open(module)()))  # packages have set some
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        had = {name: tuple(way) for name, *way in (last or self.default)[1]}
+        now = {name: tuple(way) for name, *way in value[1]}
+        if value[0] != (last or self.default)[0]:
+            module.disable(value[0])
+        manager = module.getLogger().manager
+        for name in {**had, **now}:
+            default = (0 if name else module.WARNING, *_AS_MADE[1:])
+            way: Any = now.get(name, default)
+            if way == had.get(name, default):
+                continue
+            self._pending.pop(name, None)
+            # Not made here: its package may use a class of its own.
+            if not name or isinstance(manager.loggerDict.get(name), module.Logger):
+                _set_logger(module.getLogger(name or None), way)
+            elif way != default:
+                self._pending[name] = way
+        if self._pending and "getLogger" not in vars(manager):
+            self._watch(manager)
+
+    def _watch(self, manager: Any) -> None:
+        """Set pending levels when their loggers are made, and parents before their children."""
+        make, pending, made = manager.getLogger, self._pending, self._made
+
+        def getLogger(name: str) -> Any:
+            if pending and isinstance(name, str):
+                parts = name.split(".")
+                for one in itertools.accumulate(parts, lambda front, part: f"{front}.{part}"):
+                    way = pending.pop(one, None)
+                    if way is not None:
+                        made[one] = way
+                        _set_logger(make(one), way)
+            return make(name)
+
+        manager.getLogger = getLogger
+
+    def note(self) -> None:
+        """Forget the loggers that were made, for `restore`."""
+        if self._made:
+            self._made.clear()
+
+    def restore(self) -> None:
+        """Set the levels of loggers made since `note` again: their packages have set others."""
+        for name, way in list(self._made.items()):
+            _set_logger(sys.modules["logging"].getLogger(name), way)
+        self.note()
+
+
+_AS_MADE: tuple[Any, ...] = (0, True, False, (), ())
+_OF_LOGGERS = frozenset(
+    {"name", "level", "parent", "propagate", "handlers", "disabled", "filters", "manager", "_cache"}
+)
+_SIMPLE = (int, float, str, bytes, bool, type(None))
+
+
+def _way_of(logger: Any) -> tuple[Any, ...]:
+    """Return level, `propagate`, `disabled`, the handlers, and attributes of the program."""
+    handlers = tuple(
+        (type(one).__module__, type(one).__qualname__, _simple(one)) for one in logger.handlers
+    )
+    own = tuple(one for one in _simple(logger) if one[0] not in _OF_LOGGERS)
+    return logger.level, bool(logger.propagate), bool(logger.disabled), handlers, own
+
+
+def _simple(obj: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the attributes of an object that are numbers and texts."""
+    return tuple((name, one) for name, one in list(vars(obj).items()) if type(one) in _SIMPLE)
+
+
+def _set_logger(logger: Any, way: tuple[Any, ...]) -> None:
+    level, logger.propagate, logger.disabled, handlers, own = way
+    logger.setLevel(level)
+    vars(logger).update(own)
+    logging = sys.modules["logging"]
+    theirs = [one for one in logger.handlers if not hasattr(one, "_xpool_of_program")]
+    logger.handlers[:] = [_stand_in(logging, *one) for one in handlers] + theirs
+
+
+def _stand_in(logging: Any, module: str, name: str, attributes: Any) -> Any:
+    """Return an object that code which looks for a handler finds in place of the program's.
+
+    The program's handler gets the records (`xpool._worker.relay`).
+    """
+
+    class Handler(logging.Handler):  # type: ignore[misc]
+        _xpool_of_program = True
+
+        @property  # type: ignore[misc]
+        def __class__(self) -> Any:
+            found = getattr(sys.modules.get(module), name, None)
+            return found if isinstance(found, type) else type(self)
+
+        def handle(self, record: Any) -> bool:
+            return False
+
+    one = Handler()
+    logging._handlers.pop(getattr(one, "name", None), None)
+    one.__dict__.update(attributes)
+    return one
