@@ -9,7 +9,7 @@ from bench.path import measure_apply
 
 @pytest.mark.starts
 def test_path_of_an_apply():
-    """One `apply` runs through at most 60 functions in 26 files."""
+    """One `apply` runs through at most 85 functions in 32 files; 15 functions read settings."""
     path = measure_apply()
-    assert len(path.functions) <= 60, "\n".join(map(str, path.calls))
-    assert len(path.files) <= 26, path.files
+    assert len(path.functions) <= 85, "\n".join(map(str, path.calls))
+    assert len(path.files) <= 32, path.files

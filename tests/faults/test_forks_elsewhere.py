@@ -193,6 +193,8 @@ def test_a_program_that_forks_every_millisecond(tmp_path, name):
 
 
 SLOW_STARTS = """
+    import warnings
+    warnings.filterwarnings("ignore", "Each worker has its own copy of the lock")
     import multiprocessing.resource_tracker as tracker
     import threading
     from multiprocessing.shared_memory import SharedMemory

@@ -42,7 +42,7 @@ def _reduce(reduce: Callable[[Any], Any], pickler: Any, obj: Any) -> Any:
     if isinstance(obj, ctypes.c_int.__mro__[-2]):
         # Only objects in shared memory need the reducer, which refuses to send them.
         return reduce(obj) if hasattr(obj, "_wrapper") else NotImplemented
-    if pickler.layout.kept or not pickler.layout.out_of_band:
+    if pickler.group is not None or pickler.layout.kept or not pickler.layout.out_of_band:
         # The reducer keeps a descriptor in this process until one receiver fetches it.
         raise RuntimeError(
             f"a {type(obj).__name__} object can be sent only once, and only in a result or in a "

@@ -43,21 +43,21 @@ def took(key: Key, nbytes: int, seconds: float) -> None:
 def warn_of(key: Key, value: Any, group: Group) -> None:
     """Warn once of locks and shared memory in a global, of which workers get their own."""
     # A module that is imported makes its locks in each process anyway.
-    for lock in group.locks if origin_of(key[0]) == SENT else ():
-        if type(lock) in _LOCKS:
-            path = path_to(value, lock) or ""
-            _once(
-                key,
-                path,
-                f"Each worker has its own copy of the lock {key[1] + path!r} of {key[0]}, so tasks "
-                "of two workers can hold it at the same time. To prevent that, pass a "
-                "multiprocessing.Lock in initargs=; if it is for the threads of one task, ignore "
-                "this warning.",
-            )
+    locks = [lock for lock in group.locks if type(lock) in _LOCKS]
+    if locks and origin_of(key[0]) == SENT:
+        path = path_to(value, locks[0]) or ""
+        _once(
+            key,
+            "lock",
+            f"Each worker has its own copy of the lock {key[1] + path!r} of {key[0]}, so tasks of "
+            "two workers can hold it at the same time. To prevent that, pass a "
+            "multiprocessing.Lock in initargs=; if it is for the threads of one task, ignore this "
+            "warning.",
+        )
     if any(map(_is_shared, arrays_among(group.objects or []))):
         _once(
             key,
-            "",
+            "memory",
             f"Workers get a copy of the global {said(key)}, also with is_copy_tensor=False. To "
             "share its memory, pass it to the function as an argument, or to an initializer in "
             "initargs=.",

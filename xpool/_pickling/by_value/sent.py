@@ -49,6 +49,7 @@ from xpool._pickling.by_value.functions import annotations_of, marshalled
 from xpool._pickling.by_value.names import ATOMS, found_by_name, is_simple
 from xpool._pickling.by_value.origin import (
     IMPORTED,
+    INSTALLED,
     MISSING,
     SENT,
     canonical,
@@ -273,7 +274,7 @@ class Book:
         if top.calls is not None and (of_script is None or of_script[0] is not top.calls):
             registered[OF_SCRIPT] = top.calls, (), {}
         self._calls = len(registered)
-        found = {(module, name) for module, name in top.assigned}
+        found = {key for key in top.assigned if key[0].partition(".")[0] != "xpool"}
         found.update((CALLS, name) for name in registered)
         return found
 
@@ -415,8 +416,10 @@ class Book:
         }
         node.objects |= _memory_of(group.objects)
         node.objects.add(id(value))
-        if type(value) in (FunctionType, type, BuiltinFunctionType) and found_by_name(value):
-            node.kind, node.value = _PLAIN, value
+        if isinstance(value, (FunctionType, type, BuiltinFunctionType)) and found_by_name(value):
+            sent = origin_of(value.__module__) == SENT and type(value) is FunctionType
+            if not sent or is_simple(value):  # type: ignore[arg-type]  # it goes by its name
+                node.kind, node.value = _PLAIN, value
         node.large = node.written.nbytes >= INLINE_BELOW
         return node
 
@@ -443,6 +446,8 @@ class Book:
                 continue
             if node.kind == _GONE and key not in self._sent:
                 continue
+            if node.error and key[0] != CALLS and origin_of(key[0]) == INSTALLED:
+                continue  # the worker's own attribute of an installed module stays
             keys = tuple(sorted(together.get(key, {key})))
             done.update(keys)
             group = groups[keys] = self._group(keys, layout)

@@ -1,0 +1,126 @@
+"""Random scripts: what a worker sees of them is what a worker that is forked at the call sees.
+
+By default, some pinned scripts run. To run more::
+
+    XPOOL_TEST_SCRIPTS=1000 pytest --all tests/differential/test_generated_scripts.py
+    XPOOL_TEST_SEED=4711 XPOOL_TEST_SCRIPTS=50 pytest --all ...     # from this seed on
+
+``python -m differential.scripts_generator``, in ``tests``, prints and runs scripts by hand. Both
+show the shortest script with a fault.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+from support.tiers import also
+
+from differential.scripts_generator import (
+    LINKS,
+    MODES,
+    STATEMENTS,
+    Part,
+    Script,
+    Statement,
+    judged,
+    script,
+    shortened,
+    story,
+)
+
+PINNED = (3, 12, 15, 17, 21, 32, 38, 42, 48, 75, 93)
+WITH_TORCH = (206, *also(104))
+FIRST = int(os.environ.get("XPOOL_TEST_SEED", "0"))
+SCRIPTS = int(os.environ.get("XPOOL_TEST_SCRIPTS", "100"))
+BATCH = 10  # scripts of one exhaustive test
+
+pytestmark = pytest.mark.xpool_only
+
+
+@pytest.mark.parametrize("seed", PINNED)
+def test_pinned_scripts(seed, tmp_path):
+    """Each answer is that of a fork, or an error names what cannot be sent; nothing loads again."""
+    check(seed, script(seed), tmp_path)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("seed", WITH_TORCH)
+def test_pinned_scripts_with_torch(seed, tmp_path):
+    """The same, with networks, optimizers and settings of torch."""
+    check(seed, script(seed), tmp_path)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("first", also(*range(FIRST, FIRST + SCRIPTS, BATCH)))
+def test_more_scripts(first, tmp_path):
+    """The same, with scripts that nobody has looked at."""
+    for seed in range(first, min(first + BATCH, FIRST + SCRIPTS)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        check(seed, script(seed), folder)
+
+
+@pytest.mark.pure
+def test_seeds_reach_everything():
+    """A seed always gives the same script, and two thousand have all statements in all ways."""
+    found = [script(seed) for seed in range(2000)]
+    assert found[:200] == [script(seed) for seed in range(200)]
+    assert {one.mode for one in found} == set(MODES)
+    parts = [part for one in found for part in one.parts]
+    assert {part.statement.name for part in parts} == {*STATEMENTS, *LINKS}
+    places = {change[1:] for part in parts for change in part.changes}
+    assert places == {(a, b) for a in ("top", "guard", "between") for b in (False, True)}
+    assert any(one.needs_torch for one in found)
+
+
+@pytest.mark.pure
+def test_every_script_compiles():
+    """Each script is a program, and each statement has a probe."""
+    for seed in range(300):
+        one = script(seed)
+        compile(one.text(), f"seed {seed}", "exec")
+    assert len(STATEMENTS) >= 70
+    assert all(one.probes for one in STATEMENTS.values())
+    assert len(Counter(one.kind for one in STATEMENTS.values())) >= 10
+
+
+@pytest.mark.pure
+def test_few_statements_may_differ():
+    """At most five statements are excused, each with a reason of the documentation."""
+    assert len([one for one in STATEMENTS.values() if one.differs]) <= 5
+
+
+BROKEN = {
+    "different in silence": ("own~ = os.getpid()", "os.getppid() == own~"),
+    "confusing error": ("own~ = os.getpid()", "own~ if os.getppid() == own~ else 1 / 0"),
+    "loaded in a worker": ("def load~():\n    note_load()\n    return 5", "load~()"),
+    "the fork fails": ("", "1 / 0"),
+    "the script fails": ("1 / 0", "x"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_faults_are_found_and_shortened(kind, tmp_path):
+    """A script with a fault is shortened to the statement that has it, and the report shows it."""
+    top, probe = BROKEN[kind]
+    good = Part(STATEMENTS["function: recursion of two"], 1)
+    bad = Part(Statement("broken: on purpose", top, (probe,)), 2, forms=("def",))
+    verdicts, _ = judged(Script("script", (good, bad)), tmp_path)
+    found = [one for one in verdicts if one.is_fault]
+    assert {one.kind for one in found} == {kind}
+    short = shortened(Script("script", (good, bad)), found[0])
+    assert short.parts == (bad,)
+    assert probe.replace("~", "2") in story(short, found[0])
+
+
+def check(seed, one, folder):
+    """Fail with the shortest script if a script has a fault."""
+    verdicts, _ = judged(one, folder)
+    found = [verdict for verdict in verdicts if verdict.is_fault]
+    if found:
+        short = shortened(one, found[0])
+        again = f"python -m differential.scripts_generator run {seed}"
+        pytest.fail(f"seed {seed}, {again}\n{story(short, found[0])}", pytrace=False)
+    assert any(verdict.kind == "same" for verdict in verdicts)
