@@ -271,47 +271,6 @@ def test_an_import_that_ends_in_time(process_kind, make_pool, mailbox, gate):
     assert pool.apply(work.import_plugin) == ["plugin"]
 
 
-TOP_OF_A_SCRIPT = """
-import os
-from xpool import Pool
-from xpool._engine import monitor
-from xpool.testing.waiting import Gate, Mailbox, pass_gate, post
-
-def at_top():
-    if __name__ != "__main__":
-        post("mailbox", "begun")
-        pass_gate("gate")
-        post("mailbox", "ended")
-
-at_top()
-
-def double(x):
-    return 2 * x
-
-if __name__ == "__main__":
-    monitor.STOP_GRACE_SECONDS = 3600  # the worker is not killed
-    mailbox, gate = Mailbox("mailbox"), Gate("gate")
-    pool = Pool(1)
-    result = pool.apply_async(double, (1,))
-    assert mailbox.line() == "begun"
-    pid = pool.apply_async(os.getpid)  # waits behind the first call
-    assert result.cancel()
-    gate.open(2)  # one is for a top that runs again
-    assert pool.apply(double, (4,)) == 8
-    assert pid.get() == pool.apply(os.getpid)
-    assert mailbox.line() == "ended" and mailbox.empty()
-    pool.terminate()
-    pool.join()
-"""
-
-
-@pytest.mark.starts
-def test_the_top_of_a_script_is_not_interrupted(tmp_path, monkeypatch):
-    """A task that is stopped while its worker runs the script's top does not make it run again."""
-    monkeypatch.chdir(tmp_path)
-    scripts.run_ok([scripts.write(tmp_path / "script.py", TOP_OF_A_SCRIPT)])
-
-
 def test_a_stopped_process(process_kind, make_pool, mailbox):
     """A worker stopped by SIGSTOP shows no stack, and is killed."""
     pool = make_pool(process_kind, 1)

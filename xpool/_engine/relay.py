@@ -37,21 +37,6 @@ _GONE: int = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 _READ: int = select.POLLIN | getattr(select, "POLLRDHUP", 0)  # epoll's numbers are the same
 
 
-def levels() -> dict[str, int] | None:
-    """Return the levels of this program's loggers; None: nothing has imported logging."""
-    logging: Any = sys.modules.get("logging")
-    if logging is None:
-        return None
-    root = logging.getLogger()
-    found = {"": root.level, " disabled": root.manager.disable}
-    # A copy: other threads may make loggers meanwhile.
-    for name, logger in list(root.manager.loggerDict.items()):
-        level = getattr(logger, "level", 0)  # a placeholder has none
-        if level:
-            found[name] = level
-    return found
-
-
 class Channel:
     """The parent's end of the socket of one worker process."""
 

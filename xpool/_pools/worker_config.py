@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from xpool._engine.launch import Launcher
-from xpool._engine.relay import levels
 from xpool._memory.arena import Arena
 from xpool._pickling.by_value import settings
 from xpool._pickling.frame import inline
@@ -44,14 +43,13 @@ class Main(NamedTuple):
     """What workers know of the program from their start."""
 
     package: str | None  # for relative imports in functions of `__main__`
-    levels: dict[str, int] | None
     argv: list[str]
 
     @classmethod
     def now(cls) -> "Main":
         """Return the description of this program now."""
         package = getattr(sys.modules.get("__main__"), "__package__", None)
-        return cls(package, levels(), _arguments())
+        return cls(package, _arguments())
 
 
 class WorkerConfig:
@@ -109,7 +107,6 @@ class WorkerConfig:
             "share_method": spec.share_method,
             "token": spec.token,
             "peers": spec.peers,
-            "levels": main.levels,
             "output": spec.output,
             "context": None if spec.contexts is None else _plain(spec.contexts[index], attachment),
         }

@@ -49,7 +49,7 @@ def open_relay(fd: int, config: dict[str, Any], count_dropped: Callable[[int], o
     if _relay is not None and _relay.pid == os.getpid():
         _relay.channels[config["index"]] = channel
         return
-    _relay = relay = _Relay(config["index"], channel, config["levels"], config["forked"])
+    _relay = relay = _Relay(config["index"], channel, config["forked"])
     if config["output"] == "prefix":
         sys.stdout, sys.stderr = Lines.prefixed(sys.stdout), Lines.prefixed(sys.stderr)
     when_imported("logging", relay.take_logging)
@@ -83,13 +83,11 @@ class _Channel:
 
 
 class _Relay:
-    def __init__(
-        self, index: int, channel: _Channel, levels: dict[str, int] | None, forked: bool
-    ) -> None:
+    def __init__(self, index: int, channel: _Channel, forked: bool) -> None:
         self.pid = os.getpid()
         self.channels = {index: channel}  # by the worker's index
         self._default = channel  # for threads that a task has started
-        self._levels, self._forked = levels, forked
+        self._forked = forked
 
     def _send(self, kind: str, fields: dict[str, Any]) -> None:
         try:
@@ -101,7 +99,7 @@ class _Relay:
     # -- logging -----------------------------------------------------------------------------------
 
     def take_logging(self, logging: Any) -> None:
-        """Forward records for which this process has no handler, and set the parent's levels."""
+        """Forward records for which this process has no handler."""
         if self._forked:
             _remove_handlers(logging)
         # Do not add a handler: `logging.basicConfig`, and other code that checks for handlers,
@@ -133,12 +131,6 @@ class _Relay:
                 configure(**options)
 
         logging.basicConfig = basicConfig
-        for name, level in (self._levels or {}).items():
-            # `levels` uses this name for the level of `logging.disable`.
-            if name == " disabled":
-                logging.disable(level)
-            else:
-                logging.getLogger(name or None).setLevel(level)
 
     def _forward(self, record: logging.LogRecord, format_exception: Callable[[Any], str]) -> None:
         fields = {**vars(record), "msg": record.getMessage()}

@@ -13,7 +13,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from xpool._pickling.by_value.names import name_for, static_modules
-from xpool._pickling.by_value.origin import SENT, canonical, module_of, origin_of
+from xpool._pickling.by_value.origin import (
+    SENT,
+    canonical,
+    find_module,
+    loose,
+    module_of,
+    origin_of,
+)
 from xpool._pickling.by_value.reads import keys_of, use_of
 from xpool._pickling.reducers import (
     BUILDERS,
@@ -279,8 +286,10 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
     name = canonical(module.__name__)
     if name in static_modules:
         return import_module, (name,)
-    if sys.modules.get(name) is not module:
-        return NotImplemented
+    if find_module(name) is not module:
+        if name in sys.modules or not hasattr(module, "__spec__") or name == "__main__":
+            return NotImplemented
+        loose[name] = module  # a module that the program has made itself
     if origin_of(name) == SENT:
         if name != "__main__" and pickler.follow:
             pickler.names.add((name, "__name__"))  # so that the receiver makes the module

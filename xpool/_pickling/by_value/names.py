@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any
 
 from xpool._pickling.by_value import main, registry
-from xpool._pickling.by_value.origin import INSTALLED, SENT, canonical, namespace, origin_of
+from xpool._pickling.by_value.origin import (
+    INSTALLED,
+    SENT,
+    canonical,
+    find_module,
+    namespace,
+    origin_of,
+)
 from xpool._pickling.reducers import Context, builder
 from xpool._python.interrupt import by_handler
 
@@ -143,7 +149,7 @@ def _get(module_name: str, path: str) -> Any:
 def found_here(module_name: Any, path: str) -> Any:
     if not isinstance(module_name, str):
         return None
-    module: Any = sys.modules.get(module_name)
+    module: Any = find_module(module_name)
     if module is None:
         try:
             module = import_module(module_name)

@@ -33,6 +33,16 @@ _origins: dict[str, tuple[Any, int]] = {}  # by name: the module, and its origin
 _path: list[str] = []  # `sys.path` for which the origins hold
 
 
+loose: dict[str, ModuleType] = {}
+"""Modules that globals of the program refer to, and that are not in `sys.modules`."""
+
+
+def find_module(name: Any) -> Any:
+    """Return the module of this name, or None."""
+    found = sys.modules.get(name)
+    return loose.get(name) if found is None else found
+
+
 def canonical(name: Any) -> str:
     """Return a module's name, which is the same for both names of the main module."""
     return "__main__" if name in MAIN_NAMES else str(name)
@@ -43,6 +53,8 @@ def origin_of(name: Any) -> int:
     known = _origins.get(name)
     if known is not None and known[0] is sys.modules.get(name):
         return known[1]
+    if name in loose and name not in sys.modules:
+        return SENT
     if not isinstance(name, str) or name in MAIN_NAMES:
         return SENT
     found = INSTALLED
@@ -62,14 +74,14 @@ def renew_origins() -> None:
 
 def namespace(module: str) -> dict[str, Any]:
     """Return the globals of a module of the program; empty if there is no such module."""
-    found: dict[str, Any] = getattr(sys.modules.get(module), "__dict__", {})
+    found: dict[str, Any] = getattr(find_module(module), "__dict__", {})
     return found
 
 
 def module_of(values: dict[str, Any]) -> str | None:
     """Return the name of the module with these globals; None: they are no module's."""
     name = values.get("__name__")
-    if isinstance(name, str) and getattr(sys.modules.get(name), "__dict__", None) is values:
+    if isinstance(name, str) and getattr(find_module(name), "__dict__", None) is values:
         return canonical(name)
     return None
 

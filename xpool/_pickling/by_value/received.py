@@ -123,35 +123,49 @@ def listening() -> Iterator[list[tuple[bytes, tuple[Any, ...]]]]:
 @uninterrupted  # a task that was stopped would leave a part of the state unset
 def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
     _import_modules(entries, ours)
+    groups: list[Entry] = []
+    calls: list[Entry] = []
     for kind, serial, first, keys, data in entries:
         if kind == PLACED:
             token = data[1]
-            buffer = None if token is None else buffers.pop(0)
-            data = buffer, data
+            data = (None if token is None else buffers.pop(0)), data
         if kind in (SETTINGS, IMPORTS, MODULE):
             continue
         # No generator: a signal handler may raise in it after it has ended.
         if {serial} == {*map(_incoming.serials.get, keys)} if ours else all(map(_has, keys)):
             continue
-        _take(kind, serial, first, keys, data, ours)
+        if kind == CALL:
+            if keys[0] not in _incoming.called:
+                calls.append((keys[0], data))
+        elif not _take(kind, serial, first, keys, data, ours) and kind in (VALUES, PLACED):
+            groups.append((kind, keys, data))
+    if calls:
+        with settings.kept():
+            for key, data in calls:
+                _call(key, data)
+        for kind, keys, data in groups if ours else ():
+            # A call may have changed them, as in the program, which went on from there.
+            for key, value in zip(keys, _load(kind, keys, data), strict=True):
+                _set(key, value)
+
+
+def _call(key: Key, data: bytes) -> None:
+    _incoming.called.add(key)
+    registered[key[1]] = function, args, named = pickle.loads(data)
+    function(*args, **named)
+    for again in after_calls:
+        again()
 
 
 def _take(
     kind: int, serial: int, first: bool, keys: tuple[Key, ...], data: Any, ours: bool
-) -> None:
+) -> set[Key]:
+    """Set what an entry brings.  Return the globals that keep the worker's own values."""
     if kind == ANNOTATIONS:
         function = namespace(keys[0][0]).get(keys[0][1])
         if isinstance(function, FunctionType):
             function.__annotations__ = pickle.loads(data)
-        return
-    if kind == CALL:
-        if keys[0] not in _incoming.called:
-            _incoming.called.add(keys[0])
-            registered[keys[0][1]] = function, args, named = pickle.loads(data)
-            function(*args, **named)
-            for again in after_calls:
-                again()
-        return
+        return set()
     new = {key for key in keys if key not in _incoming.serials}
     if ours:
         # What code of this worker has set before the program has changed it.
@@ -166,7 +180,12 @@ def _take(
         if not kept:
             _set(keys[0], cls)
     elif kind in (VALUES, PLACED):
-        if not (new.issuperset(keys) and _has_equal(kind, keys, data)):
+        if new.issuperset(keys) and _has_equal(kind, keys, data):
+            kept = set(keys)
+        else:
+            for key in keys:  # the code of a class may use its attributes when it is loaded
+                if "." in key[1] and not _has(key):
+                    _set(key, None)
             for key, value in zip(keys, _load(kind, keys, data), strict=True):
                 if key not in kept:
                     _set(key, value)
@@ -182,6 +201,7 @@ def _take(
         for key in keys:
             _incoming.serials[key] = serial
             received.add(key)
+    return kept
 
 
 def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:

@@ -53,8 +53,10 @@ from xpool._pickling.by_value.origin import (
     MISSING,
     SENT,
     canonical,
+    find_module,
     globals_of_modules,
     is_program,
+    loose,
     namespace,
     origin_of,
     renew_origins,
@@ -166,6 +168,7 @@ class Book:
         self._place: Any = None  # the broadcast of a large state
         self._settings: settings.Snapshot | None = None
         self._imports: tuple[str, ...] = ()
+        self._torn = False  # whether the last change was not completed
         self._calls = 0  # how many of `registered` it has
         self._nones: dict[str, frozenset[str]] = {}
         # What is compared for each message:
@@ -250,20 +253,25 @@ class Book:
     def state(self, names: Iterable[Key], layout: Layout) -> _State:
         """Return the state for a message that uses these names.  The caller holds `_lock`."""
         renew_origins()
-        anew = not self.told.issuperset(names) or len(registered) != self._calls
-        if anew:
-            self.told |= frozenset(names) | self._of_all()
+        # Set until all is consistent: a signal handler may raise in code of the program that runs.
+        anew = self._torn or not self.told.issuperset(names) or len(registered) != self._calls
         now = settings.snapshot()
-        if not self._holds() or anew:
+        if anew or not self._holds():
+            self._torn = True
             # The large ones are compared first, so that those that are equal stay.
             self._compare_large()
-            self._find(layout)
+            more = frozenset(names) | self._of_all() if anew else frozenset()
+            self._find(layout, self.told | more)
         elif self._large and not self._compare_large():
-            self._find(layout)
+            self._torn = True
+            self._find(layout, self.told)
         elif now is self._settings and self._state is not None:
             return self._state
+        self._torn = True
         self._settings = now
-        return self._write(layout)
+        state = self._write(layout)
+        self._torn = False
+        return state
 
     def _of_all(self) -> set[Key]:
         """Return the keys of what every worker gets."""
@@ -278,9 +286,9 @@ class Book:
         found.update((CALLS, name) for name in registered)
         return found
 
-    def _find(self, layout: Layout) -> None:
+    def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Look at all globals again, as far as they have changed, and at those that they use."""
-        nodes, todo = dict[Key, _Node](), set(self.told)
+        nodes, todo = dict[Key, _Node](), set(wanted)
         aliases, self._named = globals_of_modules(_SHARED_BY_ALL)
         while todo:
             key = todo.pop()
@@ -579,7 +587,7 @@ class Book:
         modules = {key[0] for key in self._nodes} - {CALLS, "__main__"}
         for module in sorted(modules):
             if origin_of(module) == SENT:
-                facts = sys.modules.get(module)
+                facts = find_module(module)
                 about = getattr(facts, "__package__", None), hasattr(facts, "__path__")
                 entries.append((MODULE, 0, False, (), (module, *about)))
         functions = [(k, n) for k, n in self._nodes.items() if n.kind == _FUNCTION]
@@ -604,7 +612,7 @@ class Book:
         written = pickle.dumps(entries, 5)
         if self._state is not None and written == self._written:
             return self._state
-        self._written = written
+        whole = written
         serial = next(_serials)
         tokens = [token for place in places if (token := place.parts[0]) is not None]
         about = None
@@ -621,6 +629,7 @@ class Book:
         state.by_name = _call(_BY_NAME, body, len(tokens))
         state.tokens = tokens
         self._state = state
+        self._written = whole  # last, because it says that the state is the one of these bytes
         return state
 
 
@@ -682,7 +691,12 @@ def _is_of_import(key: Key, value: Any) -> bool:
 
 def _is_imported(value: Any) -> bool:
     """Whether it is a module that the receiver finds by its name."""
-    return isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value
+    if not isinstance(value, ModuleType):
+        return False
+    name = value.__name__
+    if name not in sys.modules and name not in loose:
+        loose[name] = value
+    return find_module(name) is value
 
 
 def _parts_of(function: Any) -> tuple[Any, ...]:

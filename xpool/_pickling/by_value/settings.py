@@ -29,7 +29,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ from xpool._pickling.by_value.settings_rows import (
 )
 from xpool._python.at_fork import renew
 from xpool._python.import_hooks import is_initializing, when_imported
+from xpool._python.interrupt import uninterrupted
 from xpool._python.worker_local import process_is_shared
 
 
@@ -409,6 +410,7 @@ def snapshot() -> Snapshot:
     return _look()
 
 
+@uninterrupted  # a row whose token is known, but not its value, would not be read again
 def _look() -> Snapshot:
     global _last
     with _lock:
@@ -562,6 +564,35 @@ def imports_done() -> None:
     with _lock:
         _filters.restore()
         _loggers.restore()
+
+
+_OF_CALLS = frozenset({"decimal", "numpy", "torch"})
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Keep the settings of libraries in a block that makes the script's calls once more.
+
+    The program may have changed a setting after its call.
+    """
+    rows = [row for row in TABLE if row.module in _OF_CALLS]
+    before = {row.name: _read(row) for row in rows if _ready(row.module)}
+    yield
+    with _lock:
+        for row in rows:
+            if not _ready(row.module):
+                continue
+            worker = _thread if row.per_thread else _process
+            value = before.get(row.name, row.default)
+            if row.name in worker.serials:
+                value = worker.taken[row.name].value
+            now = _read(row)
+            if now != value and value is not None:
+                row.set(sys.modules[row.module or ""], value, now)
+
+
+def _read(row: Row) -> Any:
+    return row.value(row.keep(row.open(sys.modules[row.module or ""])()))
 
 
 def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:

@@ -91,7 +91,10 @@ def _lazy_contextvars() -> None:
         """Pickle a variable with its value in this context; in the receiver it is the same one."""
         if pickler.group is None:
             return NotImplemented
-        default = contextvars.Context().run(var.get, MISSING)
+        try:
+            default = contextvars.Context().run(var.get)
+        except LookupError:
+            default = MISSING
         value = var.get(MISSING)
         given = () if default is MISSING else (default,)
         state = None if value is MISSING or value is default else (value,)
