@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from xpool._pickling import frame
 from xpool._pickling.frame import PLAIN
 from xpool._python.interrupt import shielded
 from xpool.errors import OptionError
@@ -267,10 +268,13 @@ def _size(n: float) -> str:
 
 def _sketch(slow: Slow) -> str:
     """Return a short text for a slow task's item without running the user's code."""
-    if slow.item is None or slow.item[0] != PLAIN:
+    if slow.item is None:
         return ""
     try:
-        return _short.repr(_Sketcher(io.BytesIO(slow.item)).load())
+        if slow.item[0] == PLAIN:
+            return _short.repr(_Sketcher(io.BytesIO(slow.item)).load())
+        pickled, buffers = frame.unpack(slow.item)
+        return _short.repr(_Sketcher(io.BytesIO(pickled), buffers=buffers).load())
     except Exception:
         return ""  # the item cannot be shown without its classes
 
@@ -285,7 +289,9 @@ class _Sketcher(pickle.Unpickler):
     """Unpickles plain values; other objects become stand-ins."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "builtins" and name in _PLAIN:
+        # `pickle` keeps what it finds for a number of `copyreg`, so it must be the function itself.
+        own = module.startswith("xpool.") and name.startswith(("prepare", "extension"))
+        if own or (module == "builtins" and name in _PLAIN):
             return super().find_class(module, name)
         return _StandIn(name, (), {})
 
