@@ -9,10 +9,11 @@ it does not run again, and its exception is raised unchanged, as in the standard
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
+from xpool._pickling.reducers import Refused
 from xpool._python.item_notes import short
 from xpool.errors import TaskNotPicklable
 
@@ -40,9 +41,12 @@ def refusal(
         return _noted(obj, error, frame)
 
     path, culprit = "", obj
+    found = error.culprit if isinstance(error, Refused) else None
+    if found is not None:
+        path, culprit = path_to_any(obj, found), found
     # If the object is nested too deeply, all its parts fail for the same reason.  If the search
     # runs a `__reduce__` that itself pickles an object and fails, no second search begins.
-    if not isinstance(error, RecursionError) and not getattr(_busy, "looking", False):
+    elif not isinstance(error, RecursionError) and not getattr(_busy, "looking", False):
         _busy.looking = True
         try:
             path, culprit = _descend(obj, fails)
@@ -106,6 +110,46 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
     elif error.__cause__ is None:  # before Python 3.11
         error.__cause__ = TaskNotPicklable(note)
     return error
+
+
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+
+
+def path_to_any(obj: Any, culprit: Any) -> str:
+    """Return the path from an object to a part of it among any number, or "".
+
+    The labels are made last, because making one takes as long as looking at ten parts.
+    """
+    above: dict[int, Any] = {id(obj): None}
+    level = [obj]
+    for _ in range(_LEVELS):
+        below: list[Any] = []
+        for one in level:
+            for part in _contents(one):
+                if id(part) in above or type(part) in _PLAIN:
+                    continue
+                above[id(part)] = one
+                if part is culprit:
+                    return _labels(part, above)
+                below.append(part)
+        level = below
+    return ""
+
+
+def _contents(obj: Any) -> Iterable[Any]:
+    if type(obj) is dict:
+        return obj.values()
+    if type(obj) in (list, tuple, set, frozenset):
+        return obj  # type: ignore[no-any-return]
+    return [part for _, part in _parts(obj)]
+
+
+def _labels(part: Any, above: dict[int, Any]) -> str:
+    path = ""
+    while (owner := above[id(part)]) is not None:
+        path = next((label for label, one in _parts(owner) if one is part), "") + path
+        part = owner
+    return path
 
 
 def path_to(obj: Any, culprit: Any) -> str | None:

@@ -380,6 +380,8 @@ def _pickle(obj: Any, options: _Options, error: Exception | None = None) -> Pick
     # If a reducer of xpool has refused the object, or memory is short, dill would fail, too.
     if isinstance(error, (XPoolError, MemoryError)):
         raise error
+    if isinstance(error, reducers.Refused):
+        raise diagnose.refusal(obj, error, fails)
     # After other errors than these, dill cannot pickle the object either.
     if not isinstance(error, (PicklingError, TypeError, AttributeError)):
         raise diagnose.refusal(obj, error, fails)

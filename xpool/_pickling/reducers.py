@@ -36,6 +36,18 @@ class Blob:
         self.versions: dict[Any, int] = {}  # those of the classes written, by `ClassEntry`
 
 
+class Refused(TypeError):
+    """A reducer has refused an object that no pickler can pickle.
+
+    Attributes:
+        culprit: the object.
+    """
+
+    def __init__(self, text: str, culprit: Any = None) -> None:
+        super().__init__(text)
+        self.culprit = culprit
+
+
 class Group:
     """The state of a pickler that writes globals of the program.
 

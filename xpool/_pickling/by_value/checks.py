@@ -1,4 +1,4 @@
-"""Warns of globals whose comparison takes long, and of locks and shared tensors that are copied."""
+"""Warns of globals whose comparison takes long, and of locks and shared memory that are copied."""
 
 from __future__ import annotations
 
@@ -75,6 +75,25 @@ def arrays_among(objects: list[Any]) -> list[Any]:
     return [one for one in objects if isinstance(one, kinds)] if kinds else []
 
 
+def memory_of(objects: list[Any]) -> set[int]:
+    """Return the addresses of the memory of arrays and tensors, less one, which is no `id`."""
+    found = set[int]()
+    for one in arrays_among(objects):
+        if hasattr(one, "__array_interface__") and not hasattr(one, "untyped_storage"):
+            base = one
+            while hasattr(base.base, "__array_interface__"):
+                base = base.base
+            address = base.__array_interface__["data"][0] if base.nbytes else 0
+        else:
+            try:
+                address = one.untyped_storage().data_ptr()
+            except Exception:  # sparse and other tensors have no storage
+                continue
+        if address:
+            found.add(address | 1)
+    return found
+
+
 def _is_shared(one: Any) -> bool:
     """Whether the memory of a tensor or array is shared with other processes."""
     numpy = sys.modules.get("numpy")
@@ -85,7 +104,7 @@ def _is_shared(one: Any) -> bool:
             return False
     while isinstance(one, numpy.ndarray):
         if isinstance(one, numpy.memmap):
-            return False  # a file, which workers read as the program does
+            return bool(one.flags.writeable)  # what a worker writes does not reach the file
         one = one.base
     if isinstance(one, memoryview):
         one = one.obj

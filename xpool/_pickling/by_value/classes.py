@@ -320,8 +320,13 @@ def data_attributes(cls: type) -> list[str]:
         return []  # attributes that a metaclass of a package keeps in its classes
     found = []
     for name, value in list(vars(cls).items()):
-        if isinstance(value, FunctionType):  # a method, unless it was defined elsewhere
-            data = not value.__qualname__.startswith(f"{cls.__qualname__}.")
+        inner = getattr(value, "fget", None) if type(value) is property else value
+        if type(value) in (staticmethod, classmethod):
+            inner = value.__func__
+        if isinstance(inner, FunctionType):  # a method, unless it was defined elsewhere
+            data = not inner.__qualname__.startswith(f"{cls.__qualname__}.")
+            # A class that is sent by value contains its descriptors.
+            data = data and (inner is value or origin_of(cls.__module__) != SENT)
         else:
             data = not isinstance(value, type) and not hasattr(type(value), "__get__")
         if data and not name.startswith(("__", "_abc_", "_is_protocol", "_is_runtime_protocol")):
@@ -333,6 +338,17 @@ def _data_of(cls: type) -> frozenset[str]:
     """Return the attributes that are sent beside the definition of a class."""
     named = origin_of(cls.__module__) == SENT and found_by_name(cls)
     return frozenset(data_attributes(cls)) if named else frozenset()
+
+
+def data_of_function(function: Any) -> list[str]:
+    """Return the names of a function's attributes that are data."""
+    found = []
+    for name, value in list(vars(function).items()):
+        kind = type(value)
+        code = kind in (FunctionType, BuiltinFunctionType) or isinstance(value, type)
+        if not code and not name.startswith("__"):
+            found.append(name)
+    return found
 
 
 def with_nested(path: str, cls: type) -> Iterator[tuple[str, type]]:

@@ -14,10 +14,11 @@ from weakref import WeakKeyDictionary
 
 from xpool._pickling.by_value.names import name_for, static_modules
 from xpool._pickling.by_value.origin import (
+    IMPORTED,
     SENT,
+    adopt,
     canonical,
     find_module,
-    loose,
     module_of,
     origin_of,
 )
@@ -27,6 +28,7 @@ from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,
     Context,
+    Refused,
     builder,
     register,
     set_attributes,
@@ -286,14 +288,20 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
     name = canonical(module.__name__)
     if name in static_modules:
         return import_module, (name,)
+    adopt(module)  # the program may have made it itself
     if find_module(name) is not module:
-        if name in sys.modules or not hasattr(module, "__spec__") or name == "__main__":
-            return NotImplemented
-        loose[name] = module  # a module that the program has made itself
+        return NotImplemented
     if origin_of(name) == SENT:
         if name != "__main__" and pickler.follow:
             pickler.names.add((name, "__name__"))  # so that the receiver makes the module
         return sent_module, (name,)
+    if pickler.follow and not pickler.home and origin_of(name) == IMPORTED:
+        # Any of its data may be used.
+        pickler.names.update(
+            (name, one)
+            for one, value in list(vars(module).items())
+            if not one.startswith("__") and not isinstance(value, ModuleType)
+        )
     return import_module, (name,)
 
 
@@ -339,7 +347,7 @@ def _lazy_locks() -> None:
         if pickler.group is not None:
             pickler.group.locks.append(obj)
         elif not pickler.blob:
-            raise TypeError(f"cannot pickle {type(obj).__name__!r} object")
+            raise Refused(f"cannot pickle {type(obj).__name__!r} object", obj)
         return (threading.RLock if type(obj) is rlock else threading.Lock), ()
 
     def reduce_local(pickler: Context, obj: Any) -> Any:

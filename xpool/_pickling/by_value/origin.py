@@ -37,6 +37,13 @@ loose: dict[str, ModuleType] = {}
 """Modules that globals of the program refer to, and that are not in `sys.modules`."""
 
 
+def adopt(module: ModuleType) -> None:
+    """Let `find_module` find a module that is not in `sys.modules`."""
+    name = getattr(module, "__name__", None)
+    if isinstance(name, str) and name not in sys.modules:
+        loose.setdefault(name, module)
+
+
 def find_module(name: Any) -> Any:
     """Return the module of this name, or None."""
     found = sys.modules.get(name)

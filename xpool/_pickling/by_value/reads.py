@@ -8,13 +8,21 @@ module than to get or set attributes, or calls `eval`, `exec` or `globals`, all 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xpool._pickling.by_value.origin import INSTALLED, canonical, module_of, origin_of
+from xpool._pickling.by_value.origin import (
+    INSTALLED,
+    adopt,
+    canonical,
+    module_of,
+    namespace,
+    origin_of,
+)
 from xpool._python.hidden import CachedFunction
 
 Key = tuple[str, str]
@@ -85,6 +93,11 @@ def use_of(code: CodeType) -> Code:
     return found
 
 
+def is_open(value: Any) -> bool:
+    """Whether a function may use any global, also one that is new."""
+    return type(value) is FunctionType and use_of(value.__code__).whole
+
+
 def keys_of(function: FunctionType) -> set[Key]:
     """Return the globals of the program that a function uses."""
     values = function.__globals__
@@ -103,11 +116,37 @@ def keys_of(function: FunctionType) -> set[Key]:
         imported = _imported(level, name, values.get("__package__"))
         if imported is not None:
             _add_module(imported, False, use, found, "")
+    if not _ANY_CLASS.isdisjoint(use.attributes):
+        for one in {module, "__main__"}:
+            classes = (name for name, value in list(namespace(one).items()) if _is_class(value))
+            found.update((one, name) for name in classes)
     # `sys.modules["__main__"].rate`
     if "modules" in use.attributes and "__main__" in sys.modules:
         _add_module(sys.modules["__main__"], False, use, found, "")
         found.add(("__main__", "__getattr__"))
     return found
+
+
+_ANY_CLASS = frozenset({"__subclasses__", "load", "loads", "Unpickler"})
+"""Names by which code gets classes that it does not name: those of a pickle, for example."""
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, type) and origin_of(value.__module__) != INSTALLED
+
+
+def of_annotations(annotations: dict[str, Any], module: str) -> set[Key]:
+    """Return the globals that annotations name which are texts."""
+    values = namespace(module)
+    found = set[Key]()
+    for one in annotations.values():
+        for name in _WORD.findall(one) if type(one) is str else ():
+            if not isinstance(values.get(name, sys), ModuleType):
+                found.add((module, name))
+    return found
+
+
+_WORD = re.compile(r"[^\W\d]\w*")
 
 
 def _imported(level: int, name: str, package: Any) -> Any:
@@ -123,6 +162,7 @@ def _imported(level: int, name: str, package: Any) -> Any:
 
 def _add_module(module: ModuleType, whole: bool, use: Code, found: set[Key], seen: str) -> None:
     """Add the globals of a module that code with a reference to it uses."""
+    adopt(module)
     name = canonical(module.__name__)
     if origin_of(module.__name__) == INSTALLED or name in seen.split("\0"):
         return

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import marshal
 import pickle
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ from xpool._pickling.by_value.sent import (
     place_of,
     registered,
 )
+from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import write_group
 from xpool._pickling.reducers import Group, builder
 from xpool._python import at_fork
@@ -64,6 +66,7 @@ class _Incoming:
         self.serials: dict[Key, int] = {}
         self.idents: dict[Key, int] = {}  # which object of the program a function stands for
         self.called: set[Key] = set()
+        self.originals: dict[Key, Any] = {}  # what imports have made of globals that were set
         self.imported: set[str] = set()
         # The reasons why values were not sent.  The globals in `left_none` are None here.
         self.missing: dict[Key, str] = {}
@@ -162,9 +165,11 @@ def _take(
 ) -> set[Key]:
     """Set what an entry brings.  Return the globals that keep the worker's own values."""
     if kind == ANNOTATIONS:
-        function = namespace(keys[0][0]).get(keys[0][1])
+        function = namespace(keys[0][0]).get(keys[0][1].partition(":")[0])
         if isinstance(function, FunctionType):
             function.__annotations__ = pickle.loads(data)
+        if ours:
+            _incoming.serials[keys[0]] = serial
         return set()
     new = {key for key in keys if key not in _incoming.serials}
     if ours:
@@ -195,6 +200,8 @@ def _take(
             _set(keys[0], sys.modules.get(data) or import_module(data))
     elif kind == REMOVED:
         _remove(keys[0])
+        if data and keys[0] in _incoming.originals:  # the program has what its import made again
+            _set(keys[0], _incoming.originals[keys[0]])
     elif not main.is_forked():  # a fork has the program's value, which cannot be pickled
         _refuse(kind, keys[0], data)
     if ours:
@@ -251,6 +258,9 @@ def _set(key: Key, value: Any) -> None:
         return
     _incoming.missing.pop(key, None)
     _incoming.left_none.pop(key, None)
+    if key not in _incoming.originals and origin_of(module) == IMPORTED and _has(key):
+        holder, name = place_of(key)
+        _incoming.originals[key] = holder[name]
     if "." in path:
         owner = _owner_of(key)
         if isinstance(owner, type):
@@ -321,6 +331,8 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
     values = [holder[name] for holder, name in holders]
     if type(data) is list:
         return [(type(one), one) for one in values] == [(type(one), one) for one in data]
+    if any(map(is_generator, values)):
+        return False  # its seed is the program's
     own = {id(value): key for key, value in zip(keys, values, strict=True)}
     try:
         written = write_group(values if len(values) > 1 else values[0], Group(own, {}), True)
@@ -373,6 +385,10 @@ def _make_module(name: str, package: Any, is_package: bool) -> None:
 def missing_global(exc: BaseException) -> str | None:
     """Explain an error about a global that was not sent here, or return None for other errors."""
     name = getattr(exc, "name", None)
+    if isinstance(exc, AttributeError) and name is None:
+        match = _NOT_FOUND.match(str(exc))  # of an unpickler
+        if match and main.is_replica():
+            return _not_named(match[1])
     if isinstance(exc, AttributeError):
         return _attribute(exc, name) or _global_left_none(exc)
     if not isinstance(exc, NameError) or not isinstance(name, str):
@@ -406,11 +422,18 @@ def _attribute(exc: AttributeError, name: Any) -> str | None:
         ):
             return _explained(key)
     if owner is sys.modules.get("__main__") and isinstance(name, str) and main.is_replica():
-        return (
-            f"The global {name!r} of __main__ was not sent to this worker, because no function of "
-            "its tasks names it. Name it in the function, or pass it as an argument."
-        )
+        return _not_named(name)
     return None
+
+
+_NOT_FOUND = re.compile(r"Can't get attribute '([^']+)' on <module '__main__'")
+
+
+def _not_named(name: str) -> str:
+    return (
+        f"The global {name!r} of __main__ was not sent to this worker, because no function of "
+        "its tasks names it. Name it in the function, or pass it as an argument."
+    )
 
 
 def _kinds(owner: Any) -> tuple[Any, ...]:

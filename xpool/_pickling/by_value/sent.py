@@ -14,14 +14,11 @@ Each of them has a serial number, which changes if its bytes change.  A receiver
 another number than what it has set last.  So a value that a worker has set itself stays until the
 program changes this value, or one that shares an object with it.
 
-For each message, the globals are compared with those that were sent last.  What cannot change is
-compared by identity, and all the rest is pickled once more.  A large group is in shared memory,
-once for each pool (`broadcast`), and is compared with that.
-
-The state is pickled once for many messages.  It stands at the beginning of the message's pickle, as
-a call of `received.prepare` whose result is dropped.
-
-A value that cannot be pickled is left out.  The `NameError` of a task that reads it says why.
+For each message, the globals are compared with those that were sent last: what cannot change by
+identity, and the rest by its pickle.  A large group is in shared memory, once for each pool.  The
+state is pickled once for many messages, and stands at the beginning of their pickles, as a call of
+`received.prepare`.  A value that cannot be pickled is left out; the `NameError` of a task that
+reads it says why.
 """
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
@@ -36,6 +33,7 @@ import sys
 import threading
 import time
 import weakref
+from abc import get_cache_token
 from collections.abc import Iterable
 from importlib import import_module
 from pickle import PickleBuffer
@@ -52,16 +50,16 @@ from xpool._pickling.by_value.origin import (
     INSTALLED,
     MISSING,
     SENT,
+    adopt,
     canonical,
     find_module,
     globals_of_modules,
     is_program,
-    loose,
     namespace,
     origin_of,
     renew_origins,
 )
-from xpool._pickling.by_value.reads import Key, reads
+from xpool._pickling.by_value.reads import Key, is_open, of_annotations, reads
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import Pickled, write_global, write_group
 from xpool._pickling.policy import INLINE_BELOW, Layout
@@ -127,6 +125,7 @@ class _Group:
         self.keys, self.kind, self.data = keys, kind, data
         self.serial = next(_serials)
         self.first = True
+        self.functions: dict[Key, int] = {}
         self.leads = False  # whether the values use other globals
 
     def entry(self) -> Entry:
@@ -175,7 +174,10 @@ class Book:
         self._same: list[tuple[Any, str, Any]] = []
         self._ids: list[tuple[Any, str, int]] = []
         self._functions: list[tuple[Any, Any, Any, Any]] = []
-        self._classes: list[tuple[Any, list[int]]] = []
+        self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
+        self._registrations: Any = None  # of abstract base classes
+        self._globals = 0  # how many `__main__` has
+        self._stateless: list[Any] = []  # the objects of `_named`
         self._changing: list[tuple[type, Any]] = []  # classes with parts that may change in place
         self._small: list[tuple[Any, str]] = []
         self._small_bytes = b""
@@ -208,9 +210,13 @@ class Book:
                 or function.__dict__
             ):
                 return False
-        for cls, ids in self._classes:
-            if [*map(id, vars(cls).values())] != ids:
+        for cls, ids, bases in self._classes:
+            if [*map(id, vars(cls).values())] != ids or cls.__bases__ != bases:
                 return False
+        if self._classes and get_cache_token() != self._registrations:
+            return False
+        if len(namespace("__main__")) != self._globals or any(map(vars, self._stateless)):
+            return False
         for cls, definition in self._changing:
             if classes.definition_of(cls) is not definition:
                 return False
@@ -308,9 +314,10 @@ class Book:
         value = holder.get(name, MISSING) if holder is not None else MISSING
         old = self._nodes.get(key)
         if old is not None and old.id == id(value):
+            defined = isinstance(value, (FunctionType, type))
             unchanged = (
-                old.kind in (_GONE, _PLAIN, _NAMED)
-                or (old.kind == _FUNCTION and old.parts == _parts_of(value))
+                (old.kind in (_GONE, _PLAIN, _NAMED) and not defined)
+                or (old.kind == _FUNCTION and old.parts == _parts_of(value) and not is_open(value))
                 or (old.kind == _DATA and old.large)
             )
             if unchanged:
@@ -325,6 +332,10 @@ class Book:
         if type(value) in ATOMS or _is_imported(value):
             return self._plain(key, value)
         is_class = isinstance(value, type)
+        if "." in path and origin == IMPORTED:
+            method = getattr(value, "__func__", getattr(value, "fget", value))
+            if getattr(method, "__qualname__", "") == path and method.__module__ == module:
+                return _Node(_NAMED, value)  # what the import has made
         if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
             own = canonical(value.__module__) == module and value.__qualname__ == path
             if own and origin == IMPORTED:
@@ -332,7 +343,9 @@ class Book:
                 if is_class:
                     self._note_class(node, value, module, path)
                 else:
-                    node.names |= {(module, f"{path}.{name}") for name in _data_of(value)}
+                    node.names |= {
+                        (module, f"{path}.{name}") for name in classes.data_of_function(value)
+                    }
                 return node
             if own and is_class and classes.is_defined_by_statement(value):
                 return self._class(key, value)
@@ -355,6 +368,7 @@ class Book:
         annotations = annotations_of(function)
         written = b""
         if annotations:
+            node.names |= of_annotations(annotations, key[0])
             try:
                 pickled = write_global(annotations)
             except Exception as error:  # an object's `__reduce__` can raise any error
@@ -395,6 +409,7 @@ class Book:
         found = set[Key]()
         for inner, owner in classes.with_nested(path, cls):
             found.update((module, f"{inner}.{name}") for name in classes.data_attributes(owner))
+            found |= of_annotations(annotations_of(owner), module)
         node.names |= found
 
     def _data(self, key: Key, value: Any) -> _Node:
@@ -422,7 +437,7 @@ class Book:
         node.objects -= {
             id(one) for one in group.objects if type(one) is FunctionType and is_simple(one)
         }
-        node.objects |= _memory_of(group.objects)
+        node.objects |= checks.memory_of(group.objects)
         node.objects.add(id(value))
         if isinstance(value, (FunctionType, type, BuiltinFunctionType)) and found_by_name(value):
             sent = origin_of(value.__module__) == SENT and type(value) is FunctionType
@@ -450,7 +465,10 @@ class Book:
         done = set[Key]()
         for key in sorted(self._nodes):
             node = self._nodes[key]
-            if key in done or node.kind in (_FUNCTION, _CLASS, _NAMED):
+            if key in done or node.kind in (_FUNCTION, _CLASS):
+                self._sent.add(key)
+                continue
+            if node.kind == _NAMED and key not in self._sent:
                 continue
             if node.kind == _GONE and key not in self._sent:
                 continue
@@ -470,8 +488,8 @@ class Book:
         data: Any
         if keys[0][0] == CALLS and node.written is not None:
             return old or _Group(keys, CALL, b"".join(node.written.chunks))
-        if node.kind == _GONE:
-            kind, data = REMOVED, None
+        if node.kind in (_GONE, _NAMED):
+            kind, data = REMOVED, node.kind == _NAMED
         elif isinstance(node.value, ModuleType):
             kind, data = IMPORTED_AS, canonical(node.value.__name__)
         elif node.kind == _PLAIN and node.written is None:
@@ -480,10 +498,18 @@ class Book:
             kind, data = self._refusal(keys[0], node)
         else:
             kind, data = self._pickled(keys, old, layout)
-        if old is not None and (kind, data) == (old.kind, old.data):
+        # Functions that the values refer to by name: these may be other objects now.
+        functions = {
+            name: one.entry[0]
+            for key in keys
+            for name in self._nodes[key].names
+            if (one := self._nodes[name]).kind == _FUNCTION
+        }
+        if old is not None and (kind, data, functions) == (old.kind, old.data, old.functions):
             old.leads = leads
             return old
         group = _Group(keys, kind, data)
+        group.functions = functions
         group.leads = leads
         group.first = self._sent.isdisjoint(keys)
         self._sent.update(keys)
@@ -531,6 +557,10 @@ class Book:
     def _note_what_to_compare(self) -> None:
         self._same, self._ids, self._functions = [], [], []
         self._classes, self._changing, self._small, self._large = [], [], [], []
+        self._registrations, self._globals = get_cache_token(), len(namespace("__main__"))
+        self._stateless = [
+            value for key in self._named.values() if hasattr(value := _value_of(key), "__dict__")
+        ]
         large = set[Key]()
         for group in self._groups.values():
             if group.kind == PLACED:
@@ -557,7 +587,8 @@ class Book:
                 self._functions.append((node.value, *node.parts[:3]))
             elif isinstance(node.value, type) and node.kind in (_CLASS, _NAMED):
                 for _, owner in classes.with_nested(key[1], node.value):
-                    self._classes.append((owner, [*map(id, vars(owner).values())]))
+                    ids = [*map(id, vars(owner).values())]
+                    self._classes.append((owner, ids, owner.__bases__))
                 if node.kind == _CLASS:
                     methods, changes = classes.parts_of(node.value)
                     self._functions += methods
@@ -599,7 +630,7 @@ class Book:
         defined.sort(key=lambda one: one[0])
         entries += [(CLASS, node.serial, False, (key,), node.entry) for key, node in defined]
         entries += [
-            (ANNOTATIONS, node.serial, False, (key,), node.entry[2])
+            (ANNOTATIONS, node.serial, False, ((key[0], f"{key[1]}:annotations"),), node.entry[2])
             for key, node in functions
             if node.entry[2]
         ]
@@ -666,17 +697,6 @@ def _script_top() -> Any:
 # -- parts ---------------------------------------------------------------------------------------
 
 
-def _data_of(function: Any) -> list[str]:
-    """Return the names of a function's attributes that are data."""
-    found = []
-    for name, value in list(vars(function).items()):
-        kind = type(value)
-        code = kind in (FunctionType, BuiltinFunctionType) or isinstance(value, type)
-        if not code and not name.startswith("__"):
-            found.append(name)
-    return found
-
-
 class _StaysInWorker(Exception):
     """The worker's own object takes the place of this one."""
 
@@ -693,10 +713,8 @@ def _is_imported(value: Any) -> bool:
     """Whether it is a module that the receiver finds by its name."""
     if not isinstance(value, ModuleType):
         return False
-    name = value.__name__
-    if name not in sys.modules and name not in loose:
-        loose[name] = value
-    return find_module(name) is value
+    adopt(value)
+    return find_module(value.__name__) is value
 
 
 def _parts_of(function: Any) -> tuple[Any, ...]:
@@ -728,25 +746,6 @@ def place_of(key: Key) -> tuple[Any, str]:
 def _value_of(key: Key) -> Any:
     holder, name = place_of(key)
     return MISSING if holder is None else holder.get(name, MISSING)
-
-
-def _memory_of(objects: list[Any]) -> set[int]:
-    """Return the addresses of the memory of arrays and tensors, less one, which is no `id`."""
-    found = set[int]()
-    for one in checks.arrays_among(objects):
-        if hasattr(one, "__array_interface__") and not hasattr(one, "untyped_storage"):
-            base = one
-            while hasattr(base.base, "__array_interface__"):
-                base = base.base
-            address = base.__array_interface__["data"][0] if base.nbytes else 0
-        else:
-            try:
-                address = one.untyped_storage().data_ptr()
-            except Exception:  # sparse and other tensors have no storage
-                continue
-        if address:
-            found.add(address | 1)
-    return found
 
 
 # -- calls that every worker makes ----------------------------------------------------------------
