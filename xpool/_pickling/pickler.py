@@ -10,7 +10,6 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from itertools import repeat
 from pickle import PickleBuffer, PicklingError
 from types import SimpleNamespace
@@ -84,13 +83,7 @@ class _GroupPickler(_FastPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         name = self.group.named.get(id(obj))
-        return reducers.reducer_override(self, obj) if name is None else (of_module, name)
-
-
-@reducers.builder
-def of_module(module: str, name: str) -> Any:
-    """Return a global of a module."""
-    return getattr(import_module(module), name)
+        return reducers.reducer_override(self, obj) if name is None else (reducers.of_module, name)
 
 
 def _placer(

@@ -130,6 +130,22 @@ def builder(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+@builder
+def of_module(module: str, name: str) -> Any:
+    """Return a global of a module."""
+    return getattr(import_module(module), name)
+
+
+class OfModule:
+    """Takes the place of an object that is written by the name of a global."""
+
+    def __init__(self, place: tuple[str, str]) -> None:
+        self._place = place
+
+    def __reduce__(self) -> Any:
+        return of_module, self._place
+
+
 def register(*types: type) -> Callable[[Reducer], Reducer]:
     """Make a function the reducer of these exact types."""
 

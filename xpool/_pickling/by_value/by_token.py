@@ -13,8 +13,7 @@ from typing import Any
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.names import name_for
 from xpool._pickling.by_value.origin import IMPORTED, INSTALLED, SENT, origin_of
-from xpool._pickling.pickler import of_module
-from xpool._pickling.reducers import LAZY, Context, register
+from xpool._pickling.reducers import LAZY, Context, of_module, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 

@@ -8,7 +8,7 @@ import threading
 import warnings
 from typing import Any
 
-from xpool._pickling.by_value.origin import SENT, namespace, origin_of
+from xpool._pickling.by_value.origin import IMPORTED, SENT, namespace, origin_of
 from xpool._pickling.by_value.reads import Key
 from xpool._pickling.diagnose import path_to
 from xpool._pickling.reducers import Group
@@ -65,6 +65,11 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
 
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
+def is_of_import(key: Key, value: Any) -> bool:
+    """Whether the import of a module makes an object that each process should have for itself."""
+    return type(value) in _LOCKS and origin_of(key[0]) == IMPORTED
 
 
 def arrays_among(objects: list[Any]) -> list[Any]:

@@ -211,3 +211,34 @@ class _Empty:
 
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it
+
+
+_homes: dict[tuple[str, int], tuple[int, str | None]] = {}
+
+
+def home_of(name: str, value: Any) -> tuple[str, str] | None:
+    """Return the installed module that has an object under this name, and the name; or None."""
+    if "." in name or isinstance(value, type) or type(value) is FunctionType:
+        return None
+    count, home = _homes.get((name, id(value)), (0, None))
+    if count != len(sys.modules) or (
+        home is not None and getattr(sys.modules.get(home), "__dict__", {}).get(name) is not value
+    ):
+        found = (
+            module
+            for module, one in list(sys.modules.items())
+            if getattr(one, "__dict__", {}).get(name) is value and origin_of(module) == INSTALLED
+        )
+        home = next(found, None)
+        if len(_homes) > 10_000:
+            _homes.clear()
+        _homes[name, id(value)] = len(sys.modules), home
+    return None if home is None else (home, name)
+
+
+def is_imported(value: Any) -> bool:
+    """Whether it is a module that the receiver finds by its name."""
+    if not isinstance(value, ModuleType):
+        return False
+    adopt(value)
+    return find_module(value.__name__) is value

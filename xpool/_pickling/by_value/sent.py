@@ -1,8 +1,7 @@
 """What a task sees: sends the functions, classes and globals of the program that a message uses.
 
-A message with functions or classes of the program names them.  Before it, the receiver gets the
-*state*: all definitions and globals that these use, as they are at the call.  `Book` finds them,
-from one to the next, for the workers of one pool:
+Before the message, the receiver gets the *state*: all definitions and globals that it uses, as they
+are at the call.  `Book` finds them, from one to the next, for the workers of one pool:
 
 * A **definition** (a plain function, a class) of ``__main__``, or of a module that a worker cannot
   import, is sent by value.  The receiver binds it to its name.
@@ -50,10 +49,11 @@ from xpool._pickling.by_value.origin import (
     INSTALLED,
     MISSING,
     SENT,
-    adopt,
     canonical,
     find_module,
     globals_of_modules,
+    home_of,
+    is_imported,
     is_program,
     namespace,
     origin_of,
@@ -83,6 +83,12 @@ _SHARED_BY_ALL: frozenset[Any] = ATOMS | {
     slice, type(NotImplemented),
 }  # fmt: skip
 """Types whose objects do not make a group of two globals that refer to them."""
+
+_OF_WORKERS = frozenset(
+    {"xpool", "warnings", "logging", "signal", "threading", "multiprocessing", "subprocess", "time"}
+    | {"atexit", "faulthandler", "gc", "importlib", "io", "pickle", "select", "selectors", "socket"}
+)
+"""Packages that a worker itself is made of: what the program assigns to them stays with it."""
 
 _OF_MODULES = frozenset(
     {"__name__", "__builtins__", "__spec__", "__loader__", "__package__", "__cached__", "__path__"}
@@ -288,7 +294,7 @@ class Book:
         if top.calls is not None and (of_script is None or of_script[0] is not top.calls):
             registered[OF_SCRIPT] = top.calls, (), {}
         self._calls = len(registered)
-        found = {key for key in top.assigned if key[0].partition(".")[0] != "xpool"}
+        found = {key for key in top.assigned if key[0].partition(".")[0] not in _OF_WORKERS}
         found.update((CALLS, name) for name in registered)
         return found
 
@@ -296,6 +302,8 @@ class Book:
         """Look at all globals again, as far as they have changed, and at those that they use."""
         nodes, todo = dict[Key, _Node](), set(wanted)
         aliases, self._named = globals_of_modules(_SHARED_BY_ALL)
+        named = [_value_of(key) for key in self._named.values()]
+        self._stateless = [value for value in named if hasattr(value, "__dict__")]
         while todo:
             key = todo.pop()
             node = nodes[key] = self._look(key)
@@ -329,7 +337,7 @@ class Book:
             path in _OF_MODULES or (origin != SENT and path.startswith("__") and "." not in path)
         ):
             return _Node(_NAMED, value)
-        if type(value) in ATOMS or _is_imported(value):
+        if type(value) in ATOMS or is_imported(value):
             return self._plain(key, value)
         is_class = isinstance(value, type)
         if "." in path and origin == IMPORTED:
@@ -413,11 +421,19 @@ class Book:
         node.names |= found
 
     def _data(self, key: Key, value: Any) -> _Node:
+        home = None if key[0] == CALLS else home_of(key[1], value)
+        if home is not None:  # ``from package import registry``: the worker's own, by its name
+            if origin_of(key[0]) == IMPORTED:
+                return _Node(_NAMED, value)
+            self._named[id(value)] = home
+            node = _Node(_PLAIN, value)
+            node.written = write_group(reducers.OfModule(home), Group({}, {}), True)
+            return node
         node = _Node(_DATA, value)
         group = Group({id(value): key}, self._named, [])
         assert group.objects is not None
         try:
-            if key[0] != CALLS and _is_of_import(key, value):
+            if key[0] != CALLS and checks.is_of_import(key, value):
                 raise _StaysInWorker
             node.written = write_group(value, group, key[0] != CALLS)
         except _StaysInWorker:
@@ -558,9 +574,6 @@ class Book:
         self._same, self._ids, self._functions = [], [], []
         self._classes, self._changing, self._small, self._large = [], [], [], []
         self._registrations, self._globals = get_cache_token(), len(namespace("__main__"))
-        self._stateless = [
-            value for key in self._named.values() if hasattr(value := _value_of(key), "__dict__")
-        ]
         large = set[Key]()
         for group in self._groups.values():
             if group.kind == PLACED:
@@ -699,22 +712,6 @@ def _script_top() -> Any:
 
 class _StaysInWorker(Exception):
     """The worker's own object takes the place of this one."""
-
-
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
-
-
-def _is_of_import(key: Key, value: Any) -> bool:
-    """Whether the import of a module makes an object that each process should have for itself."""
-    return type(value) in _LOCKS and origin_of(key[0]) == IMPORTED
-
-
-def _is_imported(value: Any) -> bool:
-    """Whether it is a module that the receiver finds by its name."""
-    if not isinstance(value, ModuleType):
-        return False
-    adopt(value)
-    return find_module(value.__name__) is value
 
 
 def _parts_of(function: Any) -> tuple[Any, ...]:
