@@ -268,6 +268,14 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
     return parts[0], parts[1:]
 
 
+def pickle_alone(message: bytes | memoryview) -> memoryview:
+    """Return the pickle of a framed message if it is inline, else nothing: blocks may be gone."""
+    view = memoryview(message).cast("B")
+    _, table, end = _table(view)
+    place, size, _, _ = table[0]
+    return view[end : end + size] if place == MISSING else view[:0]
+
+
 def inline(message: bytes | memoryview) -> bytes | memoryview:
     """Return the message with the contents of its blocks, for a receiver without the arena.
 

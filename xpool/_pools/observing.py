@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import os
 import pickle
@@ -273,8 +274,8 @@ def _sketch(slow: Slow) -> str:
     try:
         if slow.item[0] == PLAIN:
             return _short.repr(_Sketcher(io.BytesIO(slow.item)).load())
-        pickled, buffers = frame.unpack(slow.item)
-        return _short.repr(_Sketcher(io.BytesIO(pickled), buffers=buffers).load())
+        pickled = io.BytesIO(frame.pickle_alone(slow.item))
+        return _short.repr(_Sketcher(pickled, buffers=itertools.repeat(b"")).load())
     except Exception:
         return ""  # the item cannot be shown without its classes
 
