@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from receiver import ROOT
 
+pytestmark = pytest.mark.torch  # the program of most tests has torch and numpy
+
 SERVE = """
 import pickle, struct, sys
 sys.path.insert(0, {root!r})

@@ -79,10 +79,10 @@ Entry = tuple[Any, ...]
 was first sent."""
 
 _SHARED_BY_ALL: frozenset[Any] = ATOMS | {
-    tuple, frozenset, type, ModuleType, BuiltinFunctionType, CodeType, PickleBuffer, object, range,
+    tuple, type, ModuleType, BuiltinFunctionType, CodeType, PickleBuffer, object, range,
     slice, type(NotImplemented),
 }  # fmt: skip
-"""Types whose objects do not make a group of two globals that refer to them."""
+"""Types whose objects two globals may refer to without being a group."""
 
 _OF_WORKERS = frozenset(
     {"xpool", "warnings", "logging", "signal", "threading", "multiprocessing", "subprocess", "time"}
@@ -151,8 +151,7 @@ _books: weakref.WeakSet["Book"] = weakref.WeakSet()
 
 @atexit.register
 def _forget() -> None:
-    # At its end, Python clears `__main__` while there is still a `sys.stdout`, unless others refer
-    # to its globals.
+    # Python clears `__main__` while there is a `sys.stdout`, unless others refer to its globals.
     for book in list(_books):
         book.forget()
     registered.clear()
@@ -183,6 +182,7 @@ class Book:
         self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
         self._registrations: Any = None  # of abstract base classes
         self._globals = 0  # how many `__main__` has
+        self._tuples: set[int] = set()  # ids of globals that are tuples
         self._stateless: list[Any] = []  # the objects of `_named`
         self._changing: list[tuple[type, Any]] = []  # classes with parts that may change in place
         self._small: list[tuple[Any, str]] = []
@@ -270,8 +270,7 @@ class Book:
         now = settings.snapshot()
         if anew or not self._holds():
             self._torn = True
-            # The large ones are compared first, so that those that are equal stay.
-            self._compare_large()
+            self._compare_large()  # first, so that those that are equal stay
             more = frozenset(names) | self._of_all() if anew else frozenset()
             self._find(layout, self.told | more)
         elif self._large and not self._compare_large():
@@ -302,6 +301,9 @@ class Book:
         """Look at all globals again, as far as they have changed, and at those that they use."""
         nodes, todo = dict[Key, _Node](), set(wanted)
         aliases, self._named = globals_of_modules(_SHARED_BY_ALL)
+        spaces = {module: namespace(module) for module, _ in wanted}.values()
+        every = (value for space in spaces for value in list(space.values()))
+        self._tuples = {id(value) for value in every if type(value) is tuple}
         named = [_value_of(key) for key in self._named.values()]
         self._stateless = [value for value in named if hasattr(value, "__dict__")]
         while todo:
@@ -449,11 +451,12 @@ class Book:
         checks.warn_of(key, value, group)
         node.names = frozenset(node.written.names)
         node.objects = {id(one) for one in group.objects if type(one) not in _SHARED_BY_ALL}
-        # A list that keeps the objects alive: an id is that of one object as long as it exists.
         node.objects -= {
             id(one) for one in group.objects if type(one) is FunctionType and is_simple(one)
         }
         node.objects |= checks.memory_of(group.objects)
+        # Reducers make tuples, whose ids are used again; those of globals are not.
+        node.objects |= self._tuples & {id(one) for one in group.objects if type(one) is tuple}
         node.objects.add(id(value))
         if isinstance(value, (FunctionType, type, BuiltinFunctionType)) and found_by_name(value):
             sent = origin_of(value.__module__) == SENT and type(value) is FunctionType
@@ -702,8 +705,7 @@ def _order(group: _Group) -> tuple[Any, ...]:
     return key[0] == CALLS, any("." in path for _, path in group.keys), group.leads, group.keys
 
 
-def _script_top() -> Any:
-    # Imported here because few workers send, and it imports `ast`.
+def _script_top() -> Any:  # imported late, because few workers send, and it imports `ast`
     return import_module("xpool._pickling.by_value.script_top")
 
 
