@@ -78,7 +78,8 @@ def name_for(pickler: Context, obj: Any) -> Any:
         return None
     if origin != INSTALLED and pickler.follow:
         pickler.names.add((canonical(module), path.partition(".")[0]))
-    return path
+    # A child of `multiprocessing` has the main module under another name.
+    return path if module == canonical(module) else (_get, (canonical(module), path))
 
 
 def _comes_before(obj: Any) -> bool:
