@@ -120,7 +120,7 @@ class _Node:
         self.objects: set[int] = set()  # ids of the objects that another global may refer to, too
         self.serial = 0
         self.entry: tuple[Any, ...] = ()
-        self.large = False
+        self.large, self.alive = False, list[Any]()
         self.group: _Group | None = None  # the group in which it was sent
 
 
@@ -149,9 +149,8 @@ class _State(bytes):
 _books: weakref.WeakSet["Book"] = weakref.WeakSet()
 
 
-@atexit.register
+@atexit.register  # Python clears `__main__` while it can print, unless others refer to its globals
 def _forget() -> None:
-    # Python clears `__main__` while there is a `sys.stdout`, unless others refer to its globals.
     for book in list(_books):
         book.forget()
     registered.clear()
@@ -423,8 +422,10 @@ class Book:
         node.names |= found
 
     def _data(self, key: Key, value: Any) -> _Node:
+        if key[0] != CALLS and checks.is_of_import(key, value):
+            return _Node(_NAMED, value)  # the worker's own object takes the place of this one
         home = None if key[0] == CALLS else home_of(key[1], value)
-        if home is not None:  # ``from package import registry``: the worker's own, by its name
+        if home is not None:  # the worker's own, by its name
             if origin_of(key[0]) == IMPORTED:
                 return _Node(_NAMED, value)
             self._named[id(value)] = home
@@ -435,11 +436,7 @@ class Book:
         group = Group({id(value): key}, self._named, [])
         assert group.objects is not None
         try:
-            if key[0] != CALLS and checks.is_of_import(key, value):
-                raise _StaysInWorker
             node.written = write_group(value, group, key[0] != CALLS)
-        except _StaysInWorker:
-            return _Node(_NAMED, value)
         except Exception as error:  # an object's `__reduce__` can raise any error
             if by_handler(error) or key[0] == CALLS:
                 raise
@@ -450,7 +447,9 @@ class Book:
             return node
         checks.warn_of(key, value, group)
         node.names = frozenset(node.written.names)
-        node.objects = {id(one) for one in group.objects if type(one) not in _SHARED_BY_ALL}
+        # Kept until all are grouped: an id is that of one object only as long as this exists.
+        node.alive = [one for one in group.objects if type(one) not in _SHARED_BY_ALL]
+        node.objects = set(map(id, node.alive))
         node.objects -= {
             id(one) for one in group.objects if type(one) is FunctionType and is_simple(one)
         }
@@ -499,6 +498,8 @@ class Book:
             for member in keys:
                 self._nodes[member].group = group
         self._groups = groups
+        for node in self._nodes.values():
+            node.alive = node.alive if node.large else []
 
     def _group(self, keys: tuple[Key, ...], layout: Layout) -> _Group:
         old = self._groups.get(keys)
@@ -710,10 +711,6 @@ def _script_top() -> Any:  # imported late, because few workers send, and it imp
 
 
 # -- parts ---------------------------------------------------------------------------------------
-
-
-class _StaysInWorker(Exception):
-    """The worker's own object takes the place of this one."""
 
 
 def _parts_of(function: Any) -> tuple[Any, ...]:
