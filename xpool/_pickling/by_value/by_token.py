@@ -12,7 +12,7 @@ from typing import Any
 
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.names import name_for
-from xpool._pickling.by_value.origin import IMPORTED, INSTALLED, SENT, origin_of
+from xpool._pickling.by_value.origin import IMPORTED, SENT, namespace, origin_of, program_modules
 from xpool._pickling.reducers import LAZY, Context, of_module, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
@@ -71,11 +71,10 @@ def _reduce_object(pickler: Context, obj: object) -> Any:
 
 def _place_of(obj: object) -> tuple[str, str] | None:
     """Return the module of the program and the global that refers to an object, or None."""
-    for module, one in list(sys.modules.items()):
-        if origin_of(module) != INSTALLED:
-            for name, value in list(getattr(one, "__dict__", {}).items()):
-                if value is obj:
-                    return module, name
+    for module in program_modules():
+        for name, value in list(namespace(module).items()):
+            if value is obj:
+                return module, name
     return None
 
 

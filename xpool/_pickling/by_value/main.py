@@ -6,10 +6,9 @@ its parent set its definitions and globals (`received`).
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from xpool._pickling.by_value.origin import INSTALLED, MISSING, namespace, origin_of
+from xpool._pickling.by_value.origin import MISSING, namespace, program_modules
 
 
 class _State:
@@ -31,9 +30,7 @@ def mark_worker(*, forked: bool = False) -> None:
     _state.replica, _state.forked = True, forked
     _state.initial = {}
     if forked:
-        for name, module in list(sys.modules.items()):
-            if origin_of(name) != INSTALLED:
-                _state.initial[name] = dict(getattr(module, "__dict__", {}))
+        _state.initial = {name: dict(namespace(name)) for name in program_modules()}
 
 
 def is_replica() -> bool:

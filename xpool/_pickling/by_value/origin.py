@@ -74,9 +74,23 @@ def origin_of(name: Any) -> int:
 
 def renew_origins() -> None:
     """Find the origins again if `sys.path` has changed."""
+    global _of_program
     if sys.path != _path:
         _path[:] = sys.path
         _origins.clear()
+        _of_program = [], ()
+
+
+_of_program: tuple[list[str], tuple[str, ...]] = [], ()  # of these modules: those of the program
+
+
+def program_modules() -> tuple[str, ...]:
+    """Return the names of the program's modules that are imported."""
+    global _of_program
+    names = list(sys.modules)
+    if names != _of_program[0]:
+        _of_program = names, tuple(name for name in names if origin_of(name) != INSTALLED)
+    return _of_program[1]
 
 
 def namespace(module: str) -> dict[str, Any]:
@@ -177,10 +191,10 @@ def globals_of_modules(
     """
     found: dict[int, list[tuple[str, str]]] = {}
     named: dict[int, tuple[str, str]] = {}
-    for name, module in list(sys.modules.items()):
-        if name in ("__main__", "__mp_main__") or origin_of(name) != IMPORTED:
-            continue
-        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+    for name in program_modules():
+        for attribute, value in (
+            list(namespace(name).items()) if origin_of(name) == IMPORTED else ()
+        ):
             kind = type(value)
             if (
                 (kind is not object and kind in free)
