@@ -246,14 +246,11 @@ def _at_once(pickler: _FastPickler, told: frozenset[Key]) -> bytes | memoryview 
     chunks, buffers, layout = pickler.chunks, pickler.buffers, pickler.layout
     data: bytes | memoryview
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    if reducers.everyone and layout.book is not None:
-        pickler.names |= reducers.everyone
+    preface = _preface(pickler, layout, pickler.home, told)
+    if preface is not None:
+        chunks = [data := preface[0] + data[2:]]  # without the opcode PROTO
+        buffers[:0] = preface[1]
     if pickler.names:
-        if not pickler.home and not told.issuperset(pickler.names):
-            state, tokens = reducers.script.preface(pickler, pickler.names, layout)
-            chunks = [data := state + data[2:]]  # without the opcode PROTO
-            if tokens:
-                buffers[:0] = tokens
         pickler.names.clear()
     small = len(data) < INLINE_BELOW
     if buffers or not (small or layout.lessor is None):
@@ -264,6 +261,22 @@ def _at_once(pickler: _FastPickler, told: frozenset[Key]) -> bytes | memoryview 
     if small:  # after a larger message, the pickler would keep too much memory
         _rest(pickler)
     return data
+
+
+def _preface(
+    pickled: Any, layout: Layout, home: bool, told: frozenset[Key]
+) -> tuple[bytes, list[PickleBuffer]] | None:
+    """Return the state that a message needs and its buffers, or None if it needs none.
+
+    ``pickled``: a pickler or a `Pickled`, with the names and the blocks of the message.
+    """
+    names = pickled.names
+    if reducers.everyone and layout.book is not None:
+        names = names | reducers.everyone
+    if home or told.issuperset(names):
+        return None
+    found: tuple[bytes, list[PickleBuffer]] = reducers.script.preface(pickled, names, layout)
+    return found
 
 
 def _forget(pickler: Any) -> None:
@@ -445,12 +458,10 @@ def _message(
     result: Pickled, layout: Layout, home: bool, told: frozenset[Key] = frozenset()
 ) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
-    if reducers.everyone and layout.book is not None:
-        result.names |= reducers.everyone
-    if result.names and not home and not told.issuperset(result.names):
-        state, tokens = reducers.script.preface(result, result.names, layout)
-        chunks = [state, chunks[0][2:], *chunks[1:]]  # without the opcode PROTO
-        buffers = [*tokens, *buffers]
+    preface = _preface(result, layout, home, told)
+    if preface is not None:
+        chunks = [preface[0], chunks[0][2:], *chunks[1:]]  # without the opcode PROTO
+        buffers = [*preface[1], *buffers]
     if buffers or (layout.lessor is not None and sum(map(len, chunks)) >= INLINE_BELOW):
         return frame.pack(chunks, buffers, layout, result.shared)
     return b"".join(chunks)

@@ -52,8 +52,7 @@ def reduce_class(pickler: Context, cls: type) -> Any:
     name = name_for(pickler, cls)
     if name is not None:
         return name
-    flags = cls.__flags__
-    if not flags & _HEAP_TYPE or flags & _IMMUTABLE_TYPE:
+    if not is_defined_by_statement(cls):
         return NotImplemented
     if pickler.blob is None:
         token = registry.token_of(cls)
@@ -72,10 +71,6 @@ def reduce_class(pickler: Context, cls: type) -> Any:
 def is_defined_by_statement(cls: type) -> bool:
     """Whether a class was made by Python code, so that it can be sent by value."""
     return bool(cls.__flags__ & _HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE)
-
-
-def token_of(cls: type) -> str:
-    return registry.token_of(cls)
 
 
 def definition_of(cls: type) -> Definition:
@@ -312,6 +307,14 @@ _MADE_BY_PYTHON = _CACHES | {
 _PROTOCOL = type(Protocol)
 
 
+def functions_in(attribute: Any) -> tuple[Any, ...]:
+    """Return the functions of a property, static method or class method; else the object itself."""
+    kind = type(attribute)
+    if kind is property:
+        return attribute.fget, attribute.fset, attribute.fdel
+    return (attribute.__func__,) if kind in (staticmethod, classmethod) else (attribute,)
+
+
 def data_attributes(cls: type) -> list[str]:
     """Return the names of a class's attributes that are data, and not part of its definition."""
     kind = type(cls)
@@ -320,9 +323,7 @@ def data_attributes(cls: type) -> list[str]:
         return []  # attributes that a metaclass of a package keeps in its classes
     found = []
     for name, value in list(vars(cls).items()):
-        inner = getattr(value, "fget", None) if type(value) is property else value
-        if type(value) in (staticmethod, classmethod):
-            inner = value.__func__
+        inner = functions_in(value)[0]
         if isinstance(inner, FunctionType):  # a method, unless it was defined elsewhere
             data = not inner.__qualname__.startswith(f"{cls.__qualname__}.")
             # A class that is sent by value contains its descriptors.
@@ -370,13 +371,7 @@ def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
         for name, value in list(vars(owner).items()):
             if name in _MADE_BY_PYTHON or name in data or name.startswith(_SET_ONCE):
                 continue
-            kind = type(value)
-            found = (
-                (value.fget, value.fset, value.fdel) if kind is property
-                else (value.__func__,) if kind in (staticmethod, classmethod)
-                else (value,)
-            )  # fmt: skip
-            for one in found:
+            for one in functions_in(value):
                 if type(one) is FunctionType and not one.__dict__ and _is_fixed(one):
                     code, defaults = one.__code__, one.__defaults__
                     functions.append((one, code, defaults, one.__kwdefaults__))
@@ -400,16 +395,9 @@ def _never_changes(value: Any) -> bool:
         return all(map(_never_changes, value))
     if kind is FunctionType:
         return not value.__closure__ and not value.__dict__ and _is_fixed(value)
-    return (
-        kind in _ATOMS
-        or kind in _FIXED
-        or isinstance(value, type)
-        or kind.__module__
-        in (
-            "dataclasses",
-            "typing",
-        )
-    )
+    if kind in _ATOMS or kind in _FIXED or isinstance(value, type):
+        return True
+    return kind.__module__ in ("dataclasses", "typing")
 
 
 _FIXED = frozenset(

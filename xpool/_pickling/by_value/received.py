@@ -45,12 +45,13 @@ from xpool._pickling.by_value.sent import (
     SETTINGS,
     VALUES,
     Entry,
+    owner_of,
     place_of,
     registered,
+    write_values,
 )
 from xpool._pickling.by_value.standard import is_generator
-from xpool._pickling.pickler import write_group
-from xpool._pickling.reducers import Group, builder
+from xpool._pickling.reducers import builder
 from xpool._python import at_fork
 from xpool._python.import_hooks import when_imported
 from xpool._python.interrupt import uninterrupted
@@ -125,9 +126,12 @@ def listening() -> Iterator[list[tuple[bytes, tuple[Any, ...]]]]:
 
 @uninterrupted  # a task that was stopped would leave a part of the state unset
 def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
-    _import_modules(entries, ours)
-    groups: list[Entry] = []
-    calls: list[Entry] = []
+    if ours:
+        rows = [data for kind, _, _, _, data in entries if kind == SETTINGS]
+        settings.receive(rows[0] if rows else (), keep_environment)
+    _import_modules(entries)
+    groups: list[tuple[int, tuple[Key, ...], Any]] = []
+    calls: list[tuple[Key, bytes]] = []
     for kind, serial, first, keys, data in entries:
         if kind == PLACED:
             token = data[1]
@@ -262,7 +266,7 @@ def _set(key: Key, value: Any) -> None:
         holder, name = place_of(key)
         _incoming.originals[key] = holder[name]
     if "." in path:
-        owner = _owner_of(key)
+        owner = owner_of(key)
         if isinstance(owner, type):
             type.__setattr__(owner, path.rpartition(".")[2], value)
         elif isinstance(getattr(owner, "registry", None), MappingProxyType) and path.endswith(
@@ -286,7 +290,7 @@ def _set(key: Key, value: Any) -> None:
 def _remove(key: Key) -> None:
     module, path = key
     if "." in path:
-        owner, name = _owner_of(key), path.rpartition(".")[2]
+        owner, name = owner_of(key), path.rpartition(".")[2]
         if isinstance(owner, type) and name in vars(owner):
             type.__delattr__(owner, name)
     else:
@@ -306,16 +310,6 @@ def _refuse(kind: int, key: Key, reason: str) -> None:
     _incoming.missing[key] = reason
 
 
-def _owner_of(key: Key) -> Any:
-    """Return the class or function with the attribute that a path names; None: it is not here."""
-    module, path = key
-    root, *inner = path.split(".")[:-1]
-    owner = namespace(module).get(root)
-    for name in inner:
-        owner = getattr(owner, "__dict__", {}).get(name)
-    return owner
-
-
 def _has(key: Key) -> bool:
     if key[0] == CALLS:
         return key in _incoming.called
@@ -333,9 +327,8 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
         return [(type(one), one) for one in values] == [(type(one), one) for one in data]
     if any(map(is_generator, values)):
         return False  # its seed is the program's
-    own = {id(value): key for key, value in zip(keys, values, strict=True)}
     try:
-        written = write_group(values if len(values) > 1 else values[0], Group(own, {}), True)
+        written = write_values(keys, values, {}, True)
     except Exception:  # an object's `__reduce__` can raise any error
         return False
     return kind == VALUES and b"".join(written.chunks) == data and not written.buffers
@@ -344,11 +337,8 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
 # -- kinds without values ------------------------------------------------------------------------
 
 
-def _import_modules(entries: list[Entry], ours: bool) -> None:
+def _import_modules(entries: list[Entry]) -> None:
     """Make and import the modules whose globals will be set; their imports may set others."""
-    if ours:
-        rows = [data for kind, _, _, _, data in entries if kind == SETTINGS]
-        settings.receive(rows[0] if rows else (), keep_environment)
     for kind, _, _, _, data in entries:
         if kind == MODULE:
             _make_module(*data)
@@ -414,11 +404,7 @@ def _attribute(exc: AttributeError, name: Any) -> str | None:
         if path.rpartition(".")[2] == name and (
             owner is None
             or owner is sys.modules.get(key[0])
-            or (
-                "." in path
-                and isinstance(owner, (type, object))
-                and _owner_of(key) in _kinds(owner)
-            )
+            or ("." in path and owner_of(key) in _kinds(owner))
         ):
             return _explained(key)
     if owner is sys.modules.get("__main__") and isinstance(name, str) and main.is_replica():

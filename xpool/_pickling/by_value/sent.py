@@ -41,7 +41,7 @@ from typing import Any
 
 from xpool._memory.holds import Block
 from xpool._pickling import reducers
-from xpool._pickling.by_value import checks, classes, settings
+from xpool._pickling.by_value import checks, classes, registry, settings
 from xpool._pickling.by_value.functions import annotations_of, marshalled
 from xpool._pickling.by_value.names import ATOMS, found_by_name, is_simple
 from xpool._pickling.by_value.origin import (
@@ -225,17 +225,19 @@ class Book:
         for cls, definition in self._changing:
             if classes.definition_of(cls) is not definition:
                 return False
-        if self._small:
-            values = [holder.get(name) for holder, name in self._small]
-            try:
-                written = write_group(values, Group({}, self._named), False)
-            except Exception as error:  # an object's `__reduce__` can raise any error
-                if by_handler(error):
-                    raise
-                return False
-            if b"".join(written.chunks) != self._small_bytes:
-                return False
-        return True
+        return self._write_small() == self._small_bytes
+
+    def _write_small(self) -> bytes | None:
+        """Return the pickle of the small data; None: it cannot be pickled now."""
+        values = [holder.get(name) for holder, name in self._small]
+        if not values:
+            return b""
+        try:
+            return b"".join(write_group(values, Group({}, self._named), False).chunks)
+        except Exception as error:  # an object's `__reduce__` can raise any error
+            if by_handler(error):
+                raise
+            return None
 
     def _compare_large(self) -> bool:
         """Whether the large groups equal their copies in shared memory; forget the others."""
@@ -244,8 +246,7 @@ class Book:
             begun = time.perf_counter()
             values = [holder.get(name) for holder, name in places]
             try:
-                whole = values if len(values) > 1 else values[0]
-                written = write_group(whole, self._as_group(group.keys, values), True)
+                written = write_values(group.keys, values, self._named, True)
                 same = written.lies_in(group.data.content())
             except Exception as error:  # an object's `__reduce__` can raise any error
                 if by_handler(error):
@@ -319,8 +320,7 @@ class Book:
 
     def _look(self, key: Key) -> _Node:
         module, path = key
-        holder, name = place_of(key)
-        value = holder.get(name, MISSING) if holder is not None else MISSING
+        value = _value_of(key)
         old = self._nodes.get(key)
         if old is not None and old.id == id(value):
             defined = isinstance(value, (FunctionType, type))
@@ -342,7 +342,7 @@ class Book:
             return self._plain(key, value)
         is_class = isinstance(value, type)
         if "." in path and origin == IMPORTED:
-            method = getattr(value, "__func__", getattr(value, "fget", value))
+            method = classes.functions_in(value)[0]
             if getattr(method, "__qualname__", "") == path and method.__module__ == module:
                 return _Node(_NAMED, value)  # what the import has made
         if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
@@ -389,27 +389,24 @@ class Book:
         code, defaults, kwdefaults = node.parts[:3]
         data = marshalled(code), defaults, kwdefaults, function.__doc__
         old = self._nodes.get(key)
-        ident = next(_serials)
-        if old is not None and old.kind == _FUNCTION and old.id == node.id:
-            ident = old.entry[0]
-        node.entry = ident, data, written
-        if old is not None and old.kind == _FUNCTION and old.entry == node.entry:
-            node.serial = old.serial
-        else:
-            node.serial = next(_serials)
+        same = old is not None and old.kind == _FUNCTION and old.id == node.id
+        ident = old.entry[0] if same else next(_serials)  # type: ignore[union-attr]
+        self._number(key, node, (ident, data, written))
         return node
+
+    def _number(self, key: Key, node: _Node, entry: tuple[Any, ...]) -> None:
+        """Set the entry of a definition, with a new serial number unless it is as before."""
+        old = self._nodes.get(key)
+        node.entry = entry
+        same = old is not None and old.kind == node.kind and old.entry == entry
+        node.serial = old.serial if same else next(_serials)  # type: ignore[union-attr]
 
     def _class(self, key: Key, cls: type) -> _Node:
         definition = classes.definition_of(cls)
         node = _Node(_CLASS, cls, definition.names)
-        node.entry = (classes.token_of(cls), definition.version, definition.blob, definition.names)
         node.parts = definition
-        node.serial = definition.version
-        old = self._nodes.get(key)
-        if old is not None and old.kind == _CLASS and old.entry == node.entry:
-            node.serial = old.serial
-        else:
-            node.serial = next(_serials)
+        token = registry.token_of(cls)
+        self._number(key, node, (token, definition.version, definition.blob, definition.names))
         self._note_class(node, cls, *key)
         return node
 
@@ -554,7 +551,7 @@ class Book:
             return PLACED, old.data
         values: Any = [_value_of(key) for key in keys]
         if len(keys) > 1:
-            written = write_group(values, self._as_group(keys, values), True)
+            written = write_values(keys, values, self._named, True)
         if written.nbytes >= INLINE_BELOW:
             for node in nodes:
                 node.large = True
@@ -563,16 +560,11 @@ class Book:
             if layout.publisher is not None:
                 what = type(values[0]).__name__
                 return PLACED, layout.publisher(written.message, what)
-            whole = values if len(values) > 1 else values[0]
-            written = write_group(whole, self._as_group(keys, values), False)
+            written = write_values(keys, values, self._named, False)
             return VALUES, b"".join(written.chunks)
         for node in nodes:
             node.large = False
         return VALUES, b"".join(written.chunks)
-
-    def _as_group(self, keys: Iterable[Key], values: Iterable[Any]) -> Group:
-        own = {id(value): key for key, value in zip(keys, values, strict=True)}
-        return Group(own, self._named)
 
     def _note_what_to_compare(self) -> None:
         self._same, self._ids, self._functions = [], [], []
@@ -589,9 +581,7 @@ class Book:
         small = []
         for key, node in self._nodes.items():
             holder, name = place_of(key)
-            if holder is None:
-                continue
-            if key[0] == CALLS:
+            if holder is None or key[0] == CALLS:
                 continue
             if node.kind == _DATA:
                 self._ids.append((holder, name, node.id))
@@ -613,15 +603,8 @@ class Book:
                         self._changing.append((node.value, node.parts))
         small.sort(key=lambda one: one[0])
         self._small = [(holder, name) for _, holder, name in small]
-        self._small_bytes = b""
-        if small:
-            values = [holder.get(name) for holder, name in self._small]
-            try:
-                written = write_group(values, Group({}, self._named), False)
-                self._small_bytes = b"".join(written.chunks)
-            except Exception as error:  # an object's `__reduce__` can raise any error
-                if by_handler(error):
-                    raise
+        # If they cannot be pickled, b"" equals no later pickle, and all is looked at again.
+        self._small_bytes = self._write_small() or b""
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -732,11 +715,25 @@ def place_of(key: Key) -> tuple[Any, str]:
         return registered, path
     if "." not in path:
         return namespace(module), path
-    root, *inner, name = path.split(".")
+    return getattr(owner_of(key), "__dict__", None), path.rpartition(".")[2]
+
+
+def owner_of(key: Key) -> Any:
+    """Return the class or function with the attribute that a path names; None: it is not here."""
+    module, path = key
+    root, *inner = path.split(".")[:-1]
     owner = namespace(module).get(root)
-    for one in inner:
-        owner = getattr(owner, "__dict__", {}).get(one)
-    return getattr(owner, "__dict__", None), name
+    for name in inner:
+        owner = getattr(owner, "__dict__", {}).get(name)
+    return owner
+
+
+def write_values(
+    keys: tuple[Key, ...], values: list[Any], named: dict[int, Key], out_of_band: bool
+) -> Pickled:
+    """Pickle the values of a group: of one global its value, of several a list."""
+    own = {id(value): key for key, value in zip(keys, values, strict=True)}
+    return write_group(values if len(values) > 1 else values[0], Group(own, named), out_of_band)
 
 
 def _value_of(key: Key) -> Any:
@@ -781,10 +778,6 @@ class _Program:
             state = book.state(names, layout)
         buffers = [in_place(pickler, token) for token in state.tokens]
         return state if layout.out_of_band else state.by_name, buffers
-
-    def told(self, layout: Layout) -> frozenset[Key]:
-        """Return the names that the last message of a pool has brought, with all that they use."""
-        return frozenset() if layout.book is None else layout.book.told
 
 
 # Guards `_outgoing` and books.  Also held while values are pickled, so that two threads do not give
