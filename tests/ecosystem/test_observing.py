@@ -91,6 +91,19 @@ def test_items_are_shown_without_their_code():
     assert len(slowest.item) < 200
 
 
+@pytest.mark.parametrize("size", [10_000, 100_000])
+def test_an_item_is_shown_without_the_state_that_its_message_brings(monkeypatch, size):
+    """A long variable of the environment comes with the item, in its message or in a block."""
+    with Pool(1) as pool:
+        pool.apply(_spin, (1,))
+        monkeypatch.setenv("XPOOL_TEST_LONG", "x" * size)
+        pool.apply(_spin_loud, ((LONG, "first"),))
+        pool.map(_spin_loud, [(LONG, Loud(), "second"), (LONG, "third")], 1)
+        shown = [slow.item for slow in pool.report().slowest]
+    for name in ("first", "second", "third"):
+        assert any(name in item for item in shown)
+
+
 def _spin_loud(item):
     return _spin(item[0])
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from xpool._engine.jobs.scheduler import Batch
+from xpool._pickling.frame import pickle_alone
 from xpool.errors import OptionError
 
 SLOWEST = 10
@@ -107,8 +108,9 @@ class Ledger:
 
     def _slow(self, worker: int, batch: Batch, nanos: int) -> None:
         item = batch.items[batch.done] if batch.done < len(batch.items) else None
-        # Do not keep a `Leased` item, which would hold its blocks.
-        kept = item if type(item) is bytes and len(item) <= ITEM else None
+        # The message itself would hold its blocks.
+        pickled = b"" if item is None else pickle_alone(item)
+        kept = bytes(pickled) if 0 < len(pickled) <= ITEM else None
         task = self.describe(*batch.name(batch.first + batch.done))
         slow = Slow(nanos, next(self._numbers), task, worker, kept)
         if len(self.slowest) < SLOWEST:

@@ -15,6 +15,8 @@ plain pickle.  Its first byte is `PLAIN`, the opcode PROTO.
 The flag `KEPT` means that the sender keeps the blocks and will send them again, so the receiver
 copies them and does not use them in place.  ``shared`` is 1 if both sides use the block (share
 mode).  Such a block is never copied.
+
+A pickle, framed or not, may begin with a call that prepares its receiver, see `preparation`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,13 @@ PLAIN = 0x80
 FRAMED = 0x01
 ALIGN = 16
 KEPT = 1
+
+PREPARE = 0x78706FFF
+"""The number in `copyreg`'s table of the function that prepares the receiver of a message."""
+
+# The opcodes are those of Lib/pickle.py: PROTO 5, and EXT4 with the number.
+_PREPARED = b"\x80\x05\x84" + struct.pack("<I", PREPARE)
+_BODY = struct.Struct("<2sQ")  # MARK and BINBYTES8
 
 _HEAD = struct.Struct("<BBHIQ")
 _TOKEN = struct.Struct("<Q")
@@ -269,11 +278,30 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
 
 
 def pickle_alone(message: bytes | memoryview) -> memoryview:
-    """Return the pickle of a framed message if it is inline, else nothing: blocks may be gone."""
+    """Return the pickle of a message, without its buffers and the call that prepares its receiver.
+
+    It is empty if it lies in a block.
+    """
     view = memoryview(message).cast("B")
-    _, table, end = _table(view)
-    place, size, _, _ = table[0]
-    return view[end : end + size] if place == MISSING else view[:0]
+    if view[0] == FRAMED:
+        _, table, end = _table(view)
+        place, size, _, _ = table[0]
+        view = view[end : end + size] if place == MISSING else view[:0]
+    if view[: len(_PREPARED)] != _PREPARED:
+        return view
+    _, size = _BODY.unpack_from(view, len(_PREPARED))
+    rest = bytes(view[len(_PREPARED) + _BODY.size + size :]).lstrip(b"\x97")
+    return memoryview(b"\x80\x05" + rest[3:])
+
+
+def preparation(body: bytes, buffers: int, function: bytes = _PREPARED[2:]) -> bytes:
+    """Return a pickle's beginning that calls a function with ``body`` and buffers.
+
+    It memoizes nothing, because the rest of the pickle counts from 0.
+    """
+    # MARK, BINBYTES8, NEXT_BUFFER, TUPLE, REDUCE, POP.
+    head = _PREPARED[:2] + function + _BODY.pack(b"(\x8e", len(body))
+    return head + body + b"\x97" * buffers + b"tR0"
 
 
 def inline(message: bytes | memoryview) -> bytes | memoryview:

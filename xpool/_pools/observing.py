@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xpool._pickling import frame
-from xpool._pickling.frame import PLAIN
 from xpool._python.interrupt import shielded
 from xpool.errors import OptionError
 
@@ -272,10 +270,8 @@ def _sketch(slow: Slow) -> str:
     if slow.item is None:
         return ""
     try:
-        if slow.item[0] == PLAIN:
-            return _short.repr(_Sketcher(io.BytesIO(slow.item)).load())
-        pickled = io.BytesIO(frame.pickle_alone(slow.item))
-        return _short.repr(_Sketcher(pickled, buffers=itertools.repeat(b"")).load())
+        buffers = itertools.repeat(b"")  # they were not kept
+        return _short.repr(_Sketcher(io.BytesIO(slow.item), buffers=buffers).load())
     except Exception:
         return ""  # the item cannot be shown without its classes
 
@@ -291,7 +287,7 @@ class _Sketcher(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         # `pickle` keeps what it finds for a number of `copyreg`, so it must be the function itself.
-        own = module.startswith("xpool.") and name.startswith(("prepare", "extension"))
+        own = module.startswith("xpool.") and name.startswith("extension")
         if own or (module == "builtins" and name in _PLAIN):
             return super().find_class(module, name)
         return _StandIn(name, (), {})

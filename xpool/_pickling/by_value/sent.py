@@ -61,6 +61,7 @@ from xpool._pickling.by_value.origin import (
 )
 from xpool._pickling.by_value.reads import Key, is_open, of_annotations, reads
 from xpool._pickling.by_value.standard import is_generator
+from xpool._pickling.frame import PREPARE, preparation
 from xpool._pickling.pickler import Pickled, write_global, write_group
 from xpool._pickling.policy import INLINE_BELOW, Layout
 from xpool._pickling.reducers import Group, in_place
@@ -656,8 +657,8 @@ class Book:
         exact = layout.book is not None
         head = HEAD.pack(_outgoing.sender, serial, exact, about is not None)
         body = head + (written if about is None else pickle.dumps(about, 5))
-        state = _State(_call(_BY_NUMBER, body, len(tokens)))
-        state.by_name = _call(_BY_NAME, body, len(tokens))
+        state = _State(preparation(body, len(tokens)))
+        state.by_name = preparation(body, len(tokens), _BY_NAME)
         state.tokens = tokens
         self._state = state
         self._written = whole  # last, because it says that the state is the one of these bytes
@@ -667,20 +668,8 @@ class Book:
 HEAD = struct.Struct("<16sQ??")
 """Of a state: the sender, the serial number, whether it is exact, and whether it is a place."""
 
-# The opcodes are those of Lib/pickle.py.
-copyreg.add_extension("xpool._pickling.by_value.received", "prepare", 0x78706FFF)
-_BY_NUMBER = b"\x84" + struct.pack("<I", 0x78706FFF)  # EXT4
-_BY_NAME = b"cxpool._pickling.by_value.received\nprepare\n"  # GLOBAL
-
-
-def _call(function: bytes, body: bytes, buffers: int) -> bytes:
-    """Return a pickle's beginning that calls a function with ``body`` and buffers.
-
-    It memoizes nothing, because the rest of the pickle counts from 0.
-    """
-    # PROTO 5, the function, MARK, BINBYTES8, NEXT_BUFFER, TUPLE, REDUCE, POP.
-    size = struct.pack("<Q", len(body))
-    return b"\x80\x05" + function + b"(\x8e" + size + body + b"\x97" * buffers + b"tR0"
+copyreg.add_extension("xpool._pickling.by_value.received", "prepare", PREPARE)
+_BY_NAME = b"cxpool._pickling.by_value.received\nprepare\n"  # the opcode GLOBAL
 
 
 def _order(group: _Group) -> tuple[Any, ...]:
