@@ -73,7 +73,7 @@ class Launcher(Protocol):
     """Whether the child inherits initializer and initargs, which need not be picklable then."""
 
     bare: bool
-    """Whether xpool must make the child a `multiprocessing` process, and run the script there."""
+    """Whether xpool must make the child a `multiprocessing` process."""
 
     forks: bool
     """Whether workers are forks of the program, which lack its OpenMP threads."""

@@ -51,7 +51,7 @@ class Layout(NamedTuple):
     """Whether the sender may send the message again, so that the receiver must copy buffers."""
 
     book: Any = None
-    """The globals of ``__main__`` that the receivers have (`main_globals.Book`)."""
+    """What the receivers have of the program's state: a `Book` of `by_value.sent`, or None."""
 
     publisher: Callable[[Callable[["Layout"], Any], str], Any] | None = None
     """Gets a function that writes a message, and a description, and returns the `Broadcast`."""

@@ -7,7 +7,8 @@ import marshal
 import sys
 from typing import Any
 
-ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
+from xpool._pickling.by_value.names import ATOMS
+
 PLAIN = ATOMS | {list, tuple, dict}
 
 _OF_NUMPY = frozenset(

@@ -24,26 +24,23 @@ from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from xpool._pickling.by_value.origin import MAIN_NAMES
+from xpool._pickling.by_value.functions import annotations_of
+from xpool._pickling.by_value.names import ATOMS
+from xpool._pickling.by_value.origin import MAIN_NAMES, canonical, is_program
 from xpool._pickling.by_value.reads import use_of
-from xpool._pools.digests import ATOMS, hashed, marshalled
+from xpool._pools.digests import hashed, marshalled
 from xpool._pools.program import (
     CODE,
     OF_CLASSES,
     OF_MODULES,
-    annotations_of,
     attributes_of,
     globals_of,
-    held,
     imported,
-    inner,
     is_found,
     is_in_c,
-    is_program,
     is_standard,
     label_of,
     module_code,
-    module_name,
     submodules,
     version_of,
     wrapped_by,
@@ -77,8 +74,7 @@ class _Reader:
 
     def __init__(self, node: _Node, label: str, code: CodeType) -> None:
         self.node, self.label = node, label
-        self.names = {name for one in inner(code) for name in one.co_names}
-        self.held = held(code)
+        self.use = use_of(code)
         self.seen = set[int]()  # the `id` of each module whose globals are added
 
 
@@ -235,7 +231,7 @@ class Identity(Values):
         self._fill_closure(node, label, function)
         code, values = function.__code__, function.__globals__
         reader = _Reader(node, label, code)
-        for name in sorted(use_of(code).names - OF_MODULES):
+        for name in sorted(reader.use.names - OF_MODULES):
             if name in values:
                 self._global(reader, values, name)
             elif not is_standard(getattr(builtins, name, len)):
@@ -263,11 +259,11 @@ class Identity(Values):
     def _global(self, reader: _Reader, values: dict[str, Any], name: str, dot: str = "") -> None:
         """Refer to a global of a function; if it is a module of the program, also to its globals
         whose names the function's code has, or to all of it."""
-        value, module = values[name], module_name(values.get("__name__"))
+        value, module = values[name], canonical(values.get("__name__"))
         label, key = f"the global {name} of {module}", (id(values), name)
         # Check its type: `__class__` may be overridden, and may raise.
         is_module = issubclass(type(value), ModuleType)
-        said = ("module", module_name(value.__name__)) if is_module else value
+        said = ("module", canonical(value.__name__)) if is_module else value
         if values is globals_of(module) and self._is_free(key, label):
             self._node(key, label, values, lambda node: self._part(node, label, said))
         else:  # a copy of a module, or names that a library made for a generated function
@@ -275,12 +271,12 @@ class Identity(Values):
         if is_module and not is_program(value.__name__):
             self._installed(value.__name__)
         elif is_module:
-            if f"{dot}{name}" in reader.held:
+            if f"{dot}{name}" in reader.use.held:
                 self._part(reader.node, f"{label}, used in {reader.label}", value)
             if id(value) not in reader.seen:
                 reader.seen.add(id(value))
                 inside = vars(value)
-                for attribute in sorted(reader.names & inside.keys() - OF_MODULES):
+                for attribute in sorted(reader.use.attributes & inside.keys() - OF_MODULES):
                     self._global(reader, inside, attribute, ".")
 
     def _class(self, cls: type) -> bytes:
@@ -316,7 +312,7 @@ class Identity(Values):
                     self._import(one)
             else:  # not made from a file that a program can find by the name
                 inside = {key: one for key, one in vars(module).items() if key not in OF_MODULES}
-        return self._values(b"module", (module_name(name), inside))
+        return self._values(b"module", (canonical(name), inside))
 
     def _import(self, name: str) -> bool:
         """Add an imported module as a whole, from its file: it may not be imported yet.

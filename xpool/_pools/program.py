@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import importlib.machinery
-import importlib.util
 import os
 import pkgutil
 import sys
@@ -13,9 +12,14 @@ from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
-from xpool._pickling.by_value.origin import MAIN_NAMES, is_installed, namespace
-from xpool._pickling.by_value.origin import is_program as is_program
-from xpool._pickling.by_value.reads import inner as inner
+from xpool._pickling.by_value.origin import (
+    MAIN_NAMES,
+    canonical,
+    is_installed,
+    is_program,
+    namespace,
+)
+from xpool._pickling.by_value.reads import absolute_name, use_of
 
 Code = tuple[Any, ...]
 """A description of code: plain values, and such tuples for nested code."""
@@ -85,53 +89,19 @@ def _without_lines(code: CodeType) -> list[tuple[str, Any]]:
     return kept
 
 
-_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
-_OF_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
-
-
-def held(code: CodeType) -> set[str]:
-    """Return the globals that code does not only use to get or set their attributes.
-
-    An attribute of this kind has a dot before its name.
-    """
-    found = set[str]()
-    for one in inner(code):
-        last = ""
-        for instruction in dis.get_instructions(one):
-            kind = instruction.opname
-            if kind == "EXTENDED_ARG":
-                continue
-            if last and kind not in _OF_ATTRIBUTES:
-                found.add(last)
-            last = ""
-            if kind in _LOADS:
-                last = instruction.argval
-            elif kind in _OF_ATTRIBUTES:
-                last = f".{instruction.argval}"
-    return found
-
-
 def imported(code: CodeType, package: str | None) -> set[str]:
     """Return the names of the modules that code imports, and of their parents.
 
     ``from a import b`` gives ``a.b``, too, which may not be a module.
     """
     found = set[str]()
-    for one in inner(code):
-        last: list[Any] = [None, None]
-        for instruction in dis.get_instructions(one):
-            if instruction.opname == "IMPORT_NAME":
-                level, names = last
-                name = instruction.argval
-                if level:
-                    try:
-                        name = importlib.util.resolve_name("." * level + name, package)
-                    except ImportError:  # the import itself would fail as well
-                        continue
-                parts = name.split(".")
-                found.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
-                found.update(f"{name}.{inside}" for inside in names or ())
-            last = [last[1], instruction.argval]
+    for level, relative, names in use_of(code).imports:
+        name = absolute_name(level, relative, package)
+        if name is None:
+            continue
+        parts = name.split(".")
+        found.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+        found.update(f"{name}.{inside}" for inside in names)
     return found
 
 
@@ -194,13 +164,9 @@ def attributes_of(obj: Any) -> dict[str, Any]:
     return found if type(found) is dict else {}
 
 
-def module_name(name: Any) -> str:
-    return "__main__" if name in MAIN_NAMES else str(name)
-
-
 def label_of(obj: Any) -> str:
     name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", type(obj).__name__)
-    return f"{module_name(getattr(obj, '__module__', None))}.{name}"
+    return f"{canonical(getattr(obj, '__module__', None))}.{name}"
 
 
 def is_in_c(cls: type) -> bool:
@@ -219,13 +185,6 @@ def is_found(obj: Any) -> bool:
     for part in obj.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is obj
-
-
-def annotations_of(function: Any) -> dict[str, Any]:
-    try:
-        return dict(function.__annotations__)
-    except Exception:  # Python 3.14 evaluates them now, and a name may be undefined
-        return {}
 
 
 def name_of(func: Any) -> str:

@@ -18,10 +18,10 @@ from typing import Any
 import xpool.pickle  # noqa: F401  # registers the reducers
 from xpool._pickling.by_value.broadcast import Broadcast
 from xpool._pickling.by_value.by_token import KINDS
+from xpool._pickling.by_value.names import ATOMS
 from xpool._pickling.policy import Layout
 from xpool._pickling.reducers import Blob, reducer_override
 from xpool._pools.digests import (
-    ATOMS,
     PLAIN,
     attributes_of_array,
     bare,

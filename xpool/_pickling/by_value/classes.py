@@ -35,15 +35,20 @@ from typing import Any, Protocol
 from xpool._pickling import reducers
 from xpool._pickling.by_value import main, registry, special_classes
 from xpool._pickling.by_value.functions import annotations_of, own_attributes
-from xpool._pickling.by_value.names import found_by_name, found_here, goes_by_name, name_for
-from xpool._pickling.by_value.origin import INSTALLED, SENT, canonical, origin_of
+from xpool._pickling.by_value.names import (
+    ATOMS,
+    found_by_name,
+    found_here,
+    goes_by_name,
+    name_for,
+)
+from xpool._pickling.by_value.origin import HEAP_TYPE, INSTALLED, SENT, canonical, origin_of
 from xpool._pickling.by_value.registry import ClassEntry, Definition
 from xpool._pickling.pickler import write_blob
 from xpool._pickling.reducers import Blob, Context
 from xpool._python.hidden import registered_classes
 from xpool._python.interrupt import by_handler, uninterrupted
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or could have
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
 
 
@@ -70,7 +75,7 @@ def reduce_class(pickler: Context, cls: type) -> Any:
 
 def is_defined_by_statement(cls: type) -> bool:
     """Whether a class was made by Python code, so that it can be sent by value."""
-    return bool(cls.__flags__ & _HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE)
+    return bool(cls.__flags__ & HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE)
 
 
 def definition_of(cls: type) -> Definition:
@@ -179,12 +184,12 @@ class _Mark:
 
     def part(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
         if kind is tuple or kind is frozenset:
-            return value if _ATOMS.issuperset(map(type, value)) else [*map(self.part, value)]
+            return value if ATOMS.issuperset(map(type, value)) else [*map(self.part, value)]
         if isinstance(value, type):
-            by_value = value.__flags__ & _HEAP_TYPE and (
+            by_value = value.__flags__ & HEAP_TYPE and (
                 registry.known(value) or not goes_by_name(value)
             )
             return registry.token_of(value) if by_value else (value.__module__, value.__qualname__)
@@ -198,8 +203,6 @@ def _of_module(function: FunctionType) -> bool:
     module = sys.modules.get(space.get("__name__"))  # type: ignore[arg-type]
     return module is not None and module.__dict__ is space
 
-
-_ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 # The beginnings of names of attributes that are not changed in place, and slow to pickle.
 _SET_ONCE = ("__annotations__", "__dataclass_", "__parameters__", "__pydantic_")
@@ -395,7 +398,7 @@ def _never_changes(value: Any) -> bool:
         return all(map(_never_changes, value))
     if kind is FunctionType:
         return not value.__closure__ and not value.__dict__ and _is_fixed(value)
-    if kind in _ATOMS or kind in _FIXED or isinstance(value, type):
+    if kind in ATOMS or kind in _FIXED or isinstance(value, type):
         return True
     return kind.__module__ in ("dataclasses", "typing")
 

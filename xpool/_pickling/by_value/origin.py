@@ -215,7 +215,7 @@ def _has_no_state(value: Any) -> bool:
         return True
     if origin_of(kind.__module__) == INSTALLED or kind.__basicsize__ > _Empty.__basicsize__:
         return False
-    if kind.__mro__[-2].__flags__ & _HEAP_TYPE == 0 or getattr(value, "__dict__", None):
+    if kind.__mro__[-2].__flags__ & HEAP_TYPE == 0 or getattr(value, "__dict__", None):
         return False  # derived from a type in C, such as `dict`
     return not any(vars(base).get("__slots__") for base in kind.__mro__)
 
@@ -224,7 +224,7 @@ class _Empty:
     pass
 
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or could have
 
 
 _homes: dict[tuple[str, int], tuple[int, str | None]] = {}

@@ -29,8 +29,8 @@ Key = tuple[str, str]
 """A module's name, and a global's name or the path of a class's attribute (``Config.rate``)."""
 
 # The opcodes of all versions from 3.10 on (Lib/opcode.py); LOAD_FROM_DICT_OR_GLOBALS is since 3.12.
-_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
-_ABOUT_GLOBALS = _LOADS | {"STORE_GLOBAL", "DELETE_GLOBAL"}
+LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_ABOUT_GLOBALS = LOADS | {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _OF_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
 _ALL = frozenset({"eval", "exec", "globals", "vars", "locals", "dir"})
 
@@ -44,7 +44,8 @@ class Code:
         self.names = set[str]()  # globals that it reads or writes
         self.attributes = set[str]()  # all names in it
         self.held = set[str]()  # globals that it uses other than for their attributes
-        self.imports = set[tuple[int, str]]()  # relative level and name of the modules it imports
+        # Of each import: the relative level, the module's name, and the names after `import`.
+        self.imports = set[tuple[int, str, tuple[str, ...]]]()
         for one in inner(code):
             self._add(one)
         self.whole = not _ALL.isdisjoint(self.names)
@@ -55,7 +56,8 @@ class Code:
             return
         import dis  # imported here, because its import is slow
 
-        last, level = "", 0
+        last = ""
+        constants: list[Any] = [None, None]  # the last two operands
         for instruction in dis.get_instructions(code):
             kind = instruction.opname
             if kind in ("EXTENDED_ARG", "CACHE"):
@@ -65,14 +67,14 @@ class Code:
             last = ""
             if kind in _ABOUT_GLOBALS:
                 self.names.add(instruction.argval)
-                if kind in _LOADS:
+                if kind in LOADS:
                     last = instruction.argval
             elif kind in _OF_ATTRIBUTES:
                 last = f".{instruction.argval}"
             elif kind == "IMPORT_NAME":
-                self.imports.add((level, instruction.argval))
-            if type(instruction.argval) is int:
-                level = instruction.argval
+                level, names = constants
+                self.imports.add((level, instruction.argval, names or ()))
+            constants = [constants[1], instruction.argval]
 
 
 _codes: WeakKeyDictionary[CodeType, Code] = WeakKeyDictionary()
@@ -112,8 +114,9 @@ def keys_of(function: FunctionType) -> set[Key]:
         value = values.get(name)
         if isinstance(value, ModuleType):
             _add_module(value, name in use.held or use.whole, use, found, "")
-    for level, name in use.imports:
-        imported = _imported(level, name, values.get("__package__"))
+    for level, name, _ in use.imports:
+        absolute = absolute_name(level, name, values.get("__package__"))
+        imported = None if absolute is None else sys.modules.get(absolute)
         if imported is not None:
             _add_module(imported, False, use, found, "")
     if not _ANY_CLASS.isdisjoint(use.attributes):
@@ -149,15 +152,16 @@ def of_annotations(annotations: dict[str, Any], module: str) -> set[Key]:
 _WORD = re.compile(r"[^\W\d]\w*")
 
 
-def _imported(level: int, name: str, package: Any) -> Any:
-    if level:
-        from importlib.util import resolve_name
+def absolute_name(level: int, name: str, package: Any) -> str | None:
+    """Return the name of a module that an import statement names; None: the import would fail."""
+    if not level:
+        return name
+    from importlib.util import resolve_name
 
-        try:
-            name = resolve_name("." * level + name, package)
-        except (ImportError, ValueError):  # the import itself would fail as well
-            return None
-    return sys.modules.get(name)
+    try:
+        return resolve_name("." * level + name, package)
+    except (ImportError, ValueError):
+        return None
 
 
 def _add_module(module: ModuleType, whole: bool, use: Code, found: set[Key], seen: str) -> None:

@@ -27,6 +27,8 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from xpool._pickling.by_value.reads import LOADS, inner
+
 _future: Any = import_module("__future__")  # an import statement of it is a directive elsewhere
 
 _Chain = tuple[str, ...]
@@ -183,19 +185,11 @@ def _is_whole(code: CodeType, namespace: dict[str, Any]) -> bool:
 # -- code ------------------------------------------------------------------------------------------
 
 _NOISE = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "PRECALL", "PUSH_NULL", "RESUME"})
-_LOADS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"})
 _STORES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _COPIES = frozenset({"COPY", "DUP_TOP"})
 _COMMON = "LOAD_COMMON_CONSTANT"
 _OPTIMIZED = 0x1  # co_flags of functions, and not of the bodies of modules and classes
-
-
-def _inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if type(constant) is CodeType:
-            yield from _inner(constant)
 
 
 @functools.lru_cache(maxsize=8)
@@ -259,10 +253,10 @@ def _unused(code: CodeType) -> tuple[tuple[int, str, _Chain, _Chain], ...]:
                 found.append((steps[n - 2][1], name, inside, bound))
     wanted = {name for *_, bound in found for name in bound}
     loaded = set[str]()
-    for one in _inner(code):
+    for one in inner(code):
         # The names of attributes are among these, too.
         if not wanted.isdisjoint(one.co_names):
-            loaded.update(name for kind, name in _steps(one) if kind in _LOADS and name in wanted)
+            loaded.update(name for kind, name in _steps(one) if kind in LOADS and name in wanted)
             wanted -= loaded
     return tuple(one for one in found if loaded.isdisjoint(one[3]))
 
@@ -432,7 +426,7 @@ def _pattern() -> re.Pattern[bytes]:
         return b"(?:" + b"|".join(kinds) + b")"
 
     noise = any_of(_NOISE)
-    loads, attributes, copies = any_of(_LOADS), any_of(_ATTRIBUTES), any_of(_COPIES)
+    loads, attributes, copies = any_of(LOADS), any_of(_ATTRIBUTES), any_of(_COPIES)
     ends = any_of(["STORE_ATTR"]) + b"|" + copies + noise + b"*" + attributes
     parts = b"(?:" + attributes + noise + b"*)*"
     return re.compile(loads + noise + b"*" + parts + b"(?:" + ends + b")", re.DOTALL)
@@ -453,7 +447,7 @@ def _chains(codes: Iterable[CodeType], roots: Set[str]) -> set[_Chain]:
     """Return what these codes, and those in them, assign to attributes of these globals."""
     found = set[_Chain]()
     for code in codes:
-        for one in _inner(code):
+        for one in inner(code):
             # Few functions assign to a global's attribute, and `dis` is slow.
             if roots.isdisjoint(one.co_names):
                 continue
@@ -470,7 +464,7 @@ def _chains_in(code: CodeType) -> frozenset[_Chain]:
     chain: _Chain = ()
     before = ""
     for kind, value in _steps(code):
-        if kind in _LOADS:
+        if kind in LOADS:
             before = "setattr" if chain == ("setattr",) else ""
             chain = (value,)
         elif chain and kind in _ATTRIBUTES:

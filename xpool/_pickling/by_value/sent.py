@@ -69,7 +69,7 @@ from xpool._python import at_fork
 from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import by_handler
 
-# Kinds of entries in a state.  `received` has a function for each.
+# Kinds of entries in a state.
 (
     SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, ANNOTATIONS, VALUES, PLACED, REFUSED, LEFT_NONE,
     REMOVED, CALL, IMPORTED_AS,
