@@ -169,6 +169,10 @@ def test_modules_of_the_program(tmp_path, monkeypatch):
     assert "identity_package.module" not in sys.modules
     assert changes(first, found(inside, k=2)) == {"the module identity_package.module"}
     assert changes(first, found(inside, h="-x")) == {"the module identity_package.other"}
+    # Behind 256 constants, an instruction has a prefix.
+    far = inside.replace("\n", "\n  y = [" + ", ".join(f"x + {n}.5" for n in range(300)) + "]\n", 1)
+    before = found(far)
+    assert changes(before, found(far, k=2)) == {"the module identity_package.module"}
     # An earlier import makes no difference.
     module.write_text(text.format(1, 1))
     other.write_text("def h(x): return x\n")
