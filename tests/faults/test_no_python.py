@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -102,7 +103,8 @@ def test_a_program_with_python_inside_is_not_started_again(tmp_path):
 def test_the_executable_of_multiprocessing_is_used(tmp_path):
     """Workers run the Python of `multiprocessing.set_executable`, in a frozen program too."""
     mark, python = tmp_path / "mark", tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho . >> {mark}\nexec {sys.executable} "$@"\n')
+    paths = [shlex.quote(str(path)) for path in (mark, sys.executable)]
+    python.write_text('#!/bin/sh\necho . >> {}\nexec {} "$@"\n'.format(*paths))
     python.chmod(0o755)
     run(
         tmp_path,
@@ -111,6 +113,21 @@ def test_the_executable_of_multiprocessing_is_used(tmp_path):
         f"assert open({str(mark)!r}).read() == '.\\n'",
         "sys.frozen = True",
         "assert error() == '', error()",
+    )
+
+
+def test_a_server_that_has_ended_before_it_is_asked(tmp_path):
+    """Its end is found as one after the request: the error names the program."""
+    run(
+        tmp_path,
+        "def wait_until_it_ends(path, *args, **options):",
+        "    pid = spawn(path, *args, **options)",
+        "    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)",
+        "    return pid",
+        "os.posix_spawn = wait_until_it_ends",
+        "sys.executable = '/bin/true'",
+        "assert 'ended before it had forked the worker' in error(), error()",
+        "assert '/bin/true' in error(), error()",
     )
 
 

@@ -266,9 +266,11 @@ class ForkServer:
                 try:
                     self._ask(request, boot.fileno(), theirs.fileno())
                 except (BrokenPipeError, ConnectionResetError):
-                    self._stop()  # it died meanwhile; a second death is raised
+                    self._stop()  # it died meanwhile
                     self._start(complete)
-                    self._ask(request, boot.fileno(), theirs.fileno())
+                    # A second death is noticed as one after the request is: no status arrives.
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        self._ask(request, boot.fileno(), theirs.fileno())
                 status = ours.detach()
                 self._live.add(status)  # before another thread finds this server idle
                 process = self._process

@@ -136,7 +136,7 @@ def of_module(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
-class OfModule:
+class InModule:
     """Takes the place of an object that is written by the name of a global."""
 
     def __init__(self, place: tuple[str, str]) -> None:

@@ -12,6 +12,7 @@ defaults of functions and other modules refer to it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import marshal
 import pickle
 import re
@@ -39,6 +40,7 @@ from xpool._pickling.by_value.sent import (
     IMPORTS,
     LEFT_NONE,
     MODULE,
+    OF_SCRIPT,
     PLACED,
     REFUSED,
     REMOVED,
@@ -149,7 +151,9 @@ def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
     if calls:
         with settings.kept():
             for key, data in calls:
-                _call(key, data)
+                _incoming.called.add(key)
+                package = key[1].removeprefix(OF_SCRIPT) if key[1].startswith(OF_SCRIPT) else ""
+                settings.when_ready(package, functools.partial(_call, key, data))
         for kind, keys, data in groups if ours else ():
             # A call may have changed them, as in the program, which went on from there.
             for key, value in zip(keys, _load(kind, keys, data), strict=True):
@@ -157,7 +161,6 @@ def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
 
 
 def _call(key: Key, data: bytes) -> None:
-    _incoming.called.add(key)
     registered[key[1]] = function, args, named = pickle.loads(data)
     function(*args, **named)
     for again in after_calls:

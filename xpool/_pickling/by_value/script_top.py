@@ -35,14 +35,26 @@ _Chain = tuple[str, ...]
 """A name and the attributes behind it: ("torch", "backends", "cudnn", "benchmark")."""
 
 
+class Calls(NamedTuple):
+    """Calls for their effect, as a function of ``__main__`` whose body they are."""
+
+    package: str
+    """The large package whose calls these are: a worker makes them after its import; "": now."""
+
+    function: Callable[..., object]
+    """Takes the modules of the large package, so that to send it does not import them."""
+
+    args: tuple[ModuleType, ...]
+
+
 class Top(NamedTuple):
     """Facts about the program's top level."""
 
     imports: tuple[str, ...] = ()
     """Modules that are imported for their effect alone, in the order of the script."""
 
-    calls: Callable[[], object] | None = None
-    """A function of ``__main__`` whose body is the calls for their effect."""
+    calls: tuple["Calls", ...] = ()
+    """The calls for their effect."""
 
     nones: frozenset[str] = frozenset()
     """Names that the top level binds to None, also in class bodies ("Config.pool")."""
@@ -138,7 +150,7 @@ def _top_of_main(is_program: Callable[[str], bool]) -> Top:
     calls = last.top.calls
     # Else the same object, so that it is not pickled and sent again.
     if statements[:ended] != last.statements[: last.ended]:
-        calls = None if code is None else _function(code, namespace, statements[:ended])
+        calls = () if code is None else tuple(_calls(code, namespace, statements[:ended]))
     top = Top(imports, calls, nones, tuple(sorted(assigned)))
     _last = _Known(namespace, code, whole, sizes, statements, ended, others, top)
     return top
@@ -375,15 +387,25 @@ def _is_installed(value: Any, is_program: Callable[[str], bool]) -> bool:
     return top != "xpool" and top not in sys.stdlib_module_names and not is_program(name)
 
 
-def _function(
+def _calls(
     code: CodeType, namespace: dict[str, Any], statements: tuple[ast.stmt, ...]
-) -> Callable[[], object] | None:
-    if not statements:
-        return None
-    tree = ast.parse("def calls_of_the_script(): pass")
-    tree.body[0].body = list(statements)  # type: ignore[attr-defined]
-    body = next(one for one in _compile(tree, code).co_consts if type(one) is CodeType)
-    return FunctionType(body, namespace, "calls_of_the_script")
+) -> Iterator[Calls]:
+    found: dict[str, tuple[dict[str, ModuleType], list[ast.stmt]]] = {}
+    for one in statements:
+        root = _root_of(one.value.func) or ""  # type: ignore[attr-defined]
+        value: Any = namespace.get(root)
+        package = (_name_of(value) or "").partition(".")[0]
+        large = package in _WITHOUT_EFFECT
+        modules, body = found.setdefault(package if large else "", ({}, []))
+        body.append(one)
+        if large:
+            modules[root] = value
+    for package, (modules, body) in found.items():
+        tree = ast.parse(f"def calls_of_the_script({', '.join(modules)}): pass")
+        tree.body[0].body = body  # type: ignore[attr-defined]
+        made = next(one for one in _compile(tree, code).co_consts if type(one) is CodeType)
+        function = FunctionType(made, namespace, "calls_of_the_script")
+        yield Calls(package, function, tuple(modules.values()))
 
 
 # -- names that begin as None ----------------------------------------------------------------------

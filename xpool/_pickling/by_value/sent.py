@@ -290,9 +290,10 @@ class Book:
         top = _script_top().top_of_main(is_program)
         self._nones["__main__"] = top.nones
         self._imports = top.imports
-        of_script = registered.get(OF_SCRIPT)
-        if top.calls is not None and (of_script is None or of_script[0] is not top.calls):
-            registered[OF_SCRIPT] = top.calls, (), {}
+        for package, function, args in top.calls:
+            name = OF_SCRIPT + package
+            if name not in registered or registered[name][0] is not function:
+                registered[name] = function, args, {}
         self._calls = len(registered)
         found = {key for key in top.assigned if key[0].partition(".")[0] not in _OF_WORKERS}
         found.update((CALLS, name) for name in registered)
@@ -428,7 +429,7 @@ class Book:
                 return _Node(_NAMED, value)
             self._named[id(value)] = home
             node = _Node(_PLAIN, value)
-            node.written = write_group(reducers.OfModule(home), Group({}, {}), True)
+            node.written = write_group(reducers.InModule(home), Group({}, {}), True)
             return node
         node = _Node(_DATA, value)
         group = Group({id(value): key}, self._named, [])
@@ -735,7 +736,9 @@ def _value_of(key: Key) -> Any:
 registered: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 """The calls that every worker makes before its first task, by a name."""
 
-OF_SCRIPT = "calls of the script"
+OF_SCRIPT = "calls of the script "
+"""The beginning of the names of those that stand alone at the script's top level.  After it comes
+the package after whose import a worker makes them, if any."""
 
 
 # -- messages -------------------------------------------------------------------------------------

@@ -488,6 +488,7 @@ class _Thread(threading.local, _Worker):
 _process, _thread = _Worker(), _Thread()
 _begun: int | None = None  # the pid of the worker process
 _hooked: set[str] = set()  # libraries for which `_imported` waits
+_calls: dict[str, list[Callable[[], object]]] = {}  # by library, those for which its import waits
 _told: set[str] = set()  # texts of warnings
 _problems: list[str] = []  # texts to warn of, guarded by `_lock`
 
@@ -576,7 +577,11 @@ def kept() -> Iterator[None]:
     The program may have changed a setting after its call.
     """
     rows = [row for row in TABLE if row.module in _OF_CALLS]
-    before = {row.name: _read(row) for row in rows if _ready(row.module)}
+    before = dict[str, Any]()
+    for row in rows:
+        if _ready(row.module):
+            with contextlib.suppress(Exception):  # another module of the library's name
+                before[row.name] = _read(row)
     yield
     with _lock:
         for row in rows:
@@ -586,9 +591,10 @@ def kept() -> Iterator[None]:
             value = before.get(row.name, row.default)
             if row.name in worker.serials:
                 value = worker.taken[row.name].value
-            now = _read(row)
-            if now != value and value is not None:
-                row.set(sys.modules[row.module or ""], value, now)
+            with contextlib.suppress(Exception):  # as above
+                now = _read(row)
+                if now != value and value is not None:
+                    row.set(sys.modules[row.module or ""], value, now)
 
 
 def _read(row: Row) -> Any:
@@ -603,9 +609,8 @@ def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:
             return
         worker.waits.add(row.name)
         # If it is being imported now, the next message sets the row.
-        if row.module and row.module not in _hooked and row.module not in sys.modules:
-            _hooked.add(row.module)
-            when_imported(row.module, _imported)
+        if row.module and row.module not in sys.modules:
+            _hook(row.module)
         return
     worker.waits.discard(row.name)
     if row.name not in worker.serials and not taken.known:
@@ -623,14 +628,36 @@ def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:
     taken.last = taken.value
 
 
+def when_ready(name: str, call: Callable[[], object]) -> None:
+    """Make a call of the script now, or after the import of the library that it configures.
+
+    It comes before the library's rows, as the program may have changed a setting after its call.
+    """
+    if not name or name in sys.modules:
+        call()
+        return
+    _calls.setdefault(name, []).append(call)
+    _hook(name)
+
+
+def _hook(name: str) -> None:
+    if name not in _hooked:
+        _hooked.add(name)
+        when_imported(name, _imported)
+
+
 def _imported(module: Any) -> None:
-    """Set the rows of a library that a task has just imported."""
-    with _lock:
-        _hooked.discard(module.__name__)
-        for worker in (_process, _thread):
-            for row in TABLE:
-                if row.name in worker.waits and row.module == module.__name__:
-                    _set(worker, row, worker.taken[row.name], True)
+    """Make the calls and set the rows of a library that a task has just imported."""
+    try:
+        for call in _calls.pop(module.__name__, ()):
+            call()
+    finally:
+        with _lock:
+            _hooked.discard(module.__name__)
+            for worker in (_process, _thread):
+                for row in TABLE:
+                    if row.name in worker.waits and row.module == module.__name__:
+                        _set(worker, row, worker.taken[row.name], True)
     _tell()
 
 
