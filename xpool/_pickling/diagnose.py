@@ -87,7 +87,7 @@ def foreign_frame(error: BaseException) -> FrameType | None:
 
 _PICKLERS = frozenset(
     f"xpool.{name}"
-    for name in ("_pickling.pickler", "_pickling.fallback", "_python.forking_pickler")
+    for name in ("_pickling.pickler", "_pickling.fallback", "_python.registered_reducers")
 )
 _MACHINERY = frozenset({"dill", "pickle", "copyreg"})
 _OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")

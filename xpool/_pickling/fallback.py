@@ -6,7 +6,6 @@ pickler, it first calls the reducers of xpool.
 
 from __future__ import annotations
 
-import copyreg
 import io
 from functools import lru_cache
 from importlib import import_module
@@ -52,8 +51,7 @@ def pickler_class() -> Any:
                 return answer
             if kind.__module__.partition(".")[0] == "numpy":
                 # dill's own reducers would copy arrays into the pickle.
-                reduce = copyreg.dispatch_table.get(kind)
-                return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
+                return obj.__reduce_ex__(5)
             return NotImplemented
 
     return DillPickler

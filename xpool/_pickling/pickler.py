@@ -21,6 +21,7 @@ from xpool._pickling import diagnose, fallback, frame, reducers
 from xpool._pickling.fastpath import SHORT
 from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout
 from xpool._python.interrupt import by_handler
+from xpool._python.registered_reducers import of_program
 from xpool.errors import XPoolError
 
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
@@ -208,7 +209,7 @@ def encode(
     if kind in _ATOMS and (kind not in _LONG or len(obj) < INLINE_BELOW):
         return _dumps(obj, 5)
     write = SHORT.get(kind)
-    if write is not None and layout.arena is None:
+    if write is not None and layout.arena is None and of_program(kind) is None:
         short = write(obj, True)
         if short is not None:
             return short

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from xpool._memory.holds import Block
 from xpool._pickling.policy import Layout
 from xpool._python import at_fork
-from xpool._python.forking_pickler import reducer_for
+from xpool._python import registered_reducers as registered
 
 
 class Blob:
@@ -159,12 +159,11 @@ def register(*types: type) -> Callable[[Reducer], Reducer]:
 
 def reducer_override(pickler: Any, obj: Any) -> Any:
     kind = type(obj)
-    reducer = REDUCERS.get(kind)
-    if reducer is None:
-        reducer = _find(kind)
-        if reducer is None:
-            return NotImplemented
-    return reducer(pickler, obj)
+    reduce = registered.of_program(kind)
+    if reduce is not None:
+        return reduce(obj)
+    reducer = REDUCERS.get(kind) or _find(kind)
+    return NotImplemented if reducer is None else reducer(pickler, obj)
 
 
 # Held while a module's reducers are registered, so that no thread finds some of them missing.  Also
@@ -190,7 +189,7 @@ def _find(kind: type) -> Reducer | None:
                         del LAZY[base.__module__]
                     break
             else:
-                return reducer_for(kind)
+                return registered.of_multiprocessing(kind)
 
 
 # The lambdas look up `_finding` at each fork, because `renew` replaces it in a child.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from xpool._pickling import reducers
-from xpool._pickling.by_value import sent
+from xpool._pickling.by_value.registered_calls import register_call
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,7 +39,5 @@ def everywhere(func: F, /, *args: Any, **kwds: Any) -> F:
     if not callable(func):
         raise TypeError(f"everywhere takes a function and its arguments, not {func!r}")
     func(*args, **kwds)
-    name = str(len(sent.registered))
-    sent.registered[name] = func, args, kwds
-    reducers.everyone.add((sent.CALLS, name))
+    reducers.everyone.add(register_call(func, *args, **kwds))
     return func

@@ -5,7 +5,6 @@ They depend on values, but not on addresses, or the order of sets.
 
 from __future__ import annotations
 
-import copyreg
 import itertools
 import threading
 import typing
@@ -174,8 +173,7 @@ class Values:
     def _reduced(self, obj: Any) -> Any:
         found = reducer_override(_Context(), obj)
         if found is NotImplemented:
-            reduce: Any = copyreg.dispatch_table.get(type(obj))
-            found = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
+            found = obj.__reduce_ex__(5)
         if not isinstance(found, (str, tuple)):
             raise TypeError(f"its __reduce__ returned {type(found).__name__}")
         if found[0] is type(obj) and type(obj).__reduce__ in _OF_SETS:

@@ -29,10 +29,10 @@ from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.names import received
 from xpool._pickling.by_value.origin import IMPORTED, namespace, origin_of
 from xpool._pickling.by_value.reads import Key
+from xpool._pickling.by_value.registered_calls import CALLS, OF_SCRIPT, registered
 from xpool._pickling.by_value.sent import (
     ANNOTATIONS,
     CALL,
-    CALLS,
     CLASS,
     FUNCTION,
     HEAD,
@@ -40,7 +40,6 @@ from xpool._pickling.by_value.sent import (
     IMPORTS,
     LEFT_NONE,
     MODULE,
-    OF_SCRIPT,
     PLACED,
     REFUSED,
     REMOVED,
@@ -49,7 +48,6 @@ from xpool._pickling.by_value.sent import (
     Entry,
     owner_of,
     place_of,
-    registered,
     write_values,
 )
 from xpool._pickling.by_value.standard import is_generator

@@ -41,7 +41,7 @@ from typing import Any
 
 from xpool._memory.holds import Block
 from xpool._pickling import reducers
-from xpool._pickling.by_value import checks, classes, registry, settings
+from xpool._pickling.by_value import checks, classes, registered_calls, registry, settings
 from xpool._pickling.by_value.functions import annotations_of, marshalled
 from xpool._pickling.by_value.names import ATOMS, found_by_name, is_simple
 from xpool._pickling.by_value.origin import (
@@ -60,12 +60,13 @@ from xpool._pickling.by_value.origin import (
     renew_origins,
 )
 from xpool._pickling.by_value.reads import Key, is_open, of_annotations, reads
+from xpool._pickling.by_value.registered_calls import CALLS, registered
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.frame import PREPARE, preparation
 from xpool._pickling.pickler import Pickled, write_global, write_group
 from xpool._pickling.policy import INLINE_BELOW, Layout
 from xpool._pickling.reducers import Group, in_place
-from xpool._python import at_fork
+from xpool._python import at_fork, registered_reducers
 from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import by_handler
 
@@ -95,9 +96,6 @@ _OF_MODULES = frozenset(
     {"__name__", "__builtins__", "__spec__", "__loader__", "__package__", "__cached__", "__path__"}
 )
 """Globals that every module has for itself."""
-
-CALLS = ""
-"""Takes the place of a module in the keys of calls that each worker makes once."""
 
 _serials = itertools.count(1)
 
@@ -154,7 +152,7 @@ _books: weakref.WeakSet["Book"] = weakref.WeakSet()
 def _forget() -> None:
     for book in list(_books):
         book.forget()
-    registered.clear()
+    registered_calls.forget()
     if "xpool._pickling.by_value.script_top" in sys.modules:
         _script_top().forget()
 
@@ -173,7 +171,7 @@ class Book:
         self._settings: settings.Snapshot | None = None
         self._imports: tuple[str, ...] = ()
         self._torn = False  # whether the last change was not completed
-        self._calls = 0  # how many of `registered` it has
+        self._calls: Any = None  # how many of `registered`, and which reducers, it has looked at
         self._nones: dict[str, frozenset[str]] = {}
         # What is compared for each message:
         self._same: list[tuple[Any, str, Any]] = []
@@ -267,9 +265,11 @@ class Book:
         """Return the state for a message that uses these names.  The caller holds `_lock`."""
         renew_origins()
         # Set until all is consistent: a signal handler may raise in code of the program that runs.
-        anew = self._torn or not self.told.issuperset(names) or len(registered) != self._calls
+        calls = len(registered), registered_reducers.tables()
+        anew = self._torn or not self.told.issuperset(names) or calls != self._calls
         now = settings.snapshot()
         if anew or not self._holds():
+            # Until all is consistent: a signal handler may raise in code of the program that runs.
             self._torn = True
             self._compare_large()  # first, so that those that are equal stay
             more = frozenset(names) | self._of_all() if anew else frozenset()
@@ -290,11 +290,9 @@ class Book:
         top = _script_top().top_of_main(is_program)
         self._nones["__main__"] = top.nones
         self._imports = top.imports
-        for package, function, args in top.calls:
-            name = OF_SCRIPT + package
-            if name not in registered or registered[name][0] is not function:
-                registered[name] = function, args, {}
-        self._calls = len(registered)
+        registered_calls.look_at_script(top.calls)
+        registered_calls.look_at_reducers()
+        self._calls = len(registered), registered_reducers.tables()
         found = {key for key in top.assigned if key[0].partition(".")[0] not in _OF_WORKERS}
         found.update((CALLS, name) for name in registered)
         return found
@@ -729,16 +727,6 @@ def write_values(
 def _value_of(key: Key) -> Any:
     holder, name = place_of(key)
     return MISSING if holder is None else holder.get(name, MISSING)
-
-
-# -- calls that every worker makes ----------------------------------------------------------------
-
-registered: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
-"""The calls that every worker makes before its first task, by a name."""
-
-OF_SCRIPT = "calls of the script "
-"""The beginning of the names of those that stand alone at the script's top level.  After it comes
-the package after whose import a worker makes them, if any."""
 
 
 # -- messages -------------------------------------------------------------------------------------

@@ -1,0 +1,137 @@
+"""What a program registers for pickling comes first, in arguments, results and workers."""
+
+from __future__ import annotations
+
+import pytest
+from support import scripts
+
+pytestmark = pytest.mark.xpool_only
+
+# The same program with a fork pool of `multiprocessing` is the oracle.
+PROGRAM = """
+    import copy, copyreg, multiprocessing, ssl
+    from multiprocessing.reduction import ForkingPickler
+    import xpool
+    {imports}
+
+    class Plain:
+        def __init__(self, v):
+            self.v = v
+
+    copyreg.pickle(Plain, lambda obj: (Plain, (obj.v + 1,)))
+
+    class Failure(Exception):
+        def __init__(self, a, b):
+            super().__init__("text")
+            self.a, self.b = a, b
+
+    copyreg.pickle(Failure, lambda exc: (Failure, (exc.a, exc.b + 1)))
+
+    class Meta(type):
+        pass
+
+    def remade(name):
+        return Meta(name, (), {{"how": "remade"}})
+
+    copyreg.pickle(Meta, lambda cls: (remade, (cls.__name__,)))
+
+    class Forking:
+        def __init__(self, v):
+            self.v = v
+
+    ForkingPickler.register(Forking, lambda obj: (Forking, (obj.v + 10,)))
+
+    class ForkingFailure(Exception):
+        pass
+
+    ForkingPickler.register(ForkingFailure, lambda exc: (ForkingFailure, ("registered",)))
+    copyreg.pickle(ssl.SSLContext, lambda context: (ssl.SSLContext, (context.protocol,)))
+    {more}
+
+    def same(x):
+        return x
+
+    def fail(x):
+        raise ForkingFailure("as it was raised")
+
+    def copied(x):
+        return copy.copy(Plain(1)).v
+
+    MAKE = dict(
+        plain=lambda: Plain(1),
+        failure=lambda: Failure(1, 2),
+        made=lambda: Meta("Made", (), {{}}),
+        forking=lambda: Forking(1),
+        forking_failure=lambda: ForkingFailure("unchanged"),
+        context=lambda: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        {made}
+    )
+
+    def make(name):
+        return MAKE[name]()
+
+    def about(obj):
+        found = [getattr(obj, name, None) for name in ("v", "a", "b", "how", "args", "protocol")]
+        return type(obj).__name__, found
+
+    def results(pool):
+        found = [about(one) for one in pool.map(same, [made() for made in MAKE.values()])]
+        found += [about(one) for one in pool.map(make, MAKE)]
+        found.append(pool.map(copied, [1]))
+        try:
+            pool.map(fail, [1])
+        except ForkingFailure as exc:
+            found.append(exc.args)
+        return found
+
+    if __name__ == "__main__":
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            right = results(pool)
+        for kind in xpool.Pool, xpool.P2PPool:
+            copyreg.pickle(complex, copyreg.pickle_complex)
+            with kind(1) as pool:
+                assert results(pool) == right, (results(pool), right)
+                copyreg.pickle(complex, lambda number: (complex, (number.real + 1, number.imag)))
+                assert pool.map(same, [1j]) == [2 + 1j], "both ways: as it is at the call"
+"""
+
+ARRAYS = """
+    class Array(np.ndarray):
+        pass
+
+    def array(values, how):
+        made = np.asarray(values).view(Array)
+        made.how = how
+        return made
+
+    copyreg.pickle(Array, lambda obj: (array, (obj.tolist(), "registered")))
+
+    class Tensor(torch.Tensor):
+        pass
+
+    def tensor(values):
+        made = torch.tensor(values).as_subclass(Tensor)
+        made.how = "registered"
+        return made
+
+    copyreg.pickle(Tensor, lambda obj: (tensor, (obj.tolist(),)))
+    copyreg.pickle(np.memmap, lambda obj: (np.asarray, ([1],)))
+    copyreg.pickle(np.ndarray, lambda obj: (array, (obj.tolist(), "for ndarray itself")))
+"""
+
+
+def test_what_a_program_registers_comes_first(tmp_path):
+    """Classes, exceptions and metaclasses, in `copyreg` and in the pickler of multiprocessing."""
+    text = PROGRAM.format(imports="", more="", made="")
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""
+
+
+def test_registered_arrays_and_tensors(tmp_path):
+    """Subclasses of arrays and tensors, and `numpy.ndarray` itself."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    made = (
+        "array=lambda: np.arange(2).view(Array), tensor=lambda: torch.ones(2).as_subclass(Tensor)"
+    )
+    made += ", plain_array=lambda: np.arange(2)"
+    text = PROGRAM.format(imports="import torch, numpy as np", more=ARRAYS, made=made)
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""
