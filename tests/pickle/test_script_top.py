@@ -486,3 +486,33 @@ for module in (None, Broken("__main__")):
 """
     out = scripts.run_ok([scripts.write(tmp_path / "script.py", preamble + text)])
     assert out == "() () frozenset() ()\n" * 2
+
+
+def test_an_object_in_place_of_a_function_of_a_package(tmp_path: Path) -> None:
+    """An object, and not a function, that the script assigns to an installed module arrives."""
+    text = """
+        import functools
+        import json
+        import textwrap
+        import xpool
+
+        class Marked:
+            def __init__(self, inner):
+                self.inner = inner
+
+            def __call__(self, *args):
+                return "marked " + self.inner(*args)
+
+        textwrap.fill = functools.partial(textwrap.fill, width=10)
+        json.dumps = Marked(json.dumps)
+
+        def task(x):
+            return textwrap.fill("aaaa bbbb cccc"), json.dumps([x])
+
+        if __name__ == "__main__":
+            with xpool.Pool(1) as pool:
+                assert pool.apply(task, (1,)) == ("aaaa bbbb\\ncccc", "marked [1]")
+                textwrap.fill, json.dumps = Marked(textwrap.dedent), functools.partial(str)
+                assert pool.apply(task, (1,)) == ("marked aaaa bbbb cccc", "[1]")
+        """
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""

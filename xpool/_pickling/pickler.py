@@ -20,6 +20,7 @@ from xpool._memory.holds import Block
 from xpool._pickling import diagnose, fallback, frame, reducers
 from xpool._pickling.fastpath import SHORT
 from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout
+from xpool._pickling.reducers import Key
 from xpool._python.interrupt import by_handler
 from xpool._python.registered_reducers import of_program
 from xpool.errors import XPoolError
@@ -30,9 +31,6 @@ _PLAIN = Layout(out_of_band=False)
 _NAMED = _PLAIN._replace(named=True)
 _COPY = Layout(target=-1)  # copies replace handles to tensors on devices
 _INLINE = _COPY._replace(out_of_band=False)
-Key = tuple[str, str]
-"""A global: the name of its module, and its own."""
-
 _dumps: Callable[[Any, int], bytes] = pickle.dumps
 _loads: Callable[[Any], Any] = pickle.loads
 

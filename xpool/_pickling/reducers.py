@@ -23,6 +23,9 @@ from xpool._pickling.policy import Layout
 from xpool._python import at_fork
 from xpool._python import registered_reducers as registered
 
+Key = tuple[str, str]
+"""A module's name, and a global's name or the path of a class's attribute (``Config.rate``)."""
+
 
 class Blob:
     """The state of a pickler that writes a class definition or, if ``is_mark``, a mark of it.
@@ -59,8 +62,8 @@ class Group:
 
     def __init__(
         self,
-        own: dict[int, tuple[str, str]],
-        named: dict[int, tuple[str, str]],
+        own: dict[int, Key],
+        named: dict[int, Key],
         objects: list[Any] | None = None,
     ) -> None:
         self.own, self.named, self.objects = own, named, objects
@@ -73,7 +76,7 @@ class Context(Protocol):
     recurse: bool  # whether functions are pickled with copies of the globals that they use
     blob: Blob | None  # None, unless a class definition is pickled
     group: Group | None  # None, unless globals of the program are pickled
-    names: set[tuple[str, str]]  # globals of the program that the object uses
+    names: set[Key]  # globals of the program that the object uses
     follow: bool  # whether `names` also gets those of objects that are pickled by name
     home: bool  # whether the receiver is the program, and this process its worker
     spaces: dict[int, Any]  # globals that belong to no module, by id
@@ -96,7 +99,7 @@ Reducer = Callable[[Any, Any], Any]
 script: Any
 """Answers the picklers' questions about the program (`by_value.sent`)."""
 
-everyone: set[tuple[str, str]] = set()
+everyone: set[Key] = set()
 """Keys of what every message of a pool brings, also one that uses nothing of the program."""
 
 REDUCERS: dict[type, Reducer] = {}
@@ -139,7 +142,7 @@ def of_module(module: str, name: str) -> Any:
 class InModule:
     """Takes the place of an object that is written by the name of a global."""
 
-    def __init__(self, place: tuple[str, str]) -> None:
+    def __init__(self, place: Key) -> None:
         self._place = place
 
     def __reduce__(self) -> Any:

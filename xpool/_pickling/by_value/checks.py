@@ -9,9 +9,8 @@ import warnings
 from typing import Any
 
 from xpool._pickling.by_value.origin import IMPORTED, SENT, namespace, origin_of
-from xpool._pickling.by_value.reads import Key
 from xpool._pickling.diagnose import path_to
-from xpool._pickling.reducers import Group
+from xpool._pickling.reducers import Group, Key
 
 _TOO_LONG = 1.0
 """If the checks of one global take more seconds in total, there is a warning."""

@@ -19,6 +19,7 @@ import sys
 from types import FunctionType, ModuleType
 from typing import Any
 
+from xpool._pickling.reducers import Key
 from xpool._python.interrupt import by_handler
 
 INSTALLED, IMPORTED, SENT = range(3)
@@ -227,26 +228,30 @@ class _Empty:
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or could have
 
 
-_homes: dict[tuple[str, int], tuple[int, str | None]] = {}
+_homes: dict[tuple[str, str, int], tuple[int, str | None]] = {}
 
 
-def home_of(name: str, value: Any) -> tuple[str, str] | None:
-    """Return the installed module that has an object under this name, and the name; or None."""
+def home_of(key: Key, value: Any) -> Key | None:
+    """Return the installed module that also has a global under its name, and the name; or None."""
+    here, name = key
     if "." in name or isinstance(value, type) or type(value) is FunctionType:
         return None
-    count, home = _homes.get((name, id(value)), (0, None))
+    known = here, name, id(value)
+    count, home = _homes.get(known, (0, None))
     if count != len(sys.modules) or (
         home is not None and getattr(sys.modules.get(home), "__dict__", {}).get(name) is not value
     ):
         found = (
             module
             for module, one in list(sys.modules.items())
-            if getattr(one, "__dict__", {}).get(name) is value and origin_of(module) == INSTALLED
+            if getattr(one, "__dict__", {}).get(name) is value
+            and module != here  # the program has assigned it there
+            and origin_of(module) == INSTALLED
         )
         home = next(found, None)
         if len(_homes) > 10_000:
             _homes.clear()
-        _homes[name, id(value)] = len(sys.modules), home
+        _homes[known] = len(sys.modules), home
     return None if home is None else (home, name)
 
 

@@ -23,10 +23,8 @@ from xpool._pickling.by_value.origin import (
     namespace,
     origin_of,
 )
+from xpool._pickling.reducers import Key
 from xpool._python.hidden import CachedFunction
-
-Key = tuple[str, str]
-"""A module's name, and a global's name or the path of a class's attribute (``Config.rate``)."""
 
 # The opcodes of all versions from 3.10 on (Lib/opcode.py); LOAD_FROM_DICT_OR_GLOBALS is since 3.12.
 LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})

@@ -28,7 +28,6 @@ from xpool._pickling.by_value.broadcast import open_broadcast
 from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.names import received
 from xpool._pickling.by_value.origin import IMPORTED, namespace, origin_of
-from xpool._pickling.by_value.reads import Key
 from xpool._pickling.by_value.registered_calls import CALLS, OF_SCRIPT, registered
 from xpool._pickling.by_value.sent import (
     ANNOTATIONS,
@@ -51,7 +50,7 @@ from xpool._pickling.by_value.sent import (
     write_values,
 )
 from xpool._pickling.by_value.standard import is_generator
-from xpool._pickling.reducers import builder
+from xpool._pickling.reducers import Key, builder
 from xpool._python import at_fork
 from xpool._python.import_hooks import when_imported
 from xpool._python.interrupt import uninterrupted

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from xpool._pickling.by_value.origin import SENT, origin_of
-from xpool._pickling.by_value.reads import Key
+from xpool._pickling.reducers import Key
 from xpool._python import registered_reducers
 
 CALLS = ""

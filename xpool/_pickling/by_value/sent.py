@@ -59,13 +59,13 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     renew_origins,
 )
-from xpool._pickling.by_value.reads import Key, is_open, of_annotations, reads
+from xpool._pickling.by_value.reads import is_open, of_annotations, reads
 from xpool._pickling.by_value.registered_calls import CALLS, registered
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.frame import PREPARE, preparation
 from xpool._pickling.pickler import Pickled, write_global, write_group
 from xpool._pickling.policy import INLINE_BELOW, Layout
-from xpool._pickling.reducers import Group, in_place
+from xpool._pickling.reducers import Group, Key, in_place
 from xpool._python import at_fork, registered_reducers
 from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import by_handler
@@ -421,7 +421,7 @@ class Book:
     def _data(self, key: Key, value: Any) -> _Node:
         if key[0] != CALLS and checks.is_of_import(key, value):
             return _Node(_NAMED, value)  # the worker's own object takes the place of this one
-        home = None if key[0] == CALLS else home_of(key[1], value)
+        home = None if key[0] == CALLS else home_of(key, value)
         if home is not None:  # the worker's own, by its name
             if origin_of(key[0]) == IMPORTED:
                 return _Node(_NAMED, value)
