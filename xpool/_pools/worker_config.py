@@ -13,7 +13,7 @@ from xpool._engine.launch import Launcher
 from xpool._memory.arena import Arena
 from xpool._pickling.by_value import settings
 from xpool._pickling.frame import inline
-from xpool._python.server_process import search_path
+from xpool._python.import_hooks import search_path
 
 
 class WorkerSpec(NamedTuple):
@@ -88,7 +88,7 @@ class WorkerConfig:
             "cpus": (spec.cpus[index] if spec.cpus else ()) or _own_cpus(),
             "cwd": _folder(),
             "pid": os.getpid(),
-            "path": search_path(),
+            "path": search_path(sys.path),
             "argv": main.argv,
             "bare": self._launcher.bare,
             "settings": settings.at_start(),

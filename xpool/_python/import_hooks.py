@@ -7,8 +7,9 @@ the registered functions after the import.  From then on, the finder ignores the
 from __future__ import annotations
 
 import importlib.machinery
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -38,6 +39,22 @@ def child_prepares() -> bool:
     """Whether this is a child of `multiprocessing` that imports the program's main module."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and getattr(process.current_process(), "_inheriting", False)
+
+
+def search_path(entries: Iterable[Any]) -> list[str]:
+    """Return the strings among the entries of `sys.path`, absolute except the empty one.
+
+    The interpreter ignores other objects in it.  It looks for the folder of a relative entry once,
+    and the program may have changed its working folder since then.
+    """
+    found = list[str]()
+    for entry in entries:
+        if isinstance(entry, str):
+            known = getattr(sys.path_importer_cache.get(entry), "path", entry)
+            # The empty one means the working folder at the time of each import.
+            relative = entry and not os.path.isabs(entry)
+            found.append(os.path.abspath(known) if relative else str(entry))
+    return found
 
 
 class _Finder:

@@ -20,6 +20,7 @@ from typing import Any
 
 from xpool._python.anonymous import new_file
 from xpool._python.base_error import XPoolError
+from xpool._python.import_hooks import search_path
 from xpool._python.interrupt import shielded
 
 # Garbage collection is off during the imports: it would take milliseconds and find nothing.
@@ -154,7 +155,9 @@ def start(fd: int, *imports: Sequence[str]) -> ServerProcess:
         # The numbers in the new process: they differ from all that are copied there.
         used = {0, 1, 2, fd, file}
         its_fd, its_file, spare = [n for n in range(3, 11) if n not in used][:3]
-        order = _ORDER.format(path=search_path(), fd=its_fd, imports=lists, nice=_niceness())
+        order = _ORDER.format(
+            path=search_path(sys.path), fd=its_fd, imports=lists, nice=_niceness()
+        )
         os.write(file, order.encode())
         os.lseek(file, 0, os.SEEK_SET)
         # A copy stays open when the program starts, even of a descriptor with FD_CLOEXEC.
@@ -208,11 +211,6 @@ def credentials() -> tuple[object, ...]:
 def _niceness() -> int:
     # On Linux each thread has its own niceness.  The process id means that of the main thread.
     return os.getpriority(os.PRIO_PROCESS, os.getpid())
-
-
-def search_path() -> list[str]:
-    """Return the strings in `sys.path`.  The interpreter ignores other objects in it."""
-    return [str(one) for one in sys.path if isinstance(one, str)]
 
 
 @shielded

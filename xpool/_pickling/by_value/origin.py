@@ -31,7 +31,8 @@ MISSING: Any = object()
 """Takes the place of a global that does not exist."""
 
 _origins: dict[str, tuple[Any, int]] = {}  # by name: the module, and its origin
-_path: list[str] = []  # `sys.path` for which the origins hold
+_holds_for: tuple[Any, list[str], str] = None, [], ""  # settings, `sys.path`, working folder
+_generation = 0  # how often the origins were found again
 
 
 loose: dict[str, ModuleType] = {}
@@ -73,13 +74,23 @@ def origin_of(name: Any) -> int:
     return found
 
 
-def renew_origins() -> None:
-    """Find the origins again if `sys.path` has changed."""
-    global _of_program
-    if sys.path != _path:
-        _path[:] = sys.path
-        _origins.clear()
-        _of_program = [], ()
+def renew_origins(settings: Any) -> int:
+    """Find the origins again if `sys.path` or the working folder has changed; say how often it has.
+
+    ``settings``: an object that is another one after such a change.
+    """
+    global _of_program, _holds_for, _generation
+    if settings is not _holds_for[0]:
+        try:
+            folder = os.getcwd()
+        except OSError:  # it was removed
+            folder = ""
+        if _holds_for[1:] != (sys.path, folder):
+            _origins.clear()
+            _of_program = [], ()
+            _generation += 1
+        _holds_for = settings, list(sys.path), folder
+    return _generation
 
 
 _of_program: tuple[list[str], tuple[str, ...]] = [], ()  # of these modules: those of the program

@@ -346,14 +346,27 @@ def _import_modules(entries: list[Entry]) -> None:
         if kind == IMPORTS:
             for name in data:
                 if name not in _incoming.imported:
-                    import_module(name)
+                    _import(name)
                     _incoming.imported.add(name)
     for kind, _, _, keys, _ in entries:
         if kind in (VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED):
             for module, _ in keys:
                 missing = module not in sys.modules and module != CALLS
                 if missing and origin_of(module) == IMPORTED:
-                    import_module(module)
+                    _import(module)
+
+
+def _import(name: str) -> None:
+    try:
+        import_module(name)
+    except ModuleNotFoundError as exc:
+        if exc.name != name:
+            raise
+        raise ModuleNotFoundError(
+            f"No module named {name!r}. The program has imported it, but this worker cannot: the "
+            "module's file was moved or removed since then.",
+            name=name,
+        ) from None
 
 
 def _make_module(name: str, package: Any, is_package: bool) -> None:

@@ -170,6 +170,7 @@ class Book:
         self._place: Any = None  # the broadcast of a large state
         self._settings: settings.Snapshot | None = None
         self._imports: tuple[str, ...] = ()
+        self._generation = 0  # of the origins of modules
         self._torn = False  # whether the last change was not completed
         self._calls: Any = None  # how many of `registered`, and which reducers, it has looked at
         self._nones: dict[str, frozenset[str]] = {}
@@ -263,11 +264,15 @@ class Book:
 
     def state(self, names: Iterable[Key], layout: Layout) -> _State:
         """Return the state for a message that uses these names.  The caller holds `_lock`."""
-        renew_origins()
-        # Set until all is consistent: a signal handler may raise in code of the program that runs.
+        now = settings.snapshot()
+        generation = renew_origins(now)
+        if generation != self._generation:
+            self._generation, self._torn = generation, True
+            for node in self._nodes.values():
+                if node.kind == _NAMED:
+                    node.id = 0  # it is looked at again
         calls = len(registered), registered_reducers.tables()
         anew = self._torn or not self.told.issuperset(names) or calls != self._calls
-        now = settings.snapshot()
         if anew or not self._holds():
             # Until all is consistent: a signal handler may raise in code of the program that runs.
             self._torn = True

@@ -13,7 +13,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from xpool._python.hidden import warning_filters as _of_warnings
-from xpool._python.import_hooks import when_imported
+from xpool._python.import_hooks import search_path, when_imported
 
 
 class Row:
@@ -185,8 +185,7 @@ class Path(_Started):
         return list(token)
 
     def value(self, token: Any) -> Any:
-        # The interpreter ignores entries of other types.
-        return tuple(str(one) for one in token if isinstance(one, str))
+        return tuple(search_path(token))
 
     def set(self, module: Any, value: Any, last: Any) -> None:
         known = {*(last or ()), *value}
