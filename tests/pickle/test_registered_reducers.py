@@ -135,3 +135,33 @@ def test_registered_arrays_and_tensors(tmp_path):
     made += ", plain_array=lambda: np.arange(2)"
     text = PROGRAM.format(imports="import torch, numpy as np", more=ARRAYS, made=made)
     assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""
+
+
+CODECS = """
+    import codecs
+    import xpool
+
+    codecs.register_error("question", lambda error: ("?", error.end))
+    xpool.everywhere(codecs.register_error, "star", lambda error: ("*", error.end))
+
+    def decoded(name):
+        return b"a\\xff".decode("ascii", name)
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            assert pool.apply(decoded, ("star",)) == "a*"
+            try:
+                pool.apply(decoded, ("question",))
+            except LookupError as exc:
+                import traceback
+
+                text = "".join(traceback.format_exception(None, exc, exc.__traceback__))
+                assert "xpool.everywhere(codecs.register_error" in text, text
+            else:
+                raise AssertionError
+"""
+
+
+def test_handlers_of_codecs(tmp_path):
+    """Python cannot list them, so an error says how workers get them."""
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", CODECS)]) == ""

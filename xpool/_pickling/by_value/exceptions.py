@@ -36,7 +36,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
         and cause.text not in traceback_text
     ):
         traceback_text = f"{cause.text}\n{traceback_text}"
-    missing = missing_global(exc) or _no_children(exc)
+    missing = missing_global(exc) or _advice(exc)
     if missing:
         add_note(exc, missing)
         traceback_text = f"{traceback_text.rstrip()}\n{missing}\n"
@@ -55,14 +55,22 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     return encode(_Raised(stand_in, traceback_text), home=True)
 
 
-def _no_children(exc: BaseException) -> str:
-    """Return advice if `multiprocessing` has refused to start a process in a worker, else ""."""
-    if not isinstance(exc, AssertionError) or "daemonic processes are not allowed" not in str(exc):
-        return ""
-    return (
-        "A task that starts processes of multiprocessing, as a DataLoader with num_workers does, "
-        "needs a pool with is_daemon=False. Any task can make a pool of xpool."
-    )
+def _advice(exc: BaseException) -> str:
+    """Return advice on an error of Python that has its cause in a worker, or ""."""
+    if isinstance(exc, AssertionError) and "daemonic processes are not allowed" in str(exc):
+        return (
+            "A task that starts processes of multiprocessing, as a DataLoader with num_workers "
+            "does, needs a pool with is_daemon=False. Any task can make a pool of xpool."
+        )
+    if type(exc) is LookupError and str(exc).startswith(_OF_CODECS):
+        return (
+            "If the program has registered it, it was not sent to this worker. Register it by "
+            "xpool.everywhere(codecs.register_error, ...), or codecs.register."
+        )
+    return ""
+
+
+_OF_CODECS = "unknown error handler name ", "unknown encoding: "
 
 
 def _text(obj: Any) -> Any:
