@@ -448,6 +448,9 @@ class Held:
 def size(_):
     return sum(len(one.text) for one in (compared, final, typed, Held.final)) + len(string)
 
+def other(_):
+    return 1
+
 def counts():
     return [one.pickled for one in (compared, final, typed, Held.final)]
 
@@ -458,6 +461,7 @@ def main():
             print(counts())
             for _ in range(3):
                 assert pool.apply(size, (0,)) == 5_000_000
+                assert pool.apply(other, (0,)) == 1
             print(counts())
         pool.join()
 """
@@ -465,7 +469,8 @@ def main():
 
 @pytest.mark.parametrize("guarded", [True, *also(False)])
 def test_a_final_global_is_pickled_once(tmp_path, guarded):
-    """A large global is pickled once for each call, a Final global once for each pool."""
+    """A large global is pickled once for each call of a function that uses it, a Final global once
+    for each pool."""
     guard = 'if __name__ == "__main__":\n    ' if guarded else ""
     out = scripts.run_ok([scripts.write(tmp_path / "final.py", COUNTED + f"\n{guard}main()\n")])
     first, last = ("1, 1, 1", "4, 1, 1", "5, 2, 2", "8, 2, 2"), (1, 1, 2, 2)

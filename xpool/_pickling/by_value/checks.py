@@ -76,7 +76,9 @@ def arrays_among(objects: list[Any]) -> list[Any]:
     array: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
     tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
     kinds = tuple(kind for kind in (array, tensor) if kind)
-    return [one for one in objects if isinstance(one, kinds)] if kinds else []
+    if not kinds or not any(issubclass(kind, kinds) for kind in set(map(type, objects))):
+        return []
+    return [one for one in objects if isinstance(one, kinds)]
 
 
 def memory_of(objects: list[Any]) -> set[int]:

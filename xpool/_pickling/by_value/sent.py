@@ -189,6 +189,8 @@ class Book:
         # By id: the objects without state that are globals of modules which workers import.
         self._named: dict[int, Key] = {}
         self._large: list[tuple[_Group, list[tuple[Any, str]]]] = []
+        self._made: set[tuple[Key, ...]] = set()  # those of them that are as they are now
+        self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use, for `_large`
         _books.add(self)
 
     def forget(self) -> None:
@@ -239,10 +241,12 @@ class Book:
                 raise
             return None
 
-    def _compare_large(self) -> bool:
-        """Whether the large groups equal their copies in shared memory; forget the others."""
-        equal = True
+    def _compare_large(self, names: frozenset[Key]) -> bool:
+        """Whether the large groups that these use equal their copies; forget the others."""
+        used, equal = self._used_by(names), True
         for group, places in self._large:
+            if used.isdisjoint(group.keys) or group.keys in self._made:
+                continue
             begun = time.perf_counter()
             values = [holder.get(name) for holder, name in places]
             try:
@@ -260,6 +264,22 @@ class Book:
                     self._nodes.pop(key, None)
         return equal
 
+    def _used_by(self, names: frozenset[Key]) -> set[Key]:
+        """Return these globals and those that they use, or that refer to common objects."""
+        used = self._used.get(names)
+        if used is None:
+            used, todo = set(), set(names)
+            while todo:
+                key = todo.pop()
+                used.add(key)
+                node = self._nodes.get(key)
+                if node is not None:
+                    todo |= node.names
+                    todo.update(() if node.group is None else node.group.keys)
+                todo -= used
+            self._used[names] = used
+        return used
+
     # -- finding ----------------------------------------------------------------------------------
 
     def state(self, names: Iterable[Key], layout: Layout) -> _State:
@@ -273,16 +293,16 @@ class Book:
                     node.id = 0  # it is looked at again
         calls = len(registered), registered_reducers.tables()
         anew = self._torn or not self.told.issuperset(names) or calls != self._calls
-        if anew or not self._holds():
-            # Until all is consistent: a signal handler may raise in code of the program that runs.
+        changed = anew or not self._holds()
+        self._made.clear()
+        # Torn until all is consistent: a signal handler may raise in code of the program that runs.
+        if changed:
             self._torn = True
-            self._compare_large()  # first, so that those that are equal stay
-            more = frozenset(names) | self._of_all() if anew else frozenset()
-            self._find(layout, self.told | more)
-        elif self._large and not self._compare_large():
-            self._torn = True
+            self._find(layout, self.told.union(names, self._of_all() if anew else ()))
+        if self._large and not self._compare_large(frozenset(names)):
+            changed = self._torn = True
             self._find(layout, self.told)
-        elif now is self._settings and self._state is not None:
+        if not changed and now is self._settings and self._state is not None:
             return self._state
         self._torn = True
         self._settings = now
@@ -450,14 +470,15 @@ class Book:
         checks.warn_of(key, value, group)
         node.names = frozenset(node.written.names)
         # Kept until all are grouped: an id is that of one object only as long as this exists.
-        node.alive = [one for one in group.objects if type(one) not in _SHARED_BY_ALL]
-        node.objects = set(map(id, node.alive))
-        node.objects -= {
-            id(one) for one in group.objects if type(one) is FunctionType and is_simple(one)
-        }
-        node.objects |= checks.memory_of(group.objects)
-        # Reducers make tuples, whose ids are used again; those of globals are not.
-        node.objects |= self._tuples & {id(one) for one in group.objects if type(one) is tuple}
+        objects, kinds = group.objects, set(map(type, group.objects))
+        if not kinds <= _SHARED_BY_ALL:
+            node.alive = [one for one in objects if type(one) not in _SHARED_BY_ALL]
+            node.objects = set(map(id, node.alive)) | checks.memory_of(objects)
+            if FunctionType in kinds:
+                functions = [one for one in objects if type(one) is FunctionType]
+                node.objects -= {id(one) for one in functions if is_simple(one)}
+        if tuple in kinds:  # reducers make some, whose ids are used again; those of globals are not
+            node.objects |= self._tuples.intersection(map(id, objects))
         node.objects.add(id(value))
         if isinstance(value, (FunctionType, type, BuiltinFunctionType)) and found_by_name(value):
             sent = origin_of(value.__module__) == SENT and type(value) is FunctionType
@@ -563,6 +584,7 @@ class Book:
             if kept and written.lies_in(old.data.content()):  # type: ignore[union-attr]
                 return PLACED, old.data  # type: ignore[union-attr]
             if layout.publisher is not None:
+                self._made.add(keys)
                 what = type(values[0]).__name__
                 return PLACED, layout.publisher(written.message, what)
             written = write_values(keys, values, self._named, False)
@@ -574,6 +596,7 @@ class Book:
     def _note_what_to_compare(self) -> None:
         self._same, self._ids, self._functions = [], [], []
         self._classes, self._changing, self._small, self._large = [], [], [], []
+        self._used = {}
         self._registrations, self._globals = get_cache_token(), len(namespace("__main__"))
         large = set[Key]()
         for group in self._groups.values():
