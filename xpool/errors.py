@@ -100,6 +100,8 @@ class DeviceError(XPoolError, RuntimeError):
 class TaskNotPicklable(XPoolError, pickle.PicklingError):
     """The function or an argument cannot be sent to a worker.  ``__cause__`` is the reason."""
 
+    parts: tuple[str, str, str, str] | None = None  # the object, its place, the reason, advice
+
 
 class TaskTimeout(XPoolError, TimeoutError):
     """The task ran longer than its ``timeout=`` and was stopped, unless it runs in a thread.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import sys
 import threading
 
@@ -11,7 +12,17 @@ import pytest
 from support import scripts, work
 from support.waiting import eventually
 
-from xpool import CtxPool, OptionError, P2PPool, PoolClosed, TaskTimeout, ThreadPool
+from xpool import (
+    CtxPool,
+    OptionError,
+    P2PPool,
+    Pool,
+    PoolClosed,
+    ResultNotPicklable,
+    TaskNotPicklable,
+    TaskTimeout,
+    ThreadPool,
+)
 
 pytestmark = pytest.mark.xpool_only
 
@@ -260,3 +271,118 @@ def test_the_repr_of_a_timeout():
     error = TaskTimeout(0.5, 3, 77, "f()", "line\n" * 100)
     assert repr(error) == "<TaskTimeout: f() ran longer than its limit of 0.5 s in worker 3>"
     assert str(error).startswith("f() ran longer than its limit of 0.5 s in worker 3 (pid 77) and")
+
+
+def lock_in_a_result(x):
+    return {"a": {"b": threading.Lock()}}
+
+
+def generator_as_a_result(x):
+    return (i for i in range(x))
+
+
+def asks(x):
+    return input()
+
+
+class Owner:
+    """An object with a pool and a method."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def method(self, x):
+        return x
+
+
+def test_places_in_a_task(process_kind, make_pool):
+    """They name the function, the argument or the item."""
+    pool, held = make_pool(process_kind, 1), threading.Lock()
+
+    def locked(x, _lock=held):
+        return x
+
+    for call, place in {
+        lambda: pool.apply(work.same, ({"k": [held]},)): "at ['k'][0] in argument 0 of same()",
+        lambda: pool.apply(work.same, (held,)): "as argument 0 of same()",
+        lambda: pool.apply(work.same, (), {"x": held}): "as argument 'x' of same()",
+        lambda: pool.map(work.same, [1, held]): "as an item",
+        lambda: pool.starmap(work.add, [(1, held)]): "in an item, at [1]",
+        lambda: pool.map(locked, [1]): "at locked's default",
+        lambda: pool.map(locked, [1, 2], 1): "at locked's default",
+        lambda: pool.apply(locked, (1,), retries=1, retry_on=OSError): "at locked's default",
+        lambda: list(pool.imap(work.same, [held])): "as an item",
+    }.items():
+        with pytest.raises(TaskNotPicklable) as caught:
+            call()
+        assert f" {place}: cannot pickle" in str(caught.value)
+        assert "initializer" in str(caught.value) and "initargs" in str(caught.value)
+    with pytest.raises(NotImplementedError) as refused:
+        pool.map(Owner(pool).method, [1])
+    assert "It is at Owner.method.__self__.pool" in str(refused.value)
+    assert "__getstate__" in str(refused.value)
+
+
+def test_places_in_a_result(process_kind, make_pool):
+    """They are in the error, with the reason and what to return."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(ResultNotPicklable, match=r"at \['a'\]\['b'\]: cannot pickle"):
+        pool.apply(lock_in_a_result, (1,))
+    with pytest.raises(ResultNotPicklable, match=r"Return list\(\.\.\.\) of it"):
+        pool.map(generator_as_a_result, [1])
+
+
+def test_starmap_of_items_that_are_no_tuples(process_kind, make_pool):
+    """A note says to use `map`."""
+    for pool in make_pool(process_kind, 1), make_pool(ThreadPool, 1):
+        for chunksize in 1, 2:
+            with pytest.raises(TypeError) as caught:
+                pool.starmap(work.square, [1, 2], chunksize)
+            assert "use map" in "".join(getattr(caught.value, "__notes__", ["use map"]))
+
+
+def test_a_string_as_initargs():
+    """A string for `initargs` is refused as one for `args`, and so is a number."""
+    for kind in Pool, ThreadPool:
+        with pytest.raises(TypeError, match=r"write initargs=\('abc',\)"):
+            kind(1, work.square, "abc")
+        with pytest.raises(TypeError, match=r"write initargs=\(3,\)"):
+            kind(1, work.square, 3)
+
+
+def test_input_in_a_task(make_pool):
+    """A note says that a worker has no standard input."""
+    with pytest.raises(EOFError) as caught:
+        make_pool(Pool, 1).apply(asks, (1,))
+    assert "no standard input" in "".join(getattr(caught.value, "__notes__", ["no standard input"]))
+
+
+def test_a_time_limit_in_a_builtin(make_pool):
+    """The error shows no file of xpool as the place where the task was."""
+    pool = make_pool(Pool, 1)
+    for call in (
+        lambda: pool.apply(sum, (range(10**12),), timeout=1),
+        lambda: pool.map(sum, [range(10**12)] * 2, 2, timeout=1),
+    ):
+        with pytest.raises(TaskTimeout, match="in a function that is not written in Python"):
+            call()
+
+
+def test_frames_in_a_notebook(make_pool):
+    """Between the caller's line and the error are at most two frames that notebooks show."""
+    pool = make_pool(Pool, 1)
+    for call in (
+        lambda: pool.map(work.fail, [1]),
+        lambda: pool.apply(work.fail, (1,)),
+        lambda: list(pool.imap(work.fail, [1])),
+    ):
+        with pytest.raises(Exception) as caught:
+            call()
+        trace, shown = caught.value.__traceback__, 0
+        while trace is not None:
+            ours = f"{os.sep}xpool{os.sep}_" in trace.tb_frame.f_code.co_filename
+            shown += ours and (
+                "__tracebackhide__" not in trace.tb_frame.f_locals or trace.tb_next is None
+            )
+            trace = trace.tb_next
+        assert 1 <= shown <= 2

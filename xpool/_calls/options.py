@@ -147,25 +147,29 @@ def check_callable(name: str, value: Any) -> None:
 
 
 def check_args(
-    func: Callable[..., Any], args: Any, kwds: Mapping[str, Any], before: int
+    func: Callable[..., Any] | None,
+    args: Any,
+    kwds: Mapping[str, Any],
+    before: int,
+    name: str = "args",
 ) -> tuple[Any, ...]:
     """Return the ``args`` of a call as a tuple.  The pool passes ``before`` arguments before them.
 
     Raises:
         TypeError: ``args`` is not iterable, or is a string whose characters ``func`` cannot take.
     """
-    hint = f"for one argument write args=({reprlib.repr(args)},)"
+    hint = f"for one argument write {name}=({reprlib.repr(args)},)"
     if not hasattr(args, "__iter__"):
-        raise TypeError(f"args must be iterable, not {reprlib.repr(args)}; {hint}")
+        raise TypeError(f"{name} must be iterable, not {reprlib.repr(args)}; {hint}")
     values = tuple(args)
-    if isinstance(args, (str, bytes)):
+    if isinstance(args, (str, bytes)) and func is not None:
         import inspect  # here, because it takes longer to import than this module
 
         try:
             inspect.signature(func).bind(*([None] * before), *values, **kwds)
         except TypeError as exc:
             raise TypeError(
-                f"args is a string, so each of its {len(values)} characters would be an argument "
+                f"{name} is a string, so each of its {len(values)} characters would be an argument "
                 f"of {label(func)} ({exc}); {hint}"
             ) from None
         except ValueError:
@@ -242,10 +246,15 @@ def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
     return worker, high
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raise `TypeError` unless ``value`` is True or False, or equal to one of these (numpy's)."""
+def check_flag(name: str, value: Any) -> bool:
+    """Return ``value`` as a bool: numpy's would bring numpy into workers before their devices.
+
+    Raises:
+        TypeError: it is neither True nor False, nor equal to one of these.
+    """
     if not isinstance(value, bool) and value not in (0, 1):
         raise TypeError(f"{name} must be True or False, not {value!r}")
+    return bool(value)
 
 
 def check_seed(seed: Any) -> None:

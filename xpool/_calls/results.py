@@ -221,6 +221,7 @@ class AsyncResult(Job, Generic[T]):
         if self._success:
             value: T = self._value
             return value
+        __tracebackhide__ = True  # in notebooks and in pytest
         try:
             raise self._value
         finally:

@@ -35,8 +35,10 @@ def own_part(stack: str) -> str:
     """Return a faulthandler stack without its title and xpool's frames."""
     lines = [line for line in stack.splitlines() if line.startswith("  ")]
     ours = [i for i, line in enumerate(lines) if any(o in line for o in OURS)]
-    # If the task is a C function, which has no frame, xpool's last frame stays.
-    return "\n".join(lines[: max(1, ours[0])] if ours else lines)
+    lines = lines[: ours[0]] if ours else lines
+    return (
+        "\n".join(lines) if lines or not ours else "  in a function that is not written in Python"
+    )
 
 
 def _chance() -> float:

@@ -88,10 +88,12 @@ class MemoryGuard:
             return
         bytes_ = private_memory(pid)
         if bytes_ > most:
+            # In text such as "300MB", a megabyte is 1024**2 bytes.
+            unit = 10**6 if most % 1024 else 2**20
             self._end(
                 worker,
-                f"The pool ended it, because it had {bytes_ / 1e6:.0f} MB of private memory, and "
-                f"worker_memory={most} allows {most / 1e6:.0f} MB.",
+                f"The pool ended it, because it had {bytes_ / unit:.0f} MB of private memory, and "
+                f"worker_memory= allows {most / unit:.4g} MB.",
             )
 
     def _end_largest(self, scope: Scope) -> None:

@@ -8,9 +8,10 @@ it does not run again, and its exception is raised unchanged, as in the standard
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, FunctionType, MethodType
+from types import FrameType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 from xpool._pickling.reducers import Refused
@@ -57,17 +58,44 @@ def refusal(
     kind = type(culprit).__qualname__
     article = "an" if kind[:1].lower() in "aeiou" else "a"
     what = f"{article} {kind} object ({short(culprit)})"
-    where = f" at {path.lstrip('.')}" if path else ""
-    text = f"Cannot be sent to another process: {what}{where}: {error}."
     if no_dill:
         hint = "dill can pickle more than the standard library; it is not installed here."
     elif isinstance(error, RecursionError):
         hint = "The object is nested too deeply; send it in flatter form."
     else:
         hint = _HINTS.get(kind, _HINT)
-    refused = TaskNotPicklable(f"{text} {hint}")
+    refused = TaskNotPicklable(_text(what, _at(path), str(error), hint))
+    refused.parts = what, path, str(error), hint
     refused.__cause__ = error
     return refused
+
+
+def _text(what: str, where: str, why: str, hint: str) -> str:
+    return f"Cannot be sent to another process: {what}{where}: {why}. {hint}"
+
+
+def _at(path: str) -> str:
+    return f" at {path.lstrip('.')}" if path else ""
+
+
+def say_where(error: BaseException, say: Callable[[str], str]) -> None:
+    """Let an error of `refusal` say by other words where the object is.
+
+    ``say`` gets the path to it, such as ``[1][0].model``, and returns words such as " in ...".
+    """
+    if isinstance(error, TaskNotPicklable):
+        if error.parts is not None:
+            what, path, why, hint = error.parts
+            error.args = (_text(what, say(path), why, hint),)
+        return
+    notes = getattr(error, "__notes__", [])
+    for i, note in enumerate(notes):
+        match = _NOTE.fullmatch(note) if isinstance(note, str) else None
+        if match:
+            where = say(match[2] or "")
+            notes[i] = f"{match[1]}{where}.{match[3] or ''}"
+            if type(error) is NotImplementedError and len(error.args) == 1:  # a pool in it
+                error.args = (f"{error}. It is{where}",)
 
 
 def foreign_frame(error: BaseException) -> FrameType | None:
@@ -99,8 +127,7 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
     if code.co_name in _OWN_WAYS and code.co_argcount:
         culprit = frame.f_locals.get(code.co_varnames[0])
         path = path_to(obj, culprit)
-        where = f" at {path.lstrip('.')}" if path else ""
-        note = f"{note}: by {type(culprit).__qualname__}.{code.co_name}{where}"
+        note = f"{note}: by {type(culprit).__qualname__}.{code.co_name}{_at(path or '')}"
     note += "."
     if isinstance(error, RuntimeError) and "inheritance" in str(error):
         note += " Pass it in initargs= of the pool, or in args= of multiprocessing.Process."
@@ -112,6 +139,10 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
     return error
 
 
+_NOTE = re.compile(
+    r"(It was raised while something was pickled for another process: by [\w.<>]+?)"
+    r"(?: at (.+?))?\.( Pass it in .*)?"
+)
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
@@ -171,10 +202,14 @@ def path_to(obj: Any, culprit: Any) -> str | None:
 _HINT = (
     "Send plain data and rebuild the object in the worker, or give its class a __reduce__ method."
 )
+_LOCK = (
+    "Processes cannot share a thread's lock; make one in the worker's initializer, or pass one of "
+    "multiprocessing in initargs=."
+)
 _HINTS = {
     "generator": "Send list(generator), or have the worker make the generator.",
-    "lock": "Processes cannot share a thread's lock; make one in the worker's initializer.",
-    "RLock": "Processes cannot share a thread's lock; make one in the worker's initializer.",
+    "lock": _LOCK,
+    "RLock": _LOCK,
     "TextIOWrapper": "Send the file's path and open it in the worker.",
     "BufferedReader": "Send the file's path and open it in the worker.",
     "BufferedWriter": "Send the file's path and open it in the worker.",
@@ -222,6 +257,9 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
             if type(obj).__name__ == "partial":
                 yield f".{name}", getattr(obj, name)
         yield from ((f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items())
+        for name in getattr(type(obj), "__slots__", ()):
+            if type(vars(type(obj)).get(name)) is MemberDescriptorType and hasattr(obj, name):
+                yield f".{name}", getattr(obj, name)
 
 
 def _pickles_itself(kind: type) -> bool:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from xpool._calls.keywords import names_of_inits, refuse_unknown
-from xpool._calls.options import check_callable, check_iterable, resolve_processes
+from xpool._calls.options import check_args, check_callable, resolve_processes
 from xpool._engine.jobs.states import PoolStates
 from xpool._engine.protocols import WorkerBackend
 from xpool._pools.hooks import Hooks
@@ -112,7 +112,7 @@ class BasePool(PublicVerbs, Hooks):
                 f"maxtasksperchild must be a positive int or None, not {maxtasksperchild!r}"
             )
         self.initializer = initializer
-        self.initargs = check_iterable("initargs", initargs)
+        self.initargs = check_args(initializer, initargs, {}, 0, "initargs")
         self.maxtasksperchild = maxtasksperchild
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a str or None, not {name!r}")
@@ -320,7 +320,8 @@ class BasePool(PublicVerbs, Hooks):
     def __reduce__(self) -> Any:
         raise NotImplementedError(
             "pool objects cannot be passed between processes or pickled: pools cannot be sent to "
-            "workers. A task that needs workers makes a pool of its own"
+            "workers. Leave it out of the object's state (by __getstate__), or map a function in "
+            "place of a method; a task that needs workers makes a pool of its own"
         )
 
     def __enter__(self) -> Self:

@@ -12,6 +12,7 @@ from xpool._calls.streams import Stream
 from xpool._engine.jobs.ranges import CALLS, ONCE, Limit, TaskRange, Terms
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
+from xpool._pools.packing import FUNCTION, ITEM, Packer
 from xpool._pools.submitters import HookedPool, HookSubmitter, Put, Work
 from xpool._python.interrupt import by_handler, shielded
 from xpool._wire.wire import Mode
@@ -20,7 +21,6 @@ from xpool.errors import TaskTimeout
 
 if TYPE_CHECKING:
     from xpool._engine.protocols import EngineProtocol
-    from xpool._pools.packing import Packer
 
 # inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR, whose import takes 10 ms.
 _IS_ASYNC = 0x80 | 0x200
@@ -102,7 +102,9 @@ class EngineSubmitter(HookSubmitter):
         failed = []
         for i, chunk in enumerate(chunks):
             try:
-                payload, worker = self.packer.pack_task(chunk, options.retries > 0, owner, told)
+                payload, worker = self.packer.pack_task(
+                    chunk, options.retries > 0, owner, told, ITEM
+                )
             except Exception as error:
                 if by_handler(error):
                     raise
@@ -140,7 +142,7 @@ class EngineSubmitter(HookSubmitter):
         func, options = work.func, job.options
         if options.retry_on:
             func = Retried(func, options.retry_on)
-        payload, owner = self.packer.pack_task(func, True, None)
+        payload, owner = self.packer.pack_task(func, True, None, role=FUNCTION)
         number = self.engine.learn(_MODES[work.starred, work.chunked], payload)
         job.drop_function = functools.partial(self.engine.forget, number)
         return TaskRange(job.number, number, 0, (), None, terms_of(options)), owner
@@ -237,7 +239,7 @@ class TaskStream:
 
     def put(self, index: int, task: Any) -> int:
         """Pickle and submit a task; return its size in bytes."""
-        payload, worker = self._packer.pack_task(task, self._kept, self._owner, self._told)
+        payload, worker = self._packer.pack_task(task, self._kept, self._owner, self._told, ITEM)
         if worker is not None:
             self._engine.submit(self._task_range.beside(index, (payload,), worker))
             return self._engine.sent(payload)

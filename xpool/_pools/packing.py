@@ -3,22 +3,66 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
+from xpool._calls.options import label
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._pickling.by_value.broadcast import Broadcast, publish
 from xpool._pickling.by_value.sent import Book
+from xpool._pickling.diagnose import say_where
 from xpool._pickling.frame import Leased
 from xpool._pickling.pickler import encode_atoms
 from xpool._pickling.policy import BY_PIPE, Layout, share
 from xpool._python.interrupt import deliver, interruptible, pending
+from xpool._worker.callables import Retried, each, one, star, star_each
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.pickle import encode
 
 Payload = bytes | memoryview
 Told = frozenset[tuple[str, str]]
+
+
+CALL, FUNCTION, ITEM = "call", "function", "item"
+"""Roles of what is pickled: (function, arguments, keywords), a function, an item or chunk."""
+
+
+def _place(task: Any, role: str, path: str) -> str:
+    """Return words for the place of an object in a task."""
+    if role == ITEM:
+        return f" in an item, at {path}" if path else " as an item"
+    if role == FUNCTION:
+        return _in_function(task, path)
+    function, args, _ = task
+    match = _IN_CALL.fullmatch(path)
+    if match is None:
+        return f" at {path}" if path else ""
+    root, key, rest = match.groups()
+    if type(function) is Retried:
+        function, rest = function.func, rest.removeprefix(".func")
+    of_map = function in (one, each, star, star_each)
+    if of_map:
+        function = args[0]
+    if root == "0" or (of_map and key == "0"):
+        return _in_function(function, rest)
+    if of_map:
+        return _place(task, ITEM, rest)
+    place = f"argument {key} of {label(function)}"
+    return f" at {rest.lstrip('.')} in {place}" if rest else f" as {place}"
+
+
+_IN_CALL = re.compile(r"\[([012])\](?:\[(.*?)\])?(.*)", re.DOTALL)
+
+
+def _in_function(function: Any, path: str) -> str:
+    name = label(function)
+    if not path:
+        return f" as {name}"
+    # The name is in the path to a variable or a default of the function itself.
+    known = path.startswith(f".{getattr(function, '__name__', '')}'s ")
+    return f" at {path[1:]}" if known else f" at {name.removesuffix('()')}{path}"
 
 
 class Packer:
@@ -43,32 +87,36 @@ class Packer:
 
     @interruptible
     def pack_task(
-        self, task: Any, kept: bool, worker: int | None, told: Told = frozenset()
+        self, task: Any, kept: bool, worker: int | None, told: Told = frozenset(), role: str = CALL
     ) -> tuple[Payload, int | None]:
         """Pickle a task for a worker (None: any, -1: the least loaded); return message and worker.
 
         ``kept``: the message may be sent more than once.  ``told``: the globals of the program that
-        came with the task's function.
+        came with the task's function.  ``role``: what the task is, for errors.
         A task with handles to tensors on devices goes to their worker; if there are several, to the
         one with most of their bytes.  Tensors of other workers are copied.
         """
         if pending:
             deliver()
         layout = self.layout._replace(kept=True) if kept else self.layout
-        payload = encode(task, recurse=self.recurse, layout=layout, told=told)
-        # Handles to tensors on devices are blocks, so a message without blocks has no handles.
-        if type(payload) is not Leased:
-            return payload, worker
-        owners = payload.owners
-        if not owners:
-            return payload, worker
-        if worker is None or worker < 0:
-            worker = min(owners, key=lambda i: (-owners[i], i))
-        if owners.keys() - {worker}:
-            # Pickle it again for the worker that was chosen.
-            layout = self.layout._replace(target=worker, kept=kept)
+        try:
             payload = encode(task, recurse=self.recurse, layout=layout, told=told)
-        return payload, worker
+            # Handles to tensors on devices are blocks, so a message without blocks has no handles.
+            if type(payload) is not Leased:
+                return payload, worker
+            owners = payload.owners
+            if not owners:
+                return payload, worker
+            if worker is None or worker < 0:
+                worker = min(owners, key=lambda i: (-owners[i], i))
+            if owners.keys() - {worker}:
+                # Pickle it again for the worker that was chosen.
+                layout = self.layout._replace(target=worker, kept=kept)
+                payload = encode(task, recurse=self.recurse, layout=layout, told=told)
+            return payload, worker
+        except (TaskNotPicklable, NotImplementedError) as exc:
+            say_where(exc, functools.partial(_place, task, role))
+            raise
 
     def told(self) -> Told:
         """Return the globals of the program that the last message has brought."""

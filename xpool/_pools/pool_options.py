@@ -53,17 +53,16 @@ class PoolOptions:
         check_choice("share_method", share_method, "cpu", "cuda", "xla", None)
         check_seed(seed)
         check_choice("output", output, "prefix", "files", None)
-        check_flag("is_recursive", is_recursive)
-        check_flag("is_daemon", is_daemon)
-        check_flag("is_copy_tensor", is_copy_tensor)
         if memory_limit is not None:
             memory_limit = check_bytes("memory_limit", memory_limit, least=0)
         if restart_budget is not None:
             check_count("restart_budget", restart_budget)
         self.processes, self.initializer, self.initargs = processes, initializer, initargs
         self.maxtasksperchild, self.context, self.name = maxtasksperchild, context, name
-        self.is_recursive, self.is_daemon = is_recursive, is_daemon
-        self.is_copy_tensor, self.share_method = is_copy_tensor, share_method
+        self.is_recursive = check_flag("is_recursive", is_recursive)
+        self.is_daemon = check_flag("is_daemon", is_daemon)
+        self.is_copy_tensor = check_flag("is_copy_tensor", is_copy_tensor)
+        self.share_method = share_method
         self.memory_limit, self.seed, self.output, self.hosts = memory_limit, seed, output, hosts
         self.task_timeout = check_seconds("task_timeout", task_timeout)
         self.initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)

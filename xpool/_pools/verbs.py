@@ -283,6 +283,7 @@ def map_now(
     options: TaskOptions,
 ) -> list[Any]:
     """Submit a call for each item, unless a journal has its result; return all results."""
+    __tracebackhide__ = True  # in notebooks and in pytest
     if options.journal is None:
         return submit_map(pool, work, iterable, chunksize, options).get()
     items = list(iterable)

@@ -17,10 +17,13 @@ class ResultNotPicklable(XPoolError, MaybeEncodingError, PicklingError):  # type
     `multiprocessing.pool.MaybeEncodingError`.
     """
 
+    why = ""  # the part that cannot be pickled, its place, and the reason
+    advice = "Return data that can be pickled (numbers, strings, lists, arrays, tensors)."
+
     def __str__(self) -> str:
         return (
-            f"The result {self.value} cannot be sent back from the worker: {self.exc}. "
-            "Return data that can be pickled (numbers, strings, lists, arrays, tensors)."
+            f"The result {self.value} cannot be sent back from the worker: {self.why or self.exc}. "
+            f"{self.advice}"
         )
 
 

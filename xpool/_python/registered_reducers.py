@@ -62,18 +62,13 @@ def registrations() -> list[tuple[Callable[..., object], type, Any]]:
 
 def tables() -> tuple[dict[Any, Any], int]:
     """Return what changes when the program registers a reducer."""
-    return _known_table(), len(_forking_table())
-
-
-def _known_table() -> dict[Any, Any]:
-    """Return a copy of the table of `copyreg`: the same object while the table is equal."""
     global _known
     if _known != copyreg.dispatch_table:
         _known = dict(copyreg.dispatch_table)
-    return _known
+    return _known, len(_forking if _forking_is_found else _forking_table())
 
 
-_known: dict[Any, Any] = {}
+_known: dict[Any, Any] = {}  # a copy of the table of `copyreg`
 
 
 def _forking_table() -> dict[type, Callable[[Any], Any]]:

@@ -42,6 +42,7 @@ def star(func: Callable[..., Any], args: Any) -> Any:
         return func(*args)
     except Exception as exc:
         note_item(exc, args)
+        _advise(exc, args)
         raise
 
 
@@ -52,14 +53,23 @@ def star_each(func: Callable[..., Any], chunk: Sequence[Any]) -> list[Any]:
         # `itertools.starmap` is 10 ns an item faster, but drops a StopIteration with its value.
         return [func(*args) for args in items]
     except Exception as exc:
-        _note(exc, chunk, items)
+        _advise(exc, _note(exc, chunk, items))
         raise
 
 
-def _note(exc: Exception, chunk: Sequence[Any], rest: Any) -> None:
-    """Note which item of a chunk has raised: the last item taken from the chunk."""
+def _note(exc: Exception, chunk: Sequence[Any], rest: Any) -> Any:
+    """Note which item of a chunk has raised: the last item taken from the chunk; return it."""
     place = len(chunk) - length_hint(rest) - 1
     note_item(exc, _value(chunk[place]), place)
+    return chunk[place]
+
+
+def _advise(exc: Exception, args: Any) -> None:
+    """Note how to call a function for items that `starmap` cannot unpack."""
+    if type(exc) is TypeError and not hasattr(args, "__iter__"):
+        exc.__dict__.setdefault("__notes__", []).append(
+            "starmap calls func(*item). For items that are no tuples of arguments, use map."
+        )
 
 
 def _value(item: Any) -> Any:

@@ -31,6 +31,15 @@ def refusal(reason: BaseException) -> Refusal:
     return Refusal(line, pickled)
 
 
+_ADVICE = (
+    ("generator object", "Return list(...) of it."),
+    ("TextIOWrapper object", "Return the file's path."),
+    ("BufferedReader object", "Return the file's path."),
+    ("BufferedWriter object", "Return the file's path."),
+)
+"""What to return in place of some objects."""
+
+
 def refused(exc: BaseException, value: Any) -> bytes | memoryview:
     """Return the message that a result cannot be sent, and release the result."""
     error_imports.ready()
@@ -38,6 +47,10 @@ def refused(exc: BaseException, value: Any) -> bytes | memoryview:
 
     reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
     failure = errors.ResultNotPicklable(reason or exc, safe_repr(value, 500))
+    if isinstance(exc, TaskNotPicklable) and exc.parts is not None:
+        what, path, why, _ = exc.parts
+        failure.why = f"{what}{f' at {path}' if path else ''}: {why}"
+        failure.advice = next((a for kind, a in _ADVICE if f" {kind} " in what), failure.advice)
     payload = encode_exception(failure, traceback_of(exc))
     # The frames hold each other and the objects that they pickled, such as tensors on a device.
     raised, seen = list[BaseException | None]([exc]), set[int]()

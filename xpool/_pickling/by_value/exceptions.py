@@ -62,6 +62,8 @@ def _advice(exc: BaseException) -> str:
             "A task that starts processes of multiprocessing, as a DataLoader with num_workers "
             "does, needs a pool with is_daemon=False. Any task can make a pool of xpool."
         )
+    if type(exc) is EOFError and str(exc) == "EOF when reading a line":
+        return "A worker has no standard input: ask in the program, and pass the answer on."
     if type(exc) is LookupError and str(exc).startswith(_OF_CODECS):
         return (
             "If the program has registered it, it was not sent to this worker. Register it by "
