@@ -4,3 +4,6 @@ Programs and workers use it.  It runs users' code (`__reduce__`), so the engine'
 it, and no caller holds a lock.  `by_value` and `tensors` register the reducers of their kinds of
 objects through `xpool.pickle`.  It imports `xpool._memory` and lower layers.
 """
+
+Key = tuple[str, str]
+"""A module's name, and a global's name or the path of a class's attribute (``Config.rate``)."""

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 from xpool._memory.buffers import same_bytes
 from xpool._memory.holds import Block
-from xpool._pickling import diagnose, fallback, frame, reducers
+from xpool._pickling import Key, diagnose, fallback, frame, reducers
 from xpool._pickling.fastpath import SHORT
 from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout
-from xpool._pickling.reducers import Key
 from xpool._python.interrupt import by_handler
 from xpool._python.registered_reducers import of_program
 from xpool.errors import XPoolError

@@ -19,12 +19,10 @@ from types import CodeType
 from typing import Any, Protocol
 
 from xpool._memory.holds import Block
+from xpool._pickling import Key
 from xpool._pickling.policy import Layout
 from xpool._python import at_fork
 from xpool._python import registered_reducers as registered
-
-Key = tuple[str, str]
-"""A module's name, and a global's name or the path of a class's attribute (``Config.rate``)."""
 
 
 class Blob:

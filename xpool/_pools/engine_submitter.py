@@ -12,8 +12,7 @@ from xpool._calls.streams import Stream
 from xpool._engine.jobs.ranges import CALLS, ONCE, Limit, TaskRange, Terms
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
-from xpool._pools.packing import FUNCTION, ITEM, Packer
-from xpool._pools.submitters import HookedPool, HookSubmitter, Put, Work
+from xpool._pools.submitters import FUNCTION, ITEM, HookedPool, HookSubmitter, Put, Work
 from xpool._python.interrupt import by_handler, shielded
 from xpool._wire.wire import Mode
 from xpool._worker.callables import InCall, Retried, applied
@@ -21,6 +20,7 @@ from xpool.errors import TaskTimeout
 
 if TYPE_CHECKING:
     from xpool._engine.protocols import EngineProtocol
+    from xpool._pools.packing import Packer
 
 # inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR, whose import takes 10 ms.
 _IS_ASYNC = 0x80 | 0x200

@@ -16,6 +16,7 @@ from xpool._pickling.diagnose import say_where
 from xpool._pickling.frame import Leased
 from xpool._pickling.pickler import encode_atoms
 from xpool._pickling.policy import BY_PIPE, Layout, share
+from xpool._pools.submitters import CALL, FUNCTION, ITEM
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool._worker.callables import Retried, each, one, star, star_each
 from xpool.errors import OptionError, TaskNotPicklable
@@ -23,10 +24,6 @@ from xpool.pickle import encode
 
 Payload = bytes | memoryview
 Told = frozenset[tuple[str, str]]
-
-
-CALL, FUNCTION, ITEM = "call", "function", "item"
-"""Roles of what is pickled: (function, arguments, keywords), a function, an item or chunk."""
 
 
 def _place(task: Any, role: str, path: str) -> str:

@@ -20,6 +20,10 @@ Put = Callable[[int, Any], int]
 """Hands on a task of a stream, by its index; returns its size in bytes."""
 
 
+CALL, FUNCTION, ITEM = "call", "function", "item"
+"""Roles of what is pickled: (function, arguments, keywords), a function, an item or chunk."""
+
+
 class Work(NamedTuple):
     """The function of a map or a stream, and how workers call it.
 

@@ -8,9 +8,10 @@ import threading
 import warnings
 from typing import Any
 
+from xpool._pickling import Key
 from xpool._pickling.by_value.origin import IMPORTED, SENT, namespace, origin_of
 from xpool._pickling.diagnose import path_to
-from xpool._pickling.reducers import Group, Key
+from xpool._pickling.reducers import Group
 
 _TOO_LONG = 1.0
 """If the checks of one global take more seconds in total, there is a warning."""

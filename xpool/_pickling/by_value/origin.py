@@ -19,7 +19,7 @@ import sys
 from types import FunctionType, ModuleType
 from typing import Any
 
-from xpool._pickling.reducers import Key
+from xpool._pickling import Key
 from xpool._python.interrupt import by_handler
 
 INSTALLED, IMPORTED, SENT = range(3)

@@ -15,6 +15,7 @@ from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleTy
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from xpool._pickling import Key
 from xpool._pickling.by_value.origin import (
     INSTALLED,
     adopt,
@@ -23,7 +24,6 @@ from xpool._pickling.by_value.origin import (
     namespace,
     origin_of,
 )
-from xpool._pickling.reducers import Key
 from xpool._python.hidden import CachedFunction
 
 # The opcodes of all versions from 3.10 on (Lib/opcode.py); LOAD_FROM_DICT_OR_GLOBALS is since 3.12.

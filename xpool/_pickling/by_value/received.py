@@ -23,12 +23,13 @@ from importlib import import_module
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
+from xpool._pickling import Key
 from xpool._pickling.by_value import classes, main, settings
 from xpool._pickling.by_value.broadcast import open_broadcast
 from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.names import received
 from xpool._pickling.by_value.origin import IMPORTED, namespace, origin_of
-from xpool._pickling.by_value.registered_calls import CALLS, OF_SCRIPT, registered
+from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
 from xpool._pickling.by_value.sent import (
     ANNOTATIONS,
     CALL,
@@ -50,7 +51,7 @@ from xpool._pickling.by_value.sent import (
     write_values,
 )
 from xpool._pickling.by_value.standard import is_generator
-from xpool._pickling.reducers import Key, builder
+from xpool._pickling.reducers import builder
 from xpool._python import at_fork
 from xpool._python.import_hooks import when_imported
 from xpool._python.interrupt import uninterrupted
@@ -149,8 +150,7 @@ def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
         with settings.kept():
             for key, data in calls:
                 _incoming.called.add(key)
-                package = key[1].removeprefix(OF_SCRIPT) if key[1].startswith(OF_SCRIPT) else ""
-                settings.when_ready(package, functools.partial(_call, key, data))
+                settings.when_ready(package_of(key), functools.partial(_call, key, data))
         for kind, keys, data in groups if ours else ():
             # A call may have changed them, as in the program, which went on from there.
             for key, value in zip(keys, _load(kind, keys, data), strict=True):

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from xpool._pickling import Key
 from xpool._pickling.by_value.origin import SENT, origin_of
-from xpool._pickling.reducers import Key
 from xpool._python import registered_reducers
 
 CALLS = ""
 """Takes the place of a module in the keys of these calls."""
-
-OF_SCRIPT = "calls of the script "
-"""The beginning of the names of those that stand alone at the script's top level.  After it comes
-the package after whose import a worker makes them, if any."""
 
 registered: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 """The calls by their names.  A worker makes them in the order of these."""
@@ -24,19 +20,32 @@ registered: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 _reducers: dict[tuple[str, type], Any] = {}  # those for which there is a call
 
 
-def register_call(function: Any, *args: Any, **kwds: Any) -> Key:
-    """Make every worker make a call, after those that are registered; return its key."""
-    name = f"{len(registered):06}"
-    registered[name] = function, args, kwds
+def register_call(
+    function: Any, args: tuple[Any, ...], kwds: dict[str, Any] | None = None, package: str = ""
+) -> Key:
+    """Make every worker make a call, after those that are registered; return its key.
+
+    ``package``: a worker makes it after the import of this package; "": now.
+    """
+    name = f"{len(registered):06} {package}"
+    registered[name] = function, args, kwds or {}
     return CALLS, name
 
 
+def package_of(key: Key) -> str:
+    """Return the package for whose import a worker waits with a call; "": none."""
+    return key[1].partition(" ")[2]
+
+
 def look_at_script(calls: tuple[tuple[str, Any, tuple[Any, ...]], ...]) -> None:
-    """Take over the calls of the script: (package, function, arguments)."""
+    """Take over the calls that stand alone at the script's top level, and have ended.
+
+    Each is (package, function, arguments), as in `script_top`.
+    """
+    known = [function for function, _, _ in registered.values()]
     for package, function, args in calls:
-        name = OF_SCRIPT + package
-        if name not in registered or registered[name][0] is not function:
-            registered[name] = function, args, {}
+        if not any(one is function for one in known):
+            register_call(function, args, package=package)
 
 
 def look_at_reducers() -> None:
@@ -46,7 +55,7 @@ def look_at_reducers() -> None:
         # A module that a worker imports registers its own.
         if _reducers.get(key) is not reduce and origin_of(reduce.__module__) == SENT:
             _reducers[key] = reduce
-            register_call(register, kind, reduce)
+            register_call(register, (kind, reduce))
 
 
 def forget() -> None:

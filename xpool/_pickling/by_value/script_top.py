@@ -54,7 +54,7 @@ class Top(NamedTuple):
     """Modules that are imported for their effect alone, in the order of the script."""
 
     calls: tuple["Calls", ...] = ()
-    """The calls for their effect."""
+    """The calls for their effect: those that have ended since the last look are added."""
 
     nones: frozenset[str] = frozenset()
     """Names that the top level binds to None, also in class bodies ("Config.pool")."""
@@ -70,6 +70,7 @@ class _Known(NamedTuple):
     sizes: tuple[int, int] = (0, 0)  # of `sys.modules` and of the namespace
     statements: tuple[ast.stmt, ...] = ()  # the calls that stand alone
     ended: int = 0  # so many of them have ended
+    made: tuple[ast.stmt, ...] = ()  # those that are in ``top.calls``
     others: frozenset[tuple[str, str]] = frozenset()  # what the program's modules assign
     top: Top = Top()
 
@@ -147,12 +148,12 @@ def _top_of_main(is_program: Callable[[str], bool]) -> Top:
         codes += _functions(namespace)  # of earlier cells
     assigned = others | _resolved(_chains(codes, _others(namespace, is_program)), namespace)
     ended = _ended(statements, line)
+    new = tuple(one for one in statements[:ended] if one not in last.made)
     calls = last.top.calls
-    # Else the same object, so that it is not pickled and sent again.
-    if statements[:ended] != last.statements[: last.ended]:
-        calls = () if code is None else tuple(_calls(code, namespace, statements[:ended]))
+    if code is not None and new:
+        calls += tuple(_calls(code, namespace, new))
     top = Top(imports, calls, nones, tuple(sorted(assigned)))
-    _last = _Known(namespace, code, whole, sizes, statements, ended, others, top)
+    _last = _Known(namespace, code, whole, sizes, statements, ended, last.made + new, others, top)
     return top
 
 

@@ -40,7 +40,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from xpool._memory.holds import Block
-from xpool._pickling import reducers
+from xpool._pickling import Key, reducers
 from xpool._pickling.by_value import checks, classes, registered_calls, registry, settings
 from xpool._pickling.by_value.functions import annotations_of, marshalled
 from xpool._pickling.by_value.names import ATOMS, found_by_name, is_simple
@@ -65,7 +65,7 @@ from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.frame import PREPARE, preparation
 from xpool._pickling.pickler import Pickled, write_global, write_group
 from xpool._pickling.policy import INLINE_BELOW, Layout
-from xpool._pickling.reducers import Group, Key, in_place
+from xpool._pickling.reducers import Group, in_place
 from xpool._python import at_fork, registered_reducers
 from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import by_handler
