@@ -165,3 +165,45 @@ CODECS = """
 def test_handlers_of_codecs(tmp_path):
     """Python cannot list them, so an error says how workers get them."""
     assert scripts.run_ok([scripts.write(tmp_path / "program.py", CODECS)]) == ""
+
+
+HIDDEN = """
+    import xpool
+
+    class Proxy:
+        def __init__(self, held):
+            self.held = held
+
+        def __reduce__(self):
+            return Proxy, (self.held,)
+
+        @property
+        def __class__(self):
+            return type(self.held)
+
+        def own(self):
+            return Proxy
+
+    class Bare:
+        @property
+        def __class__(self):
+            return dict
+
+    def task(x):
+        return isinstance(x, dict), x.held, x.own() is type(x)
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            assert pool.map(task, [Proxy({1: 2}), Proxy(3)]) == [(True, {1: 2}, True), (False, 3, True)]
+            (found,) = pool.map(lambda x: Proxy(x), [[4]])
+            assert type(found) is Proxy and isinstance(found, list) and found.held == [4]
+            try:
+                pool.apply(task, (Bare(),))
+            except xpool.TaskNotPicklable as exc:
+                assert "a Bare object" in str(exc) and "as argument 0 of task()" in str(exc), exc
+"""
+
+
+def test_a_class_that_hides_itself(tmp_path):
+    """A class with a property `__class__` is sent; an instance that pickle refuses is named."""
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", HIDDEN)]) == ""

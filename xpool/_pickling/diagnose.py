@@ -232,17 +232,18 @@ def _descend(obj: Any, fails: Callable[[Any], BaseException | None]) -> tuple[st
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(obj, dict):
+    kind = type(obj)  # not `isinstance`: an object may say that it is of another class
+    if issubclass(kind, dict):
         for key, value in obj.items():
             yield f"[{short(key)}]", value
             yield f".key {short(key)}", key
-    elif isinstance(obj, (list, tuple)):
+    elif issubclass(kind, (list, tuple)):
         for index, value in enumerate(obj):
             yield f"[{index}]", value
-    elif isinstance(obj, (set, frozenset)):
+    elif issubclass(kind, (set, frozenset)):
         for value in obj:
             yield ".element", value
-    elif isinstance(obj, FunctionType):
+    elif kind is FunctionType:
         for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False):
             try:
                 yield f".{obj.__name__}'s variable {name!r}", cell.cell_contents
@@ -250,15 +251,15 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 continue
         for value in obj.__defaults__ or ():
             yield f".{obj.__name__}'s default", value
-    elif isinstance(obj, MethodType):
+    elif kind is MethodType:
         yield ".__self__", obj.__self__
-    elif not isinstance(obj, type) and not _pickles_itself(type(obj)):
+    elif not issubclass(kind, type) and not _pickles_itself(kind):
         for name in ("func", "args", "keywords"):
-            if type(obj).__name__ == "partial":
+            if kind.__name__ == "partial":
                 yield f".{name}", getattr(obj, name)
         yield from ((f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items())
-        for name in getattr(type(obj), "__slots__", ()):
-            if type(vars(type(obj)).get(name)) is MemberDescriptorType and hasattr(obj, name):
+        for name in getattr(kind, "__slots__", ()):
+            if type(vars(kind).get(name)) is MemberDescriptorType and hasattr(obj, name):
                 yield f".{name}", getattr(obj, name)
 
 

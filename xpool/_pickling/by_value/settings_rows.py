@@ -559,5 +559,6 @@ def _stand_in(logging: Any, module: str, name: str, attributes: Any) -> Any:
 
     one = Handler()
     logging._handlers.pop(getattr(one, "name", None), None)
-    one.__dict__.update(attributes)
+    # A `NullHandler` has no lock, but this one needs its own, at least in a fork.
+    one.__dict__.update((key, value) for key, value in attributes if key != "lock")
     return one
