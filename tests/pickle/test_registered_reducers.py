@@ -194,7 +194,8 @@ HIDDEN = """
 
     if __name__ == "__main__":
         with xpool.Pool(1) as pool:
-            assert pool.map(task, [Proxy({1: 2}), Proxy(3)]) == [(True, {1: 2}, True), (False, 3, True)]
+            assert pool.map(task, [Proxy({1: 2})]) == [(True, {1: 2}, True)]
+            assert pool.map(task, [Proxy(3)]) == [(False, 3, True)]
             (found,) = pool.map(lambda x: Proxy(x), [[4]])
             assert type(found) is Proxy and isinstance(found, list) and found.held == [4]
             try:
