@@ -176,3 +176,33 @@ def test_an_end_that_hangs(make_pool, capfd, what, method):
     pool.join()
     stacks = capfd.readouterr().err
     assert '/exits.py", line' in stacks
+
+
+FORGETS = """
+    import multiprocessing
+    from multiprocessing import process
+    import xpool
+
+    incomplete = []
+
+    class Children(set):
+        def discard(self, child):
+            # Another thread that starts a process looks at all children, at any time.
+            incomplete.extend(one for one in self if one._popen is None)
+            super().discard(child)
+
+    process._children = Children()
+
+    if __name__ == "__main__":
+        for method in "fork", "spawn", "forkserver":
+            with xpool.Pool(2, maxtasksperchild=1, context=method) as pool:
+                assert pool.map(abs, range(6), 1) == list(range(6))
+            pool.join()
+        multiprocessing.active_children()
+        assert not incomplete and not process._children, (incomplete, process._children)
+"""
+
+
+def test_a_process_is_never_half_closed(tmp_path):
+    """A thread that starts a process of its own meets no process of the pool without its parts."""
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", FORGETS)]) == ""

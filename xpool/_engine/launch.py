@@ -520,6 +520,8 @@ class _Process:
     def close(self) -> None:
         if self._pidfd is not None:
             os.close(self._pidfd)
-        if self.exitcode is not None:
-            # None: the program ignores SIGCHLD, so there is no status, and `close` would raise.
-            self._process.close()
+        if self.exitcode is not None:  # else the program ignores SIGCHLD, so there is no status
+            self._process.join()  # multiprocessing forgets it
+        # Its descriptors are closed with its last reference.  `Process.close` would leave it without
+        # its `_popen` for a moment in which a thread that starts a process looks at all of them.
+        self._process = None
