@@ -516,3 +516,64 @@ def test_an_object_in_place_of_a_function_of_a_package(tmp_path: Path) -> None:
                 assert pool.apply(task, (1,)) == ("marked aaaa bbbb cccc", "[1]")
         """
     assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""
+
+
+def test_calls_of_an_object_of_a_package(preamble: str, tmp_path: Path) -> None:
+    """They are repeated (`settings.configure()`), except those that act outside."""
+    engine = tmp_path / "site-packages" / "engine" / "__init__.py"
+    with open(engine, "a") as file:
+        file.write("\nclass Log:\n    def __getattr__(self, name):\n")
+        file.write("        return lambda *args, **kwds: ran.append([name, *args])\nlog = Log()\n")
+    text = """
+from engine import log
+own = log.bind("is assigned")
+log.remove()
+log.remove(0)
+log.configure(level=3)
+log.info("starting")
+log.add("file.log", mode="w")
+log.add("file.log")
+log.remove("file")
+own2 = log
+own2.configure("another name")
+if __name__ == "__main__":
+    probe.show()
+"""
+    out = scripts.run_ok([scripts.write(tmp_path / "script.py", preamble + text)])
+    assert json.loads(out)[1] == [["remove"], ["remove", 0], ["configure"], ["add", "file.log"]]
+
+
+def test_calls_come_before_what_needs_their_effect(tmp_path: Path) -> None:
+    """A module whose import needs a call of the script is imported after it, as in the program."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "frame.py").write_text(
+        "ready = False\ndef setup():\n    global ready\n    ready = True\n"
+    )
+    (tmp_path / "models.py").write_text(
+        "import frame\nassert frame.ready, 'not set up'\nRATE = 1\n"
+        "class Model:\n    pass\ndef rated(x):\n    return x * RATE\n"
+    )
+    text = """
+        import os, sys
+        sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "site-packages"))
+        import xpool
+        import frame
+        frame.setup()
+        import models
+
+        class Own(models.Model):
+            rate = 2
+
+        def task(x):
+            return models.rated(x) + Own.rate, frame.ready
+
+        if __name__ == "__main__":
+            models.RATE = 10
+            for options in {}, {"context": "spawn"}:
+                with xpool.Pool(1, **options) as pool:
+                    assert pool.apply(models.rated, (1,)) == 10
+                    assert pool.apply(task, (1,)) == (12, True)
+                    assert type(pool.map(lambda x: Own(), [1])[0]) is Own
+        """
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""

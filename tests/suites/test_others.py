@@ -35,9 +35,6 @@ JOBLIB = {
     "test_nested_parallelism_limit": _CLASS,
     "test_parallel_with_interactively_defined_bound_method_loky": "it reads loky's log",
     "test_multiple_generator_call_separated_gc": "joblib refuses a second call, xpool does not",
-    "test_globals_update_at_each_parallel_call": (
-        "a local function of an imported module uses the worker's import of that module"
-    ),
     "test_auto_memmap_on_arrays_from_generator": _FILES,
     "test_memmapping_leaks": _FILES,
     "test_parallel_isolated_temp_folders": _FILES,

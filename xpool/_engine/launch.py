@@ -522,6 +522,6 @@ class _Process:
             os.close(self._pidfd)
         if self.exitcode is not None:  # else the program ignores SIGCHLD, so there is no status
             self._process.join()  # multiprocessing forgets it
-        # Its descriptors are closed with its last reference.  `Process.close` would leave it without
-        # its `_popen` for a moment in which a thread that starts a process looks at all of them.
+        # Its descriptors are closed with its last reference.  `Process.close` would take its
+        # parts away a moment too early, when a thread that starts a process may look at it.
         self._process = None

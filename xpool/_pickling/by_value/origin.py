@@ -111,6 +111,16 @@ def namespace(module: str) -> dict[str, Any]:
     return found
 
 
+def owner_of(key: Key) -> Any:
+    """Return the class or function with the attribute that a path names; None: it is not here."""
+    module, path = key
+    root, *inner = path.split(".")[:-1]
+    owner = namespace(module).get(root)
+    for name in inner:
+        owner = getattr(owner, "__dict__", {}).get(name)
+    return owner
+
+
 def module_of(values: dict[str, Any]) -> str | None:
     """Return the name of the module with these globals; None: they are no module's."""
     name = values.get("__name__")

@@ -28,7 +28,7 @@ from xpool._pickling.by_value import classes, main, settings
 from xpool._pickling.by_value.broadcast import open_broadcast
 from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.names import received
-from xpool._pickling.by_value.origin import IMPORTED, namespace, origin_of
+from xpool._pickling.by_value.origin import IMPORTED, namespace, origin_of, owner_of
 from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
 from xpool._pickling.by_value.sent import (
     ANNOTATIONS,
@@ -46,7 +46,6 @@ from xpool._pickling.by_value.sent import (
     SETTINGS,
     VALUES,
     Entry,
-    owner_of,
     place_of,
     write_values,
 )
@@ -129,7 +128,15 @@ def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
     if ours:
         rows = [data for kind, _, _, _, data in entries if kind == SETTINGS]
         settings.receive(rows[0] if rows else (), keep_environment)
-    _import_modules(entries)
+    # Calls come after what they need; the imports of the rest may need their effect.
+    at = max((n for n, entry in enumerate(entries, 1) if entry[0] == CALL), default=0)
+    _make_modules(entries)
+    for some in (entries[:at], entries[at:]):
+        _import_modules(some)
+        _take_all(some, buffers, ours)
+
+
+def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
     groups: list[tuple[int, tuple[Key, ...], Any]] = []
     calls: list[tuple[Key, bytes]] = []
     for kind, serial, first, keys, data in entries:
@@ -338,10 +345,7 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
 
 
 def _import_modules(entries: list[Entry]) -> None:
-    """Make and import the modules whose globals will be set; their imports may set others."""
-    for kind, _, _, _, data in entries:
-        if kind == MODULE:
-            _make_module(*data)
+    """Import the modules whose globals will be set; their imports may set others."""
     for kind, _, _, _, data in entries:
         if kind == IMPORTS:
             for name in data:
@@ -367,6 +371,13 @@ def _import(name: str) -> None:
             "module's file was moved or removed since then.",
             name=name,
         ) from None
+
+
+def _make_modules(entries: list[Entry]) -> None:
+    """Make the modules that cannot be imported here."""
+    for kind, _, _, _, data in entries:
+        if kind == MODULE:
+            _make_module(*data)
 
 
 def _make_module(name: str, package: Any, is_package: bool) -> None:

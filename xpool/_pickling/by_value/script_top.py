@@ -27,6 +27,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from xpool._pickling.by_value.origin import home_of
 from xpool._pickling.by_value.reads import LOADS, inner
 
 _future: Any = import_module("__future__")  # an import statement of it is a directive elsewhere
@@ -303,7 +304,8 @@ def _statements(
     if "__name__" not in code.co_names or "__main__" not in code.co_consts:
         return ()
     text = "".join(linecache.getlines(code.co_filename, namespace))
-    roots = {name for name in _CALL.findall(text) if _is_installed(namespace.get(name), is_program)}
+    names = set(_CALL.findall(text))
+    roots = {name for name in names if _is_installed(name, namespace.get(name), is_program)}
     # Most scripts have no such call, and are not parsed.
     found = _alone(code, text) if roots else ()
     return tuple(one for root, one in found if root in roots)
@@ -332,8 +334,8 @@ def _alone(code: CodeType, text: str) -> tuple[tuple[str, ast.stmt], ...]:
         for one in tree.body
         if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
         if (root := _root_of(one.value.func)) is not None
-        if not _name_of_call(one.value.func).startswith(_OUTSIDE)
-        if not any(isinstance(part, ast.NamedExpr) for part in ast.walk(one))
+        if not _acts_outside(one.value)
+        if not any(isinstance(part, ast.NamedExpr) or _writes(part) for part in ast.walk(one))
     )
 
 
@@ -362,9 +364,22 @@ def _is_guard(node: ast.AST) -> bool:
 
 _OUTSIDE = (
     "save", "write", "dump", "to_", "download", "upload", "send", "post", "put", "delete", "remove",
-    "show", "run", "main", "Fire", "serve", "start", "set_start_method",
+    "show", "run", "main", "Fire", "serve", "start", "set_start_method", "print", "log", "trace",
+    "debug", "info", "success", "warn", "error", "critical", "exception",
 )  # fmt: skip
 """The beginnings of names of functions that act on something outside of the process."""
+
+
+def _writes(part: ast.AST) -> bool:
+    """Whether it is the mode of a file that is emptied."""
+    return isinstance(part, ast.keyword) and part.arg == "mode" and "'w" in ast.unparse(part)
+
+
+def _acts_outside(call: ast.Call) -> bool:
+    name = _name_of_call(call.func)
+    # ``logger.remove()`` and ``logger.remove(0)`` remove something of the package's own.
+    own = all(isinstance(one, ast.Constant) and type(one.value) is int for one in call.args)
+    return name.startswith(_OUTSIDE) and not (name == "remove" and own and not call.keywords)
 
 
 def _name_of_call(func: ast.expr) -> str:
@@ -377,11 +392,17 @@ def _root_of(func: ast.expr) -> str | None:
     return func.id if isinstance(func, ast.Name) else None
 
 
-def _is_installed(value: Any, is_program: Callable[[str], bool]) -> bool:
-    """Whether it is a module of an installed package, or a function or class of one."""
+def _is_installed(root: str, value: Any, is_program: Callable[[str], bool]) -> bool:
+    """Whether it is a module of an installed package, or a function, class or object of one.
+
+    ``root``: its name in the script, which an object (`loguru.logger`) also has in its package.
+    """
     name = _name_of(value)
     if name is None and issubclass(type(value), (FunctionType, BuiltinFunctionType, type)):
         name = value.__module__
+    elif name is None:
+        home = home_of(("__main__", root), value)
+        name = None if home is None else home[0]
     if type(name) is not str:
         return False
     top = name.partition(".")[0]

@@ -57,6 +57,7 @@ from xpool._pickling.by_value.origin import (
     is_program,
     namespace,
     origin_of,
+    owner_of,
     renew_origins,
 )
 from xpool._pickling.by_value.reads import is_open, of_annotations, reads
@@ -654,17 +655,26 @@ class Book:
         for key, node in functions:
             ident, data, _ = node.entry
             entries.append((FUNCTION, node.serial, False, (key,), (ident, *data)))
-        defined = [(k, n) for k, n in self._nodes.items() if n.kind == _CLASS]
-        defined.sort(key=lambda one: one[0])
-        entries += [(CLASS, node.serial, False, (key,), node.entry) for key, node in defined]
+        # Calls and what they need come first, because the rest may need their effect.
+        calls = frozenset(key for key in self._nodes if key[0] == CALLS)
+        first = self._used_by(calls) if calls else set()
+        defined = sorted(key for key, node in self._nodes.items() if node.kind == _CLASS)
+        groups = sorted(self._groups.values(), key=_order)
+        places = []
+        for early in (True, False):
+            for key in defined:
+                if (key in first) is early:
+                    node = self._nodes[key]
+                    entries.append((CLASS, node.serial, False, (key,), node.entry))
+            some = [one for one in groups if first.isdisjoint(one.keys) is not early]
+            entries += [group.entry() for group in some]
+            places += [group.data for group in some if group.kind == PLACED]
         entries += [
             (ANNOTATIONS, node.serial, False, ((key[0], f"{key[1]}:annotations"),), node.entry[2])
             for key, node in functions
             if node.entry[2]
         ]
-        groups = sorted(self._groups.values(), key=_order)
-        entries += [group.entry() for group in groups]
-        return entries, [group.data for group in groups if group.kind == PLACED]
+        return entries, places
 
     def _write(self, layout: Layout) -> _State:
         entries, places = self._entries()
@@ -700,7 +710,7 @@ _BY_NAME = b"cxpool._pickling.by_value.received\nprepare\n"  # the opcode GLOBAL
 
 
 def _order(group: _Group) -> tuple[Any, ...]:
-    # Attributes come after their owners, values that use others after these, and calls last.
+    # Attributes come after their owners, values that use others after these, and calls after all.
     key = group.keys[0]
     return key[0] == CALLS, any("." in path for _, path in group.keys), group.leads, group.keys
 
@@ -732,16 +742,6 @@ def place_of(key: Key) -> tuple[Any, str]:
     if "." not in path:
         return namespace(module), path
     return getattr(owner_of(key), "__dict__", None), path.rpartition(".")[2]
-
-
-def owner_of(key: Key) -> Any:
-    """Return the class or function with the attribute that a path names; None: it is not here."""
-    module, path = key
-    root, *inner = path.split(".")[:-1]
-    owner = namespace(module).get(root)
-    for name in inner:
-        owner = getattr(owner, "__dict__", {}).get(name)
-    return owner
 
 
 def write_values(
