@@ -62,6 +62,8 @@ def refusal(
         hint = "dill can pickle more than the standard library; it is not installed here."
     elif isinstance(error, RecursionError):
         hint = "The object is nested too deeply; send it in flatter form."
+    elif isinstance(culprit, type):
+        hint = "Define the class in a module of its own: workers import it, and get no definition."
     else:
         hint = _HINTS.get(kind, _HINT)
     refused = TaskNotPicklable(_text(what, _at(path), str(error), hint))

@@ -56,7 +56,7 @@ _IN_CALL = re.compile(r"\[([012])\](?:\[(.*?)\])?(.*)", re.DOTALL)
 def _in_function(function: Any, path: str) -> str:
     name = label(function)
     if not path:
-        return f" as {name}"
+        return ""  # the function itself, or something that it uses by name
     # The name is in the path to a variable or a default of the function itself.
     known = path.startswith(f".{getattr(function, '__name__', '')}'s ")
     return f" at {path[1:]}" if known else f" at {name.removesuffix('()')}{path}"
