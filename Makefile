@@ -1,7 +1,7 @@
 # Everything from a fresh machine that has git, make, and Python 3.10 or later with pip:
 #
 #   make run        make the environment, then run the main job on real data (examples/)
-#   make test       make the environment, then pass the tests: four minutes on two cores
+#   make test       make the environment, then pass the tests: five to ten minutes on two cores
 #
 # For those who change it (CONTRIBUTING.md):
 #
