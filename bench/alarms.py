@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from xpool import P2PPool, Pool, ThreadPool
-from xpool.testing.leaks import descriptors
+from xpool.testing._leaks import descriptors
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ import torch
 
 import xpool
 from xpool._memory.arena import Arena
-from xpool.testing.leaks import Snapshot, descendants, descriptors, mark_this_run, servers
+from xpool.testing._leaks import Snapshot, descendants, descriptors, mark_this_run, servers
 
 PATIENCE = 60.0
 """Seconds after which a task counts as unanswered."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.soak import PATIENCE, Book, Load, laps, square
-from xpool.testing.leaks import Snapshot, mark_this_run
+from xpool.testing._leaks import Snapshot, mark_this_run
 
 HEAD, CPUS, STORE = "127.0.0.2", 8, 150 << 20
 

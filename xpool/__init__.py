@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from xpool._engine.jobs.states import PoolStates as PoolStates
     from xpool._pickling.tensors.handles import TensorHandle as TensorHandle
     from xpool._pools.base import BasePool as BasePool
-    from xpool._pools.context import CtxPool as CtxPool
-    from xpool._pools.context import CtxThreadPool as CtxThreadPool
+    from xpool._pools.ctx_pools import CtxPool as CtxPool
+    from xpool._pools.ctx_pools import CtxThreadPool as CtxThreadPool
     from xpool._pools.everywhere import everywhere as everywhere
     from xpool._pools.executor import Executor as Executor
     from xpool._pools.p2p import P2PPool as P2PPool
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from xpool._pools.spawn import spawn as spawn
     from xpool._pools.spawn import start_processes as start_processes
     from xpool._pools.thread import ThreadPool as ThreadPool
-    from xpool._worker.context import current_worker as current_worker
+    from xpool._worker.worker_context import current_worker as current_worker
 
     # isort: off
     from xpool.errors import (
@@ -63,7 +63,7 @@ _homes = {
     "xpool._engine.jobs.states": "PoolStates",
     "xpool._pickling.tensors.handles": "TensorHandle",
     "xpool._pools.base": "BasePool",
-    "xpool._pools.context": "CtxPool CtxThreadPool",
+    "xpool._pools.ctx_pools": "CtxPool CtxThreadPool",
     "xpool._pools.everywhere": "everywhere",
     "xpool._pools.executor": "Executor",
     "xpool._pools.p2p": "P2PPool",
@@ -73,7 +73,7 @@ _homes = {
     "xpool._pools.thread": "ThreadPool",
     "xpool._calls.results": "AsyncResult MapResult",
     "xpool._calls.streams": "IMapIterator IMapUnorderedIterator",
-    "xpool._worker.context": "current_worker",
+    "xpool._worker.worker_context": "current_worker",
 }
 _where = {name: module for module, names in _homes.items() for name in names.split()}
 

@@ -78,7 +78,7 @@ def _workers() -> dict[str, Any]:
 
 
 def _processors(root: Path) -> dict[str, Any]:
-    from xpool.devices.host import usable_cpus
+    from xpool.devices._host import usable_cpus
 
     found: dict[str, Any] = {"usable": len(usable_cpus()), "of": os.cpu_count()}
     # In cgroup v2: the allowed microseconds of each period or "max", then the period.
@@ -127,7 +127,7 @@ def _limits() -> dict[str, int | None]:
 
 
 def _devices(root: Path) -> dict[str, Any]:
-    from xpool.devices.host import Host
+    from xpool.devices._host import Host
 
     host = Host.here(root)
     gpus = "NVML does not answer" if host.gpus is None else [str(gpu) for gpu in host.gpus]

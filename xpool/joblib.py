@@ -35,7 +35,7 @@ from xpool._pools.base import BasePool
 from xpool._pools.process import Pool
 from xpool._pools.thread import ThreadPool
 from xpool._python import at_fork
-from xpool._worker.context import current_worker
+from xpool._worker.worker_context import current_worker
 
 __all__ = ["RETRIES", "Backend", "ThreadsBackend", "shutdown"]
 

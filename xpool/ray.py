@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from xpool._calls.options import check_count
-from xpool._hosts.assembly import make_engine
-from xpool._hosts.engine import HostEngine
+from xpool._hosts.hosts_assembly import make_engine
+from xpool._hosts.hosts_engine import HostEngine
 from xpool._hosts.ray_fleet import BEGUN_WITH, RESOURCES, Node, RayFleet, named, ray_module
-from xpool._pools.context import CtxPool as _CtxPool
+from xpool._pools.ctx_pools import CtxPool as _CtxPool
 from xpool._pools.process import Pool as _Pool
 from xpool.errors import OptionError
 

@@ -17,9 +17,10 @@ from devices.hosts import gpu_host
 from torch import nn
 
 import xpool
-from xpool.assigner import ModelAssigner, PlacementError, machine
+from xpool.assigner import ModelAssigner, PlacementError
+from xpool.assigner import _machine as machine
 from xpool.devices import Host
-from xpool.devices.nvml import Spare
+from xpool.devices._nvml import Spare
 
 pytestmark = [pytest.mark.pure, pytest.mark.torch]
 

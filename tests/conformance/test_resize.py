@@ -15,7 +15,7 @@ from support.waiting import eventually, wait_gone
 
 import xpool
 from xpool import OptionError, Pool, PoolClosed, ThreadPool, WorkerDied
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 
 pytestmark = pytest.mark.xpool_only
 

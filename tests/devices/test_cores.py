@@ -32,7 +32,7 @@ from xpool import (
     current_worker,
 )
 from xpool._engine import start_limit
-from xpool.testing.saboteurs import spin
+from xpool.testing._saboteurs import spin
 
 pytestmark = pytest.mark.xpool_only
 

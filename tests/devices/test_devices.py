@@ -27,7 +27,7 @@ def no_threads_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xpool.devices.host.usable_cpus", lambda: tuple(range(8)))
+    monkeypatch.setattr("xpool.devices._host.usable_cpus", lambda: tuple(range(8)))
 
 
 @pytest.mark.parametrize(("n", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from xpool.devices import Gpu, Host, devices
-from xpool.devices.host import find_chips
-from xpool.devices.numa import find_nodes, parse_cpulist
-from xpool.devices.nvml import Spare, find_gpus, find_spare
+from xpool.devices._host import find_chips
+from xpool.devices._numa import find_nodes, parse_cpulist
+from xpool.devices._nvml import Spare, find_gpus, find_spare
 
 from .hosts import DEVICE_IDS, XLA, add_node, add_pci, add_vfio
 

@@ -11,7 +11,7 @@ import pytest
 
 from xpool._worker.entry import set_environment
 from xpool.devices import Chip, Host, devices
-from xpool.devices.tpu import SCRUB, Slice, accelerator_type, group_env
+from xpool.devices._tpu import SCRUB, Slice, accelerator_type, group_env
 from xpool.errors import DeviceError, OptionError
 
 from .hosts import TPU, XLA, tpu_host

@@ -375,7 +375,7 @@ def sleeps(world: World) -> None:
 STAGES = [
     "torch.distributed.init_process_group",
     "torch.distributed.rpc.init_rpc",
-    "xpool.distributed.world.watch",
+    "xpool.distributed._world.watch",
 ]
 
 

@@ -25,11 +25,13 @@ from xpool.distributed import (
     PeerLost,
     RpcGroup,
     World,
-    agent,
     get_cur_name,
     get_cur_rank,
     get_world,
     is_world_initialized,
+)
+from xpool.distributed import (
+    _world_agent as agent,
 )
 from xpool.errors import OptionError, RemoteTraceback, ResultNotPicklable, TaskNotPicklable
 

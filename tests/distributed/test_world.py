@@ -25,7 +25,7 @@ from support.ranks import Ranks
 from support.scripts import popen, write
 from support.tiers import also
 
-import xpool.distributed.rendezvous as rendezvous
+import xpool.distributed._rendezvous as rendezvous
 from xpool import WorkerDied
 from xpool.distributed import (
     GroupError,
@@ -70,7 +70,7 @@ def test_tcp(ranks: Ranks):
 
 def connects_late(rank: int, address: str) -> float:
     """Rank 1 connects to the others after more time than a call may take."""
-    import xpool.distributed.world as module
+    import xpool.distributed._world as module
 
     watch = vars(module)["watch"]
     if rank == 1:

@@ -451,7 +451,7 @@ def test_a_worker_imports_no_pools():
         ["-"],
         """
         import sys
-        import xpool.data.calls
+        import xpool.data._batch_calls
         print([name for name in sys.modules if name.startswith(("xpool.pool", "xpool._pools"))])
         """,
     )

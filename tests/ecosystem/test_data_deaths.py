@@ -20,8 +20,8 @@ import torch.utils.data as theirs  # noqa: E402
 
 from xpool import Pool, pickle  # noqa: E402
 from xpool.data import DataLoader  # noqa: E402
-from xpool.data.epoch import PendingBatch  # noqa: E402
-from xpool.data.worker import Base, EpochSpec, WorkerCopy  # noqa: E402
+from xpool.data._epoch import PendingBatch  # noqa: E402
+from xpool.data._loader_worker import Base, EpochSpec, WorkerCopy  # noqa: E402
 
 
 def die_once(flag):

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.torch
 import torch  # noqa: E402
 from torch.utils import data as theirs  # noqa: E402
 
-from xpool.data import DataLoader, pinning  # noqa: E402
+from xpool.data import DataLoader  # noqa: E402
+from xpool.data import _pinning as pinning  # noqa: E402
 
 Pair = namedtuple("Pair", "batch text")
 
@@ -42,7 +43,7 @@ def with_device(monkeypatch):
     if not pinning.can_pin():  # with CUDA, torch would ask the driver for a device
         monkeypatch.setattr(torch, "get_device_module", lambda: torch.cpu, raising=False)
     monkeypatch.setattr(pinning, "can_pin", lambda: True)
-    monkeypatch.setattr("xpool.data.epoch.can_pin", lambda: True)
+    monkeypatch.setattr("xpool.data._epoch.can_pin", lambda: True)
 
 
 def pin_threads():
@@ -116,7 +117,8 @@ def test_a_program_ends_while_batches_are_pinned():
         ["-"],
         """
         import torch
-        from xpool.data import DataLoader, epoch, pinning
+        from xpool.data import DataLoader
+        from xpool.data import _epoch as epoch, _pinning as pinning
 
         class Slow:
             def __init__(self, items):

@@ -74,8 +74,8 @@ def test_workers_have_the_values_of_globals_in_each_epoch(tmp_path):
         import torch
         import xpool
         from xpool.data import DataLoader
-        from xpool.data.start import ForkServer, wanted_modules
-        from xpool.testing.waiting import eventually
+        from xpool.data._start import ForkServer, wanted_modules
+        from xpool.testing._eventually import eventually
 
         sys.path.insert(0, FOLDER)
         import settings

@@ -11,7 +11,7 @@ from support import scripts
 from support.tiers import also
 
 from xpool import Pool, PoolClosed, WorkerDied
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._python import parents_only
 from xpool._python.server_process import is_open
 from xpool.errors import InternalError

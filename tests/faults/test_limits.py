@@ -282,7 +282,7 @@ def test_a_killed_script_leaves_no_shared_memory(tmp_path):
         import os, signal, sys
         import xpool
         from support import work
-        from xpool.testing.leaks import _shm_of
+        from xpool.testing._leaks import _shm_of
 
         if __name__ == "__main__":
             pool = xpool.Pool(2)

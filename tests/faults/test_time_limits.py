@@ -186,7 +186,8 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
 ):
     """A worker that waits for a processor is not killed, any other stuck worker is."""
     from xpool import Pool
-    from xpool._engine import start_limit, worker
+    from xpool._engine import start_limit
+    from xpool._engine import worker_process as worker
 
     asked = threading.Semaphore(0)
 
@@ -212,7 +213,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
 def test_processor_times(make_pool, mailbox, gate):
     """`processor_times` says how long a worker has run and waited, and whether it is runnable."""
     from xpool import Pool
-    from xpool._engine.worker import processor_times
+    from xpool._engine.worker_process import processor_times
 
     pool = make_pool(Pool, 1)
     pool.apply(work.pid)
@@ -506,7 +507,8 @@ def pass_gate_at(gate, bad, x):
 def test_a_starting_worker_that_waits_for_a_processor(make_pool, monkeypatch):
     """A starting worker that waits for a processor is not killed before it can send its stack."""
     from xpool import Pool, WorkerStartFailed
-    from xpool._engine import start_limit, worker
+    from xpool._engine import start_limit
+    from xpool._engine import worker_process as worker
 
     monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
     monkeypatch.setattr(start_limit, "STOP_GRACE_SECONDS", 0.001)  # no grace period

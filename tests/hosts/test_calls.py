@@ -13,7 +13,7 @@ from xpool._engine.pickled_results import Encoded
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts.conversation import CALL_BYTES
-from xpool._hosts.engine import HostEngine
+from xpool._hosts.hosts_engine import HostEngine
 
 pytestmark = pytest.mark.xpool_only
 

@@ -517,7 +517,7 @@ def test_stacks(pool, tmp_path):
 
 def test_stacks_of_a_silent_host(pool, monkeypatch):
     """`stacks` lists the workers of a host that does not answer in time, and says so."""
-    monkeypatch.setattr("xpool._hosts.engine.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("xpool._hosts.hosts_engine.LOOK_SECONDS", 0.0)
     found = pool.stacks()
     assert [one.index for one in found] == [0, 1, 2, 3] and all(one.pid for one in found)
     assert str(found).count("its host has not answered within a second") == 4

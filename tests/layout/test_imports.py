@@ -173,7 +173,7 @@ def test_sockets_are_made_in_one_place():
     }
     assert {name for name, found in telling.items() if found} == {
         "sockets.py",
-        "kinds.py",  # binds sockets to find free ports, and waits for nothing
+        "_kinds.py",  # binds sockets to find free ports, and waits for nothing
     }
 
 

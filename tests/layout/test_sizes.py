@@ -1,8 +1,8 @@
-"""Files, classes and functions have limited sizes."""
+"""The size of files, and the names by which they are found."""
 
 from __future__ import annotations
 
-import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,6 @@ pytestmark = pytest.mark.pure
 
 PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
 FILE_LINES = 800
-FUNCTION_LINES = 75
-METHODS = 25
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -24,27 +22,17 @@ def test_no_file_is_too_long():
     assert not long, "\n" + "\n".join(long)
 
 
-def test_no_function_is_too_long():
-    """A function has at most 75 lines with its docstring."""
-    long = []
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                n = (node.end_lineno or node.lineno) - node.lineno + 1
-                if n > FUNCTION_LINES:
-                    long.append(f"{path}:{node.lineno}: {node.name} has {n} lines")
-    assert not long, "\n" + "\n".join(long)
+def test_file_names_are_unique():
+    """A file's name says which file it is, without its folder."""
+    names = Counter(path.stem.lstrip("_") for path in FILES if path.stem != "__init__")
+    assert [name for name, n in names.items() if n > 1] == []
 
 
-def test_no_class_has_too_many_methods():
-    """A class has at most 25 methods of its own."""
-    large = []
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                n = sum(
-                    isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)) for one in node.body
-                )
-                if n > METHODS:
-                    large.append(f"{path}:{node.lineno}: {node.name} has {n} methods")
-    assert not large, "\n" + "\n".join(large)
+def test_files_inside_public_packages_are_private():
+    """Programs import from the package (`xpool.data`), and only pytest imports the plug-in."""
+    plain = {
+        f"{path.parent.name}.{path.stem}"
+        for path in FILES
+        if path.parent.parent == PACKAGE and path.parent.name[0] != "_" and path.name[0] != "_"
+    }
+    assert plain == {"testing.plugin"}

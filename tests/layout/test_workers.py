@@ -28,7 +28,7 @@ def is_own(node: ast.Attribute) -> bool:
 
 def fields() -> set[str]:
     """Return the names of the fields of `WorkerProcess`."""
-    tree = ast.parse((ENGINE / "worker.py").read_text())
+    tree = ast.parse((ENGINE / "worker_process.py").read_text())
     (cls,) = (
         node
         for node in tree.body
@@ -46,7 +46,7 @@ def test_a_worker_writes_its_own_fields():
     found = [
         f"{path.name}:{node.lineno}: {ast.unparse(node)}"
         for path in parts
-        if path.name != "worker.py"
+        if path.name != "worker_process.py"
         for node in assigned(ast.parse(path.read_text()))
         if not is_own(node) and (node.attr in own or ast.unparse(node.value).endswith(".box"))
     ]

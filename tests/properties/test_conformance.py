@@ -23,13 +23,17 @@ from xpool.testing import (
     PoolStateMachine,
     check_channel,
     check_hooks,
-    machine,
     no_leaks,
     sabotage,
-    waiting,
 )
-from xpool.testing.answers import Answer, Late
-from xpool.testing.saboteurs import EXITS, STAGES, WAYS
+from xpool.testing import (
+    _eventually as waiting,
+)
+from xpool.testing import (
+    _pool_machine as machine,
+)
+from xpool.testing._expected_answers import Answer, Late
+from xpool.testing._saboteurs import EXITS, STAGES, WAYS
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
 

@@ -20,8 +20,8 @@ from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange, Terms, name_of
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts import quotas as policy
-from xpool._hosts.engine import HostEngine
-from xpool._hosts.scheduler import BATCH_BYTES
+from xpool._hosts.hosts_engine import HostEngine
+from xpool._hosts.hosts_scheduler import BATCH_BYTES
 from xpool._hosts.service import DRIFT
 from xpool.errors import HostLost, WorkerDied
 

@@ -24,7 +24,7 @@ from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates
 from xpool._engine.jobs.waiting import Waiting
 from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.replacement import Launch, Replacement
-from xpool._engine.worker import FunctionCache, WorkerProcess
+from xpool._engine.worker_process import FunctionCache, WorkerProcess
 from xpool._wire.outbox import Outbox
 from xpool._wire.pipes import FrameReader
 from xpool.errors import InternalError

@@ -12,9 +12,9 @@ from xpool._hosts import messages as m
 from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.conversation import Conversation
 from xpool._hosts.holdings import HostState, HostTable, Lost
+from xpool._hosts.hosts_scheduler import HostScheduler
 from xpool._hosts.link import Link
 from xpool._hosts.quotas import Quotas
-from xpool._hosts.scheduler import HostScheduler
 from xpool._hosts.service import HostService
 
 from .mutants import Mutant, Patch, nothing, stays_in_front, wrap

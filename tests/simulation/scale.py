@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from xpool._engine.jobs.ranges import TaskRange, Terms
 from xpool._hosts import messages as m
 from xpool._hosts.conversation import CALLS_IN_FLIGHT
-from xpool._hosts.scheduler import HostScheduler, Message
+from xpool._hosts.hosts_scheduler import HostScheduler, Message
 from xpool._hosts.service import BEAT_SECONDS
 
 __all__ = ["Cluster", "Outcome"]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from xpool._engine import start_limit, worker
-from xpool._engine.worker import processor_times
+from xpool._engine import start_limit
+from xpool._engine import worker_process as worker
+from xpool._engine.worker_process import processor_times
 
 from .engine import EngineWorld
 from .hosts import HostWorld

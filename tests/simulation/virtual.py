@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._engine.reactor import Reactor
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._wire.outbox import HEADER, NO_LIMIT, Outbox
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._wire.wire import Refusal

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._wire.outbox import _SINCE, STOP_SIGNAL
 from xpool._wire.wire import (
     BODY_AGAIN,

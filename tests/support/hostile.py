@@ -49,7 +49,7 @@ def _known() -> dict[str, int]:
     from multiprocessing import parent_process
 
     from xpool._wire.pipes import BlockingFrameReader
-    from xpool._worker import relay
+    from xpool._worker import worker_relay as relay
     from xpool._worker.peers import Peers
     from xpool._worker.protocol import Replies
 
@@ -140,7 +140,7 @@ def _record() -> bytes:
     """Return the bytes of a log record as the worker sends it."""
     import logging
 
-    from xpool._worker import relay
+    from xpool._worker import worker_relay as relay
 
     assert relay._relay is not None
     sent: list[bytes] = []

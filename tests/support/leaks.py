@@ -1,3 +1,3 @@
-"""See `xpool.testing.leaks`."""
+"""See `xpool.testing._leaks`."""
 
-from xpool.testing.leaks import *  # noqa: F403
+from xpool.testing._leaks import *  # noqa: F403

@@ -17,7 +17,8 @@ from support.leaks import Snapshot
 from support.limits import WAIT
 from support.scripts import run_ok
 from support.waiting import Gate, Mailbox, eventually, wait_gone
-from xpool.testing import leaks, no_leaks
+from xpool.testing import _leaks as leaks
+from xpool.testing import no_leaks
 
 
 def test_nothing_left():
@@ -275,7 +276,7 @@ def test_forks_of_this_process():
         import warnings
         import torch
         import xpool
-        from xpool.testing.leaks import Snapshot, descriptors
+        from xpool.testing._leaks import Snapshot, descriptors
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
         with xpool.Pool(1) as pool:
             kept = pool.apply(torch.zeros, (1 << 20,))

@@ -1,3 +1,3 @@
-"""See `xpool.testing.waiting`."""
+"""See `xpool.testing._eventually`."""
 
-from xpool.testing.waiting import *  # noqa: F403
+from xpool.testing._eventually import *  # noqa: F403

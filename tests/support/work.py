@@ -16,7 +16,8 @@ from typing import Any
 
 from xpool import current_worker
 from xpool._python.interrupt import uninterrupted
-from xpool.testing.saboteurs import (
+from xpool.testing._eventually import pass_gate, post
+from xpool.testing._saboteurs import (
     EndsWhenCollected,
     EndsWhenPickled,
     EndsWhenUnpickled,
@@ -26,7 +27,6 @@ from xpool.testing.saboteurs import (
     make_ends_when_unpickled,
     spin,
 )
-from xpool.testing.waiting import pass_gate, post
 
 __all__ = [
     "EndsWhenCollected", "EndsWhenPickled", "EndsWhenUnpickled", "end", "end_when_collected",

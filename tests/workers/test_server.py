@@ -16,7 +16,7 @@ from support.waiting import eventually
 from xpool import Pool, WorkerDied
 from xpool._engine import replacement
 from xpool._engine.launch import ForkServer
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 
 pytestmark = pytest.mark.xpool_only
 

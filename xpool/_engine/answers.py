@@ -18,7 +18,7 @@ from xpool._engine.maintenance import ArenaMaintenance
 from xpool._engine.memory import MemoryLimits
 from xpool._engine.pickled_results import Encoded
 from xpool._engine.reactor import Reactor
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._pickling.frame import FRAMED, Leased, hold_blocks
 from xpool._wire.outbox import NO_LIMIT, entries
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED

@@ -14,7 +14,7 @@ import threading
 
 from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.reactor import Reactor
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 
 
 class _Turn:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from xpool._engine.jobs.scheduler import Batch
 from xpool._engine.reactor import Reactor
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._pickling.frame import inline
 from xpool._wire.pipes import FrameWriter
 from xpool._wire.wire import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame

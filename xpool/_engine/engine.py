@@ -43,7 +43,7 @@ from xpool._engine.relay import Relay
 from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.submission import Submission
 from xpool._engine.switchboard import Switchboard
-from xpool._engine.worker import Recipe, WorkerProcess
+from xpool._engine.worker_process import Recipe, WorkerProcess
 from xpool._pickling.frame import Leased, weight
 from xpool._python.starting import aside
 from xpool.errors import InternalError, OptionError, XPoolError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from xpool._engine.reactor import Reactor
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._memory.system import Scope, fullest_scope
 
 POLL_SECONDS = 0.2

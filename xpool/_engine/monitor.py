@@ -20,7 +20,7 @@ from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.memory import MemoryGuard
 from xpool._engine.reactor import Alarms
 from xpool._engine.start_limit import STOP_GRACE_SECONDS, StartLimit, is_starved
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._wire.outbox import HEAD, LIMIT
 from xpool._wire.wire import (
     ANSWER,

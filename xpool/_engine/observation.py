@@ -11,7 +11,7 @@ from xpool._engine import stacks
 from xpool._engine.jobs.scheduler import Scheduler
 from xpool._engine.ledger import Event, Ledger, Slow, Work
 from xpool._engine.stacks import Whereabouts
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 
 
 class Observation:

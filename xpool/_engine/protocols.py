@@ -15,7 +15,7 @@ from xpool._engine.jobs.scheduler import TaskRange, Terms
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import Slow, Work
-    from xpool._engine.worker import WorkerProcess
+    from xpool._engine.worker_process import WorkerProcess
 
 
 class WorkerBackend(Protocol):

@@ -1,8 +1,8 @@
 """Receives log records and warnings from workers.
 
 Each worker has a socket of its own for them, so the socket identifies the sender
-(`xpool._worker.relay`).  When data arrive, the engine starts a thread, one for each pool.  The
-thread passes them to `logging` and `warnings`, and so runs handlers and filters of the program.
+(`xpool._worker.worker_relay`).  When data arrive, the engine starts a thread, one for each pool.
+The thread passes them to `logging` and `warnings`, and so runs handlers and filters of the program.
 """
 
 from __future__ import annotations

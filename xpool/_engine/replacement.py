@@ -31,7 +31,7 @@ from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.pickled_results import StartFailure
 from xpool._engine.reactor import Alarms
 from xpool._engine.switchboard import Switchboard
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._memory.arena import Arena
 from xpool._wire.wire import Refusal, boot_frame
 from xpool.errors import (

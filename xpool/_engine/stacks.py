@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from xpool._engine.answers import OURS, own_part
 from xpool._engine.jobs.scheduler import Scheduler
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, TASK_LINE, Outbox
 
 ANSWER_SECONDS = 0.5

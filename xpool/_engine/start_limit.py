@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from xpool._engine.answers import own_part
 from xpool._engine.reactor import Alarms, Reactor
-from xpool._engine.worker import WorkerProcess, processor_times
+from xpool._engine.worker_process import WorkerProcess, processor_times
 from xpool._wire.outbox import TASK_LINE
 from xpool.errors import TaskTimeout
 

@@ -13,7 +13,7 @@ from xpool._engine.direct import DirectReceive
 from xpool._engine.jobs.scheduler import Scheduler, TaskRange, Terms
 from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.replacement import Replacement
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool._wire.spin import Spin
 

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from xpool._engine.reactor import Reactor, Timer
-from xpool._engine.worker import WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._python import parents_only, sockets
 from xpool._wire.wire import LINK, WANTED
 

@@ -25,8 +25,8 @@ from xpool._engine.stacks import Whereabouts
 from xpool._engine.thread_tasks import HeldTask, HeldTasks, Places, PoolThread, Source, SourceQueue
 from xpool._python.starting import PromptThread
 from xpool._worker.callables import item_of, with_context
-from xpool._worker.context import WorkerInfo, enter, exited, leave
 from xpool._worker.stopping import stack_of
+from xpool._worker.worker_context import WorkerInfo, enter, exited, leave
 from xpool.errors import TaskTimeout, WorkerStartFailed
 
 _WAKE = object()

@@ -33,7 +33,7 @@ from xpool._pools.assembly import (
     WorkerSpec,
     find_arena,
 )
-from xpool._pools.context import shared_processes
+from xpool._pools.ctx_pools import shared_processes
 from xpool._worker.launch_shared import File
 from xpool.devices import DeviceContext, devices
 from xpool.errors import OptionError

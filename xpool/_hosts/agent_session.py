@@ -20,7 +20,7 @@ from xpool._hosts.fleet import Call
 from xpool._hosts.link import Link
 
 if TYPE_CHECKING:
-    from xpool._engine.worker import WorkerProcess
+    from xpool._engine.worker_process import WorkerProcess
 
 MOST_WAITING = 2
 """The most calls that wait for a message at one time."""

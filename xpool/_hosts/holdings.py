@@ -1,4 +1,4 @@
-"""What each host holds, as the driver knows it; `xpool._hosts.scheduler` explains the terms."""
+"""What each host holds, as the driver knows it.  `xpool._hosts.hosts_scheduler` has the terms."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from xpool._engine.stacks import Whereabouts
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts.conversation import Conversation
-from xpool._hosts.scheduler import HostScheduler, Message
+from xpool._hosts.hosts_scheduler import HostScheduler, Message
 from xpool.errors import HostLost, TaskTimeout, WorkerDied, XPoolError
 
 DRIFT = 1.02

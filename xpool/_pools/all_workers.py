@@ -26,8 +26,8 @@ from xpool.errors import OptionError, PeerLost, PoolClosed
 if TYPE_CHECKING:
     from xpool._pickling.by_value.broadcast import Broadcast
     from xpool._pickling.policy import Layout
-    from xpool._pools.group import WorkerGroup
     from xpool._pools.task_files import TaskFiles
+    from xpool._pools.worker_group import WorkerGroup
     from xpool._worker.launch_shared import File
 
 CAUSE_SECONDS = 30.0

@@ -10,7 +10,7 @@ from xpool._engine.answers import EngineOptions as EngineOptions
 from xpool._engine.engine import Engine as Engine
 from xpool._engine.memory import MemoryLimits as MemoryLimits
 from xpool._engine.relay import Relay as Relay
-from xpool._engine.worker import Recipe as Recipe
+from xpool._engine.worker_process import Recipe as Recipe
 from xpool._pickling.policy import pools as pools
 from xpool._pools.all_workers import AllWorkers as AllWorkers
 from xpool._pools.engine_submitter import EngineSubmitter as EngineSubmitter

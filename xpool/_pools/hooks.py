@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool import errors
-from xpool._worker.context import exited
+from xpool._worker.worker_context import exited
 
 Task = tuple[int, int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Result = tuple[int, int, tuple[bool, Any]]

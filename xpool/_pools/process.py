@@ -21,7 +21,7 @@ from xpool._pools.pool_options import PoolOptions, takes
 from xpool._pools.start_methods import find_launcher, only_by_inheritance
 from xpool._python.interrupt import shielded
 from xpool._python.server_process import occupy_streams
-from xpool._worker.context import imported_by_worker
+from xpool._worker.worker_context import imported_by_worker
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from xpool._pickling.policy import Layout
     from xpool._pools.all_workers import AllWorkers
     from xpool._pools.engine_submitter import EngineSubmitter
-    from xpool._pools.group import WorkerGroup
     from xpool._pools.packing import Packer
     from xpool._pools.worker_config import WorkerSpec
+    from xpool._pools.worker_group import WorkerGroup
 
     Ts = TypeVarTuple("Ts")
 
@@ -361,7 +361,7 @@ class Pool(BasePool):
             WorkerDied, xpool.distributed.GroupTimeout: as `WorkerGroup.rebuild`.
             PoolClosed: the pool takes no more work.
         """
-        from xpool._pools.group import WorkerGroup
+        from xpool._pools.worker_group import WorkerGroup
 
         self._life.check_running()
         contexts, shared = self._contexts or [], bool(self._processes)

@@ -46,7 +46,7 @@ def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False)
 def _refuse_fork_of_runtime() -> None:
     if "torch" not in sys.modules:
         return  # all such runtimes are torch's
-    from xpool.devices.frameworks import running_runtime  # only here: most programs never need it
+    from xpool.devices._frameworks import running_runtime  # only here: most programs never need it
 
     runtime = running_runtime()
     if runtime is not None:

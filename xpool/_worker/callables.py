@@ -9,8 +9,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from xpool._python.item_notes import note_item, plain
-from xpool._worker.context import current_worker
 from xpool._worker.seeds import seeded
+from xpool._worker.worker_context import current_worker
 
 if TYPE_CHECKING:
     from xpool._wire.outbox import Outbox

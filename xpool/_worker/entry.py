@@ -14,7 +14,7 @@ answers, write end    frames to the parent
 lifeline, read end    carries no data; when its other end closes, the kernel kills the worker
 outbox                the page of `xpool._wire.outbox`
 control               requests for channels to peers, in pools that have them
-logs                  a socket for log records and warnings (`xpool._worker.relay`)
+logs                  a socket for log records and warnings (`xpool._worker.worker_relay`)
 arena                 the file of `xpool._memory.arena`, if the pool has one
 ====================  ======================================================================
 

@@ -12,7 +12,7 @@ from xpool._python import error_imports
 from xpool._python.item_notes import safe_repr, without_places
 from xpool._wire.wire import Refusal
 from xpool._worker import callables
-from xpool._worker.context import current_worker
+from xpool._worker.worker_context import current_worker
 from xpool.errors import TaskNotPicklable
 
 _OWN_FILES = (os.path.join(os.path.dirname(__file__), "loop.py"), callables.__file__)

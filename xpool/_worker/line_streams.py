@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool._worker.context import current_worker
+from xpool._worker.worker_context import current_worker
 
 ERASE = "\r\x1b[K"
 """Moves to the beginning of the line, and erases it: a progress bar may be there."""

@@ -38,13 +38,13 @@ from xpool._worker.callables import (
     star,
     star_each,
 )
-from xpool._worker.context import WorkerInfo, enter
 from xpool._worker.failures import refusal, refused, traceback_of
 from xpool._worker.protocol import Inbox, Replies
 from xpool._worker.provisional import stand_in
-from xpool._worker.relay import open_relay
 from xpool._worker.seeds import Seeds
 from xpool._worker.stopping import listen
+from xpool._worker.worker_context import WorkerInfo, enter
+from xpool._worker.worker_relay import open_relay
 from xpool.errors import OptionError, TaskStopped
 from xpool.pickle import LATE, decode, encode, load_late
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from xpool._python.exits import flush
-from xpool._worker.context import current_worker
+from xpool._worker.worker_context import current_worker
 
 _MODE = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
 

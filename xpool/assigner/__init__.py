@@ -15,8 +15,8 @@ cost, and says when the search is exact.
 
 from __future__ import annotations
 
-from xpool.assigner.assign import ModelAssigner, ModelContext, PlacementError
-from xpool.assigner.estimate import ModelComplexityEstimator, ModelSizeEstimator
+from xpool.assigner._assign import ModelAssigner, ModelContext, PlacementError
+from xpool.assigner._estimate import ModelComplexityEstimator, ModelSizeEstimator
 
 __all__ = [
     "ModelAssigner",

@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xpool.data.loader import DataLoader as DataLoader
-    from xpool.data.report import LoaderReport as LoaderReport
-    from xpool.data.workers import RETRIES as RETRIES
+    from xpool.data._loader import DataLoader as DataLoader
+    from xpool.data._report import LoaderReport as LoaderReport
+    from xpool.data._workers import RETRIES as RETRIES
 
-_homes = {"DataLoader": "loader", "LoaderReport": "report", "RETRIES": "workers"}
+_homes = {"DataLoader": "_loader", "LoaderReport": "_report", "RETRIES": "_workers"}
 
 __all__ = [*_homes]
 

@@ -33,10 +33,10 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from xpool.devices.context import DeviceContext
-from xpool.devices.host import Chip, Host
-from xpool.devices.kinds import KINDS, DeviceRequest, best
-from xpool.devices.nvml import Gpu
+from xpool.devices._device_context import DeviceContext
+from xpool.devices._host import Chip, Host
+from xpool.devices._kinds import KINDS, DeviceRequest, best
+from xpool.devices._nvml import Gpu
 from xpool.errors import OptionError
 
 __all__ = ["Chip", "DeviceContext", "Gpu", "Host", "devices"]

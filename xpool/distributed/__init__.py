@@ -4,18 +4,18 @@ The public names are those of ``machin.parallel.distributed``. The guide is docs
 Importing this package imports torch.
 """
 
-from xpool.distributed.collective import CollectiveGroup
-from xpool.distributed.current import get_cur_name, get_cur_rank
-from xpool.distributed.errors import (
+from xpool.distributed._collective import CollectiveGroup
+from xpool.distributed._collective_group import RpcGroup
+from xpool.distributed._current import get_cur_name, get_cur_rank
+from xpool.distributed._group_errors import (
     GroupError,
     GroupKeyError,
     GroupTimeout,
     NotAMember,
     PeerLost,
 )
-from xpool.distributed.group import RpcGroup
-from xpool.distributed.operations import Pending
-from xpool.distributed.world import World, get_world, is_world_initialized, join
+from xpool.distributed._operations import Pending
+from xpool.distributed._world import World, get_world, is_world_initialized, join
 
 __all__ = [
     "CollectiveGroup",

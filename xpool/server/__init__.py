@@ -4,14 +4,14 @@ The public names are those of ``machin.parallel.server``.  The guide is docs/ser
 this package imports torch.
 """
 
-from xpool.server.gradient import ModelNotManaged, PushPullGradServer, PushPullGradServerImpl
-from xpool.server.model import PushPullModelServer, PushPullModelServerImpl
-from xpool.server.ordered import (
+from xpool.server._gradient import ModelNotManaged, PushPullGradServer, PushPullGradServerImpl
+from xpool.server._ordered import (
     OrderedServerBase,
     OrderedServerSimple,
     OrderedServerSimpleImpl,
     VersionError,
 )
+from xpool.server._served_model import PushPullModelServer, PushPullModelServerImpl
 
 __all__ = [
     "ModelNotManaged",

@@ -10,21 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xpool.testing.conformance import check_channel as check_channel
-    from xpool.testing.conformance import check_hooks as check_hooks
-    from xpool.testing.leaks import LeakError as LeakError
-    from xpool.testing.leaks import no_leaks as no_leaks
-    from xpool.testing.machine import PoolStateMachine as PoolStateMachine
-    from xpool.testing.saboteurs import sabotage as sabotage
-    from xpool.testing.waiting import Gate as Gate
-    from xpool.testing.waiting import Mailbox as Mailbox
+    from xpool.testing._conformance import check_channel as check_channel
+    from xpool.testing._conformance import check_hooks as check_hooks
+    from xpool.testing._eventually import Gate as Gate
+    from xpool.testing._eventually import Mailbox as Mailbox
+    from xpool.testing._leaks import LeakError as LeakError
+    from xpool.testing._leaks import no_leaks as no_leaks
+    from xpool.testing._pool_machine import PoolStateMachine as PoolStateMachine
+    from xpool.testing._saboteurs import sabotage as sabotage
 
 _homes = {
-    "conformance": "check_channel check_hooks",
-    "leaks": "LeakError no_leaks",
-    "machine": "PoolStateMachine",
-    "saboteurs": "sabotage",
-    "waiting": "Gate Mailbox",
+    "_conformance": "check_channel check_hooks",
+    "_leaks": "LeakError no_leaks",
+    "_pool_machine": "PoolStateMachine",
+    "_saboteurs": "sabotage",
+    "_eventually": "Gate Mailbox",
 }
 _where = {name: module for module, names in _homes.items() for name in names.split()}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from xpool.testing import leaks
+from xpool.testing import _leaks as leaks
 
 
 def pytest_configure() -> None:

@@ -543,7 +543,7 @@ def _set_logger(logger: Any, way: tuple[Any, ...]) -> None:
 def _stand_in(logging: Any, module: str, name: str, attributes: Any) -> Any:
     """Return an object that code which looks for a handler finds in place of the program's.
 
-    The program's handler gets the records (`xpool._worker.relay`).
+    The program's handler gets the records (`xpool._worker.worker_relay`).
     """
 
     class Handler(logging.Handler):  # type: ignore[misc]

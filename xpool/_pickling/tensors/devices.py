@@ -22,7 +22,7 @@ def is_kept(layout: Layout, tensor: Any) -> bool:
 def on_own_device(tensor: Any) -> Any:
     """Return a received tensor on the device of this process, or in host memory."""
     # If this module was not imported before, the process has no device.
-    context: Any = sys.modules.get("xpool.devices.context")
+    context: Any = sys.modules.get("xpool.devices._device_context")
     device = context.own_device() if context is not None else None
     return tensor if device is None else copy_to(tensor, device)
 

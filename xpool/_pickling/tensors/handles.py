@@ -23,7 +23,8 @@ from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._pickling.policy import pools
 from xpool._pickling.reducers import Context, builder, in_place, register
-from xpool._pickling.tensors import composite, cuda
+from xpool._pickling.tensors import composite
+from xpool._pickling.tensors import cuda_handles as cuda
 from xpool._pickling.tensors.devices import copy_to, on_own_device
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost

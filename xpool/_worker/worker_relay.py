@@ -1,0 +1,194 @@
+"""Sends a worker's log records and warnings to the loggers of its parent.
+
+Each worker has a socket of packets for them, so a record arrives whole or not at all.  This holds
+when the worker is killed, for every thread, and for processes that a task has forked.  If the
+parent does not keep up, the worker waits for a second.  Then it drops records, and counts them,
+until the socket has room again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from xpool._python import sockets
+from xpool._python.at_fork import renew
+from xpool._python.exits import forget_log_handlers
+from xpool._python.import_hooks import when_imported
+from xpool._wire.records import LOG, WARNING, pack
+from xpool._worker.line_streams import Lines
+from xpool._worker.worker_context import current_worker
+
+if TYPE_CHECKING:
+    import logging
+
+ROOM_WAIT_SECONDS = 1.0
+"""Seconds that a record may wait for room."""
+
+_relay: _Relay | None = None  # the relay of this process
+
+_dropping = threading.RLock()  # reentrant, since a signal handler may log
+renew(globals(), _dropping=threading.RLock)
+
+
+def open_relay(fd: int, config: dict[str, Any], count_dropped: Callable[[int], object]) -> None:
+    """Send the log records and warnings of this process to the parent.
+
+    ``fd`` is the socket of this worker, which may be one of several in this process.
+    ``count_dropped(n)`` tells the parent how many could not be sent.
+    """
+    global _relay
+    channel = _Channel(fd, count_dropped)
+    # A relay with another pid belongs to the process from which this one was forked.
+    if _relay is not None and _relay.pid == os.getpid():
+        _relay.channels[config["index"]] = channel
+        return
+    _relay = relay = _Relay(config["index"], channel, config["forked"])
+    if config["output"] == "prefix":
+        sys.stdout, sys.stderr = Lines.prefixed(sys.stdout), Lines.prefixed(sys.stderr)
+    when_imported("logging", relay.take_logging)
+    when_imported("warnings", relay.take_warnings)
+
+
+class _Channel:
+    """The socket of one worker."""
+
+    def __init__(self, fd: int, count_dropped: Callable[[int], object]) -> None:
+        self._sock = sockets.on(fd)
+        # The option's value is a `struct timeval`: seconds and microseconds, two longs (socket(7)).
+        seconds = int(ROOM_WAIT_SECONDS)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
+        self._flags = 0
+        self._dropped = 0
+        self._count_dropped = count_dropped
+
+    def send(self, kind: str, fields: dict[str, Any]) -> None:
+        try:
+            self._sock.send(pack(kind, self._dropped, fields), self._flags)
+        except OSError:
+            # The socket has no room, or the parent has ended.  The next record does not wait.
+            self._flags = socket.MSG_DONTWAIT
+            with _dropping:
+                self._dropped += 1
+                # The parent sees this in the outbox's page, even if this worker sends nothing more.
+                self._count_dropped(self._dropped)
+        else:
+            self._flags = 0
+
+
+class _Relay:
+    def __init__(self, index: int, channel: _Channel, forked: bool) -> None:
+        self.pid = os.getpid()
+        self.channels = {index: channel}  # by the worker's index
+        self._default = channel  # for threads that a task has started
+        self._forked = forked
+
+    def _send(self, kind: str, fields: dict[str, Any]) -> None:
+        try:
+            channel = self.channels.get(current_worker().index, self._default)
+        except RuntimeError:
+            channel = self._default
+        channel.send(kind, fields)
+
+    # -- logging -----------------------------------------------------------------------------------
+
+    def take_logging(self, logging: Any) -> None:
+        """Forward records for which this process has no handler."""
+        if self._forked:
+            _remove_handlers(logging)
+        # Do not add a handler: `logging.basicConfig`, and other code that checks for handlers,
+        # would then do nothing.
+        call_handlers = logging.Logger.callHandlers
+        reporter = logging.Handler()
+        format_exception = logging.Formatter().formatException
+
+        def callHandlers(logger: Any, record: Any) -> None:
+            if _is_handled(logging, logger):
+                call_handlers(logger, record)
+                return
+            try:
+                self._forward(record, format_exception)
+            except Exception:
+                reporter.handleError(record)
+
+        logging.Logger.callHandlers = callHandlers
+        configure = logging.basicConfig
+
+        @functools.wraps(configure)
+        def basicConfig(**options: Any) -> None:
+            # `logging.warning` and its like call this too, where the root logger has no handler.
+            if sys._getframe(1).f_globals is not vars(logging):
+                # It does nothing if there are handlers; those of the program do not count.
+                handlers = logging.getLogger().handlers
+                if all(hasattr(one, "_xpool_of_program") for one in handlers):
+                    handlers.clear()
+                configure(**options)
+
+        logging.basicConfig = basicConfig
+
+    def _forward(self, record: logging.LogRecord, format_exception: Callable[[Any], str]) -> None:
+        fields = {**vars(record), "msg": record.getMessage()}
+        del fields["args"]
+        exc_info = fields.pop("exc_info")
+        if exc_info and not record.exc_text:
+            fields["exc_text"] = format_exception(exc_info)
+        self._send(LOG, fields)
+
+    # -- warnings ----------------------------------------------------------------------------------
+
+    def take_warnings(self, warnings: Any) -> None:
+        """Show warnings in the parent; the worker's filters select them."""
+        shown_here = warnings.showwarning
+
+        def showwarning(
+            message: Any,
+            category: Any,
+            filename: str,
+            lineno: int,
+            file: Any = None,
+            line: Any = None,
+        ) -> None:
+            if file is not None:
+                shown_here(message, category, filename, lineno, file, line)
+                return
+            # The parent may lack the class: it makes one from the built-in base class.
+            builtin = (one for one in category.__mro__ if one.__module__ == "builtins")
+            fields = {
+                "text": str(message),
+                "module": category.__module__,
+                "name": category.__name__,
+                "base": next(one.__name__ for one in builtin if issubclass(one, Warning)),
+                "filename": filename,
+                "lineno": lineno,
+            }
+            self._send(WARNING, fields)
+
+        warnings.showwarning = showwarning
+
+
+def _is_handled(logging: Any, logger: Any) -> bool:
+    """Whether this process has a handler for the records of a logger."""
+    while logger is not None:
+        # A `NullHandler` does not count: libraries add it to leave handling to the program.  Others
+        # take the place of the program's handlers, which get the records.
+        for one in logger.handlers:
+            if type(one) is not logging.NullHandler and not hasattr(one, "_xpool_of_program"):
+                return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+def _remove_handlers(logging: Any) -> None:
+    """Remove the program's handlers, which a fork has inherited: the parent uses them."""
+    root = logging.getLogger()
+    for logger in (root, *root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):  # otherwise it is a placeholder
+            logger.handlers.clear()
+            logger.propagate = True
+    forget_log_handlers(logging)

@@ -1,0 +1,344 @@
+"""`ModelAssigner`: places several models on several devices."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xpool._calls.options import check_count, check_iterable
+from xpool.assigner._estimate import (
+    MIB,
+    ModelComplexityEstimator,
+    ModelSizeEstimator,
+    check_model,
+    check_number,
+)
+from xpool.assigner._machine import find_places
+from xpool.assigner._placement import Problem, plain_torch, search, step
+from xpool.devices import DeviceContext
+from xpool.errors import OptionError, XPoolError
+
+
+class PlacementError(XPoolError, RuntimeError):
+    """The models together need more memory than all devices may give."""
+
+    __module__ = "xpool.assigner"  # the public name, in pickles and tracebacks
+
+
+class ModelAssigner:
+    """Places models on devices so that they fit, share the work, and are close if connected.
+
+    ``docs/assigner.md`` defines the cost.  The search is exact for at most 131,072 placements (17
+    models on 2 devices, 8 on 4, 5 on 8).  For more it follows the gradient of the cost with respect
+    to the probabilities of a placement, and its result is never worse than a greedy search's.  The
+    same arguments on the same machine in the same state give the same placement.
+
+    Iterating over an assigner gives a `ModelContext` for each of `devices`, for the workers of a
+    pool: ``CtxPool(worker_contexts=assigner)``.
+
+    Args:
+        models: the `torch.nn.Module` objects, numbered from 0.
+        model_connection: how much data goes from model i to model j, as ``{(i, j): amount}``.
+            Amounts are at least 0, in any unit.
+        devices: "cpu" and "cuda" devices.  None: all CUDA devices that this process can see, or the
+            CPU if none exist.  A device that is given n times (``["cpu"] * 3`` for three workers on
+            the CPU) counts as n devices that share its memory and power.
+        model_size_multiplier: the memory that a model needs, as a multiple of the size of its
+            parameters and buffers.
+        max_mem_ratio: the share of each device's free memory that models may take, at most 1.
+        cpu_weight: the computing power of the CPU; an idle GPU has 1.
+        connection_weight: weight of the data between models, times the distance of their devices.
+        size_match_weight: weight of each MiB that a device's models need beyond ``max_mem_ratio``.
+            A higher weight makes a placement beyond this limit less likely.
+        complexity_match_weight: weight of the difference between a device's share of the work and
+            its share of the power.
+        entropy_weight: weight of the entropy of the probabilities, which only the descent has.
+        iterations, update_rate: number of steps of the descent, and its learning rate (Adam).
+        gpu_gpu_distance: distance of two devices of one kind, or of two workers on the CPU.
+        cpu_gpu_distance: distance of the CPU and a GPU.
+        move_models: whether to move each model to its device in this process.  Give False if
+            workers hold the models: then this process starts no device runtime.
+        example_inputs: for each model a tensor, or a tuple of arguments, with which the operations
+            of a forward pass are counted.  None: they are estimated from the number of parameters.
+
+    Raises:
+        TypeError, OptionError (a `ValueError`): an argument has a wrong type or value.  The text
+            names it.
+        DeviceError (a `RuntimeError`): a CUDA device does not exist or cannot be used.
+        PlacementError (a `RuntimeError`): the models need more memory than all devices may give.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        model_connection: Mapping[tuple[int, int], float],
+        devices: Iterable[torch.device | str] | None = None,
+        model_size_multiplier: float = 2,
+        max_mem_ratio: float = 0.5,
+        cpu_weight: float = 0,
+        connection_weight: float = 2,
+        size_match_weight: float = 1e-2,
+        complexity_match_weight: float = 1,
+        entropy_weight: float = 1,
+        iterations: int = 500,
+        update_rate: float = 0.01,
+        gpu_gpu_distance: float = 1,
+        cpu_gpu_distance: float = 10,
+        move_models: bool = True,
+        example_inputs: Iterable[Any] | None = None,
+    ) -> None:
+        self._models = _check_models(models)
+        check_count("iterations", iterations, least=0)
+        check_number("update_rate", update_rate, above=0)
+        weights = [
+            check_number(name, value, least=0)
+            for name, value in (
+                ("connection_weight", connection_weight),
+                ("size_match_weight", size_match_weight),
+                ("complexity_match_weight", complexity_match_weight),
+                ("entropy_weight", entropy_weight),
+            )
+        ]
+        if check_number("max_mem_ratio", max_mem_ratio, above=0) > 1:
+            raise OptionError(f"max_mem_ratio must be at most 1, not {max_mem_ratio!r}")
+        check_number("gpu_gpu_distance", gpu_gpu_distance, least=0)
+        check_number("cpu_gpu_distance", cpu_gpu_distance, least=0)
+        sizes = [ModelSizeEstimator(m, model_size_multiplier).estimate_size() for m in self._models]
+        works = _complexities(self._models, example_inputs)
+        self._places = find_places(devices, check_number("cpu_weight", cpu_weight, least=0))
+        memory = [place.memory / MIB * max_mem_ratio for place in self._places]
+        if sum(sizes) > sum(memory):
+            named = ", ".join(map(str, self.devices))
+            raise PlacementError(
+                f"the {len(sizes)} models need about {sum(sizes):,.1f} MiB, but {named} may give "
+                f"{sum(memory):,.1f} MiB: add devices, raise max_mem_ratio (now "
+                f"{max_mem_ratio:g}), or lower model_size_multiplier (now "
+                f"{model_size_multiplier:g})"
+            )
+        with plain_torch():
+            problem = Problem(
+                _row(sizes),
+                _row(memory),
+                _row(works),
+                _row(place.power for place in self._places),
+                _connections(model_connection, len(self._models)),
+                _distances(self.devices, gpu_gpu_distance, cpu_gpu_distance),
+                *weights,
+            )
+            self._found = search(problem, iterations, update_rate)
+        if move_models:
+            self._move()
+
+    @property
+    def assignment(self) -> list[torch.device]:
+        """The device of each model, in the order of the models."""
+        return [self._places[j].device for j in self._found.placement]
+
+    @property
+    def placement(self) -> list[int]:
+        """For each model the index of its device in `devices`, and of its worker in a pool."""
+        return list(self._found.placement)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices, in the given order."""
+        return [place.device for place in self._places]
+
+    @property
+    def cost(self) -> float:
+        """The cost of the placement.  Lower is better, among assigners of the same models."""
+        return self._found.cost
+
+    @property
+    def method(self) -> str:
+        """The search that found the placement: "exact" or "gradient"."""
+        return self._found.method
+
+    def __iter__(self) -> Iterator[ModelContext]:
+        for j, place in enumerate(self._places):
+            yield ModelContext(place.binding, {i: self._models[i] for i in self._held(j)})
+
+    @staticmethod
+    def optimize_placement(
+        optimizer: torch.optim.Optimizer,
+        placement: Tensor,
+        model_size: Tensor,
+        size_capacity: Tensor,
+        model_complexity: Tensor,
+        complexity_capacity: Tensor,
+        model_connection: Tensor,
+        device_distance: Tensor,
+        connection_weight: float,
+        size_match_weight: float,
+        complexity_match_weight: float,
+        entropy_weight: float,
+    ) -> None:
+        """Take one step down the gradient of the cost, for n models and m devices.
+
+        Args:
+            optimizer: an optimizer of ``placement``.  Its ``step`` is called once.
+            placement: logits, ``[n, m]``, a leaf tensor that requires a gradient.  The probability
+                that model i lies on device j is ``softmax(placement[i])[j]``.
+            model_size: MiB, ``[1, n]``.
+            size_capacity: MiB, ``[1, m]``.
+            model_complexity: ``[1, n]``, in any unit.
+            complexity_capacity: ``[1, m]``, in any unit.  All zeros mean equal power.
+            model_connection: ``[n, n]``, in any unit.
+            device_distance: ``[m, m]``, in any unit.
+            connection_weight, size_match_weight, complexity_match_weight, entropy_weight: the
+                weights of the parts of the cost.
+
+        Raises:
+            OptionError (a `ValueError`): a tensor has another shape.
+        """
+        if placement.dim() != 2:
+            raise OptionError(f"placement must have the shape [n, m], not {list(placement.shape)}")
+        n, m = placement.shape
+        problem = Problem(
+            model_size, size_capacity, model_complexity, complexity_capacity,
+            model_connection, device_distance,
+            connection_weight, size_match_weight, complexity_match_weight, entropy_weight,
+        )  # fmt: skip
+        shapes = [(1, n), (1, m), (1, n), (1, m), (n, n), (m, m)]
+        for name, tensor, shape in zip(Problem._fields, problem, shapes):
+            if tuple(tensor.shape) != shape:
+                raise OptionError(
+                    f"{name} must have the shape {list(shape)} for {n} models and {m} devices, "
+                    f"not {list(tensor.shape)}"
+                )
+        step(optimizer, placement, problem)
+
+    def _held(self, device: int) -> list[int]:
+        return [i for i, j in enumerate(self._found.placement) if j == device]
+
+    def _move(self) -> None:
+        """Move the models to their devices.  First raise `OptionError` if models of different
+        devices share a parameter."""
+        owners: dict[int, int] = {}
+        for i, model in enumerate(self._models):
+            for tensor in (*model.parameters(), *model.buffers()):
+                first = owners.setdefault(id(tensor), i)
+                if self.assignment[first] != self.assignment[i]:
+                    raise OptionError(
+                        f"models[{first}] and models[{i}] share a parameter, but the first goes to "
+                        f"{self.assignment[first]} and the other to {self.assignment[i]}; make "
+                        "one model of them (torch.nn.ModuleList), or connect them more strongly"
+                    )
+        for model, device in zip(self._models, self.assignment):
+            model.to(device)
+
+    def __repr__(self) -> str:
+        placed = ", ".join(f"{d}: {self._held(j)}" for j, d in enumerate(self.devices))
+        return f"<ModelAssigner {placed}; {self.method}, cost {self.cost:.4g}>"
+
+
+class ModelContext:
+    """The context of a pool's worker: its device, and the models that were placed there.
+
+    ``models`` maps a model's number in the assigner's list to the module.  Each worker has copies
+    of its models.  Models that share parameters still do so in the worker.  A replacement worker
+    gets the models in the state that they had when the pool was made.
+    """
+
+    def __init__(self, binding: DeviceContext, models: dict[int, nn.Module]) -> None:
+        self.binding = binding
+        self.env, self.cpus = binding.env, binding.cpus
+        self.models = models
+
+    @property
+    def device(self) -> torch.device:
+        """The `torch.device` of the models in the worker, where its only GPU is "cuda:0"."""
+        return self.binding.device
+
+    def enter(self) -> None:
+        """Bind the worker to the device and move the models there.  The worker calls this once."""
+        self.binding.enter()
+        for model in self.models.values():
+            model.to(self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        for i, model in self.models.items():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.device.type != "cpu":
+                    raise OptionError(
+                        f"model {i} is on {tensor.device} in this process, and cannot be sent to "
+                        "a worker, which has another runtime: use move_models=False, and have the "
+                        "models on the CPU when the pool is made"
+                    )
+        return self.__dict__
+
+    def __repr__(self) -> str:
+        return f"ModelContext({self.binding!r}, models {list(self.models)})"
+
+
+def _check_models(models: Any) -> list[nn.Module]:
+    found = [check_model(f"models[{i}]", m) for i, m in enumerate(check_iterable("models", models))]
+    if not found:
+        raise OptionError("models is empty: give at least one torch.nn.Module")
+    numbers: dict[int, int] = {}
+    for i, model in enumerate(found):
+        if (first := numbers.setdefault(id(model), i)) != i:
+            raise OptionError(
+                f"models[{i}] is models[{first}] again; a model can be on one device only"
+            )
+    return found
+
+
+def _connections(connection: Any, n: int) -> Tensor:
+    """Return the amounts as a matrix of shape ``[n, n]``."""
+    if not isinstance(connection, Mapping):
+        raise TypeError(
+            f"model_connection must be a dict {{(i, j): amount}}, not {connection!r}; "
+            "an empty dict if no model sends data to another"
+        )
+    matrix = torch.zeros(n, n, dtype=torch.double)
+    for key, amount in connection.items():
+        try:
+            i, j = (operator.index(number) for number in key)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"model_connection has the key {key!r}; keys are pairs of models' numbers"
+            ) from None
+        if not (0 <= i < n and 0 <= j < n):
+            raise OptionError(
+                f"model_connection has the key {key!r}, but the models are 0 to {n - 1}"
+            )
+        matrix[i, j] = check_number(f"model_connection[{key!r}]", amount, least=0)
+    return matrix
+
+
+def _distances(devices: list[torch.device], alike: float, apart: float) -> Tensor:
+    kinds = [device.type for device in devices]
+    rows = [[float(alike if a == b else apart) for b in kinds] for a in kinds]
+    return torch.tensor(rows, dtype=torch.double).fill_diagonal_(0)
+
+
+def _row(values: Iterable[float]) -> Tensor:
+    return torch.tensor([list(values)], dtype=torch.double)
+
+
+def _complexities(models: list[nn.Module], example_inputs: Any) -> list[float]:
+    if example_inputs is None:
+        return [ModelComplexityEstimator(model).estimate_complexity() for model in models]
+    inputs = check_iterable("example_inputs", example_inputs)
+    if isinstance(example_inputs, Tensor) or len(inputs) != len(models):
+        raise OptionError(
+            f"example_inputs must have one entry for each of the {len(models)} models, a tensor "
+            f"or a tuple of arguments, not {len(inputs)}"
+        )
+    works = []
+    for i, (model, given) in enumerate(zip(models, inputs)):
+        if given is None:
+            raise OptionError(
+                f"example_inputs[{i}] is None; give inputs for all models, or leave them out "
+                "for all: the two ways of counting cannot be compared"
+            )
+        try:
+            works.append(ModelComplexityEstimator(model, given).estimate_complexity())
+        except OptionError as exc:
+            raise OptionError(f"example_inputs[{i}]: {exc}") from exc.__cause__
+    return works

@@ -1,0 +1,271 @@
+"""`WorkerCopy`: a worker's dataset and settings, and the methods that make batches."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe, dataloader, graph_settings
+from torch.utils.data._utils import worker as torch_worker
+
+from xpool import pickle
+from xpool._worker.worker_context import current_worker
+from xpool.data._generators import changed, seed_all, states_of_all
+from xpool.data._worker_info import as_worker, make_info, seed_own, use_common_memory
+
+
+class EpochSpec(NamedTuple):
+    """The values that all batches of one epoch share."""
+
+    number: int  # counts all epochs of the loader, new and resumed ones
+    seed: int
+    shared_seed: int | None  # the seed with which all workers shuffle a data pipe
+
+
+class Base(NamedTuple):
+    """A place in a worker's part of the dataset, and its state.  A replacement begins there."""
+
+    place: int = 0  # number of batches of this part before this place
+    state: bytes | None = None  # pickled; None: the state at the beginning
+    end: int | None = None  # of a state at the end of an epoch: number of batches of this part
+
+
+class Made(NamedTuple):
+    """The answer of a worker."""
+
+    batch: Any
+    seconds: float = 0.0  # how many seconds the worker took to make the batch
+    collating: float = 0.0  # the part of these seconds that collate_fn took
+    state: bytes | None = None  # the state after this batch; None: none exists or is wanted
+    ended: bool = False  # whether the part has ended, without another batch
+    is_last: bool = False  # whether the part is known to end with this batch
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether an object has ``state_dict`` and ``load_state_dict``."""
+    return callable(getattr(thing, "state_dict", None)) and callable(
+        getattr(thing, "load_state_dict", None)
+    )
+
+
+def is_pipe(dataset: Any) -> bool:
+    """Whether a dataset is a data pipe of torch.  The loader shards and seeds data pipes."""
+    return isinstance(dataset, (IterDataPipe, MapDataPipe))
+
+
+class WorkerCopy:
+    """A worker's dataset, and the methods that make batches of it.
+
+    A worker process gets a `WorkerCopy` pickled or inherited, so its dataset is a copy.  In a
+    thread, and in the caller's thread if there are no workers, it is the program's dataset.
+    """
+
+    is_thread = False
+    is_inline = False
+
+    def __init__(self, loader: Any) -> None:
+        self.dataset, self.kind = loader.dataset, loader._dataset_kind
+        self.is_batched = loader.batch_sampler is not None
+        self.collate, self.drop_last = loader.collate_fn, loader.drop_last
+        self.batch_size = loader.batch_size
+        self.workers = loader.num_workers
+        self.initialize = loader.worker_init_fn
+        # As in torch, each worker iterates over its own part of a data pipe.
+        self._world, self._rank = dataloader._get_distributed_settings()
+        if is_pipe(self.dataset) and self.workers:
+            self.initialize = functools.partial(
+                dataloader._sharding_worker_init_fn, self.initialize, self._world, self._rank
+            )
+        self._epoch = self._over = -1  # number of the current epoch, and of the last ended one
+        self._initialized = False
+        self._seeded: list[str] = []  # generators that worker_init_fn has used
+        self._generators: Any = None  # the own generators of a thread
+        self._fetcher: Any = None
+        self._place = 0  # number of batches of this part that were made in this epoch
+        self._kept: dict[int, Made | Exception] = {}  # batches made before they were requested
+        self._collating = 0.0
+
+    # -- tasks -------------------------------------------------------------------------------------
+
+    def make(self, epoch: EpochSpec, number: int, indices: Any) -> Made:
+        """Make one batch of a dataset with indices.  Any worker may make it."""
+        shard = 0 if self.is_inline else current_worker().index
+        with self._as_worker(epoch, shard):
+            if self._epoch != epoch.number:
+                self._begin(epoch, shard, Base())
+            return self._batch(epoch, number, indices)
+
+    def begin(self, epoch: EpochSpec, shard: int, base: Base) -> bytes | None:
+        """Go to ``base`` in this worker's part of the dataset, and return the state there."""
+        with self._as_worker(epoch, shard):
+            self._begin(epoch, shard, base)
+            return self.state()
+
+    def make_next(
+        self, epoch: EpochSpec, shard: int, base: Base, place: int, taken: int, requests: Any,
+        interval: int,
+    ) -> Made:  # fmt: skip
+        """Make batch ``place`` of this worker's part; with its state, if ``interval`` divides the
+        number of batches up to this one.
+
+        ``requests`` has number and indices of each batch from ``base`` up to this one, or is None
+        for a dataset without indices.  If the worker is at another place (it replaces a dead one,
+        or an epoch was resumed), it makes all batches from ``base`` on.
+
+        The batch of a dead worker is requested again after a pause, and later batches before it.
+        So the worker keeps those that it makes on the way to a later one, if the program has not
+        taken them: it has taken ``taken`` batches.
+        """
+        with self._as_worker(epoch, shard):
+            self._kept = {at: made for at, made in self._kept.items() if at >= taken}
+            if self._epoch == epoch.number and place in self._kept:
+                return _opened(self._kept.pop(place))
+            if self._over != epoch.number:
+                if self._epoch != epoch.number or not base.place <= self._place <= place:
+                    # An iterable dataset counts as ended if `_begin` raises.
+                    self._over = epoch.number if requests is None else -1
+                    self._begin(epoch, shard, base)
+                    self._over = -1
+                while self._place < place and self._over != epoch.number:
+                    at = self._place
+                    made: Made | Exception
+                    try:
+                        made = self._next(epoch, base, requests, interval)
+                    except Exception as exc:
+                        made = exc
+                    if at >= taken:
+                        self._kept[at] = made
+                    del made  # the traceback of an error keeps this frame
+            if self._over == epoch.number:
+                return Made(None, ended=True)
+            return self._next(epoch, base, requests, interval)
+
+    def _next(self, epoch: EpochSpec, base: Base, requests: Any, interval: int) -> Made:
+        """Make the next batch of this part."""
+        number, indices = None, [None] * (self.batch_size or 0)
+        if requests is not None:
+            number, indices = requests[self._place - base.place]
+        self._place += 1
+        try:
+            made = self._batch(epoch, number, indices)
+        except StopIteration:
+            if requests is not None:
+                raise
+            # The part has ended, even if the iterator would yield more items later.
+            self._over = epoch.number
+            self._place -= 1
+            return Made(None, state=self.state(), ended=True)
+        # After a partial batch, the iterator has ended, and the state is that of the end.
+        is_last = getattr(self._fetcher, "ended", False)
+        is_due = is_last or (interval and self._place % interval == 0)
+        return made._replace(state=self.state(), is_last=is_last) if is_due else made
+
+    def state(self) -> bytes | None:
+        """Return the pickled state of the dataset and its iterator, or None if they have none."""
+        iterator = getattr(self._fetcher, "dataset_iter", None)
+        state: dict[str, Any] = {}
+        # If a dataset is its own iterator, the state is stored only once.
+        if is_stateful(self.dataset) and iterator is not self.dataset:
+            state["dataset"] = self.dataset.state_dict()
+        if iterator is not None and is_stateful(iterator):
+            state["iterator"] = iterator.state_dict()
+        return pickle.dumps(state) if state else None
+
+    @contextmanager
+    def _as_worker(self, epoch: EpochSpec, shard: int) -> Iterator[None]:
+        if self.is_inline:
+            yield
+            return
+        # Set for each batch, because a worker may serve several loaders in turn.
+        info = make_info(shard, self.workers, epoch.seed + shard, self.dataset, self._generators)
+        with as_worker(info, self.is_thread):
+            yield
+
+    def _begin(self, epoch: EpochSpec, shard: int, base: Base) -> None:
+        """Begin this epoch at ``base``.  A worker that ended the epoch before keeps its dataset's
+        state.  One that made a batch of a dead worker after later ones may be at another place."""
+        is_at_end = self._initialized and self._epoch != epoch.number and self._place == base.end
+        self._epoch = -1  # stays so if an error is raised below
+        if is_pipe(self.dataset):
+            self._shuffle(epoch)
+        if not self.is_inline:
+            self._initialize(epoch, shard)
+        if self.kind == dataloader._DatasetKind.Iterable:
+            self._seed(epoch.seed + shard, _numpy_seed(epoch.seed, shard))
+        state = {} if base.state is None or is_at_end else pickle.loads(base.state)
+        if not self.is_inline:
+            self.load(state, base.end is not None)
+        self._fetcher = dataloader._DatasetKind.create_fetcher(
+            self.kind, self.dataset, self.is_batched, self._collate, self.drop_last
+        )
+        if "iterator" in state and base.end is None and is_stateful(self._fetcher.dataset_iter):
+            self._fetcher.dataset_iter.load_state_dict(state["iterator"])
+        self._place, self._kept = base.place, {}
+        self._epoch = epoch.number
+
+    def load(self, state: dict[str, Any], is_end: bool) -> None:
+        """Load a state into the dataset.  ``is_end``: it is the state at the end of an epoch."""
+        if "dataset" in state:
+            self.dataset.load_state_dict(state["dataset"])
+        elif is_end and "iterator" in state and is_stateful(self.dataset):
+            # The dataset is its own iterator, and `iter` may have to create its state.
+            iter(self.dataset)
+            self.dataset.load_state_dict(state["iterator"])
+
+    def _initialize(self, epoch: EpochSpec, shard: int) -> None:
+        if self._initialized:
+            return
+        torch.set_num_threads(1)
+        use_common_memory()
+        if self.initialize is not None:
+            seed_all(epoch.seed + shard, _numpy_seed(epoch.seed, shard))
+            before = states_of_all()
+            self.initialize(shard)
+            self._seeded = changed(before)
+        self._initialized = True
+
+    def _shuffle(self, epoch: EpochSpec) -> None:
+        if self.is_inline:
+            graph_settings.apply_sharding(self.dataset, self._world, self._rank)
+        if epoch.shared_seed is not None:
+            generator = torch.Generator()
+            generator.manual_seed(epoch.shared_seed)
+            self.dataset = graph_settings.apply_random_seed(self.dataset, generator)
+
+    def _batch(self, epoch: EpochSpec, number: int | None, indices: Any) -> Made:
+        if number is not None:
+            # The number of the batch decides, so another worker or a repetition gets the same seed.
+            self._seed(epoch.seed + number)
+        begun, self._collating = time.perf_counter(), 0.0
+        batch = self._fetcher.fetch(indices)
+        return Made(batch, time.perf_counter() - begun, self._collating)
+
+    def _collate(self, items: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return self.collate(items)
+        finally:
+            self._collating = time.perf_counter() - begun
+
+    def _seed(self, seed: int, numpy_seed: Any = None) -> None:
+        # Threads must not seed the program's generators, which they share.  Without workers, the
+        # dataset draws from those as they are.
+        if self.is_thread:
+            seed_own(self._generators, seed)
+        elif not self.is_inline:
+            seed_all(seed, numpy_seed, but=self._seeded)
+
+
+def _opened(kept: Made | Exception) -> Made:
+    if isinstance(kept, Exception):
+        raise kept
+    return kept
+
+
+def _numpy_seed(seed: int, shard: int) -> Any:
+    """Return the seed that torch gives numpy's generator in a worker."""
+    return torch_worker._generate_state(seed, shard)

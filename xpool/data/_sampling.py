@@ -1,0 +1,121 @@
+"""`Sampling`: draws numbered requests from an epoch's sampler, and records the sampler's states."""
+
+from __future__ import annotations
+
+import itertools
+import marshal
+import reprlib
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler
+
+from xpool import pickle
+from xpool.data._loader_worker import is_stateful
+from xpool.errors import OptionError
+
+
+class Request(NamedTuple):
+    """The indices of one batch, as drawn from the sampler."""
+
+    number: int
+    indices: Any
+    digest: int  # the digest of all indices up to this batch
+    state: bytes | None  # the sampler's pickled state after this batch; None: not recorded here
+
+
+class Sampling(Iterator[Request]):
+    """The requests of one epoch, in order.
+
+    The state of a stateful sampler is recorded after each ``interval`` batches that are not
+    partial; 0: never.
+    """
+
+    def __init__(self, sampler: Any, interval: int) -> None:
+        self._sampler, self._interval = sampler, interval
+        self._inner, self._size, self._drop_last = sampler, 0, False
+        # Torch's `BatchSampler` has no state, but its inner sampler may have one.
+        if type(sampler) is BatchSampler:
+            self._inner = sampler.sampler
+            self._size, self._drop_last = sampler.batch_size, sampler.drop_last
+        self._drawn = 0
+        self._digest = 0
+
+    def begin(self) -> None:
+        """Call ``__iter__`` of the sampler.  If it is inside torch's `BatchSampler`, this happens
+        with the first batch."""
+        self._indices: Any = None
+        if self._inner is self._sampler:
+            self._indices = self._requests = iter(self._inner)
+        else:
+            self._requests = self._batches()
+
+    def go_on(self, taken: int, digest: int, drawn: int, state: bytes | None) -> None:
+        """Begin after ``taken`` batches.  ``state`` is the sampler's state after ``drawn`` batches;
+        without one, the batches are drawn again and must have this ``digest``."""
+        if state is not None:
+            states = pickle.loads(state)
+            if "sampler" in states:
+                self._inner.load_state_dict(states["sampler"])
+            self.begin()
+            if "iterator" in states:
+                self._indices = self._indices or iter(self._inner)
+                self._indices.load_state_dict(states["iterator"])
+            self._drawn = drawn
+            for _ in itertools.islice(self, taken - drawn):
+                pass
+            self._digest = digest
+            return
+        self.begin()
+        for _ in itertools.islice(self, taken):
+            pass
+        if (self._drawn, self._digest) != (taken, digest):
+            raise OptionError(
+                f"load_state_dict: the sampler does not repeat the {taken} batches of indices that "
+                "were taken before this state. Either it or the dataset is another one, or it "
+                "draws from a generator that the state does not contain. Make the loader as it was "
+                "(call set_epoch of a DistributedSampler), or give the sampler a state_dict"
+            )
+
+    def states(self) -> bytes | None:
+        """Return the pickled states of the sampler and its iterator, or None if they have none."""
+        state = {}
+        if is_stateful(self._inner):
+            state["sampler"] = self._inner.state_dict()
+        if self._indices is not self._inner and is_stateful(self._indices):
+            state["iterator"] = self._indices.state_dict()
+        return pickle.dumps(state) if state else None
+
+    def __next__(self) -> Request:
+        indices = next(self._requests)
+        number = self._drawn
+        self._drawn += 1
+        self._digest = _digest(indices, self._digest)
+        # After a partial batch, the sampler has ended, and its state may be that of a new epoch.
+        is_partial = self._size and len(indices) < self._size
+        is_due = self._interval and self._drawn % self._interval == 0 and not is_partial
+        return Request(number, indices, self._digest, self.states() if is_due else None)
+
+    def _batches(self) -> Iterator[list[Any]]:
+        """Yield batches as torch's `BatchSampler`, which begins the sampler with the first one."""
+        if self._indices is None:
+            self._indices = iter(self._inner)
+        while True:
+            batch = list(itertools.islice(self._indices, self._size))
+            if not batch or (self._drop_last and len(batch) < self._size):
+                return
+            yield batch
+
+
+def label(request: Request) -> str:
+    return f"batch {request.number} (indices {reprlib.repr(request.indices)})"
+
+
+def _digest(indices: Any, before: int) -> int:
+    """Return the digest of these and all earlier indices; it is the same in each process."""
+    try:
+        # The output of marshal's version 2 does not depend on the numbers of references.
+        return zlib.crc32(marshal.dumps(indices, 2), before)
+    except ValueError:  # marshal takes only plain values; batches of others are only counted
+        return zlib.crc32(b"?", before)

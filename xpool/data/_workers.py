@@ -1,0 +1,213 @@
+"""The workers of a loader: processes, threads, or the caller's thread.
+
+Each kind has two methods: `make` lets a worker make a batch, and `end` ends the loader's own pool.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from xpool._calls.results import AsyncResult
+from xpool._pools.base import BasePool, at_exit
+from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
+from xpool._pools.p2p import P2PPool
+from xpool._pools.process import Pool
+from xpool._pools.thread import ThreadPool
+from xpool.data._batch_calls import (
+    AtStart,
+    after,
+    begin,
+    call,
+    in_thread,
+    receive,
+    with_copy,
+    without_context,
+)  # fmt: skip
+from xpool.data._ending import end_later
+from xpool.data._loader_worker import WorkerCopy, is_pipe
+from xpool.data._start import find_context
+from xpool.data._worker_info import own_generators, use_threads
+from xpool.errors import OptionError
+
+RETRIES = 2
+"""How many times a batch is made again if its worker dies."""
+
+
+def check_pool(pool: BasePool, has_parts: bool) -> None:
+    """Raise `OptionError` if the pool cannot make the batches of a loader."""
+    if not isinstance(pool, (Pool, ThreadPool)):
+        raise OptionError(
+            "pool= must be one of processes (Pool, CtxPool, P2PPool) or a ThreadPool, not "
+            f"{type(pool).__name__}"
+        )
+    if has_parts and isinstance(pool, Pool) and not isinstance(pool, P2PPool):
+        raise OptionError(
+            "an iterable dataset, and one with a state_dict, lives in its workers, each with its "
+            f"part: its pool must be a P2PPool or a ThreadPool, not {type(pool).__name__}"
+        )
+
+
+class Inline:
+    """No workers: the caller's thread makes a batch when the program takes it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.made = WorkerCopy(loader)
+        self.made.is_inline = True
+
+    def make(
+        self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None
+    ) -> Any:
+        """Return a result whose `get` calls ``func(copy, *args)``."""
+        return _Later(func, (self.made, *args))
+
+    def end(self, results: Iterable[Any] = ()) -> None:
+        """Do nothing, because there is no pool."""
+
+
+class _Later:
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._func, self._args = func, args
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        return None
+
+    def get(self) -> Any:
+        return self._func(*self._args)
+
+    def cancel(self) -> bool:
+        return True
+
+
+class Processes:
+    """Worker processes, each with a copy of the loader's dataset."""
+
+    def __init__(self, loader: Any, has_parts: bool) -> None:
+        self._pool, self._ref, made = loader._given_pool, None, WorkerCopy(loader)
+        self._end: Callable[[Iterable[Any]], None]
+        if self._pool is None:
+            self._pool = self._start(loader, P2PPool if has_parts else Pool, made)
+            self._end = end_later(self._pool)
+        else:
+            self._ref = self._pool.broadcast(made)
+            self._end = end_later(None)
+        self._prefix = without_context if isinstance(self._pool, CtxPool) else call
+
+    def _start(self, loader: Any, pool_class: type[Pool], made: WorkerCopy) -> Pool:
+        """Start workers with the dataset, which may hold locks and open files."""
+        context, size = loader._context, loader.num_workers
+        named = context is None or isinstance(context, str)
+        if (context if named else context.get_start_method()) != "fork":  # forks need no pickle
+            # The initializer imports torch, which each batch needs, before a worker is ready.
+            pool = pool_class(
+                size, begin, context=find_context(context, size),
+                name="DataLoader",
+            )  # fmt: skip
+            try:
+                self._ref = pool.broadcast(made)
+                return pool
+            except Exception:  # an object's `__reduce__` can raise any error
+                # Such a dataset can only be passed to a starting process, as in torch's loader.
+                pool.terminate()
+                pool.join()
+        if context is None or context == "forkserver":
+            context = multiprocessing.get_context(context)
+        return pool_class(size, receive, (AtStart(made),), context=context, name="DataLoader")
+
+    def make(
+        self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None
+    ) -> Any:
+        """Let worker ``shard`` (None: any worker) call ``func(copy, *args)``; return the result.
+
+        ``label`` names the call in error texts.
+        """
+        where = {} if shard is None else {"worker": shard}
+        result = self._pool.apply_async(
+            self._prefix, (with_copy, func, self._ref, *args), retries=RETRIES, **where
+        )
+        result.label = label
+        return result
+
+    def end(self, results: Iterable[Any] = ()) -> None:
+        """Cancel these results, and end the workers if they are the loader's own."""
+        self._ref = None  # lets the workers drop the dataset
+        self._end(results)
+
+    def __del__(self) -> None:
+        # Ends persistent workers, and those of an epoch that could not begin.
+        if hasattr(self, "_end"):
+            self._end(())
+
+
+_thread_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
+
+
+def _join_threads() -> None:
+    """When the program ends, wait for the batches that threads are making.
+
+    Before Python 3.14, a thread that still runs is ended when it next takes the interpreter's lock.
+    If it is in C++ code like torch's, this ends the process with SIGABRT.
+    """
+    for pool in list(_thread_pools):
+        pool.join()
+
+
+at_exit.append(_join_threads)
+
+
+class Threads:
+    """Worker threads, which share the loader's dataset.
+
+    If each worker has its own part of the dataset, each gets a shallow copy of it.
+    """
+
+    def __init__(self, loader: Any, has_parts: bool) -> None:
+        use_threads()
+        self._pool = loader._given_pool
+        owns = self._pool is None
+        if owns:
+            self._pool = ThreadPool(loader.num_workers, name="DataLoader")
+        self._end = end_later(self._pool if owns else None)
+        _thread_pools.add(self._pool)
+        self._prefix = without_context if isinstance(self._pool, CtxThreadPool) else call
+        self._copies = []
+        for _ in range(loader.num_workers):
+            made = WorkerCopy(loader)
+            made.is_thread, made._generators = True, own_generators()
+            if has_parts:
+                made.dataset = _own(loader.dataset)
+            self._copies.append(made)
+        self._latest: list[AsyncResult[Any] | None] = [None] * loader.num_workers
+
+    def make(
+        self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None
+    ) -> Any:
+        """Let a thread call ``func(copy, *args)``.  Calls of one part run one after the other."""
+        if shard is None:
+            result = self._pool.apply_async(self._prefix, (in_thread, func, self._copies, *args))
+        else:
+            # Threads that wait for `before` cannot block each other: tasks begin in order.
+            before, made = self._latest[shard], self._copies[shard]
+            result = self._pool.apply_async(self._prefix, (after, before, func, made, *args))
+            self._latest[shard] = result
+        result.label = label
+        return result
+
+    def end(self, results: Iterable[Any] = ()) -> None:
+        """Cancel the results that have not begun, and end the threads if they are the loader's."""
+        self._end(results)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_end"):
+            self._end(())
+
+
+def _own(dataset: Any) -> Any:
+    # Sharding changes all pipes of a graph, so each worker needs a copy of the whole graph.
+    return copy.deepcopy(dataset) if is_pipe(dataset) else copy.copy(dataset)

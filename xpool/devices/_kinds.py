@@ -1,0 +1,338 @@
+"""For each kind of device: the devices that workers get, and the variables that they set."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import xpool.devices._cuda as cuda
+import xpool.devices._tpu as tpu
+from xpool.devices._device_context import PROCESS, DeviceContext
+from xpool.devices._frameworks import check_torch_xla, pick_tpu_framework
+from xpool.devices._host import Host
+from xpool.errors import DeviceError, OptionError
+
+TPU_PORT = 8476
+"""First port of a replica group over several hosts.  All hosts need the same: torch_xla's port."""
+
+
+def best(host: Host) -> str:
+    """Return the kind that ``"auto"`` means on this machine."""
+    if host.chips and {"torch_xla", "torch_tpu"} & set(host.packages):
+        return "tpu"
+    # An empty mask, or -1, hides all GPUs.
+    if host.gpus and host.cuda_build and host.environ.get(cuda.MASK, "0").strip() not in ("", "-1"):
+        return "cuda"
+    return "mps" if host.metal and "torch" in host.packages else "cpu"
+
+
+def _share_out(total: int, n: int | None, per_worker: int, what: str) -> list[range]:
+    """Return, for each of ``n`` workers, the positions of its devices among ``total`` devices."""
+    most = total // per_worker
+    if n is None:
+        n = most
+    if n > most or n == 0:
+        each = f" of {per_worker} each" if per_worker > 1 else ""
+        raise OptionError(f"{max(n, 1)} workers{each} are too many: there are {total} {what}")
+    return [range(i * per_worker, (i + 1) * per_worker) for i in range(n)]
+
+
+def _contexts(
+    host: Host, kind: str, framework: str, parts: Sequence[_Part], group: int = 0
+) -> list[DeviceContext]:
+    """Make the contexts from the parts: add each worker's cores and threads."""
+    # The variable may list numbers for nested levels.  The first one counts.
+    set_number = re.match(r"\s*([1-9][0-9]*)", host.environ.get("OMP_NUM_THREADS", ""))
+    chosen = int(set_number[1]) if set_number else None
+    near = [host.near(part.node) for part in parts]
+    made = []
+    for i, part in enumerate(parts):
+        # Workers near the same cores share these.  A worker without near cores shares all cores.
+        sharing = near.count(near[i]) if near[i] else len(parts)
+        threads = chosen or max(1, len(near[i] or host.cpus) // sharing)
+        env = dict(part.env)
+        if chosen is None:  # else workers inherit the variable
+            env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        made.append(
+            DeviceContext(
+                kind,
+                i,
+                threads,
+                env,
+                name=part.name,
+                framework=framework,
+                count=part.count,
+                cpus=near[i],
+                node=part.node,
+                group=group,
+                core=part.core,
+            )
+        )
+    return made
+
+
+class DeviceRequest(NamedTuple):
+    n: int | None
+    per_worker: int
+    per_process: int | None
+    independent: bool
+    framework: str | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One worker's devices and variables, before the cores are distributed."""
+
+    name: str
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    count: int = 1
+    nodes: Sequence[int | None] = ()  # NUMA nodes of the devices
+    core: int | None = None
+
+    @property
+    def node(self) -> int | None:
+        """The NUMA node of the devices, or None if they have different nodes."""
+        return self.nodes[0] if len(set(self.nodes)) == 1 else None
+
+
+def _cores(number: int, workers: int, process: _Part) -> list[_Part]:
+    """Return the parts of ``workers`` that are threads of one process and have one device each."""
+    env = {**process.env, PROCESS: f"{number}/{workers}"}
+    return [replace(process, env=env, count=1, core=core) for core in range(workers)]
+
+
+def _spread(n: int, per_process: int) -> list[int]:
+    return [min(per_process, n - i) for i in range(0, n, per_process)]
+
+
+def _cpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    _check_plain("cpu", asked)
+    return _contexts(host, "cpu", "torch", [_Part("")] * (asked.n or len(host.cpus)))
+
+
+def _check_plain(kind: str, asked: DeviceRequest, why: str = "") -> None:
+    """Raise `OptionError` unless each worker is an independent process of torch with one device."""
+    _, per_worker, per_process, independent, framework = asked
+    if per_worker != 1 or not independent or framework or (per_process or 1) > 1:
+        raise OptionError(
+            f"devices({kind!r}) takes no per_worker=, per_process=, independent= or framework={why}"
+        )
+
+
+def _cuda(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    n, per_worker, per_process, independent, framework = asked
+    if not independent or framework or (per_process or 1) > 1:
+        raise OptionError(
+            "devices('cuda') takes no per_process=, independent= or framework=: each GPU has its "
+            "own worker process; to make a group, call torch.distributed in the initializer"
+        )
+    if "torch" not in host.packages:
+        raise DeviceError("devices('cuda'): torch is not installed here: pip install torch")
+    seen = cuda.visible_devices(host)
+    if not host.cuda_build:
+        raise DeviceError(
+            f"devices('cuda'): torch {host.packages['torch']} is built without CUDA; install a "
+            "build with it (https://pytorch.org/get-started), or use devices('cpu')"
+        )
+    parts = []
+    for which in _share_out(len(seen), n, per_worker, "GPUs that this process may see"):
+        own = [seen[i] for i in which]
+        env = cuda.cuda_env(own, dict(host.environ))
+        nodes = [one.gpu.node if one.gpu else None for one in own]
+        parts.append(_Part(env[cuda.MASK] or "", env, per_worker, nodes))
+    return _contexts(host, "cuda", "torch", parts)
+
+
+def _mps(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    _check_plain("mps", asked, ": a Mac has one GPU, which its n= workers share")
+    if not host.metal:
+        raise DeviceError("devices('mps'): this is not a Mac with an Apple GPU; use devices('cpu')")
+    if "torch" not in host.packages:
+        raise DeviceError("devices('mps'): torch is not installed here: pip install torch")
+    return _contexts(host, "mps", "torch", [_Part("")] * (asked.n or 1))
+
+
+def _xla(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    n, per_worker, per_process, independent, framework = asked
+    if framework == "torch_tpu":
+        raise OptionError("devices('xla') uses torch_xla; for torch_tpu use devices('tpu')")
+    client = host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
+    if client == "TPU":
+        return _tpu(host, asked._replace(framework="torch_xla"))
+    check_torch_xla(host.packages)
+    if client != "CPU":
+        raise DeviceError(
+            f"PJRT_DEVICE={client}: the number of its devices is not known before it runs. Set "
+            "PJRT_DEVICE to TPU or CPU, or give CtxPool contexts of your own"
+        )
+    if not independent:
+        raise OptionError(
+            "independent=False: torch_xla's CPU client makes no group of several processes; "
+            "xpool.xla.spawn makes one of CPU_NUM_DEVICES threads in one process"
+        )
+    if n is None:
+        set_number = host.environ.get("CPU_NUM_DEVICES", "")
+        n = int(set_number) // per_worker if set_number.isdigit() else len(host.cpus)
+        n = max(1, n)
+    per_process = per_process or 1
+    _check_shares(per_worker, per_process)
+    # At least one of `per_worker` and `per_process` is 1.
+    env = dict.fromkeys(tpu.SCRUB) | {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(max(per_worker, per_process)),
+        "PJRT_LOCAL_PROCESS_COUNT": "1",
+    }
+    if per_process > 1:
+        spread = enumerate(_spread(n, per_process))
+        parts = [part for i, workers in spread for part in _cores(i, workers, _Part("", env))]
+    else:
+        parts = [_Part("", env, per_worker) for _ in range(n)]
+    return _contexts(host, "xla", "torch_xla", parts)
+
+
+def _check_shares(per_worker: int, per_process: int) -> None:
+    if per_worker > 1 and per_process > 1:
+        raise OptionError(
+            f"per_worker={per_worker}, per_process={per_process}: workers that share a process "
+            "have one device each; leave out one of the two arguments"
+        )
+
+
+def _tpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    n, per_worker, per_process, independent, framework = asked
+    if not host.chips:
+        raise DeviceError(
+            "devices('tpu'): no TPU chip was found here (PCI devices of vendor 0x1ae0, and in "
+            "a container their groups under /dev/vfio). Start the container with its TPU devices, "
+            "or use devices('xla') for torch_xla's CPU client"
+        )
+    framework = pick_tpu_framework(host.packages, framework)
+    # The chips that each process opens.
+    usable = _masked_chips(host)
+    cores = _workers_of_a_chip(host, framework, per_worker, per_process, independent)
+    if cores > 1:
+        what = "cores of TPU chips that this process may use"
+        n = len(_share_out(cores * len(usable), n, 1, what))
+        own = [[usable[i]] for i in range(len(_spread(n, cores)))]
+    else:
+        shares = _share_out(len(usable), n, per_worker, "TPU chips that this process may use")
+        own = [[usable[i] for i in which] for which in shares]
+    for c in sorted({c for chips in own for c in chips}):
+        chip = host.chips[c]
+        if chip.user:
+            raise DeviceError(
+                f"TPU chip {c} (/{chip.file}) is in use by {chip.user}, and takes one process at "
+                "a time; end that process, or leave the chip out of TPU_VISIBLE_CHIPS"
+            )
+    at = _slice(host)
+    if independent:
+        envs = [tpu.independent_env(at, chips, framework) for chips in own]
+        group = 0
+    else:
+        if per_worker != 1:
+            raise OptionError(
+                f"independent=False, per_worker={per_worker}: a replica group has one worker for "
+                "each chip; leave per_worker out"
+            )
+        group = len(own) * len(at.hosts)
+        chips = [c for part in own for c in part]
+        ports = _ports(len(own) + 1, at)
+        envs = [
+            tpu.group_env(at, rank, chips, ports[1:], framework, ports[0])
+            for rank in range(len(own))
+        ]
+    # A later import of torch here would load torch_tpu, but only workers may open the chips.
+    if framework == "torch_tpu" and "torch" not in sys.modules:
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    each = tpu.DEVICES.get(at.generation, 1)
+    parts = []
+    for i, (chips, env) in enumerate(zip(own, envs)):
+        nodes = [host.chips[c].node for c in chips]
+        part = _Part(",".join(map(str, chips)), env, len(chips) * each, nodes)
+        parts += _cores(i, _spread(n or 0, cores)[i], part) if cores > 1 else [part]
+    return _contexts(host, "tpu", framework, parts, group)
+
+
+def _workers_of_a_chip(
+    host: Host, framework: str, per_worker: int, per_process: int | None, independent: bool
+) -> int:
+    """Return how many workers are threads of the process that opens a chip."""
+    generation = host.chips[0].generation
+    most = 1
+    if framework == "torch_xla" and independent and per_worker == 1:
+        most = tpu.DEVICES.get(generation, 1)
+    if per_process is None:
+        return most if generation in tpu.CORE_EACH else 1
+    _check_shares(per_worker, per_process)
+    if per_process not in (1, most):
+        raise OptionError(
+            f"per_process={per_process}: the process of a TPU {generation} chip can have "
+            f"{'1' if most == 1 else f'1 or {most}'} workers here; more than one needs torch_xla, "
+            "a generation with two devices per chip, per_worker=1 and independent=True"
+        )
+    return per_process
+
+
+def _masked_chips(host: Host) -> list[int]:
+    """Return the indices of the chips that the parent's mask leaves visible."""
+    for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
+        mask = host.environ.get(name, "").strip()
+        if not mask:
+            continue
+        chips = [int(part) if part.strip().isdigit() else -1 for part in mask.split(",")]
+        if any(not 0 <= chip < len(host.chips) for chip in chips) or len({*chips}) < len(chips):
+            raise DeviceError(
+                f"{name}={mask!r} must name chips of this host, 0 to {len(host.chips) - 1}, each "
+                "once; unset it to use all"
+            )
+        return chips
+    return list(range(len(host.chips)))
+
+
+def _slice(host: Host) -> tpu.Slice:
+    """Return the slice that the variables of a GKE pod or launcher describe, else this host."""
+    names = tuple(h for h in host.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if h)
+    generation = host.chips[0].generation
+    accelerator = host.environ.get("TPU_ACCELERATOR_TYPE", "")
+    if len(names) < 2:
+        return tpu.Slice(generation, len(host.chips), accelerator=accelerator)
+    index = host.environ.get("TPU_WORKER_ID", "")
+    bounds = host.environ.get("TPU_HOST_BOUNDS", "")
+    if not (index.isdigit() and int(index) < len(names) and re.fullmatch(r"\d+,\d+,\d+", bounds)):
+        raise DeviceError(
+            f"TPU_WORKER_HOSTNAMES names {len(names)} hosts; TPU_WORKER_ID must then be 0 to "
+            f"{len(names) - 1}, not {index!r}, and TPU_HOST_BOUNDS x,y,z, not {bounds!r}. For this "
+            "host alone set TPU_WORKER_HOSTNAMES=localhost"
+        )
+    x, y, z = (int(d) for d in bounds.split(","))
+    return tpu.Slice(generation, len(host.chips), int(index), names, (x, y, z), accelerator)
+
+
+def _ports(count: int, at: tpu.Slice) -> list[int]:
+    """Return ports for a group: free ports, or fixed ports if the group has several hosts."""
+    if len(at.hosts) > 1:
+        # The master has the first port.  The workers' ports begin at TPU_PORT.
+        return list(range(TPU_PORT - 1, TPU_PORT - 1 + count))
+    # All sockets are open at the same time, so that the ports differ.
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for sock in sockets:
+            sock.bind(("localhost", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+KINDS: dict[str, Callable[[Host, DeviceRequest], list[DeviceContext]]] = {
+    "cpu": _cpu,
+    "cuda": _cuda,
+    "mps": _mps,
+    "tpu": _tpu,
+    "xla": _xla,
+}

@@ -1,0 +1,425 @@
+"""`PushPullGradServer`: reduces the gradients of many clients and applies them to one model."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xpool._calls.options import check_choice
+from xpool.distributed._collective_group import RpcGroup
+from xpool.distributed._group_errors import GroupError, PeerLost
+from xpool.errors import OptionError
+from xpool.server._ordered import (
+    OrderedServerBase,
+    OrderedServerSimple,
+    OrderedServerSimpleImpl,
+    push_service,
+    register,
+)
+from xpool.server._served_model import load, on_cpu
+
+Gradients = dict[str, Tensor]
+
+Facts = dict[str, str]
+"""A text with shape, dtype and layout of each gradient, by the name of its parameter."""
+
+
+class ModelNotManaged(GroupError):
+    """The server manages another model, or none."""
+
+    __module__ = "xpool.server"  # the public name, in pickles and tracebacks
+
+
+class ReduceType(Enum):
+    """The level of the reduction tree to which a push goes."""
+
+    REDUCE_PRIMARY = 0
+    REDUCE_SECONDARY = 1
+
+
+def _reducer(server_name: str, member: str) -> str:
+    return f"{server_name}/{member}"
+
+
+def _facts_service(server_name: str) -> str:
+    return f"{server_name}/_facts_service"
+
+
+class PushPullGradServer:
+    """The client of a gradient server.
+
+    Members of the group get it by ``group.get_paired(server_name).to_here()``.
+    """
+
+    def __init__(
+        self,
+        server_name: str,
+        group: RpcGroup,
+        model_name: str,
+        secondary_reducers: Sequence[str],
+        o_server: OrderedServerBase,
+    ) -> None:
+        self.server_name, self.group, self.model_name = server_name, group, model_name
+        self.o_server = o_server
+        self.secondary_reducers = list(secondary_reducers)
+        self._managed: Facts | None = None  # fetched from the server at the first push
+
+    def push(self, model: nn.Module) -> bool:
+        """Push the model's gradients, then call `pull` and return its result.
+
+        The gradients go to a living secondary reducer, chosen at random.  Parameters that require
+        no gradient are left out.
+
+        Raises:
+            ModelNotManaged: the managed model has parameters of other names, shapes or dtypes, or
+                gradients are sparse.  The text names them.
+            GroupError: a parameter has no gradient, or the reducer has stopped with an error.
+            PeerLost: no secondary reducer is left, or the primary has died.
+        """
+        gradients: dict[str, Any] = {
+            name: one.grad for name, one in model.named_parameters() if one.requires_grad
+        }
+        bare = [name for name, one in gradients.items() if one is None]
+        if bare:
+            raise GroupError(f"No gradient to push for {', '.join(bare)}: call backward() first.")
+        self._check_managed(facts_of(gradients))
+        sent = on_cpu(gradients)
+        # In random order, try one reducer after the other until one is alive.
+        reducers = random.sample(self.secondary_reducers, len(self.secondary_reducers))
+        for reducer in reducers:
+            service = push_service(_reducer(self.server_name, reducer))
+            try:
+                self.group.registered_sync(service, (sent, ReduceType.REDUCE_SECONDARY))
+                break
+            except PeerLost:
+                # Gradients that the dead reducer has taken are lost, so none counts twice.
+                if reducer == reducers[-1]:
+                    raise
+        return self.pull(model)
+
+    def pull(self, model: nn.Module) -> bool:
+        """Load the newest state and clear the gradients.  Return whether the server has a state.
+
+        Raises:
+            GroupError: the server's model has other names or shapes.
+        """
+        model.zero_grad()
+        pulled = self.o_server.pull(self.model_name)
+        if pulled is None:
+            return False  # no gradients have been applied yet
+        load(model, pulled[0], self.model_name)
+        return True
+
+    def _check_managed(self, given: Facts) -> None:
+        if self._managed is None:
+            # The server returns None if it manages no model yet.  Then the gradients wait there.
+            self._managed = self.group.registered_sync(_facts_service(self.server_name))
+        if self._managed is not None:
+            check_facts(self.server_name, self._managed, given)
+
+
+def facts_of(gradients: Gradients) -> Facts:
+    return {name: _describe(one.shape, one.dtype, one.layout) for name, one in gradients.items()}
+
+
+def _describe(shape: Any, dtype: Any, layout: Any = torch.strided) -> str:
+    kind = "" if layout is torch.strided else f" {layout}".replace("torch.", "")
+    return f"{list(shape)} {dtype}{kind}".replace("torch.", "")
+
+
+def check_facts(server_name: str, managed: Facts, given: Facts) -> None:
+    if given != managed:
+        differ = sorted(
+            name for name in given.keys() | managed.keys() if given.get(name) != managed.get(name)
+        )
+        what = ", ".join(f"{name} (pushed: {given.get(name, 'nothing')})" for name in differ)
+        raise ModelNotManaged(
+            f"{server_name!r} does not manage this model: the gradients differ in {what}. It takes "
+            f"{', '.join(f'{name} {facts}' for name, facts in managed.items())}."
+        )
+
+
+class PushPullGradServerImpl:
+    """The part of a gradient server in one process.
+
+    The primary reducer and each secondary reducer make one.  Clients push gradients to a secondary
+    reducer.  A secondary reducer reduces each ``reduce_batch_size`` gradients to one, which it
+    sends to the primary.  The primary reduces each ``reduce_batch_size`` of those, applies the
+    result to the managed model with the model's optimizer, and pushes the model's state to the
+    ordered server, from which clients pull it.  No order is guaranteed.  An incomplete batch is
+    dropped when the server stops.
+
+    Args:
+        server_name: a name that is unique in the group.  The primary pairs the client under it.
+        group: an `RpcGroup` that contains this process.
+        model_name: the model's key in the ordered server.
+        primary_reducer: the name of a member.  None: the group's first member.
+        secondary_reducers: names of members.  None: all members.
+        o_server: the client of another ordered server.  None: the primary makes a server.
+        reduce_method: how a batch is reduced, ``"sum"`` or ``"mean"``.
+        reduce_device: the device on which batches are reduced.
+        reduce_batch_size: number of gradients of a batch, at least 1.
+        max_queue_size: how many gradients may wait in a process, more than ``reduce_batch_size``.
+            If there are more, the oldest is dropped, and `dropped` counts it.
+
+    If gradients do not fit the managed model (another name, shape or dtype, or sparse), the
+    client's `push` raises.  Gradients that were pushed before a model was managed may be refused
+    later, without an error for the client.  `refused` counts these.
+
+    Raises:
+        OptionError: an argument has a wrong value, or a reducer is not in the group.
+        GroupKeyError: the name is taken.
+        NotAMember: this process is not in the group.
+    """
+
+    def __init__(
+        self,
+        server_name: str,
+        group: RpcGroup,
+        model_name: str = "model",
+        primary_reducer: str | None = None,
+        secondary_reducers: Sequence[str] | None = None,
+        o_server: OrderedServerBase | None = None,
+        reduce_method: str = "sum",
+        reduce_device: torch.device | str = "cpu",
+        reduce_batch_size: int = 4,
+        max_queue_size: int = 64,
+    ) -> None:
+        members = group.get_group_members()
+        self.primary_reducer = members[0] if primary_reducer is None else primary_reducer
+        self.secondary_reducers = list(
+            members if secondary_reducers is None else secondary_reducers
+        )
+        for name in (self.primary_reducer, *self.secondary_reducers):
+            if name not in members:
+                raise OptionError(f"reducer {name!r} is not in the group: {', '.join(members)}")
+        if not self.secondary_reducers:
+            raise OptionError("secondary_reducers must name at least one member")
+        check_choice("reduce_method", reduce_method, "sum", "mean")
+        if not 1 <= reduce_batch_size < max_queue_size:
+            raise OptionError(
+                "reduce_batch_size must be 1 or more and less than max_queue_size, not "
+                f"{reduce_batch_size} and {max_queue_size}"
+            )
+        self.server_name, self.group, self.model_name = server_name, group, model_name
+        self.reduce_method, self.reduce_device = reduce_method, torch.device(reduce_device)
+        self.reduce_batch_size, self.max_queue_size = reduce_batch_size, max_queue_size
+        self.is_primary = group.get_cur_name() == self.primary_reducer
+        self.model: nn.Module | None = None
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self.dropped = self.refused = 0
+
+        # Threads of torch's RPC run the pushes.  The lock is not held during a reduction or a call.
+        self._changed = threading.Condition()
+        # Guarded by _changed: the gradients that wait, and the state of the reducing thread.
+        self._queues: dict[ReduceType, deque[Gradients]] = {kind: deque() for kind in ReduceType}
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._error: BaseException | None = None
+        with ExitStack() as undo:
+            self._offer(undo, o_server)
+            undo.pop_all()  # all succeeded, so undo nothing
+
+    def _offer(self, undo: ExitStack, o_server: OrderedServerBase | None) -> None:
+        inner = f"{self.server_name}_o_server"
+        if o_server is None and self.is_primary:
+            self._o_server_impl = OrderedServerSimpleImpl(inner, self.group)
+            undo.push(self._o_server_impl.undo)
+        self.o_server = OrderedServerSimple(inner, self.group) if o_server is None else o_server
+        own = _reducer(self.server_name, self.group.get_cur_name())
+        register(undo, self.group, push_service(own), self._push_service)
+        if self.is_primary:
+            register(undo, self.group, _facts_service(self.server_name), self._facts_service)
+            # Paired last, because a member that gets the client may push at once.
+            accessor = PushPullGradServer(
+                self.server_name,
+                self.group,
+                self.model_name,
+                self.secondary_reducers,
+                self.o_server,
+            )
+            self.group.pair(self.server_name, accessor)
+
+    def manage_model(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> None:
+        """Apply the reduced gradients to ``model``.  The primary reducer calls this before `start`.
+
+        Until `stop`, the program must not use the model otherwise.
+
+        Args:
+            model: the model that gets the gradients.  Its state is pushed after each step.
+            optimizer: an optimizer of the model's parameters.
+            lr_scheduler: a scheduler of the optimizer.  It makes a step after each optimizer step.
+
+        Raises:
+            ModelNotManaged: this process is not the primary reducer.
+        """
+        if not self.is_primary:
+            raise ModelNotManaged(
+                f"{self.group.get_cur_name()!r} cannot manage a model for {self.server_name!r}: "
+                f"its primary reducer, {self.primary_reducer!r}, does."
+            )
+        model.pp_version = 0
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        # Set last: threads of torch's RPC read it to know whether a model is managed.
+        self.model = model
+
+    def start(self) -> None:
+        """Start the thread that reduces gradients, including those that were pushed before.
+
+        Raises:
+            ModelNotManaged: this is the primary reducer, and it manages no model.
+        """
+        if self.is_primary and self.model is None:
+            raise ModelNotManaged(
+                f"The primary reducer of {self.server_name!r} manages no model: call "
+                "manage_model(model, optimizer) before start()."
+            )
+        with self._changed:
+            if self._thread is None:
+                self._stopping, self._error = False, None
+                name = f"xpool-reduce-{self.server_name}"
+                self._thread = threading.Thread(target=self._reduce, name=name, daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its current step.  `start` may be called again."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()  # not under the lock, which the thread needs
+            with self._changed:
+                self._thread = None
+
+    def watch(self) -> None:
+        """Raise the error that has ended the thread, if an error has."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+
+    # -- services -----------------------------------------------------------------------------
+
+    def _push_service(self, gradients: Gradients, level: ReduceType) -> None:
+        given = facts_of(gradients)
+        if self.model is not None:
+            check_facts(self.server_name, self._facts(self.model), given)
+        queue = self._queues[level]
+        with self._changed:
+            differs = bool(queue) and facts_of(queue[-1]) != given
+        if differs:
+            self._drop_misfits(queue)
+        with self._changed:
+            if self._error is not None:
+                raise GroupError(
+                    f"The reducer of {self.server_name!r} in {self.group.get_cur_name()!r} has "
+                    f"stopped: {self._error!r}. watch() raises that error there; stop() and "
+                    "start() begin again."
+                )
+            if queue:  # the gradients of a batch must be alike, even if no model is managed here
+                check_facts(self.server_name, facts_of(queue[-1]), given)
+            queue.append(gradients)
+            if len(queue) > self.max_queue_size:
+                queue.popleft()
+                self.dropped += 1
+            self._changed.notify_all()
+
+    def _drop_misfits(self, queue: deque[Gradients]) -> None:
+        """Drop gradients that do not fit the managed model: clients pushed them before it was."""
+        if self.is_primary:
+            managed = self._facts_service()
+        else:
+            managed = self.group.registered_sync(_facts_service(self.server_name))
+        if managed is None:
+            return
+        with self._changed:
+            fit = [one for one in queue if facts_of(one) == managed]
+            self.refused += len(queue) - len(fit)
+            queue.clear()
+            queue.extend(fit)
+
+    def _facts_service(self) -> Facts | None:
+        return None if self.model is None else self._facts(self.model)
+
+    @staticmethod
+    def _facts(model: nn.Module) -> Facts:
+        return {
+            # In newer versions of torch a gradient can have another dtype than its parameter.
+            name: _describe(one.shape, getattr(one, "grad_dtype", None) or one.dtype)
+            for name, one in model.named_parameters()
+            if one.requires_grad
+        }
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _reduce(self) -> None:
+        try:
+            while (batch := self._next_batch()) is not None:
+                try:
+                    self._reduce_batch(*batch)
+                except ModelNotManaged:
+                    # The clients pushed before a model was managed, so `push` could not check.
+                    self.refused += len(batch[1])
+        except BaseException as exc:
+            # `watch` and later pushes raise it, because no caller waits for this thread.
+            with self._changed:
+                self._error = exc
+
+    def _reduce_batch(self, level: ReduceType, gradients: list[Gradients]) -> None:
+        reduced = self._reduced(gradients)
+        if level is ReduceType.REDUCE_PRIMARY:
+            self._apply(reduced)
+        elif self.is_primary:
+            self._push_service(reduced, ReduceType.REDUCE_PRIMARY)
+        else:
+            service = push_service(_reducer(self.server_name, self.primary_reducer))
+            self.group.registered_sync(service, (reduced, ReduceType.REDUCE_PRIMARY))
+
+    def _next_batch(self) -> tuple[ReduceType, list[Gradients]] | None:
+        """Wait for a full batch and return it, the primary's first.  Return None after `stop`."""
+        size = self.reduce_batch_size
+        with self._changed:
+            while not self._stopping:
+                for level in ReduceType:
+                    queue = self._queues[level]
+                    if len(queue) >= size:
+                        return level, [queue.popleft() for _ in range(size)]
+                self._changed.wait()
+        return None
+
+    def _reduced(self, batch: list[Gradients]) -> Gradients:
+        reduced = {}
+        for name in batch[0]:
+            stacked = torch.stack([one[name].to(self.reduce_device) for one in batch])
+            total = stacked.sum(0) if self.reduce_method == "sum" else stacked.mean(0)
+            reduced[name] = total.cpu()
+        return reduced
+
+    def _apply(self, gradients: Gradients) -> None:
+        model = self.model
+        assert model is not None
+        check_facts(self.server_name, self._facts(model), facts_of(gradients))
+        self.optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device)
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        version: Any = model.pp_version
+        # `on_cpu` copies the state, because the next step changes the model in place.
+        self.o_server.push(self.model_name, on_cpu(model.state_dict()), version + 1, version)
+        model.pp_version = version + 1
+
+    def __repr__(self) -> str:
+        part = "primary" if self.is_primary else "secondary"
+        return f"<PushPullGradServerImpl {self.server_name!r}, {part}, in {self.group!r}>"
