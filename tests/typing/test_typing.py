@@ -42,6 +42,15 @@ def test_mypy(tmp_path):
     _check(["mypy", "--config-file", "mypy.ini", "--python-version", "3.10", *FILES], tmp_path)
 
 
+@pytest.mark.exhaustive
+def test_mypy_of_loaders(tmp_path):
+    """With torch's annotations, a loader keeps the type of its dataset's elements."""
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    pytest.importorskip("torch", reason="torch is not installed")
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n")
+    _check(["mypy", "--config-file", "mypy.ini", str(FOLDER / "loaders.py")], tmp_path)
+
+
 def test_pyright(tmp_path):
     """pyright infers the same types and finds the same mistakes."""
     found = [name for name in ("basedpyright", "pyright") if importlib.util.find_spec(name)]

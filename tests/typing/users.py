@@ -141,3 +141,19 @@ def devices_of_the_machine() -> None:
         assert_type(pool.map(on_device, [1.0]), list[str])
     xpool.preload("torch", "numpy")
     assert_type(xpool.current_worker().index, int)
+
+
+def first(table: list[int], item: int) -> int:
+    return table[0] + item
+
+
+def with_a_broadcast(rows: list[int]) -> list[int]:
+    """The reference has the type of the object that tasks get."""
+    with Pool(2) as pool:
+        table = pool.broadcast(rows)
+        assert_type(pool.apply(first, (table, 1)), int)
+
+        def at(i: int) -> int:
+            return table[i]
+
+        return pool.map(at, range(3))

@@ -27,7 +27,6 @@ from xpool.errors import OptionError
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
 
-    from xpool._pickling.by_value.broadcast import Broadcast
     from xpool._pickling.policy import Layout
     from xpool._pools.all_workers import AllWorkers
     from xpool._pools.engine_submitter import EngineSubmitter
@@ -367,8 +366,10 @@ class Pool(BasePool):
         contexts, shared = self._contexts or [], bool(self._processes)
         return self._all.create_group(WorkerGroup(self._all, contexts, shared, backend, timeout))
 
-    def broadcast(self, obj: Any) -> Broadcast:
+    def broadcast(self, obj: T) -> T:
         """Pickle an object once for all workers; return a reference, to be given to tasks.
+
+        For type checkers, the reference is the object that tasks get.
 
         A task gets the object if the reference is an argument, is inside of one, or is in its
         function's closure.  Each worker unpickles the object when a task first uses it there, and
@@ -381,7 +382,8 @@ class Pool(BasePool):
             TaskNotPicklable: the object cannot be pickled, or there is no memory for it.
             PoolClosed: the pool takes no more work.
         """
-        return self._all.broadcast(obj)
+        reference: Any = self._all.broadcast(obj)
+        return reference  # type: ignore[no-any-return]
 
     # -- observing ---------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.utils.data
@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 T = TypeVar("T", covariant=True)
 
 
-class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
+class _Indexed(Protocol[T]):
+    """What a dataset must have, for type checkers."""
+
+    def __getitem__(self, index: Any, /) -> T: ...
+    def __len__(self) -> int: ...
+
+
+class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[misc]
     """As `torch.utils.data.DataLoader`, with the same arguments in the same order.
 
     For the same seed, the batches and their order are those of torch's loader.  The random numbers
@@ -75,7 +82,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: torch.utils.data.Dataset[T] | _Indexed[T],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Any = None,
