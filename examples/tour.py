@@ -66,6 +66,19 @@ def make_augment(photographs: list[bytes]) -> Callable[[int], Tensor]:
     return augment
 
 
+def cores_in_use(seconds: float = 0.5) -> float:
+    """Return how many cores other programs use now, on average over ``seconds``."""
+
+    def idle() -> float:
+        numbers = Path("/proc/stat").read_text().split("\n")[0].split()[4:6]  # idle, iowait
+        return sum(map(int, numbers)) / os.sysconf("SC_CLK_TCK")
+
+    before, begin = idle(), time.perf_counter()
+    time.sleep(seconds)
+    passed = time.perf_counter() - begin
+    return max(0.0, (os.cpu_count() or 1) - (idle() - before) / passed)
+
+
 def by_a_plain_loop(augment: Callable[[int], Tensor]) -> tuple[list[Tensor], float]:
     """Return the results and the seconds."""
     begin = time.perf_counter()
@@ -175,6 +188,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=default, help="write the page to this file")
     options = parser.parse_args()
 
+    busy, cores = cores_in_use(), os.cpu_count() or 1
     xpool.preload("torch", "PIL.ImageFilter")  # the fork server imports these during the plain loop
     photographs = load_photographs()
     augment = make_augment(photographs)
@@ -189,6 +203,10 @@ def main() -> None:
         f"{options.workers} workers: {ITEMS} photographs in {pool_seconds:.2f} s, "
         f"{speed_up:.2f} times as fast, though process {killed} was killed half-way"
     )
+    if busy > 0.3:
+        print(f"the machine is busy, so that says little: others use {busy:.1f} of {cores} cores")
+    else:
+        print(f"the ideal, for {cores} cores: {min(options.workers, cores)} times as fast")
     assert digest(results) == digest(alone), "the results differ from the plain loop's"
     print(f"checked: both have the same bytes, sha256 {digest(results)}")
 
