@@ -577,3 +577,30 @@ def test_calls_come_before_what_needs_their_effect(tmp_path: Path) -> None:
                     assert type(pool.map(lambda x: Own(), [1])[0]) is Own
         """
     assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""
+
+
+def test_calls_of_a_script_that_ran_before(tmp_path: Path) -> None:
+    """A runner executes several scripts: workers make the calls of the one that runs."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "frame.py").write_text("ran = []\ndef setup(name):\n    ran.append(name)\n")
+    for name in ("first", "second"):
+        text = f"""
+            import sys
+            sys.path.append({str(packages)!r})
+            import frame, xpool
+            NAME = {name!r}
+            frame.setup(NAME)
+            def task(x):
+                return frame.ran, NAME
+            if __name__ == "__main__":
+                with xpool.Pool(1) as pool:
+                    assert pool.apply(task, (1,)) == ([NAME], NAME)
+            """
+        scripts.write(tmp_path / f"{name}.py", text)
+    runner = f"""
+        import runpy
+        for name in "first", "second", "first":
+            runpy.run_path({str(tmp_path)!r} + f"/{{name}}.py", run_name="__main__")
+        """
+    assert scripts.run_ok([scripts.write(tmp_path / "runner.py", runner)]) == ""

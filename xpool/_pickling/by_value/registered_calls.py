@@ -5,6 +5,7 @@ They travel as globals of a module without a name: the beginning of a message br
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from xpool._pickling import Key
@@ -17,6 +18,8 @@ CALLS = ""
 registered: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 """The calls by their names.  A worker makes them in the order of these."""
 
+_numbers = itertools.count()
+_of_script: dict[Key, Any] = {}  # the functions among the calls that the script has
 _reducers: dict[tuple[str, type], Any] = {}  # those for which there is a call
 
 
@@ -27,7 +30,7 @@ def register_call(
 
     ``package``: a worker makes it after the import of this package; "": now.
     """
-    name = f"{len(registered):06} {package}"
+    name = f"{next(_numbers):06} {package}"
     registered[name] = function, args, kwds or {}
     return CALLS, name
 
@@ -42,10 +45,12 @@ def look_at_script(calls: tuple[tuple[str, Any, tuple[Any, ...]], ...]) -> None:
 
     Each is (package, function, arguments), as in `script_top`.
     """
-    known = [function for function, _, _ in registered.values()]
+    functions = [function for _, function, _ in calls]
+    for key in [key for key, one in _of_script.items() if one not in functions]:
+        del registered[key[1]], _of_script[key]  # of a script that a runner has executed before
     for package, function, args in calls:
-        if not any(one is function for one in known):
-            register_call(function, args, package=package)
+        if function not in _of_script.values():
+            _of_script[register_call(function, args, package=package)] = function
 
 
 def look_at_reducers() -> None:
@@ -61,4 +66,5 @@ def look_at_reducers() -> None:
 def forget() -> None:
     """Let all objects of the program go."""
     registered.clear()
+    _of_script.clear()
     _reducers.clear()

@@ -173,7 +173,7 @@ class Book:
         self._imports: tuple[str, ...] = ()
         self._generation = 0  # of the origins of modules
         self._torn = False  # whether the last change was not completed
-        self._calls: Any = None  # how many of `registered`, and which reducers, it has looked at
+        self._calls: Any = None  # which of `registered`, and which reducers, it has looked at
         self._nones: dict[str, frozenset[str]] = {}
         # What is compared for each message:
         self._same: list[tuple[Any, str, Any]] = []
@@ -292,7 +292,7 @@ class Book:
             for node in self._nodes.values():
                 if node.kind == _NAMED:
                     node.id = 0  # it is looked at again
-        calls = len(registered), registered_reducers.tables()
+        calls = tuple(registered), registered_reducers.tables()
         anew = self._torn or not self.told.issuperset(names) or calls != self._calls
         changed = anew or not self._holds()
         self._made.clear()
@@ -318,7 +318,7 @@ class Book:
         self._imports = top.imports
         registered_calls.look_at_script(top.calls)
         registered_calls.look_at_reducers()
-        self._calls = len(registered), registered_reducers.tables()
+        self._calls = tuple(registered), registered_reducers.tables()
         found = {key for key in top.assigned if key[0].partition(".")[0] not in _OF_WORKERS}
         found.update((CALLS, name) for name in registered)
         return found
