@@ -295,9 +295,10 @@ class Owner:
         return x
 
 
-def test_places_in_a_task(process_kind, make_pool):
+@pytest.mark.parametrize("kind", [Pool, P2PPool])
+def test_places_in_a_task(make_pool, kind):
     """They name the function, the argument or the item."""
-    pool, held = make_pool(process_kind, 1), threading.Lock()
+    pool, held = make_pool(kind, 1), threading.Lock()
 
     def locked(x, _lock=held):
         return x

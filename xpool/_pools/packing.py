@@ -57,6 +57,8 @@ def _in_function(function: Any, path: str) -> str:
     name = label(function)
     if not path:
         return ""  # the function itself, or something that it uses by name
+    if path[0] not in ".[":
+        path = f".{path}"
     # The name is in the path to a variable or a default of the function itself.
     known = path.startswith(f".{getattr(function, '__name__', '')}'s ")
     return f" at {path[1:]}" if known else f" at {name.removesuffix('()')}{path}"
