@@ -90,14 +90,20 @@ def say_where(error: BaseException, say: Callable[[str], str]) -> None:
             what, path, why, hint = error.parts
             error.args = (_text(what, say(path), why, hint),)
         return
-    notes = getattr(error, "__notes__", [])
+    cause = error.__cause__  # has the note before Python 3.11
+    notes = getattr(error, "__notes__", cause.args if type(cause) is TaskNotPicklable else ())
+    said = list(notes)
     for i, note in enumerate(notes):
         match = _NOTE.fullmatch(note) if isinstance(note, str) else None
         if match:
             where = say(match[2] or "")
-            notes[i] = f"{match[1]}{where}.{match[3] or ''}"
+            said[i] = f"{match[1]}{where}.{match[3] or ''}"
             if type(error) is NotImplementedError and len(error.args) == 1:  # a pool in it
                 error.args = (f"{error}. It is{where}",)
+    if isinstance(notes, list):
+        notes[:] = said
+    elif cause is not None:
+        cause.args = tuple(said)
 
 
 def foreign_frame(error: BaseException) -> FrameType | None:
