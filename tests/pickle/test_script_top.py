@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import scripts
 
+from xpool._pickling.by_value.origin import home_of
 from xpool._pickling.by_value.script_top import assigned_in
 
 PROBE = """
@@ -541,6 +542,11 @@ if __name__ == "__main__":
 """
     out = scripts.run_ok([scripts.write(tmp_path / "script.py", preamble + text)])
     assert json.loads(out)[1] == [["remove"], ["remove", 0], ["configure"], ["add", "file.log"]]
+
+
+def test_a_name_without_a_global_has_no_home() -> None:
+    """A builtin is no global of the script, so modules that lack its name do not have it either."""
+    assert home_of(("__main__", "no_module_has_this_name"), None) is None
 
 
 def test_calls_come_before_what_needs_their_effect(tmp_path: Path) -> None:

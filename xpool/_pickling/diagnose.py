@@ -66,7 +66,8 @@ def refusal(
         hint = "Define the class in a module of its own: workers import it, and get no definition."
     else:
         hint = _HINTS.get(kind, _HINT)
-    refused = TaskNotPicklable(_text(what, _at(path), str(error), hint))
+    path = path.lstrip(".")
+    refused = TaskNotPicklable(_text(what, at(path), str(error), hint))
     refused.parts = what, path, str(error), hint
     refused.__cause__ = error
     return refused
@@ -76,8 +77,9 @@ def _text(what: str, where: str, why: str, hint: str) -> str:
     return f"Cannot be sent to another process: {what}{where}: {why}. {hint}"
 
 
-def _at(path: str) -> str:
-    return f" at {path.lstrip('.')}" if path else ""
+def at(path: str) -> str:
+    """Return words for a path to a part of an object, such as ``[0].model``."""
+    return f" at {path}" if path else ""
 
 
 def say_where(error: BaseException, say: Callable[[str], str]) -> None:
@@ -135,7 +137,9 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
     if code.co_name in _OWN_WAYS and code.co_argcount:
         culprit = frame.f_locals.get(code.co_varnames[0])
         path = path_to(obj, culprit)
-        note = f"{note}: by {type(culprit).__qualname__}.{code.co_name}{_at(path or '')}"
+        note = (
+            f"{note}: by {type(culprit).__qualname__}.{code.co_name}{at((path or '').lstrip('.'))}"
+        )
     note += "."
     if isinstance(error, RuntimeError) and "inheritance" in str(error):
         note += " Pass it in initargs= of the pool, or in args= of multiprocessing.Process."

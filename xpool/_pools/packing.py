@@ -12,7 +12,7 @@ from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._pickling.by_value.broadcast import Broadcast, publish
 from xpool._pickling.by_value.sent import Book
-from xpool._pickling.diagnose import say_where
+from xpool._pickling.diagnose import at, say_where
 from xpool._pickling.frame import Leased
 from xpool._pickling.pickler import encode_atoms
 from xpool._pickling.policy import BY_PIPE, Layout, share
@@ -29,13 +29,13 @@ Told = frozenset[tuple[str, str]]
 def _place(task: Any, role: str, path: str) -> str:
     """Return words for the place of an object in a task."""
     if role == ITEM:
-        return f" in an item, at {path}" if path else " as an item"
+        return f" in an item, at {path.lstrip('.')}" if path else " as an item"
     if role == FUNCTION:
         return _in_function(task, path)
     function, args, _ = task
     match = _IN_CALL.fullmatch(path)
     if match is None:
-        return f" at {path}" if path else ""
+        return at(path)
     root, key, rest = match.groups()
     if type(function) is Retried:
         function, rest = function.func, rest.removeprefix(".func")

@@ -8,6 +8,7 @@ from typing import Any
 
 from xpool import errors
 from xpool._pickling.by_value.exceptions import add_note, encode_exception
+from xpool._pickling.diagnose import at
 from xpool._python import error_imports
 from xpool._python.item_notes import safe_repr, without_places
 from xpool._wire.wire import Refusal
@@ -49,7 +50,7 @@ def refused(exc: BaseException, value: Any) -> bytes | memoryview:
     failure = errors.ResultNotPicklable(reason or exc, safe_repr(value, 500))
     if isinstance(exc, TaskNotPicklable) and exc.parts is not None:
         what, path, why, _ = exc.parts
-        failure.why = f"{what}{f' at {path}' if path else ''}: {why}"
+        failure.why = f"{what}{at(path)}: {why}"
         failure.advice = next((a for kind, a in _ADVICE if f" {kind} " in what), failure.advice)
     payload = encode_exception(failure, traceback_of(exc))
     # The frames hold each other and the objects that they pickled, such as tensors on a device.

@@ -260,12 +260,13 @@ def home_of(key: Key, value: Any) -> Key | None:
     known = here, name, id(value)
     count, home = _homes.get(known, (0, None))
     if count != len(sys.modules) or (
-        home is not None and getattr(sys.modules.get(home), "__dict__", {}).get(name) is not value
+        home is not None
+        and getattr(sys.modules.get(home), "__dict__", {}).get(name, MISSING) is not value
     ):
         found = (
             module
             for module, one in list(sys.modules.items())
-            if getattr(one, "__dict__", {}).get(name) is value
+            if getattr(one, "__dict__", {}).get(name, MISSING) is value
             and module != here  # the program has assigned it there
             and origin_of(module) == INSTALLED
         )

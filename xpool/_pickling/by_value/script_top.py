@@ -304,8 +304,8 @@ def _statements(
     if "__name__" not in code.co_names or "__main__" not in code.co_consts:
         return ()
     text = "".join(linecache.getlines(code.co_filename, namespace))
-    names = set(_CALL.findall(text))
-    roots = {name for name in names if _is_installed(name, namespace.get(name), is_program)}
+    names = namespace.keys() & _CALL.findall(text)  # without builtins
+    roots = {name for name in names if _is_installed(name, namespace[name], is_program)}
     # Most scripts have no such call, and are not parsed.
     found = _alone(code, text) if roots else ()
     return tuple(one for root, one in found if root in roots)
