@@ -62,6 +62,7 @@ class _Incoming:
     def __init__(self) -> None:
         self.parent: bytes | None = None
         self.state = 0  # the serial number of the parent's state that was set last
+        self.last = b""  # this state
         self.supplied: dict[bytes, int] = {}  # the same of other senders
         self.serials: dict[Key, int] = {}
         self.idents: dict[Key, int] = {}  # which object of the program a function stands for
@@ -83,13 +84,15 @@ after_calls: list[Callable[[], object]] = []
 @builder
 def prepare(state: bytes, *buffers: Any) -> None:
     """Set what a message needs.  It is called at the beginning of the message's pickle."""
-    if not main.is_replica():
-        return
+    here = _incoming
     heard = getattr(_heard, "states", None)
     if heard is not None:
         heard.append((state, buffers))
+    elif state == here.last:
+        return
+    if not main.is_replica():
+        return
     sender, serial, exact, placed = HEAD.unpack_from(state)
-    here = _incoming
     if exact and here.parent is None:
         here.parent = sender
     ours = exact and sender == here.parent
@@ -104,7 +107,7 @@ def prepare(state: bytes, *buffers: Any) -> None:
         _receive(written, left, ours)
         settings.imports_done()
         if ours:
-            here.state = serial
+            here.state, here.last = serial, state
         else:
             here.supplied[sender] = serial
 

@@ -26,6 +26,7 @@ logger until a level changes.  Inference mode arrives as a grad mode that is off
 import contextlib
 import functools
 import itertools
+import operator
 import os
 import sys
 import threading
@@ -357,6 +358,8 @@ class _Source:
             self._number()
 
     def look(self) -> None:
+        # The function may belong to an object in whose place the program has put another.
+        self.peek = self._row.open(sys.modules.get(self._row.module or ""))
         token = self.peek()
         if token == self.kept:
             return
@@ -396,12 +399,15 @@ _last: tuple[list[Any], list[Any], Snapshot, tuple[str, ...]] | None = None
 renew(globals(), _lock=threading.RLock, _serials=_count)
 
 
+_call: Callable[[Any], Any] = getattr(operator, "call", lambda peek: peek())  # from 3.11 on
+
+
 def snapshot() -> Snapshot:
     """Return the present settings of this thread: the same object while nothing has changed."""
     if _last is not None:
         peeks, kept, found, awaited = _last
         try:
-            if [peek() for peek in peeks] == kept and (
+            if [*map(_call, peeks)] == kept and (
                 not awaited or sys.modules.keys().isdisjoint(awaited)
             ):
                 return found
