@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "xpool"
 READMES = sorted(PACKAGE.rglob("README.md"))
 PAGES = [*READMES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/dev/*.md"))]
+FOLDERS = [path.name[1:] for path in PACKAGE.iterdir() if re.match("_[a-z]", path.name)]
+USER_PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/guides/*.md")])
 BASES = ROOT, PACKAGE, PACKAGE / "_pickling"
 
 
@@ -38,6 +40,13 @@ def test_a_readme_names_each_file_once(page: Path):
 def test_a_readme_is_short(page: Path):
     """A README has at most 300 words, so that it is read."""
     assert len(page.read_text(encoding="utf-8").split()) <= 300
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=name_of)
+def test_pages_for_users_name_nothing_private(page: Path):
+    """A page for users names no private module; docs/security.md says where each check is made."""
+    private = rf"\b(?:xpool\._|_(?:{'|'.join(FOLDERS)})\b)"
+    assert page.name == "security.md" or not re.findall(private, page.read_text("utf-8"))
 
 
 def test_the_tour_is_short():
