@@ -266,7 +266,7 @@ class Fed(Iterator[Any]):
 
 
 class InputReader:
-    """Draws one iterable: small known ones in the caller's thread, all others in its own.
+    """Draws one iterable, in a thread of its own; the first items of a list in the caller's thread.
 
     ``put(index, task)`` passes on a task: an item, or a list of items if ``chunksize`` is more than
     1.  It returns the size in bytes, and raises if the task cannot be sent.  ``runs`` passes on
