@@ -140,7 +140,7 @@ class FlowControl:
     def may_run(self, first: int) -> bool:
         """Whether the waiting tasks from ``first`` on may be given to workers now.
 
-        False while untaken results fill their room, unless the consumer waits for ``first``.
+        True if there is room for more results, or if the consumer waits for ``first``.
         Called with the engine's lock held.
         """
         if self._has_room() or self._is_next(first):
