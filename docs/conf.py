@@ -32,12 +32,13 @@ VariableCommentPicker.add_overload_entry = lambda self, func: None  # type: igno
 
 
 def setup(app: Any) -> None:
-    """Leave out of signatures what only catches misspelt keywords."""
+    """Shorten signatures: no keyword that catches misspelt ones, no home of a type variable."""
 
     def signature(*args: Any) -> tuple[str | None, str | None]:
         *_, text, returns = args
         if text:
             text = re.sub(r", \*\*unknown: [~\w.]+", "", text)
+            text = re.sub(r"~(?:[\w.]+\.)?~?([A-Z]\b)", r"\1", text)
         return text, returns
 
     app.connect("autodoc-process-signature", signature)

@@ -104,7 +104,7 @@ class TaskNotPicklable(XPoolError, pickle.PicklingError):
 
 
 class TaskTimeout(XPoolError, TimeoutError):
-    """The task ran longer than its ``timeout=`` and was stopped, unless it runs in a thread.
+    """The task ran longer than its ``timeout=``.  It was stopped, except in a pool of threads.
 
     Attributes:
         seconds: the limit.

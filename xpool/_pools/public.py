@@ -185,7 +185,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             Exception: what a task raised; of several errors, the first that arrived.
             WorkerDied, TaskTimeout: a worker died in a task; a task took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
-            OptionError: the journal is of another function, or of this one before a change.
+            OptionError: the journal belongs to another function, or to an earlier version.
             sqlite3.Error: the journal cannot be opened or written.
         """
         options = options_of(
@@ -361,7 +361,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
         Raises:
             PoolClosed: the pool takes no more work.
-            OptionError: the journal is of another function, or of this one before a change.
+            OptionError: the journal belongs to another function, or to an earlier version.
         """
         options = options_of(
             self, None, False, timeout, retries, retry_on, progress, on_error, journal, key,
@@ -417,7 +417,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
         Raises:
             PoolClosed: the pool takes no more work.
-            OptionError: the journal is of another function, or of this one before a change.
+            OptionError: the journal belongs to another function, or to an earlier version.
         """
         options = options_of(
             self, None, False, timeout, retries, retry_on, progress, on_error, journal, key,

@@ -462,7 +462,7 @@ def _module_of(exc: BaseException) -> str:
 
 
 def _global_left_none(exc: AttributeError) -> str | None:
-    """Explain an AttributeError of None in code that reads a global which is None only here."""
+    """Say that code has used a global that is None in this worker, and not in the program."""
     trace = exc.__traceback__
     if not _incoming.left_none or trace is None or getattr(exc, "obj", exc) is not None:
         return None

@@ -565,8 +565,8 @@ def receive(rows: Iterable[tuple[str, int, Any]], keep: Collection[str] = ()) ->
 def imports_done() -> None:
     """Restore what imports have changed since `receive`: called when the task has been read.
 
-    The program imported a package and then set its filters and levels.  In a worker, reading the
-    task may import the package, which adds its filters before all others, and sets its levels.
+    Reading a task may import a package, which adds warning filters and sets levels of loggers.  The
+    program has set its own after its import of that package.
     """
     with _lock:
         _filters.restore()
