@@ -21,6 +21,8 @@ suppress_warnings = ["myst.xref_missing", "myst.header"]
 
 html_theme = "furo"
 html_title = f"xpool {version}"
+html_static_path = ["site"]
+html_css_files = ["phone.css"]
 
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 80
