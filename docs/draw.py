@@ -32,7 +32,7 @@ STYLE = """
     text { font: 12px system-ui, sans-serif; fill: var(--text); }
     .soft { fill: var(--soft); } .head { font-weight: 600; font-size: 13px; }
     .end { text-anchor: end; } .mid { text-anchor: middle; } .mine { font-weight: 600; }
-    .in { fill: #fff; font-size: 10px; }
+    .in { fill: #fff; font-size: 11px; }
     .rule { stroke: var(--rule); } .bad { stroke: var(--bad); fill: none; stroke-width: 2; }
     .line { fill: none; stroke-width: 2; } .why { fill: var(--bad); font-size: 11px; }
     @media (max-width: 500px) {
