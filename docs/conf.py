@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from sphinx.pycode.parser import VariableCommentPicker
@@ -21,6 +22,9 @@ suppress_warnings = ["myst.xref_missing", "myst.header"]
 
 html_theme = "furo"
 html_title = f"xpool {version}"
+html_static_path = ["site"]
+html_css_files = ["phone.css"]
+html_search_scorer = str(Path(__file__).parent / "site" / "scorer.js")
 
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 80

@@ -416,10 +416,12 @@ def missing_global(exc: BaseException) -> str | None:
     return _explained(found[0]) if found else None
 
 
+_REMEDY = "Make it in the initializer, or pass what it is made from as an argument."
+
+
 def _explained(key: Key) -> str:
     return (
-        f"The global {said(key)} was not sent to this worker "
-        f"({_incoming.missing[key]}). Make it in the initializer, or pass it as an argument."
+        f"The global {said(key)} was not sent to this worker ({_incoming.missing[key]}). {_REMEDY}"
     )
 
 
@@ -475,8 +477,7 @@ def _global_left_none(exc: AttributeError) -> str | None:
         if names.issuperset(key[1].split(".")) and (holder or {}).get(attribute, exc) is None:
             return (
                 f"The global {said(key)} is None in this worker, as at the top of the script: the "
-                f"program's value could not be sent ({reason}). Make it in the initializer, or "
-                "pass it as an argument."
+                f"program's value could not be sent ({reason}). {_REMEDY}"
             )
     return None
 
