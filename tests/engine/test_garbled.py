@@ -23,12 +23,12 @@ import xpool
 from xpool import InternalError, Pool
 from xpool._calls.results import Unopened
 from xpool._engine.pickled_results import Encoded
+from xpool._memory.anonymous_files import File
 from xpool._pickling import frame
 from xpool._wire import records
 from xpool._wire.outbox import CAPACITY, HEADER, Outbox, entries
 from xpool._wire.pipes import MOST_MESSAGE_BYTES, FrameReader
 from xpool._wire.wire import ANSWER, ENTRY, TO_PARENT
-from xpool._worker.launch_shared import File
 from xpool._worker.protocol import Replies
 from xpool.pickle import decode, encode
 

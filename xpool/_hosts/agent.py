@@ -21,6 +21,7 @@ from xpool._engine.launch import ForkServer
 from xpool._hosts import messages as m
 from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.fleet import Call
+from xpool._memory.anonymous_files import File
 from xpool._memory.system import default_processes
 from xpool._pickling.frame import lodge
 from xpool._pools.assembly import (
@@ -34,7 +35,6 @@ from xpool._pools.assembly import (
     find_arena,
 )
 from xpool._pools.ctx_pools import shared_processes
-from xpool._worker.launch_shared import File
 from xpool.devices import DeviceContext, devices
 from xpool.errors import OptionError
 from xpool.pickle import encode

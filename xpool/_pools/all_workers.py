@@ -18,6 +18,7 @@ from xpool._calls.results import (
     exception_in,
     open_one,
 )
+from xpool._memory.anonymous_files import File
 from xpool._pools.engine_submitter import EngineSubmitter
 from xpool._pools.lifecycle import Lifecycle
 from xpool._python.interrupt import shielded
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from xpool._pickling.policy import Layout
     from xpool._pools.task_files import TaskFiles
     from xpool._pools.worker_group import WorkerGroup
-    from xpool._worker.launch_shared import File
 
 CAUSE_SECONDS = 30.0
 """The longest wait for the error or death that has caused a `PeerLost`.  It may arrive later than
@@ -162,7 +162,7 @@ class AllWorkers:
 
     def broadcast(self, obj: Any) -> Broadcast:
         from xpool._pickling.by_value.broadcast import Broadcast, publish
-        from xpool._worker.launch_shared import File, FileOfAgent
+        from xpool._worker.launch_shared import FileOfAgent
         from xpool.pickle import encode
 
         self._life.check_running()

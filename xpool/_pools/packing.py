@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._calls.options import label
+from xpool._memory.anonymous_files import File
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._pickling.by_value.broadcast import Broadcast, publish
@@ -146,8 +147,6 @@ def _publish(
             return publish(write, token, lessor, what)
         except TaskNotPicklable:
             pass  # the arena has no memory left
-    from xpool._worker.launch_shared import File  # only here: few programs need it
-
     message = write(BY_PIPE)
     return Broadcast(token, File(message), len(message), None, what)
 

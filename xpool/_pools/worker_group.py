@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from xpool._calls.options import check_seconds
-from xpool._worker.launch_shared import File
+from xpool._memory.anonymous_files import File
 from xpool.errors import OptionError, PeerLost, WorkerDied
 
 ATTEMPTS = 3

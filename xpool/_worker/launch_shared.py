@@ -8,90 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fcntl
-import mmap
 import multiprocessing
 import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from xpool._memory.system import fix_size
-from xpool._python.anonymous import new_file
-from xpool._wire.pipes import write_all
+from xpool._memory.anonymous_files import File
 from xpool.errors import XPoolError
 from xpool.pickle import decode, encode
 
 T = TypeVar("T")
-
-
-class File:
-    """An anonymous file.  Other processes can open it while its maker keeps this object."""
-
-    def __init__(self, content: bytes | memoryview = b"", name: str = "xpool-shared") -> None:
-        if hasattr(os, "memfd_create"):
-            fd = new_file(name, os.MFD_ALLOW_SEALING)
-            path, remove = f"/proc/{os.getpid()}/fd/{fd}", None
-        else:
-            import tempfile
-
-            fd, path = tempfile.mkstemp(prefix="xpool-shared-")
-            remove = path
-        write_all(fd, [content])
-        if remove is None and len(content):
-            # Other processes map it.  An empty file is a lock, or a store of torch that grows.
-            fix_size(fd)
-        facts = os.fstat(fd)
-        self._at = path, facts.st_ino
-        weakref.finalize(self, _close, fd, remove)
-
-    @classmethod
-    def _from(cls, path: str, inode: int) -> File:
-        file = cls.__new__(cls)
-        file._at = path, inode
-        return file
-
-    def __reduce__(self) -> Any:
-        return File._from, self._at
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self._at
-
-    def open(self) -> int:
-        """Return a new descriptor, which the caller closes."""
-        path, inode = self._at
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except (FileNotFoundError, ProcessLookupError) as exc:
-            raise XPoolError(_GONE) from exc
-        if os.fstat(fd).st_ino != inode:  # the descriptor's number belongs to another file now
-            os.close(fd)
-            raise XPoolError(_GONE)
-        return fd
-
-    def load(self) -> Any:
-        """Return the object in the file; its tensors share the file's pages until written to."""
-        fd = self.open()
-        try:
-            pages = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(fd)
-        return decode(memoryview(pages))
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the file's lock, which excludes other processes and other threads of this one."""
-        fd = self.open()
-        try:
-            # The lock belongs to the open file (flock(2)).  Each turn opens the file anew, so the
-            # lock excludes threads, too.
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            # Unlock explicitly: a process forked in between also has the open file.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
 
 
 class FileOfAgent:
@@ -100,8 +26,8 @@ class FileOfAgent:
     def __init__(self, name: str) -> None:
         self.key = name
 
-    def load(self) -> Any:
-        """Return the object in the file, as `File.load` does.
+    def pages(self) -> memoryview:
+        """Return the content of the file, as `File.pages` does.
 
         Raises:
             XPoolError: this process is not a worker on a host that has the file.
@@ -114,20 +40,8 @@ class FileOfAgent:
                 # The agent may close descriptors now.  The link is "/memfd:NAME (deleted)".
                 with contextlib.suppress(FileNotFoundError):
                     if os.readlink(path).startswith(f"/memfd:{self.key} "):
-                        return File._from(path, os.stat(path).st_ino).load()
+                        return File.at(path, os.stat(path).st_ino).pages()
         raise XPoolError(f"{self.key} can be opened only in workers of the pool that sent it")
-
-
-_GONE = (
-    "the process that made this MpModelWrapper or MpSerialExecutor has dropped it; keep it there "
-    "as long as workers use it"
-)
-
-
-def _close(fd: int, remove: str | None) -> None:
-    os.close(fd)
-    if remove is not None:
-        os.unlink(remove)
 
 
 class MpSerialExecutor:
@@ -184,7 +98,7 @@ class MpModelWrapper:
     def _to(self, device: Any) -> Any:
         if self._model is None:
             assert self._sent is not None
-            return self._sent.load().to(device)
+            return decode(self._sent.pages()).to(device)
         if self._moved is not None and self._moved != str(device):
             return copy.deepcopy(self._model).to(device)
         self._moved = str(device)

@@ -15,7 +15,6 @@ parent until the pool ends.
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -64,11 +63,8 @@ class Broadcast:
         if self._token is not None:
             block: Block = self._token.former
             return block.view(self.nbytes)
-        fd = self._place.open()
-        try:
-            return memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
-        finally:
-            os.close(fd)
+        pages: memoryview = self._place.pages()
+        return pages
 
     def __reduce__(self) -> Any:
         return open_broadcast, (None, *self._about)
@@ -150,7 +146,7 @@ class Objects:
             return self._kept[key]
         except KeyError:
             self.collect()  # drops objects without references, to make room
-        obj = place.load() if token is None else decode(self._map(place, nbytes))
+        obj = decode(place.pages() if token is None else self._map(place, nbytes))
         self._kept[key] = obj
         return obj
 

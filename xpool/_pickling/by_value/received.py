@@ -50,6 +50,7 @@ from xpool._pickling.by_value.sent import (
     write_values,
 )
 from xpool._pickling.by_value.standard import is_generator
+from xpool._pickling.pickler import decode
 from xpool._pickling.reducers import builder
 from xpool._python import at_fork
 from xpool._python.import_hooks import when_imported
@@ -103,7 +104,9 @@ def prepare(state: bytes, *buffers: Any) -> None:
         left = list(buffers)
         if placed:
             token, place = written[1:3]
-            written = place.load() if token is None else open_broadcast(left.pop(), *written)
+            written = (
+                decode(place.pages()) if token is None else open_broadcast(left.pop(), *written)
+            )
         _receive(written, left, ours)
         settings.imports_done()
         if ours:
@@ -233,7 +236,7 @@ def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
         if kind == PLACED:
             buffer, about = data
             token, place = about[1:3]
-            loaded = place.load() if token is None else open_broadcast(buffer, *about)
+            loaded = decode(place.pages()) if token is None else open_broadcast(buffer, *about)
         else:
             loaded = pickle.loads(data)
     except Exception as error:  # an object's `__setstate__` can raise any error

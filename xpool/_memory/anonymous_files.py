@@ -1,0 +1,111 @@
+"""Anonymous files that other processes open by their paths under /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+if os.name == "posix":
+    import fcntl
+
+from xpool._memory.system import fix_size
+from xpool._python.anonymous import new_file
+from xpool.errors import XPoolError
+
+_GONE = (
+    "the process that made this shared object has dropped it, or has ended; keep it there as long "
+    "as workers use it"
+)
+
+
+class File:
+    """An anonymous file.  Other processes can open it while its maker keeps this object.
+
+    Args:
+        content: what the file contains, as one piece or as several.
+        name: shown by the system, for example in /proc/PID/maps.
+    """
+
+    def __init__(
+        self, content: bytes | memoryview | Iterable[bytes] = b"", name: str = "xpool-shared"
+    ) -> None:
+        if hasattr(os, "memfd_create"):
+            fd = new_file(name, os.MFD_ALLOW_SEALING)
+            path, remove = f"/proc/{os.getpid()}/fd/{fd}", None
+        else:
+            import tempfile
+
+            fd, path = tempfile.mkstemp(prefix="xpool-shared-")
+            remove = path
+        try:
+            for piece in (content,) if isinstance(content, (bytes, memoryview)) else content:
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+            facts = os.fstat(fd)
+            if remove is None and facts.st_size:
+                # Other processes map it.  An empty file is a lock, or a store of torch that grows.
+                fix_size(fd)
+        except BaseException:
+            _close(fd, remove)
+            raise
+        self._at = path, facts.st_ino
+        weakref.finalize(self, _close, fd, remove)
+
+    @classmethod
+    def at(cls, path: str, inode: int) -> File:
+        """Return a file that another process keeps."""
+        file = cls.__new__(cls)
+        file._at = path, inode
+        return file
+
+    def __reduce__(self) -> Any:
+        return File.at, self._at
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self._at
+
+    def open(self) -> int:
+        """Return a new descriptor, which the caller closes."""
+        path, inode = self._at
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except (FileNotFoundError, ProcessLookupError) as exc:
+            raise XPoolError(_GONE) from exc
+        if os.fstat(fd).st_ino != inode:  # the descriptor's number belongs to another file now
+            os.close(fd)
+            raise XPoolError(_GONE)
+        return fd
+
+    def pages(self) -> memoryview:
+        """Return the content, whose pages are the file's until this process writes to them."""
+        fd = self.open()
+        try:
+            return memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the file's lock, which excludes other processes and other threads of this one."""
+        fd = self.open()
+        try:
+            # The lock belongs to the open file (flock(2)).  Each turn opens the file anew, so the
+            # lock excludes threads, too.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            # Unlock explicitly: a process forked in between also has the open file.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+
+def _close(fd: int, remove: str | None) -> None:
+    os.close(fd)
+    if remove is not None:
+        os.unlink(remove)
