@@ -103,7 +103,7 @@ class ThreadPool(BasePool):
         job = self._jobs.unanswered.get(obj[0])
         last = isinstance(job, Stream)  # calls and maps go before the items of streams
         # The hook's arguments have no options, so they are taken from the job.
-        if job is not None and (job.options.timeout is not None or job.options.retries):
+        if job is not None and not job.options.plain:
             entry = HeldTask(obj, job.options, chunked=obj[2] in (each, star_each))
             self._threads.tasks.put(entry, last)
         else:
