@@ -68,6 +68,7 @@ def keywords_of(options: Any) -> list[str]:
     return [name for name in TaskOptions._fields if name in options.__optional_keys__]
 
 
+T = TypeVar("T")
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
@@ -165,10 +166,11 @@ def check_progress(value: Any) -> None:
         )
 
 
-def check_choice(name: str, value: Any, *choices: str | None) -> None:
+def check_choice(name: str, value: T, *choices: str | None) -> T:
     if value not in choices:
         *others, last = map(repr, choices)
         raise OptionError(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
+    return value
 
 
 def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:
@@ -296,9 +298,10 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_seed(seed: Any) -> None:
+def check_seed(seed: Any) -> int | None:
     if seed is not None and not isinstance(seed, int):
         raise TypeError(f"seed must be an int or None, not {seed!r}")
+    return seed
 
 
 def label(func: Callable[..., Any]) -> str:

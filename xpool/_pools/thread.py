@@ -13,7 +13,7 @@ from xpool._engine.thread_tasks import HeldTask
 from xpool._engine.threads import ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task
-from xpool._pools.pool_options import PoolOptions, takes
+from xpool._pools.pool_options import REFUSED_BY_THREADS, PoolOptions, takes
 from xpool._pools.thread_submitter import HookedThreadSubmitter, ThreadSubmitter
 from xpool._python.interrupt import shielded
 from xpool._worker.callables import each, star_each
@@ -42,14 +42,7 @@ class ThreadPool(BasePool):
     @takes(PoolOptions)
     def __init__(self, *args: Any, **keywords: Any) -> None:
         options = PoolOptions.of(self, args, keywords)
-        options.refuse(
-            context="threads have no start method",
-            seed="all threads share the random generators of this process",
-            output="all threads share the stdout and stderr of this process",
-            worker_memory="all threads share the memory of this process",
-            memory_high="it holds back tasks for other processes",
-            hosts="threads run on this host",
-        )
+        options.refuse(REFUSED_BY_THREADS, ", or use xpool.Pool")
         self._task_timeout = options.task_timeout
         self._initializer_timeout = options.initializer_timeout
         super().__init__(
