@@ -104,7 +104,7 @@ def run(
             become(config, lifeline)
         # The order is that of the table in `entry`: control, logs, arena.
         control = others.pop(0) if config["peers"] else -1
-        open_relay(others.pop(0), config, box.count_dropped)
+        open_relay(others.pop(0), config, box)
         shared = _join(others, config)
         worker = _Worker(config, BlockingFrameReader(tasks), replies, shared, control, inherited)
     except SystemExit as exc:
