@@ -46,7 +46,10 @@ class JournalOptions(ManyOptions, total=False):
 
 
 class TaskOptions(NamedTuple):
-    """The checked options of a job, with the defaults of the keywords above."""
+    """The checked options of a job, with the defaults of the keywords above.
+
+    A keyword of a verb is declared here and above; `xpool._pools.verbs.options_of` checks it.
+    """
 
     timeout: float | None = None  # seconds for one call of the function; None: no limit
     retries: int = 0
