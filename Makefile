@@ -171,9 +171,10 @@ bench: .venv-bench/.bench
 	.venv-bench/bin/python -m bench.peers $(ARGS)
 	.venv-bench/bin/python -m bench.scaling
 
-# -W: a name that the site does not find is an error.
+# -W: a name that the site does not find is an error.  The test searches the site, with Node.js.
 docs: $(docs_venv)/.docs
 	"$(DOCS_VENV)/bin/python" -m sphinx -W --keep-going -b html docs docs/_build
+	"$(DOCS_VENV)/bin/python" -m pytest tests/examples/test_search.py
 
 # Wheel and sdist, and what is wrong with them, in dist.
 dist: $(DIST_VENV)/.dist
@@ -210,7 +211,7 @@ $(venv)/.lint: $(venv)/.test
 $(docs_venv)/.docs: pyproject.toml
 	$(call MAKE_VENV,$(DOCS_VENV))
 	$(call PIP,$(DOCS_VENV)) $(TORCH)
-	$(call PIP,$(DOCS_VENV)) --editable ".[docs,joblib]"
+	$(call PIP,$(DOCS_VENV)) --editable ".[docs,joblib,test]"
 	touch "$@"
 
 $(DIST_VENV)/.dist:

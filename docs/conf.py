@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from sphinx.pycode.parser import VariableCommentPicker
@@ -21,6 +22,9 @@ suppress_warnings = ["myst.xref_missing", "myst.header"]
 
 html_theme = "furo"
 html_title = f"xpool {version}"
+html_static_path = ["site"]
+html_css_files = ["phone.css"]
+html_search_scorer = str(Path(__file__).parent / "site" / "scorer.js")
 
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 80
@@ -32,12 +36,13 @@ VariableCommentPicker.add_overload_entry = lambda self, func: None  # type: igno
 
 
 def setup(app: Any) -> None:
-    """Leave out of signatures what only catches misspelt keywords."""
+    """Shorten signatures: no keyword that catches misspelt ones, no home of a type variable."""
 
     def signature(*args: Any) -> tuple[str | None, str | None]:
         *_, text, returns = args
         if text:
             text = re.sub(r", \*\*unknown: [~\w.]+", "", text)
+            text = re.sub(r"~(?:[\w.]+\.)?~?([A-Z]\b)", r"\1", text)
         return text, returns
 
     app.connect("autodoc-process-signature", signature)

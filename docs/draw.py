@@ -3,7 +3,8 @@
 The trace is drawn from ``pictures/trace.json``, which `pool.trace` wrote; the plots from the tables
 in ``dev/measurements.md`` and ``dev/scale.md``, so that no figure stands in two places.  Pictures
 are SVG without scripts.  Each brings its own background and follows the reader's choice of light
-or dark, so that it can be read on any page.
+or dark, so that it can be read on any page.  Plots are as wide as a phone; a trace, which is wider,
+has larger letters where it is shown smaller.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "pictures"
-WIDTH = 680
+WIDTH = 400
+WIDE = 680  # a trace
 STYLE = """
     svg { --card: #fff; --edge: #d0d7de; --text: #1f2328; --soft: #57606a; --rule: #e4e8ec;
           --ours: #0969da; --other: #a3adb8; --bad: #cf222e;
@@ -30,17 +32,20 @@ STYLE = """
     text { font: 12px system-ui, sans-serif; fill: var(--text); }
     .soft { fill: var(--soft); } .head { font-weight: 600; font-size: 13px; }
     .end { text-anchor: end; } .mid { text-anchor: middle; } .mine { font-weight: 600; }
-    .in { fill: #fff; font-size: 10px; }
+    .in { fill: #fff; font-size: 11px; }
     .rule { stroke: var(--rule); } .bad { stroke: var(--bad); fill: none; stroke-width: 2; }
     .line { fill: none; stroke-width: 2; } .why { fill: var(--bad); font-size: 11px; }
+    @media (max-width: 500px) {
+      .wide text { font-size: 20px; } .wide .in, .wide .why { display: none; }
+    }
 """
 
 
 class Picture:
     """The parts of an SVG, in the order in which they are painted."""
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    def __init__(self, title: str, width: int = WIDTH) -> None:
+        self.title, self.width = title, width
         self.parts: list[str] = []
 
     def text(self, x: float, y: float, text: str, kind: str = "") -> None:
@@ -59,10 +64,11 @@ class Picture:
 
     def svg(self, height: float) -> str:
         """Return the text of the file."""
-        size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}"'
-        place = f'x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1:.0f}" rx="6"'
+        size = f'viewBox="0 0 {self.width} {height:.0f}" width="{self.width}" height="{height:.0f}"'
+        place = f'x=".5" y=".5" width="{self.width - 1}" height="{height - 1:.0f}" rx="6"'
+        kind = ' class="wide"' if self.width == WIDE else ""
         begin = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"{kind}>',
             f"<title>{escape(self.title)}</title>",
             f"<style>{STYLE}</style>",
             f'<rect {place} fill="var(--card)" stroke="var(--edge)"/>',
@@ -79,16 +85,16 @@ def trace(events: Sequence[dict[str, Any]]) -> str:
     spans = [e for e in events if e["ph"] == "X"]
     moments = [e for e in events if e["ph"] == "i"]
     last = max(e["ts"] + e.get("dur", 0) for e in [*spans, *moments])
-    left, row, top = 76.0, 34, 44
-    scale = (WIDTH - left - 20) / last
+    left, row, top = 106.0, 34, 44
+    scale = (WIDE - left - 20) / last
     bottom = top + row * len(names)
-    picture = Picture("What the workers of a pool did, by time")
+    picture = Picture("What the workers of a pool did, by time", WIDE)
     colours = _by_function(spans)
     x = left
     for function, colour in colours.items():
         picture.rect(x, 16, 12, 12, colour, function)
         picture.text(x + 17, 26, function)
-        x += 34 + 7 * len(function)
+        x += 34 + 11 * len(function)
     picture.path(f"M{x} 17 l10 10 m0 -10 l-10 10", "bad")
     picture.text(x + 17, 26, "the worker died")
     step = _round_step(last / 1e3 / 6)
@@ -161,21 +167,22 @@ def number(cell: str) -> float | None:
 
 
 def bars(title: str, panels: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
-    """Draw panels of bars: a heading, and for each bar its name and its cell in the table."""
+    """Draw panels of bars: a heading, and for each bar, if any, its name and its cell in the
+    table."""
     picture = Picture(title)
-    left, y = 150.0, 14.0
+    left, y = 146.0, 14.0
     for heading, entries in panels:
         y += 18
         picture.text(14, y, heading, "head")
         y += 10
-        most = max(number(cell) or 0 for _, cell in entries)
+        most = max((number(cell) or 0 for _, cell in entries), default=0)
         for name, cell in entries:
             value = number(cell)
             mine = name.startswith("xpool")
             picture.text(left - 8, y + 12, name, "end mine" if mine else "end")
             wide = 0.0
             if value is not None:
-                wide = max(1.0, (WIDTH - left - 80) * value / most)
+                wide = max(1.0, (WIDTH - left - 64) * value / most)
                 picture.rect(left, y + 2, wide, 12, "ours" if mine else "other", f"{name}: {cell}")
             picture.text(left + wide + 6, y + 12, re.sub(r" \(.*", "", cell) or "-", "soft")
             y += 17
@@ -189,7 +196,7 @@ def lines(
 ) -> str:  # fmt: skip
     """Draw one line for each name over two logarithmic axes."""
     picture = Picture(title)
-    left, top, right, bottom = 84.0, 40.0, WIDTH - 150.0, 330.0
+    left, top, right, bottom = 62.0, 40.0, WIDTH - 130.0, 260.0
     points = [point for line in series.values() for point in line]
     xs, ys = [x for x, _ in points], [y for _, y in points]
     low, high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)))
@@ -238,10 +245,12 @@ def rates(page: str) -> str:
 def first(page: str) -> str:
     """Draw how long a program waits for its first result."""
     rows = table(page, "from `Pool(2)` to the first answer, ms")
-    panels = []
+    panels: list[tuple[str, Sequence[tuple[str, str]]]] = [
+        ("ms to the first result, less is better:", [])
+    ]
     for row in rows:
         (_, name), *cells = row.items()
-        panels.append((f"{name.replace('`', '')}: ms, less is better", cells))
+        panels.append((name.replace("`", ""), cells))
     return bars("Time to the first result", panels)
 
 

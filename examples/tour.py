@@ -110,11 +110,11 @@ def digest(results: list[Tensor]) -> str:
 def embedded(images: list[Image.Image], height: int) -> str:
     """Return the images side by side, as one ``<img>`` element with embedded data."""
     resized = [image.resize((image.width * height // image.height, height)) for image in images]
-    sheet = Image.new("RGB", (sum(i.width + 4 for i in resized) - 4, height), "white")
+    sheet = Image.new("RGB", (sum(i.width for i in resized), height))
     left = 0
     for image in resized:
         sheet.paste(image, (left, 0))
-        left += image.width + 4
+        left += image.width
     file = io.BytesIO()
     sheet.save(file, "JPEG", quality=88)
     return f'<img src="data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}">'
@@ -126,7 +126,7 @@ def timeline(events: list[dict[str, Any]], workers: int) -> str:
     deaths = [event for event in events if event["ph"] == "i" and event["s"] == "t"]
     end = max(span["ts"] + span["dur"] for span in spans)
     seconds = end / 1e6
-    left, width, row = 70, 640, 34
+    left, width, row = 100, 640, 34
 
     def x(microseconds: float) -> float:
         return left + (width - left - 10) * microseconds / end
@@ -136,7 +136,7 @@ def timeline(events: list[dict[str, Any]], workers: int) -> str:
         for i in range(workers)
     ]
     parts += [
-        f'<rect x="{x(s["ts"]):.1f}" y="{row * s["tid"] + 6}" height="24" fill="#268" '
+        f'<rect x="{x(s["ts"]):.1f}" y="{row * s["tid"] + 6}" height="24" fill="#28a" '
         f'width="{max(x(s["ts"] + s["dur"]) - x(s["ts"]) - 0.5, 0.5):.1f}"/>'
         for s in spans
     ]
@@ -152,8 +152,8 @@ def timeline(events: list[dict[str, Any]], workers: int) -> str:
         for t in range(0, int(seconds) + 1, step)
     ]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 8}" '
-        f'font-family="sans-serif" font-size="12">{"".join(parts)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 8}"'
+        f">{versions.STYLE}{''.join(parts)}</svg>"
     )
 
 
@@ -163,11 +163,9 @@ PAGE = """<!doctype html>
 <style>
 body {{ font: 16px/1.5 sans-serif; max-width: 720px; margin: 2em auto; padding: 0 1em; }}
 figure {{ margin: 1.5em 0; }} img, svg {{ max-width: 100%; height: auto; }}
-figcaption {{ color: #555; }} svg {{ fill: currentColor; }}
-svg rect[fill="white"] {{ fill: none; }}
+figcaption {{ color: #555; }} :root {{ color-scheme: light dark; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #181818; color: #ddd; }}
-  figcaption {{ color: #aaa; }} svg [fill="#268"] {{ fill: #5ad; }}
-  svg [stroke="#268"] {{ stroke: #5ad; }} svg [stroke="#ddd"] {{ stroke: #444; }} }}
+  figcaption {{ color: #aaa; }} }}
 </style></head><body>
 <h1>What xpool did</h1>
 {figures}

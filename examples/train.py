@@ -34,6 +34,11 @@ SEED = 7
 EPOCHS = 4
 BATCH = 32
 SAVE_EVERY = 10  # batches
+STYLE = """<style>
+text { font: 12px sans-serif; fill: currentColor; } svg { color: #222; background: #fff; }
+@media (prefers-color-scheme: dark) { svg { color: #ddd; background: #181818; } }
+@media (max-width: 500px) { text { font-size: 20px; } }
+</style>"""
 LOADERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "xpool": DataLoader}
 
 Point = tuple[int, float, float]
@@ -149,7 +154,7 @@ def plot(series: dict[str, list[Point]]) -> str:
     last = max(points[-1][1] for points in series.values())
     parts = [
         f'<path d="M{left} 20 V{bottom} H{width - 20}" fill="none" stroke="#8c959f"/>',
-        f'<text x="{width - 20}" y="{bottom + 34}" text-anchor="end">seconds</text>',
+        f'<text x="{width - 20}" y="{bottom + 40}" text-anchor="end">seconds</text>',
         '<text x="8" y="14">loss</text>',
     ]
     for seconds in range(0, int(last) + 1, max(1, int(last / 6))):
@@ -170,13 +175,10 @@ def plot(series: dict[str, list[Point]]) -> str:
         colour = f'stroke="{colours[name]}" stroke-width="2"'
         parts += [
             f'<polyline points="{data}" fill="none" {colour}><title>{name}</title></polyline>',
-            f'<path d="M{width - 130} {32 + 20 * row} h24" {colour}/>',
-            f'<text x="{width - 100}" y="{36 + 20 * row}">{name}</text>',
+            f'<path d="M{width - 150} {32 + 20 * row} h24" {colour}/>',
+            f'<text x="{width - 120}" y="{36 + 20 * row}">{name}</text>',
         ]
-    begin = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="#fff"/>'
-    )
+    begin = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">{STYLE}'
     return "\n".join([begin, *parts, "</svg>\n"])
 
 

@@ -25,6 +25,11 @@ from xpool.server import PushPullModelServerImpl
 
 SEED = 7
 EPOCHS = 30
+STYLE = """<style>
+text { font: 12px sans-serif; fill: currentColor; } svg { color: #222; background: #fff; }
+@media (prefers-color-scheme: dark) { svg { color: #ddd; background: #181818; } }
+@media (max-width: 500px) { text { font-size: 20px; } }
+</style>"""
 
 
 def make_model() -> nn.Module:
@@ -119,7 +124,7 @@ def scale(low: float, high: float) -> list[float]:
 
 def plot(found: Mapping[int, float]) -> str:
     """Plot the accuracy by version (SVG)."""
-    width, height, left, bottom = 640, 360, 60, 320
+    width, height, left, bottom = 640, 370, 60, 320
     marks = scale(min(found.values()), 1.0)
     low, high = marks[0], marks[-1]
 
@@ -137,24 +142,23 @@ def plot(found: Mapping[int, float]) -> str:
         for version, value in points
     ]
     rules = [
-        f'<path d="M{left} {y(mark):.1f}H{width - 20}" stroke="#ddd"/>'
+        f'<path d="M{left} {y(mark):.1f}H{width - 20}" stroke="currentColor" opacity=".2"/>'
         f'<text x="{left - 8}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:.2f}</text>'
         for mark in marks
     ]
     versions = [
-        f'<text x="{x(version):.1f}" y="{bottom + 18}" text-anchor="middle">{version}</text>'
+        f'<text x="{x(version):.1f}" y="{bottom + 20}" text-anchor="middle">{version}</text>'
         for version in range(0, EPOCHS + 1, 5)
     ]
-    font = 'font-family="sans-serif" font-size="12"'
     middle = f'<text x="{width / 2}" y="{height - 6}" text-anchor="middle">'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {font}>',
-            f'<rect width="{width}" height="{height}" fill="white"/>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',
+            STYLE,
             *rules,
             *versions,
-            f'<polyline points="{line}" fill="none" stroke="#268" stroke-width="2"/>',
-            f'<g fill="#268">{"".join(dots)}</g>',
+            f'<polyline points="{line}" fill="none" stroke="#28a" stroke-width="2"/>',
+            f'<g fill="#28a">{"".join(dots)}</g>',
             f"{middle}version of the model</text>",
             f'<text x="{left}" y="14">accuracy</text>',
             "</svg>\n",

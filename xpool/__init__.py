@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from xpool._pools.ctx_pools import CtxThreadPool as CtxThreadPool
     from xpool._pools.everywhere import everywhere as everywhere
     from xpool._pools.executor import Executor as Executor
+    from xpool._pools.observing import Report as Report
+    from xpool._pools.observing import SlowTask as SlowTask
+    from xpool._pools.observing import Stacks as Stacks
+    from xpool._pools.observing import WorkerReport as WorkerReport
+    from xpool._pools.observing import WorkerStack as WorkerStack
     from xpool._pools.p2p import P2PPool as P2PPool
     from xpool._pools.preloading import preload as preload
     from xpool._pools.process import Pool as Pool
@@ -66,6 +71,7 @@ _homes = {
     "xpool._pools.ctx_pools": "CtxPool CtxThreadPool",
     "xpool._pools.everywhere": "everywhere",
     "xpool._pools.executor": "Executor",
+    "xpool._pools.observing": "Report SlowTask Stacks WorkerReport WorkerStack",
     "xpool._pools.p2p": "P2PPool",
     "xpool._pools.preloading": "preload",
     "xpool._pools.process": "Pool",

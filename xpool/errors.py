@@ -104,7 +104,7 @@ class TaskNotPicklable(XPoolError, pickle.PicklingError):
 
 
 class TaskTimeout(XPoolError, TimeoutError):
-    """The task ran longer than its ``timeout=`` and was stopped, unless it runs in a thread.
+    """The task ran longer than its ``timeout=``.  It was stopped, except in a pool of threads.
 
     Attributes:
         seconds: the limit.
@@ -212,8 +212,7 @@ class WorkerDied(XPoolError):
 
     def __str__(self) -> str:
         reason = exit_reason(self.exitcode)
-        itself = "" if self.beside else "The task itself ended the process."
-        hint = _HINTS.get(self.exitcode, itself)
+        hint = _HINTS.get(self.exitcode, "" if self.beside else _HINTS[0])
         where = f" on host {self.host}" if self.host else ""
         story = (
             f"Worker {self.worker} (pid {self.pid}){where} died, {reason}, while it ran "
@@ -269,7 +268,7 @@ class PeerLost(XPoolError):
 
 _HINTS: dict[int | None, str] = {
     None: "Look for its last output on stderr.",
-    0: "Something in the task called sys.exit or os._exit.",
+    0: "The task ended the process, as sys.exit and os._exit do; raise an exception instead.",
     -signal.SIGKILL: "Often the kernel's out-of-memory killer (look in dmesg), or a kill -9.",
     -signal.SIGSEGV: "A native extension crashed; python -X faulthandler shows where.",
     -signal.SIGABRT: "A native library aborted; its reason is on stderr.",

@@ -111,6 +111,19 @@ def test_a_function_without_the_context():
         assert "it calls func" not in str(vars(caught.value)["__notes__"])
 
 
+@pytest.mark.starts
+@pytest.mark.parametrize("options", [{}, {"chunksize": 2}, {"seed": 1}])
+def test_map_of_tuples(options):
+    """If a function needs the parts of a tuple, the error names `starmap`."""
+    with Pool(1) as pool:
+        with pytest.raises(TypeError, match="missing 1") as caught:
+            pool.map(lambda x, y: x, [(1, 2)], **options)
+        assert "starmap passes the parts" in str(vars(caught.value)["__notes__"])
+        with pytest.raises(TypeError) as caught:
+            pool.map(lambda x: x + 1, [(1, 2)], **options)
+        assert "starmap" not in str(vars(caught.value)["__notes__"])
+
+
 def test_a_name_that_xpool_does_not_have():
     """The AttributeError has the fields from which a traceback suggests the right name."""
     with pytest.raises(AttributeError, match="has no attribute 'Pol'") as caught:

@@ -291,7 +291,18 @@ def test_arguments():
         DataLoader(Rows(), num_workers=1, workers="threads")
     with pytest.raises(TypeError, match=r"no keyword 'batchsize'; did you mean batch_size=\?"):
         DataLoader(Rows(), batchsize=4)
+    for shuffle in (False, True):
+        with pytest.raises(TypeError, match=r"'Endless' has no len\(\); give its class a __len__"):
+            DataLoader(Endless(), shuffle=shuffle)
+    assert next(iter(DataLoader(Endless(), sampler=[4]))).item() == 4
     assert DataLoader[int](Rows()).batch_size == 1
+
+
+class Endless(theirs.Dataset):
+    """Has no length."""
+
+    def __getitem__(self, index):
+        return index
 
 
 class CtxThreads:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from xpool import WorkerReport
 from xpool._engine import channel as channel_module
-from xpool._engine.ledger import WorkerReport
 from xpool._python import parents_only
 from xpool._wire.outbox import CAPACITY, COUNTERS, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 from xpool._wire.pipes import BlockingFrameReader, FrameReader, FrameWriter

@@ -99,6 +99,16 @@ def test_all_keywords_are_listed():
     assert wanted <= set(re.findall(r"\w+", text)), wanted - set(re.findall(r"\w+", text))
 
 
+def test_keywords_of_each_verb():
+    """The table of verbs has the keywords of each verb."""
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for verb in ("apply", "apply_async", "map", "map_async", "run_all"):
+        row = re.search(rf"^\| `{verb}\(.*\|(.*)\|$", text, re.M)
+        parameters = inspect.signature(getattr(Pool, verb)).parameters.values()
+        wanted = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        assert row and set(re.findall(r"\w+", row[1])) == wanted, verb
+
+
 def test_help_is_short():
     """`help(Pool)` has all arguments in 300 words; `help(Pool.map)` has all keywords."""
     text = inspect.getdoc(Pool) or ""

@@ -51,3 +51,15 @@ def test_a_cell_without_a_figure_is_no_bar(draw: ModuleType):
     """A cell without a number has no bar, and a note after a number is ignored."""
     cells = ("293,000", "14.3 M", "23.8 (3)", "cannot", "breaks (BrokenProcessPool)", "")
     assert [draw.number(cell) for cell in cells] == [293_000, 14_300_000, 23.8, None, None, None]
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("pictures/*.svg")), ids=lambda path: path.name)
+def test_letters_can_be_read_on_a_phone(path: Path):
+    """On a screen of 400 px, letters are 10 px high or more: the picture is not shown smaller, or
+    has larger letters then."""
+    text = path.read_text(encoding="utf-8")
+    width = float(text.partition('viewBox="0 0 ')[2].split()[0])
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?:[^;]*?([\d.]+)px", text)]
+    small = re.search(r"@media \(max-width: 500px\) {[^}]*font-size: ([\d.]+)px", text)
+    least = float(small[1]) if small and width > 400 else min(sizes)
+    assert least * 368 / width >= 10

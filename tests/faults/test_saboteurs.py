@@ -179,6 +179,7 @@ def test_exit_without_a_code(process_kind, make_pool):
     with pytest.raises(WorkerDied) as caught:
         pool.apply(sys.exit)
     assert caught.value.exitcode == 0
+    assert "raise an exception instead" in str(caught.value)
     assert pool.apply(work.square, (3,)) == 9
 
 

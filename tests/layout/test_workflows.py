@@ -58,6 +58,14 @@ def test_job_is_sound(workflow: str, name: str):
         assert "actions/checkout" in uses(job)
 
 
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_comments_name_sections_that_exist(workflow: str):
+    """A comment such as ``README.md, "Install"`` names a heading of that page."""
+    text = (ROOT / ".github" / "workflows" / workflow).read_text(encoding="utf-8")
+    for page, title in re.findall(r'([\w/]+\.md), "([^"]+)"', text):
+        assert f"# {title}\n" in (ROOT / page).read_text(encoding="utf-8")
+
+
 def test_commands_have_no_expressions():
     """Commands contain no expressions, because the author of a pull request can choose their
     text."""

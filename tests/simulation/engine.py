@@ -136,7 +136,8 @@ class _Call:
             self.begun = True
             self.slot = engine._submission.put_direct(self.task_range)
             if self.slot is not None:
-                engine._direct.turns[job].thread = -job  # each caller is a separate thread
+                turns = engine._direct.turns
+                turns[job] = turns[job][0], -job  # each caller is a separate thread
         elif self.slot is not None:
             events = self.slot.poller.poll(0)
             if not engine._submission.receive_direct(self.slot, job, events):

@@ -48,9 +48,11 @@ def with_blocks() -> None:
             assert_type(square_of_it, int)
         assert_type(pool.submit(square, 3).result(), int)
         assert_type(pool.executor().submit(square, 3).result(), int)
-        assert_type(pool.report().retries, int)
+        report: xpool.Report = pool.report()
+        assert_type(report.retries, int)
         assert_type(pool.run_all(square, 3), list[int])
-        assert_type(pool.stacks()[0].task, str)
+        stack: xpool.WorkerStack = pool.stacks()[0]
+        assert_type(stack.task, str)
         assert_type(pool.output_folder, str | None)
         assert_type(pool.size(), int)
         assert_type(repr(pool), str)

@@ -248,24 +248,27 @@ class AsyncResult(Job, Generic[T]):
     def _open(self) -> None:
         if self._opened:
             return
+        if self.options.waits:  # no other thread has this result
+            self._open_now()
+            return
         # Held while the first caller unpickles the value.  Reentrant, because code that unpickling
         # runs, or a signal handler, may ask for this result.  Made here, by an atomic operation,
         # because many results need no lock.
         with self.__dict__.setdefault("_opening", threading.RLock()):
-            if self._opened:
-                return
-            # If a signal handler raises here, nothing has changed, and the next `get` tries again.
-            try:
-                success, value = self._success, self._unpack(self._value)
-                if not success and not isinstance(value, BaseException):
-                    raise TypeError(
-                        f"the value of a failed task must be an exception, not {value!r}"
-                    )
-            except Exception as exc:
-                if by_handler(exc):
-                    raise
-                success, value = False, exc
-            self._settle(success, value)
+            if not self._opened:
+                self._open_now()
+
+    def _open_now(self) -> None:
+        # If a signal handler raises here, nothing has changed, and the next `get` tries again.
+        try:
+            success, value = self._success, self._unpack(self._value)
+            if not success and not isinstance(value, BaseException):
+                raise TypeError(f"the value of a failed task must be an exception, not {value!r}")
+        except Exception as exc:
+            if by_handler(exc):
+                raise
+            success, value = False, exc
+        self._settle(success, value)
 
     def _settle(self, success: bool, value: Any) -> None:
         self._success, self._value, self._opened = success, value, True

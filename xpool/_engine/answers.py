@@ -172,7 +172,7 @@ class Answers:
         """Record that a recalled worker has skipped some items.
 
         Raises:
-            ValueError: the worker was not recalled: it would get and skip the same items for ever.
+            ValueError: the worker was not recalled, so it may skip no items.
         """
         if worker.box.limit == NO_LIMIT:
             raise ValueError(f"it skipped {count} tasks that it had to begin")

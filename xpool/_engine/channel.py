@@ -52,7 +52,7 @@ class Channel(Protocol):
 class PipeChannel:
     """A channel of pipes.
 
-    ``boot``: the socket from which the worker receives its ends; they stay open until it is closed.
+    ``boot``: the socket from which the worker receives its ends.  When it is closed, so are they.
     ``has_control``: the worker can ask for channels to others.
     """
 

@@ -17,26 +17,16 @@ from xpool._engine.reactor import Reactor
 from xpool._engine.worker_process import WorkerProcess
 
 
-class _Turn:
-    """A caller's turn at a worker's pipe."""
-
-    __slots__ = ("exit_pending", "thread", "worker")
-
-    def __init__(self, worker: WorkerProcess) -> None:
-        self.worker = worker
-        self.thread = 0
-        self.exit_pending = False  # the sentinel's event is handled after the turn
-
-
 class DirectReceive:
     """Which caller receives from which worker."""
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
         # Guarded by the engine's lock, except when `Submission.call` reads `turns`.
-        self.turns: dict[int, _Turn] = {}  # by job
+        self.turns: dict[int, tuple[WorkerProcess, int]] = {}  # by job: its worker, its thread
         self._jobs: dict[int, int] = {}  # by worker
         self.muted: set[int] = set()  # workers whose pipe does not wake the engine's thread
+        self._ended: set[int] = set()  # workers whose sentinel's event is handled after the turn
 
     def __contains__(self, worker: WorkerProcess) -> bool:
         return worker.index in self._jobs
@@ -46,14 +36,13 @@ class DirectReceive:
         # Usually the pipe is still muted from the last turn, so no system call is needed.
         if worker.index not in self.muted:
             self._mute(worker, True)
-        turn = self.turns[job] = _Turn(worker)
-        turn.thread = threading.get_ident()
+        self.turns[job] = worker, threading.get_ident()
         self._jobs[worker.index] = job
 
     def worker_of(self, job: int) -> WorkerProcess | None:
         """Return the worker from which a job's caller receives; None: its turn is over."""
         turn = self.turns.get(job)
-        return None if turn is None else turn.worker
+        return None if turn is None else turn[0]
 
     def given(self, worker: WorkerProcess) -> None:
         """Unmute a worker that gets a task, unless a caller receives from it."""
@@ -65,13 +54,16 @@ class DirectReceive:
         turn = self.turns.pop(job, None)
         if turn is None:
             return None
-        worker = turn.worker
+        worker = turn[0]
         del self._jobs[worker.index]
         in_flight = worker.in_flight
         if in_flight.sent > in_flight.answered or worker.state is not WorkerStates.READY:
             # The engine's thread receives the worker's other answers.
             self._mute(worker, False)
-        return worker if turn.exit_pending else None
+        if worker.index not in self._ended:
+            return None
+        self._ended.remove(worker.index)
+        return worker
 
     def of_this_thread(self) -> list[int]:
         """Return the jobs for which the calling thread polls already.
@@ -80,15 +72,14 @@ class DirectReceive:
         engine's thread must receive the answers for the wait and for the handler.
         """
         me = threading.get_ident()
-        return [job for job, turn in self.turns.items() if turn.thread == me]
+        return [job for job, (_, thread) in self.turns.items() if thread == me]
 
     def postpone_exit(self, worker: WorkerProcess) -> bool:
         """Return whether a caller polls this worker's descriptors, so that they must stay open.  If
         so, the worker's end is handled after the turn, which ends when the caller sees the end."""
-        job = self._jobs.get(worker.index)
-        if job is None:
+        if worker not in self:
             return False
-        self.turns[job].exit_pending = True
+        self._ended.add(worker.index)
         return True
 
     def gone(self, worker: WorkerProcess) -> None:

@@ -198,7 +198,7 @@ class ThreadWorkers:
     def _ends(self, me: PoolThread) -> tuple[Callable[[], Any], Callable[[Any], None]]:
         """Return the functions by which a thread takes single tasks and answers them.
 
-        The first one also runs the tasks of sources.
+        The first function also runs the tasks of sources.
         """
         jobs, tasks, answer = self._jobs, self.tasks, self._answer
         held, places, threads = self._held, self._places, self._places.threads
@@ -288,7 +288,7 @@ class ThreadWorkers:
     # -- in the engine's thread, or a caller's -----------------------------------------------------
 
     def resize(self, size: int) -> None:
-        """Change the number of threads: new ones start, or the first that become free end.
+        """Change the number of threads.  Surplus threads end when they are free, in any order.
 
         Raises:
             RuntimeError: the system refuses a thread; the number is as before.

@@ -79,7 +79,7 @@ class AgentSession:
         return begun
 
     def wait(self, number: int) -> None:
-        """Have a call wait for messages, before those that wait already."""
+        """Add a call that waits for messages; it gets them before all other waiting calls."""
         self._waiting.insert(0, number)
 
     def _begin(self, batches: list[int]) -> tuple[WorkerProcess, int] | None:

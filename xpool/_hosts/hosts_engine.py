@@ -2,8 +2,8 @@
 
 The agent of each host has an ordinary engine (`agent`, `agent_session`); this is the driver's side.
 A host may have run the tasks that were permitted to it and that it has not answered (`scheduler`).
-A task that a lost host may have run is run again elsewhere only after that host's lease: by then
-its agent has ended its workers, even if the driver cannot reach the host.
+Such a task of a lost host runs again only after that host's lease.  By then the agent has ended its
+workers, even if the driver cannot reach the host.
 
 One lock guards everything.  The outcomes of calls to the fleet arrive as events; the engine's
 thread takes them in `wait`, and `service` acts on them.
@@ -165,7 +165,7 @@ class HostEngine:
 
     def statistics(self) -> dict[str, Any]:
         """Return counts: of workers (ready, deaths), of tasks (waiting, running), ``pids``, and
-        ``hosts``: the same of each, by name."""
+        ``hosts``: the same counts for each host, by name."""
         with self.lock:
             each = {
                 f"{agent.name}#{number}": agent.status.statistics

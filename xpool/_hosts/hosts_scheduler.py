@@ -306,8 +306,8 @@ class HostScheduler(Waiting):
     def answered(self, number: int, job: int, first: int, tasks: int, ok: bool = False) -> bool:
         """Note the answers to consecutive items; return whether all of them were awaited.
 
-        ``ok``: the items have values.  If the host has nothing left to do, it is used next.  After
-        an error, a death or a cancellation it is not: its worker may be busy or gone, and a retry
+        ``ok``: the items have values.  Then a host that has nothing left to do gets the next task.
+        After an error, a death or a cancellation, the worker may be busy or gone, and a retry
         should go to another host.
         """
         host = self.table.hosts.get(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.options import TaskOptions, check_callable, label
@@ -53,9 +54,11 @@ class EngineSubmitter(HookSubmitter):
         self._one_as_call = one_as_call
 
     def check(self, func: Any) -> None:
-        if not callable(func):
-            check_callable("func", func)
-        inner = func.func if isinstance(func, functools.partial) else func
+        inner = func
+        if type(func) is not FunctionType:
+            if not callable(func):
+                check_callable("func", func)
+            inner = func.func if isinstance(func, functools.partial) else func
         if getattr(getattr(inner, "__code__", None), "co_flags", 0) & _IS_ASYNC:
             raise TypeError(
                 f"{label(inner)} is a coroutine function, and a coroutine cannot leave the worker; "
@@ -82,10 +85,11 @@ class EngineSubmitter(HookSubmitter):
             engine.submit(task_range)
             return
         engine.call(task_range)
-        if engine.results:
+        results = engine.results
+        if results:
             pool = self._pool()
             assert pool is not None  # the caller of the verb holds it
-            self.jobs.receive(pool.pool_outqueue_get)
+            self.jobs.receive(pool.pool_outqueue_get, more=results)
 
     def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
         """Submit a range of tasks, one for each chunk; a tuple of one chunk is a call."""

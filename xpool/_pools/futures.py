@@ -178,7 +178,7 @@ class _Future(concurrent.futures.Future[T]):
         _unfinished.discard(self)
 
     def _end_cancelled(self) -> None:
-        """Become cancelled once: `cancel` and the pool's answer may both call this."""
+        """Cancel this future.  `cancel` and the pool's answer may both call this."""
         self._job = None
         if super().cancel():
             # Hold the future's reentrant lock: a second notification would raise
@@ -434,7 +434,7 @@ def _results(
     timeout: float | None,
     deadline: float | None,
 ) -> Iterator[Any]:
-    """Yield results; closing the iterator cancels those that were not taken."""
+    """Yield results.  When the iterator is closed, calls without a taken result are cancelled."""
     try:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())

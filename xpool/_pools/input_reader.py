@@ -140,7 +140,7 @@ class FlowControl:
     def may_run(self, first: int) -> bool:
         """Whether the waiting tasks from ``first`` on may be given to workers now.
 
-        False while untaken results fill their room, unless the consumer waits for ``first``.
+        True if there is room for more results, or if the consumer waits for ``first``.
         Called with the engine's lock held.
         """
         if self._has_room() or self._is_next(first):
@@ -266,7 +266,7 @@ class Fed(Iterator[Any]):
 
 
 class InputReader:
-    """Draws one iterable: small known ones in the caller's thread, all others in its own.
+    """Draws one iterable, in a thread of its own; the first items of a list in the caller's thread.
 
     ``put(index, task)`` passes on a task: an item, or a list of items if ``chunksize`` is more than
     1.  It returns the size in bytes, and raises if the task cannot be sent.  ``runs`` passes on

@@ -53,16 +53,24 @@ class JobTable:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def receive(self, get: Callable[[float], Result], timeout: float = 0.0) -> None:
-        """Deliver the results that ``get`` returns, waiting ``timeout`` seconds for the first."""
+    def receive(
+        self, get: Callable[[float], Result], timeout: float = 0.0, more: object = True
+    ) -> None:
+        """Deliver the results that ``get`` returns, waiting ``timeout`` seconds for the first.
+
+        ``more``: false when no result is left, which saves a last call.
+        """
         try:
             while True:
                 number, index, (ok, value) = get(timeout)
                 self.deliver(number, index, ok, value)
                 timeout = 0.0
+                if not more:
+                    break
         except (queue.Empty, builtins.TimeoutError):
-            if self.at_turns:
-                self.at_turns.wake()
+            pass
+        if self.at_turns:
+            self.at_turns.wake()
 
     def deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
         """Hand the answer of task ``index`` to its job; ignore it if the job is answered."""

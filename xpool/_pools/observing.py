@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xpool._engine.ledger import EngineReport, WorkerReport
+from xpool._engine.ledger import EngineReport
+from xpool._engine.ledger import WorkerReport as WorkerReport
 from xpool._python.interrupt import shielded
 from xpool.errors import OptionError
 

@@ -170,7 +170,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             Exception: what a task raised; of several errors, the first that arrived.
             WorkerDied, TaskTimeout: a worker died in a task; a task took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
-            OptionError: the journal is of another function, or of this one before a change.
+            OptionError: the journal belongs to another function, or to an earlier version.
             sqlite3.Error: the journal cannot be opened or written.
         """
         options = options_of(self, JournalOptions, keywords, True, None, on_error)
@@ -329,7 +329,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
         Raises:
             PoolClosed: the pool takes no more work.
-            OptionError: the journal is of another function, or of this one before a change.
+            OptionError: the journal belongs to another function, or to an earlier version.
         """
         options = options_of(self, JournalOptions, keywords, False, None, on_error)
         return imap(self, IMapIterator, Work(func), iterable, chunksize, buffersize, options)
@@ -379,7 +379,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
         Raises:
             PoolClosed: the pool takes no more work.
-            OptionError: the journal is of another function, or of this one before a change.
+            OptionError: the journal belongs to another function, or to an earlier version.
         """
         options = options_of(self, JournalOptions, keywords, False, None, on_error)
         kind, work = IMapUnorderedIterator, Work(func)

@@ -6,6 +6,7 @@ import abc
 import functools
 import pickle
 import sys
+from collections.abc import Callable
 from typing import Any
 
 CachedFunction: type = type(functools.lru_cache(len))
@@ -45,9 +46,8 @@ def module_of(obj: Any, name: str) -> str:
     return module
 
 
-def warning_filters() -> list[Any]:
-    """Return the list of filters that `warnings` uses now."""
+def warning_filters(warnings: Any) -> Callable[[], list[Any]]:
+    """Return a function that returns the list of filters that `warnings` uses now."""
     # From Python 3.14 on, a context may have its own.
-    warnings: Any = sys.modules["warnings"]
-    found: list[Any] = getattr(warnings, "_get_filters", lambda: warnings.filters)()
-    return found
+    found: Any = getattr(warnings, "_get_filters", None)
+    return found or functools.partial(getattr, warnings, "filters")

@@ -41,7 +41,7 @@ class Spin:
     def look(self, poll: Callable[[int], _Events]) -> _Events:
         """Call ``poll(0)`` repeatedly for a moment, until it finds events, and return these.
 
-        It may also skip polling.  If it returns no events, the caller should sleep.
+        It may return at once, without a poll.  If it returns no events, the caller should sleep.
         """
         # Needs no lock: if two threads come at the same moment, both poll, which costs little.  A
         # signal handler that interrupts a poll and calls this does not poll.

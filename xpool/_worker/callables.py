@@ -22,6 +22,7 @@ def one(func: Callable[[Any], Any], item: Any) -> Any:
         return func(item)
     except Exception as exc:
         note_item(exc, _value(item))
+        _advise_starmap(exc, item)
         raise
 
 
@@ -32,7 +33,7 @@ def each(func: Callable[[Any], Any], chunk: Sequence[Any]) -> list[Any]:
         # `list(map(...))` would end without an error if func raises StopIteration.
         return [func(x) for x in items]
     except Exception as exc:
-        _note(exc, chunk, items)
+        _advise_starmap(exc, _note(exc, chunk, items))
         raise
 
 
@@ -161,15 +162,28 @@ class InCall:
 
 def note_context(exc: BaseException) -> None:
     """Add to an exception that the function was called with a context."""
+    if _is_of_the_call(exc):
+        exc.__dict__.setdefault("__notes__", []).append(
+            "A worker of this pool has a context: it calls func(context, *args). Give the function "
+            "a first parameter for it."
+        )
+
+
+def _advise_starmap(exc: BaseException, item: Any) -> None:
+    """Add to an exception that another verb unpacks tuples."""
+    if type(_value(item)) is tuple and _is_of_the_call(exc) and "missing" in str(exc):
+        exc.__dict__.setdefault("__notes__", []).append(
+            "The item was passed as one argument; starmap passes the parts of a tuple."
+        )
+
+
+def _is_of_the_call(exc: BaseException) -> bool:
+    """Say whether the function could not be called with its arguments."""
     trace = exc.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if type(exc) is TypeError and trace is not None:
-        where = trace.tb_frame.f_globals.get("__name__", "")
-        if where.startswith("xpool._worker."):
-            exc.__dict__.setdefault("__notes__", []).append(
-                "A worker of this pool has a context: it calls func(context, *args)."
-            )
+    where = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    return type(exc) is TypeError and where.startswith("xpool._worker.")
 
 
 class Retried:

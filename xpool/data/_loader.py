@@ -108,6 +108,13 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
     ) -> None:
         if unknown:
             refuse_unknown("DataLoader", names_of(DataLoader.__init__.__code__), unknown)
+        self._iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+        ordered = self._iterable or sampler is not None or batch_sampler is not None
+        if not (ordered or hasattr(type(dataset), "__len__")):
+            raise TypeError(
+                f"object of type {type(dataset).__name__!r} has no len(); give its class a "
+                "__len__, give the loader a sampler, or use an IterableDataset"
+            )
         if pool is not None:
             num_workers = pool.size()
         super().__init__(
@@ -128,7 +135,6 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         check_choice("workers", workers, "process", "thread")
         self.in_order = in_order
         self.snapshot_every_n_steps = snapshot_every_n_steps
-        self._iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         # The name "forkserver" means the fork server of xpool, not that of `multiprocessing`.
         self._context = multiprocessing_context
         self._given_pool = pool

@@ -186,8 +186,8 @@ class WorkerCopy:
             yield
 
     def _begin(self, epoch: EpochSpec, shard: int, base: Base) -> None:
-        """Begin this epoch at ``base``.  A worker that ended the epoch before keeps its dataset's
-        state.  One that made a batch of a dead worker after later ones may be at another place."""
+        """Begin this epoch at ``base``.  A worker at the end of the epoch before keeps the state of
+        its dataset.  A worker may be elsewhere, if it made a dead worker's batch last."""
         is_at_end = self._initialized and self._epoch != epoch.number and self._place == base.end
         self._epoch = -1  # stays so if an error is raised below
         if is_pipe(self.dataset):

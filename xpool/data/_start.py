@@ -76,7 +76,7 @@ def find_context(context: Any, size: int) -> Any:
 
 
 def _will_fork() -> bool:
-    """Whether this program may fork now, and surely starts no device before the workers."""
+    """Whether this program may fork now, and cannot start a device before its workers start."""
     has_device = any(getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
     return sys.platform == "linux" and not has_device and _may_fork()
 

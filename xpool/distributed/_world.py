@@ -227,8 +227,8 @@ class World:
     ) -> CollectiveGroup:
         """Make a group of these ranks. All of them call this; it returns when all have called it.
 
-        Processes that make several groups together make them in the same order, and have the same
-        number of groups open: torch identifies a group by its ranks and by this number. Other
+        torch identifies a group by its ranks and by the number of open groups. So processes that
+        make several groups together make them in the same order, and close the same ones. Other
         ranks may call this, too; their operations in the group raise `NotAMember`.
 
         Args:

@@ -125,7 +125,7 @@ class Gate:
         os.write(self._fd, b"." * passes)
 
     def close(self) -> None:
-        """Let all tasks pass from now on, because they read the end of the pipe."""
+        """Let all tasks pass from now on: they read the end of the pipe."""
         self.open(4096)
         os.close(self._fd)
 

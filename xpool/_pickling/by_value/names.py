@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from operator import attrgetter
 from types import FunctionType, ModuleType
@@ -15,6 +16,7 @@ from xpool._pickling.by_value.origin import (
     find_module,
     namespace,
     origin_of,
+    origins,
 )
 from xpool._pickling.reducers import Context, builder
 from xpool._python.interrupt import by_handler
@@ -59,8 +61,16 @@ def name_for(pickler: Context, obj: Any) -> Any:
     that it cannot import, before it loads the pickle.
     """
     module = obj.__module__
-    origin = origin_of(module)
     path = _path_of(obj)
+    known = origins.get(module)
+    if known is not None and known[1] != SENT and module not in static_modules:
+        # The usual case: the short way to the same answer.
+        here = sys.modules.get(module)
+        if here is known[0] and here.__dict__.get(path) is obj:
+            if known[1] != INSTALLED and pickler.follow:
+                pickler.names.add((module, path))
+            return path
+    origin = origin_of(module)
     if module in static_modules:
         return path if found_by_name(obj) else _of_static(obj, module, path)
     if origin == SENT:

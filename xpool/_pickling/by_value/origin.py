@@ -30,7 +30,9 @@ MAIN_NAMES = frozenset({"__main__", "__mp_main__"})
 MISSING: Any = object()
 """Takes the place of a global that does not exist."""
 
-_origins: dict[str, tuple[Any, int]] = {}  # by name: the module, and its origin
+origins: dict[str, tuple[Any, int]] = {}
+"""By name: the module, and its origin.  Neither name of the main module is in it."""
+
 _holds_for: tuple[Any, list[str], str] = None, [], ""  # settings, `sys.path`, working folder
 _generation = 0  # how often the origins were found again
 
@@ -59,7 +61,7 @@ def canonical(name: Any) -> str:
 
 def origin_of(name: Any) -> int:
     """Return the origin of the module with this name."""
-    known = _origins.get(name)
+    known = origins.get(name)
     if known is not None and known[0] is sys.modules.get(name):
         return known[1]
     if name in loose and name not in sys.modules:
@@ -70,7 +72,7 @@ def origin_of(name: Any) -> int:
     if is_program(name):
         found = IMPORTED if _is_importable(name) else SENT
     if name in sys.modules:
-        _origins[name] = sys.modules[name], found
+        origins[name] = sys.modules[name], found
     return found
 
 
@@ -86,7 +88,7 @@ def renew_origins(settings: Any) -> int:
         except OSError:  # it was removed
             folder = ""
         if _holds_for[1:] != (sys.path, folder):
-            _origins.clear()
+            origins.clear()
             _of_program = [], ()
             _generation += 1
         _holds_for = settings, list(sys.path), folder
@@ -109,6 +111,12 @@ def namespace(module: str) -> dict[str, Any]:
     """Return the globals of a module of the program; empty if there is no such module."""
     found: dict[str, Any] = getattr(find_module(module), "__dict__", {})
     return found
+
+
+def main_now() -> tuple[Any, int]:
+    """Return ``__main__`` and the number of its globals."""
+    main = sys.modules.get("__main__")
+    return main, len(getattr(main, "__dict__", ()))
 
 
 def owner_of(key: Key) -> Any:

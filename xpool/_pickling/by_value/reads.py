@@ -182,8 +182,8 @@ def _add_module(module: ModuleType, whole: bool, use: Code, found: set[Key], see
 def reads(obj: Any) -> set[Key]:
     """Return the globals that a function or class of the program uses, with its parts.
 
-    The parts are a decorated inner function, methods, defaults.  The globals that other globals use
-    are not included.
+    Its parts are the function inside a decorator, methods and defaults.  Globals that are used only
+    by other globals are not included.
     """
     found, seen, todo = set[Key](), set[int](), [obj]
     while todo:

@@ -62,6 +62,7 @@ class _Incoming:
     def __init__(self) -> None:
         self.parent: bytes | None = None
         self.state = 0  # the serial number of the parent's state that was set last
+        self.last = b""  # this state
         self.supplied: dict[bytes, int] = {}  # the same of other senders
         self.serials: dict[Key, int] = {}
         self.idents: dict[Key, int] = {}  # which object of the program a function stands for
@@ -83,13 +84,15 @@ after_calls: list[Callable[[], object]] = []
 @builder
 def prepare(state: bytes, *buffers: Any) -> None:
     """Set what a message needs.  It is called at the beginning of the message's pickle."""
-    if not main.is_replica():
-        return
+    here = _incoming
     heard = getattr(_heard, "states", None)
     if heard is not None:
         heard.append((state, buffers))
+    elif state == here.last:
+        return
+    if not main.is_replica():
+        return
     sender, serial, exact, placed = HEAD.unpack_from(state)
-    here = _incoming
     if exact and here.parent is None:
         here.parent = sender
     ours = exact and sender == here.parent
@@ -104,7 +107,7 @@ def prepare(state: bytes, *buffers: Any) -> None:
         _receive(written, left, ours)
         settings.imports_done()
         if ours:
-            here.state = serial
+            here.state, here.last = serial, state
         else:
             here.supplied[sender] = serial
 
@@ -413,10 +416,12 @@ def missing_global(exc: BaseException) -> str | None:
     return _explained(found[0]) if found else None
 
 
+_REMEDY = "Make it in the initializer, or pass what it is made from as an argument."
+
+
 def _explained(key: Key) -> str:
     return (
-        f"The global {said(key)} was not sent to this worker "
-        f"({_incoming.missing[key]}). Make it in the initializer, or pass it as an argument."
+        f"The global {said(key)} was not sent to this worker ({_incoming.missing[key]}). {_REMEDY}"
     )
 
 
@@ -459,7 +464,7 @@ def _module_of(exc: BaseException) -> str:
 
 
 def _global_left_none(exc: AttributeError) -> str | None:
-    """Explain an AttributeError of None in code that reads a global which is None only here."""
+    """Say that code has used a global that is None in this worker, and not in the program."""
     trace = exc.__traceback__
     if not _incoming.left_none or trace is None or getattr(exc, "obj", exc) is not None:
         return None
@@ -472,8 +477,7 @@ def _global_left_none(exc: AttributeError) -> str | None:
         if names.issuperset(key[1].split(".")) and (holder or {}).get(attribute, exc) is None:
             return (
                 f"The global {said(key)} is None in this worker, as at the top of the script: the "
-                f"program's value could not be sent ({reason}). Make it in the initializer, or "
-                "pass it as an argument."
+                f"program's value could not be sent ({reason}). {_REMEDY}"
             )
     return None
 

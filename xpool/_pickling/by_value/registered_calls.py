@@ -41,7 +41,7 @@ def package_of(key: Key) -> str:
 
 
 def look_at_script(calls: tuple[tuple[str, Any, tuple[Any, ...]], ...]) -> None:
-    """Take over the calls that stand alone at the script's top level, and have ended.
+    """Register the calls at the script's top level that stand alone and have returned.
 
     Each is (package, function, arguments), as in `script_top`.
     """

@@ -55,6 +55,7 @@ from xpool._pickling.by_value.origin import (
     home_of,
     is_imported,
     is_program,
+    main_now,
     namespace,
     origin_of,
     owner_of,
@@ -181,7 +182,7 @@ class Book:
         self._functions: list[tuple[Any, Any, Any, Any]] = []
         self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
         self._registrations: Any = None  # of abstract base classes
-        self._globals = 0  # how many `__main__` has
+        self._main: Any = None
         self._tuples: set[int] = set()  # ids of globals that are tuples
         self._stateless: list[Any] = []  # the objects of `_named`
         self._changing: list[tuple[type, Any]] = []  # classes with parts that may change in place
@@ -223,18 +224,16 @@ class Book:
                 return False
         if self._classes and get_cache_token() != self._registrations:
             return False
-        if len(namespace("__main__")) != self._globals or any(map(vars, self._stateless)):
+        if main_now() != self._main or any(map(vars, self._stateless)):
             return False
         for cls, definition in self._changing:
             if classes.definition_of(cls) is not definition:
                 return False
-        return self._write_small() == self._small_bytes
+        return not self._small or self._write_small() == self._small_bytes
 
     def _write_small(self) -> bytes | None:
         """Return the pickle of the small data; None: it cannot be pickled now."""
         values = [holder.get(name) for holder, name in self._small]
-        if not values:
-            return b""
         try:
             return b"".join(write_group(values, Group({}, self._named), False).chunks)
         except Exception as error:  # an object's `__reduce__` can raise any error
@@ -598,7 +597,7 @@ class Book:
         self._same, self._ids, self._functions = [], [], []
         self._classes, self._changing, self._small, self._large = [], [], [], []
         self._used = {}
-        self._registrations, self._globals = get_cache_token(), len(namespace("__main__"))
+        self._registrations, self._main = get_cache_token(), main_now()
         large = set[Key]()
         for group in self._groups.values():
             if group.kind == PLACED:
@@ -633,7 +632,7 @@ class Book:
         small.sort(key=lambda one: one[0])
         self._small = [(holder, name) for _, holder, name in small]
         # If they cannot be pickled, b"" equals no later pickle, and all is looked at again.
-        self._small_bytes = self._write_small() or b""
+        self._small_bytes = (self._write_small() if small else None) or b""
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -784,7 +783,7 @@ class _Program:
         book = layout.book or _outgoing.anyone
         with _lock:
             state = book.state(names, layout)
-        buffers = [in_place(pickler, token) for token in state.tokens]
+        buffers = [in_place(pickler, token) for token in state.tokens] if state.tokens else []
         return state if layout.out_of_band else state.by_name, buffers
 
 

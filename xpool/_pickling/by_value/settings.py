@@ -26,6 +26,7 @@ logger until a level changes.  Inference mode arrives as a grad mode that is off
 import contextlib
 import functools
 import itertools
+import operator
 import os
 import sys
 import threading
@@ -357,6 +358,8 @@ class _Source:
             self._number()
 
     def look(self) -> None:
+        # The function may belong to an object in whose place the program has put another.
+        self.peek = self._row.open(sys.modules.get(self._row.module or ""))
         token = self.peek()
         if token == self.kept:
             return
@@ -396,12 +399,15 @@ _last: tuple[list[Any], list[Any], Snapshot, tuple[str, ...]] | None = None
 renew(globals(), _lock=threading.RLock, _serials=_count)
 
 
+_call: Callable[[Any], Any] = getattr(operator, "call", lambda peek: peek())  # from 3.11 on
+
+
 def snapshot() -> Snapshot:
     """Return the present settings of this thread: the same object while nothing has changed."""
     if _last is not None:
         peeks, kept, found, awaited = _last
         try:
-            if [peek() for peek in peeks] == kept and (
+            if [*map(_call, peeks)] == kept and (
                 not awaited or sys.modules.keys().isdisjoint(awaited)
             ):
                 return found
@@ -559,8 +565,8 @@ def receive(rows: Iterable[tuple[str, int, Any]], keep: Collection[str] = ()) ->
 def imports_done() -> None:
     """Restore what imports have changed since `receive`: called when the task has been read.
 
-    The program imported a package and then set its filters and levels.  In a worker, reading the
-    task may import the package, which adds its filters before all others, and sets its levels.
+    Reading a task may import a package, which adds warning filters and sets levels of loggers.  The
+    program has set its own after its import of that package.
     """
     with _lock:
         _filters.restore()

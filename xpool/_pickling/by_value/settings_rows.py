@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from xpool._python.hidden import warning_filters as _of_warnings
+from xpool._python.hidden import warning_filters
 from xpool._python.import_hooks import search_path, when_imported
 
 
@@ -96,16 +96,12 @@ class _Started(Row):
 
 
 def _variables() -> dict[bytes, bytes]:
-    """Return all variables: `os.environ`'s own dict, whose comparison runs no Python code."""
-    try:
-        data = os.environ._data  # type: ignore[attr-defined]
-        if type(data) is dict and os.name == "posix":
-            found: dict[bytes, bytes] = data
-            return found
-    except AttributeError:  # the program has put another mapping in its place
-        pass
     pairs = ((name, os.environ.get(name)) for name in list(os.environ))
     return {os.fsencode(name): os.fsencode(one) for name, one in pairs if one is not None}
+
+
+_own_dict = functools.partial(attrgetter("environ._data"), os)
+"""Returns the dict of `os.environ`.  Neither this nor a comparison of it runs Python code."""
 
 
 class Environ(Row):
@@ -121,7 +117,9 @@ class Environ(Row):
         self.keeps: Collection[str] = ()  # names that belong to the worker
 
     def open(self, module: Any) -> Callable[[], Any]:
-        return _variables
+        # The program may put another mapping in its place, before or after this.
+        plain = type(getattr(os.environ, "_data", None)) is dict and os.name == "posix"
+        return _own_dict if plain else _variables
 
     def keep(self, token: Any) -> Any:
         return dict(token)
@@ -179,7 +177,7 @@ class Path(_Started):
     name = "sys.path"
 
     def open(self, module: Any) -> Callable[[], Any]:
-        return lambda: sys.path
+        return functools.partial(getattr, sys, "path")
 
     def keep(self, token: Any) -> Any:
         return list(token)
@@ -277,6 +275,10 @@ class Locale(Row):
 # -- warnings and logging --------------------------------------------------------------------------
 
 
+def _of_warnings() -> Any:
+    return warning_filters(sys.modules["warnings"])()
+
+
 def _pattern(one: Any) -> Any:
     return (one.pattern, one.flags) if isinstance(one, re.Pattern) else one
 
@@ -319,7 +321,7 @@ class Filters(Row):
         self._order: list[Any] = []
 
     def open(self, module: Any) -> Callable[[], Any]:
-        return _of_warnings
+        return warning_filters(module)
 
     def keep(self, token: Any) -> Any:
         return list(token)
