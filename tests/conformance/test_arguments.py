@@ -171,11 +171,23 @@ def test_good_timeout(pool, timeout):
 @pytest.mark.parametrize("verb", ["map", "map_async", "imap", "imap_unordered", "starmap"])
 def test_an_unknown_option(pool, verb):
     """An unknown option raises a TypeError that names the verb. Private options are refused too."""
-    for option in ("worker", "waits"):
+    for option in ("worker", "waits", "plain", "returns_errors"):
         with pytest.raises(TypeError, match=rf"^{verb}\(\) has no keyword '{option}'"):
             getattr(pool, verb)(work.square, (1,), **{option: 1})
     with pytest.raises(TypeError, match=rf"^{verb}\(\) .*'max_retries'; did you mean retries=\?$"):
         getattr(pool, verb)(work.square, (1,), max_retries=1)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_signatures_have_the_keywords(verb):
+    """`help` shows the keywords of a verb with their defaults, and its code is found."""
+    verb = getattr(_class("Pool"), verb)
+    parameters = inspect.signature(verb).parameters
+    assert parameters["timeout"].default is None and parameters["retries"].default == 0
+    assert {one.kind for one in parameters.values()} == {
+        inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY,
+    }  # fmt: skip
+    assert f"def {verb.__name__}(" in inspect.getsource(verb)
 
 
 @pytest.mark.parametrize("verb", ["apply", "apply_async"])

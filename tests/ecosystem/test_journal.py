@@ -515,10 +515,13 @@ def test_each_run_has_the_same_parts():
     assert said[0] == said[1] == said[2]
 
 
-def test_verbs_without_a_journal(pool, path):
+@pytest.mark.parametrize("name", ["journal", "key", "version"])
+@pytest.mark.parametrize("verb", ["map_async", "starmap_async"])
+def test_verbs_without_a_journal(pool, verb, name):
     """The error of a verb without a journal names the verbs that have one."""
-    with pytest.raises(OptionError, match="journal= is for"):
-        pool.map_async(work.square, [1], journal=path)
+    theirs = "map, starmap, imap and imap_unordered have it"
+    with pytest.raises(TypeError, match=rf"^{verb}\(\) has no keyword '{name}'; {theirs}"):
+        getattr(pool, verb)(work.square, [1], **{name: "x"})
 
 
 def test_a_dropped_iterator_is_written(pool, path, logged):

@@ -316,8 +316,12 @@ def test_drops_of_a_killed_worker_are_counted(kept, monkeypatch, caplog):
         with pytest.raises(WorkerDied):
             task.get(WAIT)
         opened.set()
+        eventually(lambda: pool.report().deaths == 1, "the death is recorded")
+        report = pool.report()
     (told,) = [r for r in caplog.records if r.name == "xpool"]
     assert told.args[1] + len(kept) == 3000
+    assert report.dropped_records == report.workers[0].dropped_records == told.args[1]
+    assert f", {told.args[1]} log records dropped\n" in str(report)
 
 
 def _log_many(n):
@@ -336,9 +340,10 @@ def test_drops_are_counted(kept, monkeypatch, caplog):
         # There is room again after some records have been handled.
         eventually(lambda: len(kept) > 100, "records are handled")
         pool.map(_log, [1])
+        counted = pool.report().dropped_records
     dropped = [r for r in caplog.records if r.name == "xpool"]
     assert sum(r.args[1] for r in dropped) + len(kept) == 3001
-    assert dropped
+    assert dropped and counted == sum(r.args[1] for r in dropped)
 
 
 def _warn(_):

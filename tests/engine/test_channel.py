@@ -12,9 +12,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from xpool import WorkerReport
 from xpool._engine import channel as channel_module
 from xpool._python import parents_only
-from xpool._wire.outbox import CAPACITY, NO_LIMIT, STACK_AT, Outbox, entries, make_file
+from xpool._wire.outbox import CAPACITY, COUNTERS, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 from xpool._wire.pipes import BlockingFrameReader, FrameReader, FrameWriter
 from xpool._wire.wire import TO_PARENT
 
@@ -42,6 +43,19 @@ def box():
     box.forbid(NO_LIMIT)
     yield box
     box.close()
+
+
+def test_counters(box):
+    """Each counter has a word of its own, and the report has a field for it."""
+    assert set(COUNTERS) <= set(WorkerReport._fields)
+    for n, name in enumerate(COUNTERS, 1):
+        box.count(name, n)
+        box.count(name)
+    assert box.counts == [n + 2 for n in range(len(COUNTERS))]
+    assert box.turn is None and box.intact and not box.tail and not box.asked
+    box.words[:] = memoryview(b"\xff" * 8 * len(box.words)).cast("Q")
+    box.count(COUNTERS[0], 3)
+    assert box.counts[0] == 2
 
 
 def frame(number, body):

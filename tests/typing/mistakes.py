@@ -19,6 +19,8 @@ def on_device(device: bytes, number: int) -> float:
 def mistakes(pool: Pool, contexts: CtxPool[bytes], executor: Executor) -> None:
     pool.map(name, ["a"])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     pool.map(name, [1], retires=3)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    pool.map_async(name, [1], journal="a")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    pool.apply(name, (1,), retires=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     pool.map(name, [1], on_error="keep")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     pool.apply(name, (1,), {}, 3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     pool.run_all(name, "a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

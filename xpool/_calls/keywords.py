@@ -42,6 +42,9 @@ _ITS_VERBS = {
     "buffersize": "imap and imap_unordered have",
     "callback": "apply_async, map_async and starmap_async have",
     "error_callback": "apply_async, map_async and starmap_async have",
+    "journal": "map, starmap, imap and imap_unordered have",
+    "key": "map, starmap, imap and imap_unordered have",
+    "version": "map, starmap, imap and imap_unordered have",
     "with_index": "imap_unordered has",
     "worker": "apply and apply_async of P2PPool have",
 }

@@ -9,7 +9,7 @@ import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from xpool._memory.system import default_processes
 from xpool.errors import OptionError
@@ -34,26 +34,69 @@ class ManyOptions(CallOptions, total=False):
     """Keywords of the verbs that submit many tasks.  `BasePool.map` describes them."""
 
     progress: ProgressOption
-    journal: str | os.PathLike[str] | None
-    key: Callable[[Any], str | bytes | int] | None
-    version: str | int | None
     seed: int | None
 
 
-class TaskOptions(NamedTuple):
-    """The checked options of a job."""
+class JournalOptions(ManyOptions, total=False):
+    """Keywords of the verbs that can use a journal."""
 
-    retries: int = 0
-    worker: int | None = None  # index of a worker of a `P2PPool`; -1: the least busy one
-    waits: bool = False  # whether the submitting thread waits for the result at once
+    journal: str | os.PathLike[str] | None
+    key: Callable[[Any], str | bytes | int] | None
+    version: str | int | None
+
+
+class TaskOptions(NamedTuple):
+    """The checked options of a job, with the defaults of the keywords above.
+
+    A keyword of a verb is declared here and above; `xpool._pools.verbs.options_of` checks it.
+    """
+
     timeout: float | None = None  # seconds for one call of the function; None: no limit
+    retries: int = 0
     retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a task runs again
-    progress: Any = False  # as in `ManyOptions`
-    returns_errors: bool = False
+    progress: Any = False
+    seed: int | None = None  # seeds the generators of each item, with the item's number
     journal: Any = None  # the path of a database
     key: Any = None
     version: Any = None
-    seed: int | None = None  # seeds the generators of each item, with the item's number
+    # Not keywords of these names:
+    returns_errors: bool = False
+    worker: int | None = None  # index of a worker of a `P2PPool`; -1: the least busy one
+    waits: bool = False  # whether the submitting thread waits for the result at once
+    plain: bool = True  # neither a time limit nor retries
+
+
+def keywords_of(options: Any) -> list[str]:
+    """Return the names of a `CallOptions` or a subclass of it, in order."""
+    return [name for name in TaskOptions._fields if name in options.__optional_keys__]
+
+
+T = TypeVar("T")
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def takes_keywords(options: Any) -> Callable[[Verb], Verb]:
+    """Show these keywords in a verb's signature, for `help`, in place of ``**keywords``."""
+    names, defaults = keywords_of(options), TaskOptions._field_defaults
+
+    def with_signature(verb: Verb) -> Verb:
+        code = verb.__code__
+        own = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+        own.insert(code.co_argcount, "*")
+        # `inspect.signature` follows `__wrapped__`, and its import takes longer than all of these.
+        shown = eval(f"lambda {', '.join([*own, *names])}: None")
+        shown.__code__ = shown.__code__.replace(
+            co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
+        )
+        shown.__defaults__ = verb.__defaults__
+        shown.__kwdefaults__ = {
+            **(verb.__kwdefaults__ or {}), **{name: defaults[name] for name in names}
+        }  # fmt: skip
+        shown.__annotations__ = {**verb.__annotations__, **options.__annotations__}
+        verb.__wrapped__ = shown  # type: ignore[attr-defined]
+        return verb
+
+    return with_signature
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
@@ -126,10 +169,11 @@ def check_progress(value: Any) -> None:
         )
 
 
-def check_choice(name: str, value: Any, *choices: str | None) -> None:
+def check_choice(name: str, value: T, *choices: str | None) -> T:
     if value not in choices:
         *others, last = map(repr, choices)
         raise OptionError(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
+    return value
 
 
 def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:
@@ -257,9 +301,10 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_seed(seed: Any) -> None:
+def check_seed(seed: Any) -> int | None:
     if seed is not None and not isinstance(seed, int):
         raise TypeError(f"seed must be an int or None, not {seed!r}")
+    return seed
 
 
 def label(func: Callable[..., Any]) -> str:

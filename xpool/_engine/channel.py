@@ -16,7 +16,7 @@ from xpool._engine.relay import Relay
 from xpool._memory.arena import Arena
 from xpool._python import parents_only, sockets
 from xpool._python.parents_only import owned
-from xpool._wire.outbox import NO_LIMIT, Outbox, make_file
+from xpool._wire.outbox import COUNTERS, NO_LIMIT, Outbox, make_file
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._worker.entry import ONE, SEVERAL
 
@@ -143,7 +143,8 @@ class PipeChannel:
             parents_only.close(self.control)
         if self._logs is not None:
             assert self._relay is not None
-            self._relay.finish(self._logs, self.box.dropped)
+            dropped = self.box.counts[COUNTERS.index("dropped_records")]
+            self._relay.finish(self._logs, dropped)
         parents_only.close(self.writer.fd)
         parents_only.close(self.reader.fd)
         self.box.close()

@@ -10,12 +10,17 @@ Guarded by the engine's lock.
 
 import heapq
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from xpool._engine.jobs.scheduler import Batch
 from xpool._pickling.frame import pickle_alone
+from xpool._wire.outbox import COUNTERS
 from xpool.errors import OptionError
+
+if TYPE_CHECKING:
+    from xpool._engine.worker_process import WorkerProcess
 
 SLOWEST = 10
 SHORTEST = 1_000_000
@@ -30,7 +35,7 @@ MOST_EVENTS = 1_000_000
 class Account:
     """The record of one worker, over all its processes."""
 
-    __slots__ = ("busy", "deaths", "lived", "ready_at", "tasks")
+    __slots__ = ("busy", "counts", "deaths", "lived", "ready_at", "tasks")
 
     def __init__(self) -> None:
         self.tasks = 0
@@ -38,17 +43,28 @@ class Account:
         self.deaths = 0
         self.ready_at: float | None = None  # when the present process became ready
         self.lived = 0.0  # seconds that earlier processes were ready
+        self.counts = [0] * len(COUNTERS)  # of earlier processes
 
 
-class Work(NamedTuple):
-    """What one worker has done, as `report` shows it."""
+class WorkerReport(NamedTuple):
+    """The work of one worker, in all of its processes.
 
-    worker: int
+    ``dropped_records``: log records and warnings that did not reach the program.
+    """
+
+    index: int  # type: ignore[assignment]  # not the method of tuples
     pid: int | None
     tasks: int
-    busy: float  # seconds spent on answered tasks
-    ready: float  # seconds during which it could take tasks
+    busy_seconds: float
+    waiting_seconds: float
     deaths: int
+    dropped_records: int
+
+    @property
+    def utilisation(self) -> float:
+        """The fraction of its time, from 0 to 1, in which it ran tasks."""
+        total = self.busy_seconds + self.waiting_seconds
+        return self.busy_seconds / total if total else 0.0
 
 
 class Slow(NamedTuple):
@@ -59,6 +75,26 @@ class Slow(NamedTuple):
     task: str
     worker: int
     item: bytes | None  # the pickled item, if it is small
+
+
+class EngineReport(NamedTuple):
+    """What the workers have done; bytes are those in pipes."""
+
+    workers: Sequence[WorkerReport] = ()
+    slowest: Sequence[Slow] = ()
+    bytes_to_workers: int = 0
+    bytes_from_workers: int = 0
+    retries: int = 0
+
+    @classmethod
+    def of_hosts(cls, reports: Iterable[tuple[int, "EngineReport"]]) -> "EngineReport":
+        """Return the report of several engines, each with the pool's index of its first worker."""
+        workers, slowest, counts = list[WorkerReport](), list[Slow](), cls()[2:]
+        for first, one in reports:
+            workers += [its._replace(index=first + its.index) for its in one.workers]
+            slowest += [its._replace(worker=first + its.worker) for its in one.slowest]
+            counts = tuple(map(operator.add, counts, one[2:]))
+        return cls(workers, sorted(slowest, reverse=True)[:SLOWEST], *counts)
 
 
 class Event(NamedTuple):
@@ -128,10 +164,11 @@ class Ledger:
         """Record that a process can take tasks."""
         self.accounts[worker].ready_at = self._now()
 
-    def gone(self, worker: int, bytes_out: int) -> None:
-        """Record the end of a process to which ``bytes_out`` bytes were sent."""
-        self.bytes_out += bytes_out
-        account = self.accounts[worker]
+    def gone(self, worker: "WorkerProcess") -> None:
+        """Record the end of a process; its page can still be read."""
+        self.bytes_out += worker.writer.sent
+        account = self.accounts[worker.index]
+        account.counts = self._counts(worker)
         if account.ready_at is not None:
             account.lived += self._now() - account.ready_at
             account.ready_at = None
@@ -148,11 +185,29 @@ class Ledger:
         if self.events is not None:
             self._add(Event(self._now(), None, f"{self.describe(*batch.name(index))} again", None))
 
-    def work(self, worker: int, pid: int | None) -> Work:
-        """Return what a worker has done; ``pid`` is its present process."""
-        a = self.accounts[worker]
-        ready = a.lived + (0.0 if a.ready_at is None else self._now() - a.ready_at)
-        return Work(worker, pid, a.tasks, a.busy * 1e-9, ready, a.deaths)
+    def _counts(self, worker: "WorkerProcess") -> list[int]:
+        counts = self.accounts[worker.index].counts
+        if worker.handle is None or not worker.box.intact:  # a task has written over the page
+            return counts
+        return list(map(operator.add, counts, worker.box.counts))
+
+    def report(self, workers: "Sequence[WorkerProcess]") -> EngineReport:
+        """Return what these workers have done."""
+        found, out = [], self.bytes_out
+        for worker in workers:
+            a = self.accounts[worker.index]
+            busy = a.busy * 1e-9
+            ready = a.lived + (0.0 if a.ready_at is None else self._now() - a.ready_at)
+            found.append(
+                WorkerReport(
+                    worker.index, worker.pid, a.tasks, busy, max(0.0, ready - busy), a.deaths,
+                    **dict(zip(COUNTERS, self._counts(worker))),
+                )
+            )  # fmt: skip
+            # `bytes_out` has the bytes sent to ended processes, so their writers do not count.
+            out += worker.writer.sent if worker.handle is not None else 0
+        slowest = sorted(self.slowest, reverse=True)
+        return EngineReport(found, slowest, out, self.bytes_in, self.retries)
 
     def begin_trace(self) -> None:
         """Begin to keep events."""

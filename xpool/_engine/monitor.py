@@ -108,7 +108,7 @@ class WorkerMonitor:
         """Forget a worker whose process has ended and whose messages are all received."""
         self._multi_item.pop(worker.index, None)
         self._give_back_requests.pop(worker.index, None)
-        self._ledger.gone(worker.index, worker.writer.sent)
+        self._ledger.gone(worker)
         # Remove them before they are closed.  The writer is registered while it has a backlog.
         for fd in (worker.reader.fd, worker.writer.fd):
             self._reactor.remove(fd)

@@ -9,7 +9,7 @@ from typing import Any
 
 from xpool._engine import stacks
 from xpool._engine.jobs.scheduler import Scheduler
-from xpool._engine.ledger import Event, Ledger, Slow, Work
+from xpool._engine.ledger import EngineReport, Event, Ledger
 from xpool._engine.stacks import Whereabouts
 from xpool._engine.worker_process import WorkerProcess
 
@@ -55,15 +55,10 @@ class Observation:
                 "pids": [worker.pid for worker in workers[: sched.size]],
             }
 
-    def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
-        """Return each worker's work, the slowest tasks, bytes to workers and back, and retries."""
-        ledger = self._ledger
+    def report(self) -> EngineReport:
+        """Return what the workers have done."""
         with self.lock:
-            work = [ledger.work(worker.index, worker.pid) for worker in self._workers]
-            # The ledger has the bytes sent to ended processes, so their writers do not count.
-            sent = sum(worker.writer.sent for worker in self._workers if worker.handle is not None)
-            out = sent + ledger.bytes_out
-            return work, sorted(ledger.slowest, reverse=True), out, ledger.bytes_in, ledger.retries
+            return self._ledger.report(self._workers)
 
     def stacks(self, describe: Callable[[int, int], str] | None = None) -> list[Whereabouts]:
         """Return the stack of each worker, within a second; busy ones are asked by a signal."""

@@ -14,7 +14,7 @@ from xpool._calls.results import PickledResult
 from xpool._engine.jobs.scheduler import TaskRange, Terms
 
 if TYPE_CHECKING:
-    from xpool._engine.ledger import Slow, Work
+    from xpool._engine.ledger import EngineReport
     from xpool._engine.worker_process import WorkerProcess
 
 
@@ -64,8 +64,8 @@ class EngineProtocol(WorkerBackend, Protocol):
     def idle(self) -> Collection[int]:
         """Idle workers; read without a lock after items were appended to a range."""
 
-    def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
-        """Return each worker's work, the slowest tasks, bytes to workers and back, and retries."""
+    def report(self) -> EngineReport:
+        """Return what the workers have done."""
 
     def start_missing(self) -> bool:
         """Start a process for every worker that has none; return whether there was one."""

@@ -132,7 +132,7 @@ class Agent:
                 launcher,
                 worker_config,
                 spec.pool,
-                spec.daemon,
+                spec.options["is_daemon"],
                 None,
                 arena,
                 Relay(spec.pool, first),

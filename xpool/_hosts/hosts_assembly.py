@@ -46,13 +46,7 @@ def make_engine(
         spec=spec._replace(peers=0),  # workers of different hosts cannot send each other messages
         main=assembly.Main.now(),
         modules=modules,
-        options=assembly.EngineOptions(
-            lifetime=pool.maxtasksperchild,
-            restart_budget=options.deaths_a_minute(max(workers)),
-            initializer_timeout=options.initializer_timeout,
-            hands_back=True,
-            memory=assembly.MemoryLimits(options.worker_memory, options.memory_high),
-        ),
+        options=assembly.engine_options(options, max(workers))._replace(hands_back=True),
         memory_limit=options.memory_limit,
         lease=LEASE,
         facts=facts(modules),

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from xpool._calls.results import PickledResult
 from xpool._engine.jobs.ranges import TaskRange, Terms
+from xpool._engine.ledger import EngineReport
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts.service import HostService
 
 if TYPE_CHECKING:
-    from xpool._engine.ledger import Slow, Work
     from xpool._engine.stacks import Whereabouts
 
 LEASE = 10.0
@@ -184,20 +184,11 @@ class HostEngine:
                 "hosts": each,
             }
 
-    def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
-        """Return the work of each worker, the slowest tasks, bytes to and from workers, and
-        retries, by the last `Status` of each host."""
-        work: list[Any] = []
-        slow: list[Any] = []
-        out = back = retries = 0
+    def report(self) -> EngineReport:
+        """Return what the workers have done, by the last `Status` of each host."""
         with self.lock:
-            for agent in self.service.agents.values():
-                if agent.status.report is not None:
-                    its, slowest, sent, got, again = agent.status.report
-                    work += [one._replace(worker=agent.first + one.worker) for one in its]
-                    slow += [one._replace(worker=agent.first + one.worker) for one in slowest]
-                    out, back, retries = out + sent, back + got, retries + again
-        return work, sorted(slow, reverse=True)[:10], out, back, retries
+            agents = self.service.agents.values()
+            return EngineReport.of_hosts((one.first, one.status.report) for one in agents)
 
     def stacks(self) -> list[Whereabouts]:
         """Return where each worker is; those of hosts that do not answer in a second say so."""

@@ -18,6 +18,7 @@ from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from xpool._engine.jobs.ranges import ONCE, Terms
+from xpool._engine.ledger import EngineReport
 from xpool._pickling.policy import INLINE_BELOW
 
 # -- from the driver ---------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class Status(NamedTuple):
 
     cost: float
     statistics: dict[str, Any]
-    report: Any = None
+    report: EngineReport = EngineReport()
 
 
 class Failed(NamedTuple):

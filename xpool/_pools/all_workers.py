@@ -109,7 +109,7 @@ class AllWorkers:
             with self._order:  # all workers get the calls in one order; their number stays the same
                 number = next(jobs.numbers)
                 job = AllWorkersResult(number, name or label(func), self.size)
-                job.options = TaskOptions(timeout=timeout)
+                job.options = TaskOptions(timeout, plain=timeout is None)
                 if self._files is not None:
                     func = self._files.of_all(job, func)
                 self._submit(job, (func, args, {}))

@@ -70,7 +70,7 @@ class ContextVerbs(PublicVerbs[C]):
             self, func: Callable[Concatenate[C, P], T], /, *args: P.args, **kwds: P.kwargs
         ) -> Future[T]: ...
 
-        def apply(  # type: ignore[override]
+        def apply(
             self,
             func: Callable[Concatenate[C, ...], T],
             args: Iterable[object] = (),
@@ -78,7 +78,7 @@ class ContextVerbs(PublicVerbs[C]):
             **options: Unpack[CallOptions],
         ) -> T: ...
 
-        def apply_async(  # type: ignore[override]
+        def apply_async(
             self,
             func: Callable[Concatenate[C, ...], T],
             args: Iterable[object] = (),

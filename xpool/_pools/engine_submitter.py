@@ -71,8 +71,7 @@ class EngineSubmitter(HookSubmitter):
         job.is_call = True
         if options.retry_on:
             func = Retried(func, options.retry_on)
-        plain = options.timeout is None and not options.retries
-        terms = ONCE if plain else terms_of(options)  # saves a call
+        terms = ONCE if options.plain else terms_of(options)  # saves a call
         keep = options.retries > 0
         payload, worker = self.packer.pack_task((func, args, kwds), keep, options.worker)
         if type(payload) is not bytes:  # it holds blocks, or is large
@@ -94,9 +93,8 @@ class EngineSubmitter(HookSubmitter):
 
     def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
         """Submit a range of tasks, one for each chunk; a tuple of one chunk is a call."""
-        options = job.options
-        plain = options.timeout is None and not options.retries
-        if plain and self._one_as_call and type(chunks) is tuple and len(chunks) == 1:
+        one = self._one_as_call and type(chunks) is tuple and len(chunks) == 1
+        if one and job.options.plain:
             call, before = applied(*work)
             self.call(job, call, (*before, *chunks), {})
             return
@@ -107,7 +105,7 @@ class EngineSubmitter(HookSubmitter):
         for i, chunk in enumerate(chunks):
             try:
                 payload, worker = self.packer.pack_task(
-                    chunk, options.retries > 0, owner, told, ITEM
+                    chunk, job.options.retries > 0, owner, told, ITEM
                 )
             except Exception as error:
                 if by_handler(error):

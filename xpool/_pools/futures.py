@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from xpool._calls.options import check_count, label
+from xpool._calls.options import CallOptions, check_count, label
 from xpool._calls.results import AsyncResult, PickledResult, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
@@ -250,7 +250,7 @@ def submit(
     pool._submitter.check(func)
     options = PLAIN
     if pool._calls_go_to is not None or pool._task_timeout is not None:
-        options = options_of(pool, pool._calls_go_to, False)
+        options = options_of(pool, CallOptions, {}, False, pool._calls_go_to)
     future: _Future[Any] = _Future()
     future._job = job = _Call(pool, func, future)
     job.options = options

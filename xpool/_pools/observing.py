@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from xpool._engine.ledger import EngineReport
+from xpool._engine.ledger import WorkerReport as WorkerReport
 from xpool._python.interrupt import shielded
 from xpool.errors import OptionError
 
@@ -36,24 +38,6 @@ class ObservedPool(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkerReport:
-    """The work of one worker, in all of its processes."""
-
-    index: int
-    pid: int | None
-    tasks: int
-    busy_seconds: float
-    waiting_seconds: float
-    deaths: int
-
-    @property
-    def utilisation(self) -> float:
-        """The fraction of its time, from 0 to 1, in which it ran tasks."""
-        total = self.busy_seconds + self.waiting_seconds
-        return self.busy_seconds / total if total else 0.0
-
-
-@dataclasses.dataclass(frozen=True)
 class SlowTask:
     """One of the slowest tasks; a chunk of `map` is a task."""
 
@@ -68,7 +52,8 @@ class Report:
     """The work of a pool so far; `str` of it is a table.
 
     ``bytes_to_workers`` and ``bytes_from_workers`` count bytes in pipes, and not large values,
-    which lie in shared memory.  A running task counts when it is answered.
+    which lie in shared memory.  A running task counts when it is answered.  ``dropped_records``:
+    log records and warnings of workers that did not reach the program.
     """
 
     pool: str
@@ -78,6 +63,7 @@ class Report:
     failed: int
     retries: int
     deaths: int
+    dropped_records: int
     bytes_to_workers: int
     bytes_from_workers: int
     workers: tuple[WorkerReport, ...]
@@ -88,6 +74,7 @@ class Report:
             f"{self.pool}: {self.seconds:.1f} s, {self.succeeded} of {self.submitted} tasks "
             f"succeeded, {self.failed} failed, {self.retries} retries, {self.deaths} deaths, "
             f"{_size(self.bytes_to_workers)} out, {_size(self.bytes_from_workers)} back"
+            + (f", {self.dropped_records} log records dropped" if self.dropped_records else "")
         )
         lines = [counts, "worker      pid      tasks     busy s    waits s   used  deaths"]
         lines += [
@@ -166,24 +153,22 @@ def report_of(pool: ObservedPool) -> Report:
     """Return the report of a pool; workers are listed if the pool has an engine."""
     counts = pool.statistics()
     engine = getattr(pool, "_engine", None)
-    work, slowest, out, back, retries = engine.report() if engine else ([], [], 0, 0, 0)
-    workers = tuple(
-        WorkerReport(w.worker, w.pid, w.tasks, w.busy, max(0.0, w.ready - w.busy), w.deaths)
-        for w in work
-    )
+    found = engine.report() if engine else EngineReport()
     return Report(
         pool=pool.name,
         seconds=time.monotonic() - pool._life.started,
         submitted=counts["submitted"],
         succeeded=counts["succeeded"],
         failed=counts["failed"],
-        retries=retries,
-        deaths=sum(w.deaths for w in workers),
-        bytes_to_workers=out,
-        bytes_from_workers=back,
-        workers=workers,
+        retries=found.retries,
+        deaths=sum(one.deaths for one in found.workers),
+        dropped_records=sum(one.dropped_records for one in found.workers),
+        bytes_to_workers=found.bytes_to_workers,
+        bytes_from_workers=found.bytes_from_workers,
+        workers=tuple(found.workers),
         slowest=tuple(
-            SlowTask(slow.nanos * 1e-9, slow.task, _sketch(slow), slow.worker) for slow in slowest
+            SlowTask(slow.nanos * 1e-9, slow.task, _sketch(slow), slow.worker)
+            for slow in found.slowest
         ),
     )
 

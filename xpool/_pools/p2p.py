@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from xpool._calls.keywords import names_of, refuse_unknown
-from xpool._calls.options import Exceptions, check_count
+from xpool._calls.options import CallOptions, check_count, takes_keywords
 from xpool._calls.results import AsyncResult
 from xpool._pools.engine_submitter import EngineSubmitter, PeerSubmitter
 from xpool._pools.process import Pool
@@ -15,7 +14,7 @@ from xpool._pools.verbs import options_of, submit_call
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
-    from typing_extensions import Never
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
@@ -35,6 +34,7 @@ class P2PPool(Pool):
     _has_peers = sys.platform == "linux"
     _calls_go_to: int | None = -1
 
+    @takes_keywords(CallOptions)
     def apply(
         self,
         func: Callable[..., T],
@@ -42,18 +42,14 @@ class P2PPool(Pool):
         kwds: Mapping[str, Any] | None = None,
         *,
         worker: int | None = None,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-        **unknown: Never,
+        **keywords: Unpack[CallOptions],
     ) -> T:
         """As `BasePool.apply`, on the worker with index ``worker`` if it is given."""
-        if unknown:
-            refuse_unknown("apply", names_of(P2PPool.apply.__code__), unknown)
-        options = options_of(self, self._bind(worker), True, timeout, retries, retry_on)
+        options = options_of(self, CallOptions, keywords, True, self._bind(worker))
         value: T = submit_call(self, func, args, kwds, options).get()
         return value
 
+    @takes_keywords(CallOptions)
     def apply_async(
         self,
         func: Callable[..., T],
@@ -63,19 +59,14 @@ class P2PPool(Pool):
         error_callback: Callable[[BaseException], object] | None = None,
         *,
         worker: int | None = None,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-        **unknown: Never,
+        **keywords: Unpack[CallOptions],
     ) -> AsyncResult[T]:
         """As `BasePool.apply_async`, on the worker with index ``worker`` if it is given.
 
         Raises:
             OptionError (a `ValueError`): there is no such worker.
         """
-        if unknown:
-            refuse_unknown("apply_async", names_of(P2PPool.apply_async.__code__), unknown)
-        options = options_of(self, self._bind(worker), False, timeout, retries, retry_on)
+        options = options_of(self, CallOptions, keywords, False, self._bind(worker))
         return submit_call(self, func, args, kwds, options, callback, error_callback)
 
     def _bind(self, worker: int | None) -> int | None:

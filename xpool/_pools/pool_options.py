@@ -20,10 +20,30 @@ from xpool.errors import OptionError
 
 P = ParamSpec("P")
 
+FOR_WORKERS = ("is_recursive", "is_daemon", "is_copy_tensor", "share_method", "output")
+"""The options that workers get in their configuration, under these names."""
+
+REFUSED_BY_THREADS = {
+    "context": "threads have no start method",
+    "seed": "all threads share the random generators of this process",
+    "output": "all threads share the stdout and stderr of this process",
+    "worker_memory": "all threads share the memory of this process",
+    "memory_high": "it holds back tasks for other processes",
+    "hosts": "threads run on this host",
+}
+
+REFUSED_OVER_HOSTS = {
+    "processes": "per_host= says how many workers each host has",
+    "context": "workers on other hosts start through xpool's fork server",
+    "is_copy_tensor": "hosts do not share memory",
+}
+
 
 class PoolOptions:
     """The checked arguments of the constructors of `Pool` and `ThreadPool`; `Pool` explains them.
 
+    An option is declared here: in the signature, in one line that checks it, and in the tables
+    above if workers get it or a kind of pool refuses it.
     `BasePool` checks the first five and ``name``.
     """
 
@@ -50,24 +70,24 @@ class PoolOptions:
         hosts: Any = None,
         name: str | None = None,
     ) -> None:
-        check_choice("share_method", share_method, "cpu", "cuda", "xla", None)
-        check_seed(seed)
-        check_choice("output", output, "prefix", "files", None)
-        if memory_limit is not None:
-            memory_limit = check_bytes("memory_limit", memory_limit, least=0)
-        if restart_budget is not None:
-            check_count("restart_budget", restart_budget)
         self.processes, self.initializer, self.initargs = processes, initializer, initargs
         self.maxtasksperchild, self.context, self.name = maxtasksperchild, context, name
         self.is_recursive = check_flag("is_recursive", is_recursive)
         self.is_daemon = check_flag("is_daemon", is_daemon)
         self.is_copy_tensor = check_flag("is_copy_tensor", is_copy_tensor)
-        self.share_method = share_method
-        self.memory_limit, self.seed, self.output, self.hosts = memory_limit, seed, output, hosts
+        self.share_method = check_choice("share_method", share_method, "cpu", "cuda", "xla", None)
+        self.memory_limit = (
+            None if memory_limit is None else check_bytes("memory_limit", memory_limit, least=0)
+        )
+        self.seed = check_seed(seed)
         self.task_timeout = check_seconds("task_timeout", task_timeout)
         self.initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
-        self.restart_budget = restart_budget
+        self.restart_budget = (
+            None if restart_budget is None else check_count("restart_budget", restart_budget)
+        )
+        self.output = check_choice("output", output, "prefix", "files", None)
         self.worker_memory, self.memory_high = check_memory(worker_memory, memory_high)
+        self.hosts = hosts
 
     @classmethod
     def of(cls, pool: object, args: tuple[Any, ...], keywords: dict[str, Any]) -> PoolOptions:
@@ -78,16 +98,17 @@ class PoolOptions:
             refuse_unknown(type(pool).__name__, names_of_inits(pool), unknown)
         return cls(*args, **keywords)
 
-    def deaths_a_minute(self, workers: int) -> int:
-        """Return how many workers may die in a minute without any task being finished."""
-        return self.restart_budget or max(100, 4 * workers)
+    def for_workers(self) -> dict[str, Any]:
+        """Return the options that the configuration of a worker has, by name."""
+        return {name: getattr(self, name) for name in FOR_WORKERS}
 
-    def refuse(self, **reasons: str) -> None:
-        """Raise `OptionError` if an option is given that this pool cannot have, with the reason."""
+    def refuse(self, reasons: dict[str, str], instead: str = "") -> None:
+        """Raise `OptionError` if an option is given for which there is a reason against it."""
+        defaults = PoolOptions.__init__.__kwdefaults__ or {}
         for name, reason in reasons.items():
             value = getattr(self, name)
-            if value is not None:
-                raise OptionError(f"{name}={value!r}: {reason}; leave it out, or use xpool.Pool")
+            if value is not defaults.get(name):
+                raise OptionError(f"{name}={value!r}: {reason}; leave it out{instead}")
 
 
 def takes(

@@ -17,7 +17,7 @@ from xpool._engine.protocols import EngineProtocol
 from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool, at_exit
 from xpool._pools.hooks import Result, Task
-from xpool._pools.pool_options import PoolOptions, takes
+from xpool._pools.pool_options import REFUSED_OVER_HOSTS, PoolOptions, takes
 from xpool._pools.start_methods import find_launcher, only_by_inheritance
 from xpool._python.interrupt import shielded
 from xpool._python.server_process import occupy_streams
@@ -105,7 +105,11 @@ class Pool(BasePool):
         occupy_streams()
         processes, hosts = options.processes, options.hosts
         if hosts is not None:
-            _check_over_hosts(options)
+            if not hasattr(hosts, "make_engine"):
+                raise OptionError(
+                    f"hosts must be made by xpool.ray.hosts(), not {reprlib.repr(hosts)}"
+                )
+            options.refuse(REFUSED_OVER_HOSTS)
             self._fixed_size = "its hosts decide how many workers it has; add or remove a host"
             self._nodes = hosts.find()
             processes = sum(node.workers for node in self._nodes)
@@ -175,14 +179,10 @@ class Pool(BasePool):
             contexts=packed or None,
             binds=[dict(getattr(context, "env", None) or {}) for context in contexts],
             cpus=[tuple(getattr(context, "cpus", None) or ()) for context in contexts],
-            daemon=options.is_daemon,
-            recurse=options.is_recursive,
+            options=options.for_workers(),
             seed=os.urandom(16) if options.seed is None else str(options.seed).encode(),
-            copy_tensor=options.is_copy_tensor,
-            share_method=options.share_method,
             token=self._packer.token,
             peers=self._size if self._has_peers else 0,
-            output=options.output,
             threads=max(1, default_processes() // self._size),
         )
 
@@ -257,13 +257,8 @@ class Pool(BasePool):
                 self._has_peers,
             ),
             functools.partial(describe, self._jobs.unanswered),
-            assembly.EngineOptions(
-                lifetime=self.maxtasksperchild,
-                restart_budget=options.deaths_a_minute(self._size),
-                initializer_timeout=options.initializer_timeout,
-                processes=self._processes,
-                together=self._is_group,
-                memory=assembly.MemoryLimits(options.worker_memory, options.memory_high),
+            assembly.engine_options(options, self._size)._replace(
+                processes=self._processes, together=self._is_group
             ),
         )
 
@@ -414,20 +409,6 @@ class Pool(BasePool):
             f"{s['workers']} workers ready, {s['waiting']} tasks waiting, {s['running']} running, "
             f"{s['succeeded']} succeeded, {s['failed']} failed>"
         )
-
-
-def _check_over_hosts(options: PoolOptions) -> None:
-    hosts = options.hosts
-    if not hasattr(hosts, "make_engine"):
-        raise OptionError(f"hosts must be made by xpool.ray.hosts(), not {reprlib.repr(hosts)}")
-    context = "workers on other hosts start through xpool's fork server"
-    for name, is_given, why in (
-        ("processes", options.processes is not None, "per_host= says how many each host has"),
-        ("context", options.context is not None, context),
-        ("is_copy_tensor=False", not options.is_copy_tensor, "hosts do not share memory"),
-    ):
-        if is_given:
-            raise OptionError(f"{name} is not for a pool over hosts: {why}; leave it out")
 
 
 def describe(jobs: dict[int, Job], number: int, index: int) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from xpool._calls.keywords import names_of, refuse_unknown
-from xpool._calls.options import Exceptions, ManyOptions, ProgressOption
+from xpool._calls.options import CallOptions, JournalOptions, ManyOptions, takes_keywords
 from xpool._calls.results import AsyncResult, MapResult
 from xpool._calls.streams import IMapIterator, IMapUnorderedIterator
 from xpool._pools.job_table import JobTable
@@ -26,7 +24,7 @@ from xpool._pools.verbs import (
 if TYPE_CHECKING:
     from typing import Generic
 
-    from typing_extensions import Never, TypeVarTuple, Unpack
+    from typing_extensions import TypeVarTuple, Unpack
 
     from xpool._pools.task_files import TaskFiles
 
@@ -70,16 +68,13 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     _gives_context = False
     _contexts: list[Any] | None = None
 
+    @takes_keywords(CallOptions)
     def apply(
         self,
         func: Callable[..., T],
         args: Iterable[object] = (),
         kwds: Mapping[str, object] | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-        **unknown: Never,
+        **keywords: Unpack[CallOptions],
     ) -> T:
         """Call ``func(*args, **kwds)`` in a worker; wait for the result and return it.
 
@@ -96,14 +91,13 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             WorkerDied, TaskTimeout: its worker died; it took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
         """
-        if unknown:
-            refuse_unknown("apply", names_of(PublicVerbs.apply.__code__), unknown)
         options = WAITING
-        if timeout is not None or retries or retry_on or self._task_timeout is not None:
-            options = options_of(self, None, True, timeout, retries, retry_on)
+        if keywords or self._task_timeout is not None:
+            options = options_of(self, CallOptions, keywords, True)
         value: T = submit_call(self, func, args, kwds, options).get()
         return value
 
+    @takes_keywords(CallOptions)
     def apply_async(
         self,
         func: Callable[..., T],
@@ -111,11 +105,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         kwds: Mapping[str, object] | None = None,
         callback: Callable[[T], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-        **unknown: Never,
+        **keywords: Unpack[CallOptions],
     ) -> AsyncResult[T]:
         """Submit ``func(*args, **kwds)``; return its `AsyncResult` at once.
 
@@ -125,34 +115,29 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        if unknown:
-            refuse_unknown("apply_async", names_of(PublicVerbs.apply_async.__code__), unknown)
         options = PLAIN
-        if timeout is not None or retries or retry_on or self._task_timeout is not None:
-            options = options_of(self, None, False, timeout, retries, retry_on)
+        if keywords or self._task_timeout is not None:
+            options = options_of(self, CallOptions, keywords, False)
         return submit_call(self, func, args, kwds, options, callback, error_callback)
 
     @overload
     def map(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S],
         chunksize: int | None = None, *, on_error: Literal["raise"] = "raise",
-        **options: Unpack[ManyOptions],
+        **options: Unpack[JournalOptions],
     ) -> list[T]: ...  # fmt: skip
 
     @overload
     def map(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S],
         chunksize: int | None = None, *, on_error: Literal["return"],
-        **options: Unpack[ManyOptions],
+        **options: Unpack[JournalOptions],
     ) -> list[T | BaseException]: ...  # fmt: skip
 
+    @takes_keywords(JournalOptions)
     def map(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = None,
-        *, timeout: float | None = None, retries: int = 0, retry_on: Exceptions = (),
-        progress: ProgressOption = False, on_error: str = "raise",
-        journal: str | os.PathLike[str] | None = None,
-        key: Callable[[Any], str | bytes | int] | None = None, version: str | int | None = None,
-        seed: int | None = None, **unknown: Any,
+        *, on_error: str = "raise", **keywords: Unpack[JournalOptions],
     ) -> list[Any]:  # fmt: skip
         """Return ``[func(x) for x in iterable]``, computed by the workers, in order.
 
@@ -188,10 +173,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             OptionError: the journal belongs to another function, or to an earlier version.
             sqlite3.Error: the journal cannot be opened or written.
         """
-        options = options_of(
-            self, None, True, timeout, retries, retry_on, progress, on_error, journal, key,
-            version, seed, **unknown,
-        )  # fmt: skip
+        options = options_of(self, JournalOptions, keywords, True, None, on_error)
         return map_now(self, Work(func), iterable, chunksize, options)
 
     @overload
@@ -211,13 +193,12 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         on_error: Literal["return"], **options: Unpack[ManyOptions],
     ) -> MapResult[T | BaseException]: ...  # fmt: skip
 
+    @takes_keywords(ManyOptions)
     def map_async(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        *, timeout: float | None = None, retries: int = 0, retry_on: Exceptions = (),
-        progress: ProgressOption = False, on_error: str = "raise", seed: int | None = None,
-        **unknown: Any,
+        *, on_error: str = "raise", **keywords: Unpack[ManyOptions],
     ) -> MapResult[Any]:  # fmt: skip
         """Submit ``func(x)`` for each item; return a `MapResult` at once.
 
@@ -230,9 +211,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        options = options_of(
-            self, None, False, timeout, retries, retry_on, progress, on_error, seed=seed, **unknown
-        )
+        options = options_of(self, ManyOptions, keywords, False, None, on_error)
         work = Work(func)
         return submit_map(self, work, iterable, chunksize, options, callback, error_callback)
 
@@ -240,23 +219,21 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     def starmap(
         self, func: Callable[..., T], iterable: Iterable[Iterable[object]],
         chunksize: int | None = None, *, on_error: Literal["raise"] = "raise",
-        **options: Unpack[ManyOptions],
+        **options: Unpack[JournalOptions],
     ) -> list[T]: ...  # fmt: skip
 
     @overload
     def starmap(
         self, func: Callable[..., T], iterable: Iterable[Iterable[object]],
         chunksize: int | None = None, *, on_error: Literal["return"],
-        **options: Unpack[ManyOptions],
+        **options: Unpack[JournalOptions],
     ) -> list[T | BaseException]: ...  # fmt: skip
 
+    @takes_keywords(JournalOptions)
     def starmap(
         self, func: Callable[..., Any], iterable: Iterable[Iterable[object]],
-        chunksize: int | None = None, *, timeout: float | None = None, retries: int = 0,
-        retry_on: Exceptions = (), progress: ProgressOption = False, on_error: str = "raise",
-        journal: str | os.PathLike[str] | None = None,
-        key: Callable[[Any], str | bytes | int] | None = None, version: str | int | None = None,
-        seed: int | None = None, **unknown: Any,
+        chunksize: int | None = None, *, on_error: str = "raise",
+        **keywords: Unpack[JournalOptions],
     ) -> list[Any]:  # fmt: skip
         """Return ``[func(*args) for args in iterable]``, computed by the workers, in order.
 
@@ -271,10 +248,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             WorkerDied, TaskTimeout: a worker died in a task; a task took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
         """
-        options = options_of(
-            self, None, True, timeout, retries, retry_on, progress, on_error, journal, key,
-            version, seed, **unknown,
-        )  # fmt: skip
+        options = options_of(self, JournalOptions, keywords, True, None, on_error)
         return map_now(self, Work(func, starred=True), iterable, chunksize, options)
 
     @overload
@@ -294,13 +268,12 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         on_error: Literal["return"], **options: Unpack[ManyOptions],
     ) -> MapResult[T | BaseException]: ...  # fmt: skip
 
+    @takes_keywords(ManyOptions)
     def starmap_async(
         self, func: Callable[..., Any], iterable: Iterable[Iterable[object]],
         chunksize: int | None = None, callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        *, timeout: float | None = None, retries: int = 0, retry_on: Exceptions = (),
-        progress: ProgressOption = False, on_error: str = "raise", seed: int | None = None,
-        **unknown: Any,
+        *, on_error: str = "raise", **keywords: Unpack[ManyOptions],
     ) -> MapResult[Any]:  # fmt: skip
         """Submit ``func(*args)`` for each ``args``; return a `MapResult` at once.
 
@@ -313,9 +286,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        options = options_of(
-            self, None, False, timeout, retries, retry_on, progress, on_error, seed=seed, **unknown
-        )
+        options = options_of(self, ManyOptions, keywords, False, None, on_error)
         work = Work(func, starred=True)
         return submit_map(self, work, iterable, chunksize, options, callback, error_callback)
 
@@ -323,24 +294,21 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     def imap(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, on_error: Literal["raise"] = "raise",
-        **options: Unpack[ManyOptions],
+        **options: Unpack[JournalOptions],
     ) -> IMapIterator[T]: ...  # fmt: skip
 
     @overload
     def imap(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, on_error: Literal["return"],
-        **options: Unpack[ManyOptions],
+        **options: Unpack[JournalOptions],
     ) -> IMapIterator[T | BaseException]: ...  # fmt: skip
 
+    @takes_keywords(JournalOptions)
     def imap(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1,
-        buffersize: int | None = None,
-        *, timeout: float | None = None, retries: int = 0, retry_on: Exceptions = (),
-        progress: ProgressOption = False, on_error: str = "raise",
-        journal: str | os.PathLike[str] | None = None,
-        key: Callable[[Any], str | bytes | int] | None = None, version: str | int | None = None,
-        seed: int | None = None, **unknown: Any,
+        buffersize: int | None = None, *, on_error: str = "raise",
+        **keywords: Unpack[JournalOptions],
     ) -> IMapIterator[Any]:  # fmt: skip
         """Return an iterator over the results, in order, while the input is still drawn.
 
@@ -363,48 +331,42 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             PoolClosed: the pool takes no more work.
             OptionError: the journal belongs to another function, or to an earlier version.
         """
-        options = options_of(
-            self, None, False, timeout, retries, retry_on, progress, on_error, journal, key,
-            version, seed, **unknown,
-        )  # fmt: skip
+        options = options_of(self, JournalOptions, keywords, False, None, on_error)
         return imap(self, IMapIterator, Work(func), iterable, chunksize, buffersize, options)
 
     @overload
     def imap_unordered(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, with_index: Literal[False] = False,
-        on_error: Literal["raise"] = "raise", **options: Unpack[ManyOptions],
+        on_error: Literal["raise"] = "raise", **options: Unpack[JournalOptions],
     ) -> IMapUnorderedIterator[T]: ...  # fmt: skip
 
     @overload
     def imap_unordered(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, with_index: Literal[False] = False,
-        on_error: Literal["return"], **options: Unpack[ManyOptions],
+        on_error: Literal["return"], **options: Unpack[JournalOptions],
     ) -> IMapUnorderedIterator[T | BaseException]: ...  # fmt: skip
 
     @overload
     def imap_unordered(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, with_index: Literal[True],
-        on_error: Literal["raise"] = "raise", **options: Unpack[ManyOptions],
+        on_error: Literal["raise"] = "raise", **options: Unpack[JournalOptions],
     ) -> IMapUnorderedIterator[tuple[int, T]]: ...  # fmt: skip
 
     @overload
     def imap_unordered(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, with_index: Literal[True], on_error: Literal["return"],
-        **options: Unpack[ManyOptions],
+        **options: Unpack[JournalOptions],
     ) -> IMapUnorderedIterator[tuple[int, T | BaseException]]: ...  # fmt: skip
 
+    @takes_keywords(JournalOptions)
     def imap_unordered(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1,
-        buffersize: int | None = None,
-        *, timeout: float | None = None, retries: int = 0, retry_on: Exceptions = (),
-        progress: ProgressOption = False, on_error: str = "raise",
-        journal: str | os.PathLike[str] | None = None,
-        key: Callable[[Any], str | bytes | int] | None = None, version: str | int | None = None,
-        with_index: bool = False, seed: int | None = None, **unknown: Any,
+        buffersize: int | None = None, *, on_error: str = "raise", with_index: bool = False,
+        **keywords: Unpack[JournalOptions],
     ) -> IMapUnorderedIterator[Any]:  # fmt: skip
         """Return an iterator over the results in the order in which they arrive.
 
@@ -419,9 +381,6 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             PoolClosed: the pool takes no more work.
             OptionError: the journal belongs to another function, or to an earlier version.
         """
-        options = options_of(
-            self, None, False, timeout, retries, retry_on, progress, on_error, journal, key,
-            version, seed, **unknown,
-        )  # fmt: skip
+        options = options_of(self, JournalOptions, keywords, False, None, on_error)
         kind, work = IMapUnorderedIterator, Work(func)
         return imap(self, kind, work, iterable, chunksize, buffersize, options, with_index)

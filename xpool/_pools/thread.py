@@ -13,7 +13,7 @@ from xpool._engine.thread_tasks import HeldTask
 from xpool._engine.threads import ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task
-from xpool._pools.pool_options import PoolOptions, takes
+from xpool._pools.pool_options import REFUSED_BY_THREADS, PoolOptions, takes
 from xpool._pools.thread_submitter import HookedThreadSubmitter, ThreadSubmitter
 from xpool._python.interrupt import shielded
 from xpool._worker.callables import each, star_each
@@ -42,14 +42,7 @@ class ThreadPool(BasePool):
     @takes(PoolOptions)
     def __init__(self, *args: Any, **keywords: Any) -> None:
         options = PoolOptions.of(self, args, keywords)
-        options.refuse(
-            context="threads have no start method",
-            seed="all threads share the random generators of this process",
-            output="all threads share the stdout and stderr of this process",
-            worker_memory="all threads share the memory of this process",
-            memory_high="it holds back tasks for other processes",
-            hosts="threads run on this host",
-        )
+        options.refuse(REFUSED_BY_THREADS, ", or use xpool.Pool")
         self._task_timeout = options.task_timeout
         self._initializer_timeout = options.initializer_timeout
         super().__init__(
@@ -103,7 +96,7 @@ class ThreadPool(BasePool):
         job = self._jobs.unanswered.get(obj[0])
         last = isinstance(job, Stream)  # calls and maps go before the items of streams
         # The hook's arguments have no options, so they are taken from the job.
-        if job is not None and (job.options.timeout is not None or job.options.retries):
+        if job is not None and not job.options.plain:
             entry = HeldTask(obj, job.options, chunked=obj[2] in (each, star_each))
             self._threads.tasks.put(entry, last)
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._engine.thread_tasks import Source
@@ -28,7 +27,7 @@ class ThreadSubmitter(HookSubmitter):
 
     def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
         """Submit a source of tasks, one for each chunk."""
-        if not _plain(job.options):
+        if not job.options.plain:
             super().map(job, work, chunks)
             return
         # Snapshots: a list may change while threads take from it, and a generator runs code.
@@ -38,7 +37,7 @@ class ThreadSubmitter(HookSubmitter):
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
         """Return the function that submits a task of the stream; it does not hold the pool."""
-        if _plain(job.options):
+        if job.options.plain:
             threads, (call, before) = self._threads, applied(*work)
 
             def put_run(index: int, items: list[Any]) -> int:
@@ -62,7 +61,3 @@ class HookedThreadSubmitter(ThreadSubmitter):
 
     map = HookSubmitter.map
     stream = HookSubmitter.stream
-
-
-def _plain(options: TaskOptions) -> bool:
-    return options.timeout is None and not options.retries

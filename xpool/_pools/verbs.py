@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xpool._calls.keywords import names_of, refuse_unknown
 from xpool._calls.options import (
-    Exceptions,
     TaskOptions,
     check_args,
     check_callable,
@@ -24,6 +23,7 @@ from xpool._calls.options import (
     check_seconds,
     check_seed,
     default_chunksize,
+    keywords_of,
     label,
 )
 from xpool._calls.progress import Progress
@@ -73,37 +73,49 @@ class PoolOfVerbs(Protocol):
 
 def options_of(
     pool: PoolOfVerbs,
-    worker: int | None,
+    kind: Any,
+    given: Mapping[str, Any],
     waits: bool,
-    /,  # the other parameters are named as the verbs' keywords
-    timeout: float | None = None,
-    retries: int = 0,
-    retry_on: Exceptions = (),
-    progress: Any = False,
+    worker: int | None = None,
     on_error: str = "raise",
-    journal: Any = None,
-    key: Any = None,
-    version: Any = None,
-    seed: int | None = None,
-    **unknown: Any,
 ) -> TaskOptions:
-    """Return the options that a verb was called with, checked."""
+    """Check the keywords that a verb was called with, which must be those of a `CallOptions`,
+    ``kind``."""
+    if not given and on_error == "raise" and worker is None and pool._task_timeout is None:
+        return WAITING if waits else PLAIN
+    known = kind.__optional_keys__
+    unknown = [name for name in given if name not in known]
     if unknown:
         verb = sys._getframe(1).f_code
-        refuse_unknown(verb.co_name, names_of(verb), unknown)
+        refuse_unknown(verb.co_name, names_of(verb) + keywords_of(kind), unknown)
+    options = TaskOptions(**given, waits=waits, worker=worker)
+    timeout, retries, on = options.timeout, options.retries, options.retry_on
     timeout = pool._task_timeout if timeout is None else check_seconds("timeout", timeout)
     if retries:
         check_count("retries", retries, least=0)
-    on = check_exceptions("retry_on", retry_on) if retry_on else ()
+    on = check_exceptions("retry_on", on) if on else ()
     if on and not retries:
         raise OptionError("retry_on= needs retries=, the number of further tries: pass both")
-    if (timeout is not None or retries or on) and not pool._stops_tasks:
+    plain = timeout is None and not retries
+    if not (plain or pool._stops_tasks):
         raise OptionError(
             f"timeout= and retries= are not for {type(pool).__name__}: xpool does not start its "
             "workers, so it cannot stop a task or run it again"
         )
-    if progress is not False:
-        check_progress(progress)
+    if options.progress is not False:
+        check_progress(options.progress)
+    _check_journal(options)
+    if options.seed is not None:
+        _check_item_seed(pool, options.seed, options.journal)
+    if on_error != "raise":
+        check_choice("on_error", on_error, "raise", "return")
+    return options._replace(
+        timeout=timeout, retry_on=on, returns_errors=on_error != "raise", plain=plain
+    )
+
+
+def _check_journal(options: TaskOptions) -> None:
+    journal, key, version = options.journal, options.key, options.version
     if journal is not None and not isinstance(journal, (str, bytes, os.PathLike)):
         raise TypeError(f"journal must be the path of a database, not {reprlib.repr(journal)}")
     if journal is None and (key is not None or version is not None):
@@ -111,14 +123,6 @@ def options_of(
         raise OptionError(f"{name}= is an option of a journal: pass journal= too")
     if version is not None and not isinstance(version, (str, int)):
         raise TypeError(f"version must be a str or an int, not {version!r}")
-    if seed is not None:
-        _check_item_seed(pool, seed, journal)
-    returns_errors = on_error != "raise"
-    if returns_errors:
-        check_choice("on_error", on_error, "raise", "return")
-    return TaskOptions(
-        retries, worker, waits, timeout, on, progress, returns_errors, journal, key, version, seed
-    )
 
 
 def _check_item_seed(pool: PoolOfVerbs, seed: Any, journal: Any) -> None:
@@ -212,8 +216,6 @@ def submit_map(
     pool._life.check_running()
     pool._submitter.check(work.func)
     _check_callbacks(callback, error_callback)
-    if options.journal is not None:
-        raise OptionError("journal= is for map, starmap, imap and imap_unordered")
     # Copy it, since a list may change while its items are pickled, and a subclass's iterator may
     # disagree with its length and slices.  Slices of a range stay ranges, which are cheap to send.
     check_can_iterate(iterable)

@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xpool._engine.launch import Launcher
 from xpool._memory.arena import Arena
@@ -20,7 +20,7 @@ class WorkerSpec(NamedTuple):
     """The part of the configuration that all workers share; agents on other hosts get it, too.
 
     ``contexts``: the context of each worker, pickled.  ``binds`` and ``cpus``: the environment
-    variables and the cores of each context.
+    variables and the cores of each context.  ``options``: those of the pool that workers get.
     """
 
     pool: str
@@ -28,14 +28,10 @@ class WorkerSpec(NamedTuple):
     contexts: list[bytes] | None
     binds: list[dict[str, str | None]]
     cpus: list[tuple[int, ...]]
-    daemon: bool
-    recurse: bool
+    options: dict[str, Any]
     seed: bytes
-    copy_tensor: bool
-    share_method: str | None
     token: str
     peers: int
-    output: str | None
     threads: int
 
 
@@ -78,6 +74,7 @@ class WorkerConfig:
         process = multiprocessing.current_process()
         index += self._first
         config = {
+            **spec.options,
             "index": index,
             "host": self._host,
             "pool": spec.pool,
@@ -93,21 +90,16 @@ class WorkerConfig:
             "bare": self._launcher.bare,
             "settings": settings.at_start(),
             "package": main.package,
-            "daemon": spec.daemon,
             "parent": (process.name, os.getpid()),
             "authkey": bytes(process.authkey),
-            "recurse": spec.recurse,
             # Includes the generation, so that a replacement draws other random numbers.
             "seed": spec.seed + f"/{index}/{generation}".encode(),
             "threads": spec.threads,
             "forked": self._launcher.forks,
             "initializer": _plain(spec.initializer, attachment),
             "arena": None if arena is None else arena.facts(attachment or 0, self._limit),
-            "copy_tensor": spec.copy_tensor,
-            "share_method": spec.share_method,
             "token": spec.token,
             "peers": spec.peers,
-            "output": spec.output,
             "context": None if spec.contexts is None else _plain(spec.contexts[index], attachment),
         }
         return pickle.dumps(config)

@@ -15,8 +15,8 @@ does not read them here, because a worker that writes to wrong addresses may hav
     head    parent   number of bytes of answers that the parent has ever taken out
     adopted parent   number of answers whose arena blocks the parent has ever taken over
     stop    parent   number of the item that the worker must break off, plus 1; 0: none
-    dropped worker   number of log records and warnings that the worker could not send
     turn    worker   start of the first unanswered task, in ns as `since`
+    counts  worker   what it has counted: a word for each of `COUNTERS`
     stack   both     the worker's stack when it got `STOP_SIGNAL`, as text
 
 Order between processors: the parent reads answers up to a mark that came through the pipe, because
@@ -56,8 +56,11 @@ STACK_AT = HEADER + CAPACITY
 STACK = 64 * 1024  # for at most 100 frames, perhaps cut; pages that are not used take no memory
 SIZE = STACK_AT + STACK
 # Indexes of the words, which have 8 bytes.  Each word has its own cache line.
-_BEGAN, _TAIL, LIMIT, HEAD, _SINCE, _STOP, _ADOPTED, _DROPPED = 0, 8, 16, 24, 32, 40, 48, 56
-_TURN = 64
+_BEGAN, _TAIL, LIMIT, HEAD, _SINCE, _STOP, _ADOPTED, _TURN = 0, 8, 16, 24, 32, 40, 48, 56
+
+COUNTERS = ("dropped_records",)
+"""What a worker counts by `Outbox.count`: fields of `WorkerReport`."""
+_COUNTS = {name: _TURN + 8 + 8 * i for i, name in enumerate(COUNTERS)}
 
 
 def make_file() -> int:
@@ -130,8 +133,10 @@ class Outbox:
         """Whether a stack ends at this offset of the file, and the parent has not cleared it."""
         return end > STACK_AT and self._map[min(end, SIZE) - 1] != 0
 
-    def count_dropped(self, number: int) -> None:
-        self.words[_DROPPED] = number
+    def count(self, counter: str, n: int = 1) -> None:
+        """Add to one of `COUNTERS`."""
+        at = _COUNTS[counter]
+        self.words[at] = (self.words[at] + n) % 2**64  # a task may have written over it
 
     @property
     def asked(self) -> bool:
@@ -178,8 +183,10 @@ class Outbox:
         return self.words[_BEGAN]
 
     @property
-    def dropped(self) -> int:
-        return self.words[_DROPPED]
+    def counts(self) -> list[int]:
+        """What the worker has counted, in the order of `COUNTERS`."""
+        words = self.words
+        return [words[at] for at in _COUNTS.values()]
 
     def forbid(self, seq: int) -> None:
         """Forbid the worker to enter items from number ``seq`` on."""

@@ -104,7 +104,7 @@ def run(
             become(config, lifeline)
         # The order is that of the table in `entry`: control, logs, arena.
         control = others.pop(0) if config["peers"] else -1
-        open_relay(others.pop(0), config, box.count_dropped)
+        open_relay(others.pop(0), config, box)
         shared = _join(others, config)
         worker = _Worker(config, BlockingFrameReader(tasks), replies, shared, control, inherited)
     except SystemExit as exc:
@@ -183,7 +183,7 @@ class _Worker:
         self._spin: Spin | None = None
         self._likely = False  # whether the next task probably arrives at once
         self._inbox = Inbox(replies, _closed, _WITHDRAWN)
-        self._recurse: bool = config["recurse"]
+        self._recurse: bool = config["is_recursive"]
         self._prefix: tuple[Any, ...] = ()
         context = None
         if config["context"] is not None:
@@ -219,7 +219,7 @@ class _Worker:
             except OSError:
                 return None  # a task has closed the descriptor: values go through the pipe
 
-        if config["copy_tensor"]:
+        if config["is_copy_tensor"]:
             return Layout(lessor=lease)
         # Imported here because few pools share tensors.
         from xpool._pickling.tensors import mapped
@@ -446,7 +446,7 @@ def _join(arena: list[int], config: dict[str, Any]) -> Arena | None:
         except (OSError, ValueError) as exc:
             os.close(arena[0])
             why = str(exc)
-    if config["arena"] is not None and not config["copy_tensor"]:
+    if config["arena"] is not None and not config["is_copy_tensor"]:
         raise OptionError(
             f"is_copy_tensor=False: this worker cannot map the shared memory: {why}; use fewer "
             "workers, or leave out is_copy_tensor=False"
@@ -464,7 +464,7 @@ def become(config: dict[str, Any], lifeline: int) -> None:
         process.name = config["name"]
         process._identity = (config["index"] + 1,)  # recipes read it
         process.authkey = config["authkey"]
-        process.daemon = config["daemon"]
+        process.daemon = config["is_daemon"]
         # Programs call parent_process() to see whether they are the main process.  There is no
         # documented way to set it.  The lifeline becomes readable when the parent has ended.
         parent = getattr(multiprocessing.process, "_ParentProcess", None)

@@ -21,6 +21,7 @@ from xpool._python import sockets
 from xpool._python.at_fork import renew
 from xpool._python.exits import forget_log_handlers
 from xpool._python.import_hooks import when_imported
+from xpool._wire.outbox import Outbox
 from xpool._wire.records import LOG, WARNING, pack
 from xpool._worker.line_streams import Lines
 from xpool._worker.worker_context import current_worker
@@ -37,14 +38,14 @@ _dropping = threading.RLock()  # reentrant, since a signal handler may log
 renew(globals(), _dropping=threading.RLock)
 
 
-def open_relay(fd: int, config: dict[str, Any], count_dropped: Callable[[int], object]) -> None:
+def open_relay(fd: int, config: dict[str, Any], box: Outbox) -> None:
     """Send the log records and warnings of this process to the parent.
 
-    ``fd`` is the socket of this worker, which may be one of several in this process.
-    ``count_dropped(n)`` tells the parent how many could not be sent.
+    ``fd`` is the socket of this worker, which may be one of several in this process.  ``box`` tells
+    the parent how many could not be sent.
     """
     global _relay
-    channel = _Channel(fd, count_dropped)
+    channel = _Channel(fd, box)
     # A relay with another pid belongs to the process from which this one was forked.
     if _relay is not None and _relay.pid == os.getpid():
         _relay.channels[config["index"]] = channel
@@ -59,14 +60,14 @@ def open_relay(fd: int, config: dict[str, Any], count_dropped: Callable[[int], o
 class _Channel:
     """The socket of one worker."""
 
-    def __init__(self, fd: int, count_dropped: Callable[[int], object]) -> None:
+    def __init__(self, fd: int, box: Outbox) -> None:
         self._sock = sockets.on(fd)
         # The option's value is a `struct timeval`: seconds and microseconds, two longs (socket(7)).
         seconds = int(ROOM_WAIT_SECONDS)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
         self._flags = 0
         self._dropped = 0
-        self._count_dropped = count_dropped
+        self._box = box
 
     def send(self, kind: str, fields: dict[str, Any]) -> None:
         try:
@@ -77,7 +78,7 @@ class _Channel:
             with _dropping:
                 self._dropped += 1
                 # The parent sees this in the outbox's page, even if this worker sends nothing more.
-                self._count_dropped(self._dropped)
+                self._box.count("dropped_records")
         else:
             self._flags = 0
 
