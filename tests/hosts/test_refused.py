@@ -78,10 +78,13 @@ def test_versions_differ(cluster, make_pool, monkeypatch, what):
 
 
 def test_a_host_without_a_module(cluster, make_pool, tmp_path, monkeypatch):
-    """If a host lacks the function's module, only this task fails. The error names the host."""
-    (tmp_path / "only_here.py").write_text("def double(x):\n    return 2 * x\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    """If a host lacks an installed module, only this task fails. The error names the host."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "only_here.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(str(folder))
     only_here = importlib.import_module("only_here")
+    (folder / "only_here.py").unlink()  # the hosts of this test are this machine
     pool = make_pool(over, n=1, per_host=1)
     with pytest.raises(ModuleNotFoundError, match="only_here") as caught:
         pool.apply_async(only_here.double, (2,)).get(WAIT)
