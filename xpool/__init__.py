@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from xpool._pools.p2p import P2PPool as P2PPool
     from xpool._pools.preloading import preload as preload
     from xpool._pools.process import Pool as Pool
+    from xpool._pools.shared_data import SharedDict as SharedDict
+    from xpool._pools.shared_data import SharedList as SharedList
     from xpool._pools.spawn import ProcessContext as ProcessContext
     from xpool._pools.spawn import spawn as spawn
     from xpool._pools.spawn import start_processes as start_processes
@@ -66,6 +68,7 @@ _homes = {
         "TimeoutError WorkerDied WorkerStartFailed XPoolError"
     ),
     "xpool._engine.jobs.states": "PoolStates",
+    "xpool._pools.shared_data": "SharedDict SharedList",
     "xpool._pickling.tensors.handles": "TensorHandle",
     "xpool._pools.base": "BasePool",
     "xpool._pools.ctx_pools": "CtxPool CtxThreadPool",

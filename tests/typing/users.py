@@ -159,3 +159,15 @@ def with_a_broadcast(rows: list[int]) -> list[int]:
             return table[i]
 
         return pool.map(at, range(3))
+
+
+def shared_data() -> None:
+    names = xpool.SharedList(str(i) for i in range(3))
+    assert_type(names, xpool.SharedList[str])
+    assert_type(names[0], str)
+    assert_type(names[1:], list[str])
+    ages = xpool.SharedDict({"a": 1})
+    assert_type(ages, xpool.SharedDict[str, int])
+    assert_type(ages["a"], int)
+    with Pool(2) as pool:
+        assert_type(pool.map(ages.__getitem__, names), list[int])

@@ -70,6 +70,11 @@ class File:
     def key(self) -> tuple[str, int]:
         return self._at
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has made the file."""
+        return self._at[0].startswith(f"/proc/{os.getpid()}/")
+
     def open(self) -> int:
         """Return a new descriptor, which the caller closes."""
         path, inode = self._at

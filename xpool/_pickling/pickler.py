@@ -465,6 +465,17 @@ def _message(
     return b"".join(chunks)
 
 
+def encode_alone(obj: Any) -> tuple[bytes, set[Key]]:
+    """Pickle an object for any process, as a message without blocks.
+
+    Returns it with the names of the program's globals that it uses, which are not in it.
+    """
+    result = _pickle(obj, _Options(_COPY))
+    if result.buffers:
+        return bytes(result.message(_COPY)), result.names
+    return b"".join(result.chunks), result.names
+
+
 def write_blob(obj: Any, recurse: bool, blob: reducers.Blob) -> tuple[bytes, set[Key]]:
     """Pickle a class's definition or a mark.  Return it with the names of the globals it uses."""
     # A handle to a tensor on a device would stay open if no process received it.
