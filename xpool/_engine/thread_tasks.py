@@ -15,6 +15,7 @@ from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
 from xpool._engine.jobs.budget import back_off
 from xpool._python.waiters import TaskQueue
+from xpool._worker.callables import task_function
 from xpool.errors import WorkerDied
 
 
@@ -92,11 +93,10 @@ class HeldTask:
             return self.task
         job, index, func, (inner, *rest), kwds = self.task
 
-        def ticking(*args: Any) -> Any:
+        def tick() -> None:
             self.since = time.monotonic()
-            return inner(*args)
 
-        return job, index, func, (ticking, *rest), kwds
+        return job, index, func, (task_function(inner, tick=tick).called, *rest), kwds
 
 
 class PoolThread:

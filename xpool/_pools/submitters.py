@@ -102,10 +102,6 @@ class HookSubmitter:
 
         return put
 
-    def beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs ``func`` and keeps its output apart from a progress bar."""
-        return func
-
     # -- taking back -------------------------------------------------------------------------------
 
     def withdraw(self, job: Job) -> None:
