@@ -34,23 +34,16 @@ _MODES = {
 
 
 class EngineSubmitter(HookSubmitter):
-    """Pickles tasks and gives them to an engine.
+    """Pickles tasks and gives them to an engine."""
 
-    ``one_as_call``: whether a map of one task is submitted as a call, so that its caller receives
-    the answer.
-    """
+    # Whether a map of one task is submitted as a call, so that its caller receives the answer.
+    _one_as_call = True
 
     def __init__(
-        self,
-        pool: HookedPool,
-        jobs: JobTable,
-        engine: EngineProtocol,
-        packer: Packer,
-        one_as_call: bool = True,
+        self, pool: HookedPool, jobs: JobTable, engine: EngineProtocol, packer: Packer
     ) -> None:
         super().__init__(pool, jobs)
         self.engine, self.packer = engine, packer
-        self._one_as_call = one_as_call
 
     def check(self, func: Any) -> None:
         if not callable(func):
@@ -178,16 +171,10 @@ class EngineSubmitter(HookSubmitter):
         return self.engine.runs(*_place(job))
 
 
-class HookedEngineSubmitter(EngineSubmitter):
-    """For a pool whose subclass overrides `pool_inqueue_put`: each task goes through that."""
-
-    call = HookSubmitter.call
-    map = HookSubmitter.map
-    stream = HookSubmitter.stream
-
-
 class PeerSubmitter(EngineSubmitter):
     """Binds each task to a worker when it is submitted: the one with the least to do."""
+
+    _one_as_call = False
 
     def on_all(self, job: Job, call: tuple[Any, ...], size: int) -> None:
         """Submit a call to each of ``size`` workers; its number is the scope of their messages."""

@@ -57,12 +57,5 @@ class ThreadSubmitter(HookSubmitter):
         return self._threads.runs(job.number)
 
 
-class HookedThreadSubmitter(ThreadSubmitter):
-    """For a subclass that overrides `pool_inqueue_put` or `worker`: all tasks go through these."""
-
-    map = HookSubmitter.map
-    stream = HookSubmitter.stream
-
-
 def _plain(options: TaskOptions) -> bool:
     return options.timeout is None and not options.retries
