@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from operator import length_hint
 from types import FrameType
 from typing import Any
@@ -46,7 +46,11 @@ class TaskFunction:
         self.func = func
         vars(self).update(fields)
 
-    @property
+    def with_fields(self, **fields: Any) -> TaskFunction:
+        """Return a copy with these fields, too."""
+        return TaskFunction(**{k: v for k, v in vars(self).items() if k != "called"} | fields)
+
+    @cached_property
     def called(self) -> Callable[..., Any]:
         """What a task calls: this, or a faster function if few fields concern single calls."""
         if not _AROUND.isdisjoint(vars(self)):
@@ -102,8 +106,7 @@ _AROUND = frozenset({"scope", "file", "group", "above_bar", "seed"})
 def task_function(func: Callable[..., Any], **fields: Any) -> TaskFunction:
     """Return a function with these fields, and with those that it has."""
     if type(func) is TaskFunction:
-        fields = {**vars(func), **fields}
-        func = fields.pop("func")
+        return func.with_fields(**fields)
     return TaskFunction(func, **fields)
 
 
@@ -200,7 +203,7 @@ def applied(
 def bound(func: Callable[..., Any], context: Any) -> Callable[..., Any]:
     """Return the caller's function such that it gets the context."""
     if type(func) is TaskFunction:
-        return TaskFunction(**{**vars(func), "func": partial(func.func, context)})
+        return func.with_fields(func=partial(func.func, context))
     return partial(func, context)
 
 

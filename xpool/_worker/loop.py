@@ -346,14 +346,17 @@ class _Worker:
             if type(func) is _Closed:
                 func = self._open(func)
             if type(func) is TaskFunction:
-                record, func = func, _renewed(func)
+                record = func
+                for state, buffers in record.states:
+                    received.prepare(state, *buffers)
+                func = record.called
             task = decode(payload)
             if mode == Mode.EACH:
                 value = one(func, task)
             elif mode == Mode.CALL:
                 func, args, kwds = task
                 if type(func) is TaskFunction:
-                    record, func = func, _renewed(func)
+                    record, func = func, func.called
                 if self._prefix:
                     func, args = with_context(self._prefix[0], func, args)
                 value = func(*args, **kwds)
@@ -399,13 +402,6 @@ class _Closed:
 def _closed(number: int, mode: int, payload: bytes) -> tuple[_Closed, int]:
     """Return the inbox's entry for a function."""
     return _Closed(number, mode, payload), mode
-
-
-def _renewed(record: TaskFunction) -> Callable[..., Any]:
-    """Set the program's state for a task; return what the task calls."""
-    for state, buffers in record.states:
-        received.prepare(state, *buffers)
-    return record.called
 
 
 class _Unavailable:
