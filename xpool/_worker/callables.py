@@ -48,13 +48,18 @@ class TaskFunction:
 
     def with_fields(self, **fields: Any) -> TaskFunction:
         """Return a copy with these fields, too."""
-        return TaskFunction(**{k: v for k, v in vars(self).items() if k != "called"} | fields)
+        return TaskFunction(**{k: v for k, v in vars(self).items() if k != "_direct"} | fields)
 
-    @cached_property
+    @property
     def called(self) -> Callable[..., Any]:
         """What a task calls: this, or a faster function if few fields concern single calls."""
+        direct = self._direct
+        return self if direct is None else direct
+
+    @cached_property
+    def _direct(self) -> Callable[..., Any] | None:  # not `self`, which a cycle would keep alive
         if not _AROUND.isdisjoint(vars(self)):
-            return self
+            return None
         func, tick = self.func, self.tick
         if tick is None:
             return func
