@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import random
 import sys
@@ -135,6 +136,23 @@ def test_a_seed_leaves_the_generators_alone():
         first = pool.apply(_draw, (0,))
         pool.map(_draw, range(3), seed=1)
         assert [first, pool.apply(_draw, (0,))] == expected
+
+
+class _Kept:
+    def __call__(self, x):
+        return x
+
+
+def _kept():
+    return sum(type(one).__name__ == "_Kept" for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"retries": 1, "retry_on": OSError}])
+def test_a_function_with_options_is_freed(options):
+    """When its job is done, a worker frees the function without its garbage collector."""
+    with Pool(1, initializer=gc.disable) as pool:
+        assert pool.map(_Kept(), range(3), chunksize=1, **options) == [0, 1, 2]
+        assert pool.apply(_kept) == 0
 
 
 def test_seeds_that_are_refused(pool, tmp_path):

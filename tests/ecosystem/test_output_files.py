@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -150,6 +151,30 @@ def test_second_tries_append(tmp_path):
     assert list(texts(pool).values()) == ["try\ntry\n"]
 
 
+def draw(number, sign):
+    print(number)
+    if number < 0:
+        raise LookupError("below 0")
+    return sign * random.random()
+
+
+def test_together_with_other_options():
+    """An item has its file, seed, retries and time limit; its error names it without a number."""
+    items = [(5, 1), (6, -1)]
+    with Pool(1) as pool:
+        want = pool.starmap(draw, items, seed=3)
+    with Pool(1, output="files") as pool:
+        options = {"seed": 3, "timeout": 100, "retries": 1, "retry_on": LookupError}
+        for chunksize in 1, 2:
+            assert pool.starmap(draw, items, chunksize, **options) == want
+        with pytest.raises(LookupError) as caught:
+            pool.starmap(draw, [(5, 1), (-6, 1)], 2, **options)
+    assert vars(caught.value)["__notes__"] == ["item 1 of draw(): (-6, 1)"]
+    assert "callables" not in str(caught.value.__cause__)
+    assert texts(pool)["0002-draw-000001"] == "6\n"
+    assert texts(pool)["0003-draw-000001"] == "-6\n-6\n"
+
+
 def test_a_journal_counts_all_items():
     """Items in a journal do not run. The others keep their numbers."""
     with Pool(1, output="files") as pool:
@@ -195,8 +220,8 @@ def test_the_folder_is_new_and_may_go(monkeypatch):
 def test_names_of_files():
     """A function's name is part of the file's name, without invalid characters."""
     job = Job(12, "outer.<locals>.<lambda>()", None)
-    name = os.path.basename(TaskFiles("x").of_call(job, speak)._path)
-    assert name == "0012-outer.-locals-.-lambda"
+    path, end = TaskFiles("x").of(job, job.label)
+    assert (os.path.basename(path), end) == ("0012-outer.-locals-.-lambda", "")
 
 
 def test_refused():

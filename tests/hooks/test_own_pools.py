@@ -269,6 +269,21 @@ def test_counting_subclass_of_the_built_in_pool(make_pool):
     assert pool.counted == 13
 
 
+def test_contexts_under_an_own_hook(make_pool):
+    """A subclass of `CtxPool` that overrides the put hook still gives functions the context."""
+    from xpool import CtxPool
+
+    class Watching(CtxPool):
+        def pool_inqueue_put(self, task):
+            return super().pool_inqueue_put(task)
+
+    pool = make_pool(Watching, worker_contexts=[10])
+    assert pool.apply(work.add, (1,)) == 11
+    assert pool.map(work.add, range(4), chunksize=3) == [10, 11, 12, 13]
+    assert pool.starmap(work.add, [(1,)]) == [11]
+    assert list(pool.imap(work.add, range(2), seed=1)) == [10, 11]
+
+
 def test_default_worker_loop():
     """The static `worker` runs tasks until `get` returns None. It puts ``(ok, value)``."""
     from xpool import BasePool

@@ -343,17 +343,17 @@ class EngineWorld(World):
 
     def spy(self) -> None:
         """Observe the scheduler's `take`."""
-        sched: Any = self.engine.sched
-        take, passing = sched.take, Passing(self, sched.shared)
+        shared: Any = self.engine.sched.shared
+        take, passing = shared.take, Passing(self, shared)
 
-        def taking(queue: Any, n: int, nbytes: int) -> Any:
-            of_stream = queue is sched.shared and queue[0].flow is not None
-            found = take(queue, n, nbytes)
+        def taking(n: int, nbytes: int) -> Any:
+            of_stream = shared.front().flow is not None
+            found = take(n, nbytes)
             if of_stream:
                 passing.given()
             return found
 
-        sched.take = taking
+        shared.take = taking
 
     # -- callers ---------------------------------------------------------------------------------
 

@@ -192,9 +192,9 @@ class HostWorld(World):
                 return
             if events or self.over:
                 continue
-            later = self.engine.sched._later
-            if later and later[0][0] < self.now - 0.001:
-                self.wrong(f"a retry was due at {later[0][0]}")
+            when = self.engine.sched.later.next()
+            if when is not None and when < self.now - 0.001:
+                self.wrong(f"a retry was due at {when}")
             when = self.engine.service.next_time()
             if when is not None and when < self.now - 0.001:
                 self.wrong(f"the driver did not wake up at {when}")

@@ -21,7 +21,7 @@ from xpool._engine.jobs.deadlines import Act, Deadlines, Verdict
 from xpool._engine.jobs.ranges import piece
 from xpool._engine.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, Scheduler
 from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates
-from xpool._engine.jobs.waiting import Waiting
+from xpool._engine.jobs.waiting import RangeQueue
 from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.worker_process import FunctionCache, WorkerProcess
@@ -166,24 +166,25 @@ def _(patch: Patch) -> None:
 
 @mutant("an input reader that looks as its range runs dry is missed", "scheduler")
 def _(patch: Patch) -> None:
-    def dry(original: Any, sched: Scheduler, queue: Any, task_range: Any) -> bool:
-        queue.popleft()
+    def dry(original: Any, queue: RangeQueue) -> bool:
+        task_range = queue._ranges.popleft()
         task_range.queued = False
-        sched.queued -= 1
+        if not queue:
+            queue._busy.discard(queue)
         return bool(task_range.items)
 
-    wrap(patch, Scheduler, "_dry", dry)
+    wrap(patch, RangeQueue, "_dry", dry)
 
 
 @mutant("an endless stream stays in front of waiting jobs", "engine")
 def _(patch: Patch) -> None:
-    wrap(patch, Waiting, "take", stays_in_front)
+    wrap(patch, RangeQueue, "take", stays_in_front)
 
 
-def stays_in_front(original: Any, sched: Waiting, queue: Any, *how: int) -> Any:
-    first = queue[0]
+def stays_in_front(original: Any, queue: RangeQueue, *how: int) -> Any:
+    first: Any = queue.front()
     flow, first.flow = first.flow, None
-    found = original(sched, queue, *how)
+    found = original(queue, *how)
     first.flow = flow
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from xpool._engine.jobs.ranges import CALLS, TaskRange, piece
 from xpool._engine.jobs.scheduler import Scheduler
-from xpool._engine.jobs.waiting import Waiting
+from xpool._engine.jobs.waiting import RangeQueue
 from xpool._hosts import messages as m
 from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.conversation import Conversation
@@ -172,7 +172,7 @@ def _(patch: Patch) -> None:
 
 @mutant("an endless stream stays in front of jobs that wait for a host")
 def _(patch: Patch) -> None:
-    wrap(patch, Waiting, "take", stays_in_front)
+    wrap(patch, RangeQueue, "take", stays_in_front)
 
 
 @mutant("staged tasks of a stream are permitted before waiting jobs")
@@ -239,13 +239,13 @@ def _(patch: Patch) -> None:
 
 @mutant("tasks bound to a lost host's worker wait for ever")
 def _(patch: Patch) -> None:
-    patch.setattr(HostScheduler, "front_of", _front_unbound)
+    def lost(original: Any, sched: HostScheduler, number: int) -> list[Lost]:
+        own, sched.own = sched.own, [RangeQueue(set()) for _ in sched.own]
+        found: list[Lost] = original(sched, number)
+        sched.own = own
+        return found
 
-
-def _front_unbound(sched: HostScheduler, queue: Any) -> Any:
-    first = super(HostScheduler, sched).front_of(queue)
-    gone = first is not None and first.bound is not None and not sched.table.is_there(first.bound)
-    return None if gone else first
+    wrap(patch, HostScheduler, "lost", lost)
 
 
 @mutant("a host that ended by itself counts as one that was told to end")

@@ -601,21 +601,17 @@ class SchedulerWorld(World):
         queued = sum(len(tasks) for q in self.queues.values() for _, tasks in q)
         if sched.waiting() != queued + len(self.later):
             self.wrong(f"{sched.waiting()} items wait; in the model {self.queues}")
-        task_ranges = len(sched.shared)
         for w, (worker, in_flight) in enumerate(zip(self.workers, sched.in_flight)):
-            task_ranges += len(sched.own[w])
-            if sched._bound[w] != sum(len(tasks) for _, tasks in self.queues[w]):
-                self.wrong(f"{sched._bound[w]} items are said to wait for worker {w}")
+            if sched.own[w].bound != sum(len(tasks) for _, tasks in self.queues[w]):
+                self.wrong(f"{sched.own[w].bound} items are said to wait for worker {w}")
             self.check_running(w, worker)
             if in_flight.size != self.holds(w):
                 self.wrong(f"worker {w} holds {self.holds(w)}; the scheduler says {in_flight.size}")
             able = in_flight.accepting and not in_flight.held
             if able != (w in sched.idle) or (able and not worker.alive):
                 self.wrong(f"idle are {list(sched.idle)}, wrong for worker {w}")
-        if sched.queued != task_ranges:
-            self.wrong(
-                f"{task_ranges} ranges stand in the queues; the scheduler counts {sched.queued}"
-            )
+        if sched.queued != {queue for queue in (sched.shared, *sched.own) if queue}:
+            self.wrong(f"not the queues that have ranges: {sched.queued}")
 
     def check_running(self, w: int, worker: _Worker) -> None:
         """The scheduler knows each worker's running item."""

@@ -8,11 +8,11 @@ within a millisecond, in any order, unless a message through a pipe comes betwee
 
 from __future__ import annotations
 
-import itertools
 import select
 from collections.abc import Callable
 from typing import Any
 
+from xpool._engine.jobs.time_queue import TimeQueue
 from xpool._engine.reactor import Reactor
 from xpool._engine.worker_process import WorkerProcess
 from xpool._wire.outbox import HEADER, NO_LIMIT, Outbox
@@ -263,8 +263,7 @@ class SimReactor(Reactor):
         self._epoll: Any = _Epoll(world)
         self._epoll.register(self._wake_r, select.POLLIN)
         self._handlers: dict[int, Callable[[int], None]] = {}
-        self._timers: list[Any] = []
-        self._numbers = itertools.count()
+        self._timers = TimeQueue()
         self._next: float | None = None
         self.closed = False
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import os
 import select
 import time
 from collections.abc import Callable
 from typing import Any
+
+from xpool._engine.jobs.time_queue import TimeQueue
 
 MOST_WAIT_SECONDS = 86400.0
 """Longest wait: epoll counts milliseconds in 31 bits, and a timer may be later."""
@@ -85,9 +85,7 @@ class Reactor:
             os.set_blocking(fd, False)
         self._epoll.register(self._wake_r, _IN)
         self._handlers: dict[int, Callable[[int], None]] = {}
-        # Timers by time; the number orders two timers of the same time.
-        self._timers: list[tuple[float, int, Timer]] = []
-        self._numbers = itertools.count()
+        self._timers: TimeQueue[Timer] = TimeQueue()
         self._next: float | None = None  # the first of these times; `poll` reads it without lock
         self.closed = False
 
@@ -121,7 +119,7 @@ class Reactor:
     def call_at(self, when: float, call: Callable[..., object], *args: Any) -> Timer:
         """Have ``call(*args)`` made at ``when``, by the engine's thread, with the lock held."""
         timer = Timer(when, call, args)
-        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        self._timers.put(when, timer)
         if self._next is None or when < self._next:
             self._next = when
             self.wake()
@@ -131,10 +129,8 @@ class Reactor:
         """Make the calls whose time has come."""
         if self._next is None or (now := self.now()) < self._next:
             return
-        due = []
-        while self._timers and self._timers[0][0] <= now:
-            due.append(heapq.heappop(self._timers)[2])
-        self._next = self._timers[0][0] if self._timers else None
+        due = self._timers.due(now)
+        self._next = self._timers.next()
         # Run only these: a call that is due again at once must wait for the descriptors.
         for timer in due:
             timer.run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import random
 import threading
@@ -14,7 +13,9 @@ from typing import Any
 from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
 from xpool._engine.jobs.budget import back_off
+from xpool._engine.jobs.time_queue import TimeQueue
 from xpool._python.waiters import TaskQueue
+from xpool._worker.callables import task_function
 from xpool.errors import WorkerDied
 
 
@@ -92,11 +93,10 @@ class HeldTask:
             return self.task
         job, index, func, (inner, *rest), kwds = self.task
 
-        def ticking(*args: Any) -> Any:
+        def tick() -> None:
             self.since = time.monotonic()
-            return inner(*args)
 
-        return job, index, func, (ticking, *rest), kwds
+        return job, index, func, (task_function(inner, tick=tick).called, *rest), kwds
 
 
 class PoolThread:
@@ -174,7 +174,7 @@ class HeldTasks:
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # guards all below
         self.alarm: float | None = None
-        self._later: list[tuple[float, int, HeldTask]] = []  # a heap, by time
+        self._later: TimeQueue[HeldTask] = TimeQueue()
 
     def begin(self, me: PoolThread, entry: HeldTask) -> int:
         """Record what a thread begins; return its key."""
@@ -199,7 +199,7 @@ class HeldTasks:
         again = HeldTask(entry.task, options, entry.chunked, tries)
         when = time.monotonic() + back_off(tries, random.Random().random())
         with self._lock:
-            heapq.heappush(self._later, (when, next(self._numbers), again))
+            self._later.put(when, again)
         self.wake_by(when)
         return True
 
@@ -213,12 +213,10 @@ class HeldTasks:
 
     def take_due(self, now: float) -> list[HeldTask]:
         """Return the tasks to be tried again now; begin a check, and set the next alarm."""
-        due = []
         with self._lock:
-            while self._later and self._later[0][0] <= now:
-                due.append(heapq.heappop(self._later)[2])
+            due = self._later.due(now)
             # Clear it before `take_overdue` looks: an entry that comes meanwhile sets it again.
-            self.alarm = self._later[0][0] if self._later else None
+            self.alarm = self._later.next()
         return due
 
     def take_overdue(self, now: float) -> Iterator[tuple[PoolThread, HeldTask, float]]:

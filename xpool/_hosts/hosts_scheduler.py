@@ -25,12 +25,11 @@ Methods return messages, each with its host.  No function here reads a clock.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool._engine.jobs.ranges import TaskRange, covers, name_of
-from xpool._engine.jobs.waiting import Waiting
+from xpool._engine.jobs.waiting import RangeQueue, Waiting
 from xpool._hosts.holdings import HostState, HostTable, Lost, StagedBatch
 from xpool._hosts.messages import Back, Cancel, Drop, Go
 from xpool._hosts.quotas import Quotas
@@ -90,24 +89,25 @@ class HostScheduler(Waiting):
         for name, batch in host.permitted.items():
             part = batch.item(name)
             found.append(Lost(part, part.terms.retries > 0 and part.bound is None))
-        for w in range(host.first, host.first + host.workers):
-            while (task_range := self.front_of(self.own[w])) is not None:
+        its = range(host.first, host.first + host.workers)
+        for w in its:
+            while (task_range := self.own[w].front()) is not None:
                 job, func, first = task_range.job, task_range.func, task_range.first
-                items = self.take(self.own[w], len(task_range.items), 1 << 62)
+                items = self.own[w].take(len(task_range.items), 1 << 62)
                 found += [
                     Lost(TaskRange(job, func, first + i, (item,), w), False)
                     for i, item in enumerate(items)
                 ]
-        found += [Lost(one, False) for one in self.take_later(host.first, host.workers)]
+        found += [Lost(one, False) for one in self.later.take_out(lambda one: one.bound in its)]
         return found
 
     def least_loaded(self) -> int | None:
         """Return the worker with the fewest items bound to it; None: no host is in service."""
-        return self.table.least_loaded(self._bound)
+        return self.table.least_loaded([queue.bound for queue in self.own])
 
     # -- work goes out -----------------------------------------------------------------------------
 
-    def _queue(self, task_range: TaskRange) -> deque[TaskRange]:
+    def _queue(self, task_range: TaskRange) -> RangeQueue:
         if task_range.bound is not None:
             # The worker may be free although the host has no room for items that any worker may
             # run.
@@ -150,7 +150,7 @@ class HostScheduler(Waiting):
                 return batch
         if room <= 0:
             return None
-        if host.staged and not (host.staged[0].of_stream and self._streams_pass()):
+        if host.staged and not (host.staged[0].of_stream and self.shared.pass_streams()):
             if host.staged[0].left <= room:
                 batch = host.staged.popleft()
                 host.staged_items -= batch.left
@@ -165,14 +165,6 @@ class HostScheduler(Waiting):
         if batch is None and host.ahead < host.workers:
             batch = self._from_another(host, room, found)
         return batch
-
-    def _streams_pass(self) -> bool:
-        """Move streams behind other items for any worker; return whether there are such items."""
-        if not any(one.items and one.flow is None for one in self.shared):
-            return False
-        while (first := self.first_of(self.shared)) is None or first.flow is not None:
-            self.shared.rotate(-1)
-        return True
 
     def _next_bound(self, host: HostState, found: list[Message]) -> StagedBatch | None:
         more = 1 + self.quotas.extra(host)
@@ -236,7 +228,7 @@ class HostScheduler(Waiting):
     def _stage_ahead(self, host: HostState, found: list[Message]) -> bool:
         """Stage a batch at a host, if it has room; return whether items may be left for others."""
         # The last items stay in the queue, for the hosts that are the first to have room.
-        first = self.first_of(self.shared)
+        first = self.shared.first()
         if math.isinf(self.quotas.cost) or first is None or len(first.items) <= self.table.workers:
             return False
         del self.table.unfilled[host.number]
@@ -247,16 +239,16 @@ class HostScheduler(Waiting):
         return True
 
     def _stage(
-        self, host: HostState, queue: deque[TaskRange], most: int, found: list[Message]
+        self, host: HostState, queue: RangeQueue, most: int, found: list[Message]
     ) -> StagedBatch | None:
         """Cut a batch of at most ``most`` items from a queue and stage it; None: none waits."""
-        first = self.first_of(queue)
+        first = queue.first()
         if first is None:
             return None
         n = min(most, self.quotas.batch_items(1 if first.bound is not None else host.workers))
         if first.bound is None:
             n = min(n, -(-len(first.items) // (self.table.workers or 1)))
-        items = self.take(queue, max(1, n), BATCH_BYTES)
+        items = queue.take(max(1, n), BATCH_BYTES)
         part = TaskRange(
             first.job, first.func, first.first - len(items), items, first.bound, first.terms
         )  # fmt: skip
@@ -334,11 +326,6 @@ class HostScheduler(Waiting):
             part = batch.item((job, item))
             self.answered(number, job, item, 1)
             self.put_again(part, killed, when(part.terms.tries + 1))
-
-    def put_again(self, item: TaskRange, killed: bool, when: float) -> None:
-        """Queue an item for the time ``when``; it loses one of its retries."""
-        item.terms = item.terms.after_failure(killed)
-        self.put_later(when, item)
 
     def given(self, number: int, batches: Iterable[int]) -> None:
         """Note that a host has given back the waiting items of recalled batches."""

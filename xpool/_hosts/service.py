@@ -8,8 +8,6 @@ numbers.
 from __future__ import annotations
 
 import functools
-import heapq
-import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,6 +16,7 @@ from typing import Any
 from xpool._calls.results import PickledResult
 from xpool._engine.jobs.budget import back_off
 from xpool._engine.jobs.ranges import TaskRange, name_of
+from xpool._engine.jobs.time_queue import TimeQueue
 from xpool._engine.stacks import Whereabouts
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
@@ -79,26 +78,25 @@ class HostService:
         self._beat_seconds = min(BEAT_SECONDS, lease / 8)
         self._beating = False
         self._touched: dict[int, None] = {}  # hosts that `give` checks for messages to send
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
+        self._timers: TimeQueue[Callable[[], None]] = TimeQueue()
 
     # -- time --------------------------------------------------------------------------------------
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Have ``call()`` called at the time ``when``."""
-        timer = when, next(self._numbers), call
-        heapq.heappush(self._timers, timer)
-        if self._timers[0] is timer:  # the engine's thread waits for a later timer
+        before = self._timers.next()
+        self._timers.put(when, call)
+        if before is None or when < before:  # the engine's thread waits for a later timer
             self._wake()
 
     def next_time(self) -> float | None:
         """Return the time of the next timer; None: there is none.  Also called without the lock."""
-        return self._timers[0][0] if self._timers else None
+        return self._timers.next()
 
     def due(self) -> None:
         """Run the timers that are due; fail the pool if no host is left."""
-        while self._timers and self._timers[0][0] <= self._now():
-            heapq.heappop(self._timers)[2]()
+        for call in self._timers.due(self._now()):
+            call()
         self.sched.due(self._now())
         # `_dead` does not do this, because the next event may say that another host is coming.
         if self._last_to_go and self.ended and not self.ending and not self.retiring:

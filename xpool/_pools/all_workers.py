@@ -22,6 +22,7 @@ from xpool._memory.anonymous_files import File
 from xpool._pools.engine_submitter import EngineSubmitter
 from xpool._pools.lifecycle import Lifecycle
 from xpool._python.interrupt import shielded
+from xpool._worker.callables import task_function
 from xpool.errors import OptionError, PeerLost, PoolClosed
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class AllWorkers:
                 job = AllWorkersResult(number, name or label(func), self.size)
                 job.options = TaskOptions(timeout, plain=timeout is None)
                 if self._files is not None:
-                    func = self._files.of_all(job, func)
+                    file = self._files.of(job, name or label(func), self._files.WORKER)
+                    func = task_function(func, file=file)
                 self._submit(job, (func, args, {}))
             return job.get()
         # The pool has ended, so no worker runs the call.

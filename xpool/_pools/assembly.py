@@ -14,7 +14,6 @@ from xpool._engine.worker_process import Recipe as Recipe
 from xpool._pickling.policy import pools as pools
 from xpool._pools.all_workers import AllWorkers as AllWorkers
 from xpool._pools.engine_submitter import EngineSubmitter as EngineSubmitter
-from xpool._pools.engine_submitter import HookedEngineSubmitter as HookedEngineSubmitter
 from xpool._pools.packing import Packer as Packer
 from xpool._pools.packing import find_arena as find_arena
 from xpool._pools.pool_options import PoolOptions

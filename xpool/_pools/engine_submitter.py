@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from xpool._pools.job_table import JobTable
 from xpool._pools.submitters import FUNCTION, ITEM, HookedPool, HookSubmitter, Put, Work
 from xpool._python.interrupt import by_handler, shielded
 from xpool._wire.wire import Mode
-from xpool._worker.callables import InCall, Retried, applied
+from xpool._worker.callables import applied, task_function
 from xpool.errors import TaskTimeout
 
 if TYPE_CHECKING:
@@ -35,23 +35,16 @@ _MODES = {
 
 
 class EngineSubmitter(HookSubmitter):
-    """Pickles tasks and gives them to an engine.
+    """Pickles tasks and gives them to an engine."""
 
-    ``one_as_call``: whether a map of one task is submitted as a call, so that its caller receives
-    the answer.
-    """
+    # Whether a map of one task is submitted as a call, so that its caller receives the answer.
+    _one_as_call = True
 
     def __init__(
-        self,
-        pool: HookedPool,
-        jobs: JobTable,
-        engine: EngineProtocol,
-        packer: Packer,
-        one_as_call: bool = True,
+        self, pool: HookedPool, jobs: JobTable, engine: EngineProtocol, packer: Packer
     ) -> None:
         super().__init__(pool, jobs)
         self.engine, self.packer = engine, packer
-        self._one_as_call = one_as_call
 
     def check(self, func: Any) -> None:
         inner = func
@@ -70,7 +63,7 @@ class EngineSubmitter(HookSubmitter):
         options, engine = job.options, self.engine
         job.is_call = True
         if options.retry_on:
-            func = Retried(func, options.retry_on)
+            func = task_function(func, retry_on=options.retry_on)
         terms = ONCE if options.plain else terms_of(options)  # saves a call
         keep = options.retries > 0
         payload, worker = self.packer.pack_task((func, args, kwds), keep, options.worker)
@@ -143,7 +136,7 @@ class EngineSubmitter(HookSubmitter):
         """
         func, options = work.func, job.options
         if options.retry_on:
-            func = Retried(func, options.retry_on)
+            func = task_function(func, retry_on=options.retry_on)
         payload, owner = self.packer.pack_task(func, True, None, role=FUNCTION)
         number = self.engine.learn(_MODES[work.starred, work.chunked], payload)
         job.drop_function = functools.partial(self.engine.forget, number)
@@ -153,7 +146,7 @@ class EngineSubmitter(HookSubmitter):
         """Submit one task, as the hook `pool_inqueue_put` gets it."""
         options = job.options
         if options.retry_on:
-            call = (Retried(call[0], options.retry_on), *call[1:])
+            call = (task_function(call[0], retry_on=options.retry_on), *call[1:])
         payload, worker = self.packer.pack_task(call, options.retries > 0, options.worker)
         self.engine.sent(payload)
         self.engine.submit(TaskRange(job.number, 0, index, (payload,), worker, terms_of(options)))
@@ -171,11 +164,6 @@ class EngineSubmitter(HookSubmitter):
             *(TaskRange(job.number, 0, w, (one,), w, terms) for w, one in enumerate(payloads))
         )
 
-    def beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        from xpool._worker.line_streams import Clearing  # here, since few programs need it
-
-        return Clearing(func)
-
     def withdraw(self, job: Job) -> None:
         """Drop the waiting tasks of a job, and stop the running ones."""
         self.engine.withdraw(*_place(job))
@@ -185,21 +173,15 @@ class EngineSubmitter(HookSubmitter):
         return self.engine.runs(*_place(job))
 
 
-class HookedEngineSubmitter(EngineSubmitter):
-    """For a pool whose subclass overrides `pool_inqueue_put`: each task goes through that."""
-
-    call = HookSubmitter.call
-    map = HookSubmitter.map
-    stream = HookSubmitter.stream
-
-
 class PeerSubmitter(EngineSubmitter):
     """Binds each task to a worker when it is submitted: the one with the least to do."""
+
+    _one_as_call = False
 
     def on_all(self, job: Job, call: tuple[Any, ...], size: int) -> None:
         """Submit a call to each of ``size`` workers; its number is the scope of their messages."""
         func, args, kwds = call
-        super().on_all(job, (InCall(func, job.number), args, kwds), size)
+        super().on_all(job, (task_function(func, scope=job.number), args, kwds), size)
 
     def _submit_range(self, task_range: TaskRange) -> None:
         if task_range.bound is not None:

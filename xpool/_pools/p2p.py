@@ -79,6 +79,4 @@ class P2PPool(Pool):
         return worker
 
     def _make_submitter(self) -> EngineSubmitter:
-        if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
-            return super()._make_submitter()
-        return PeerSubmitter(self, self._jobs, self._engine, self._packer, one_as_call=False)
+        return PeerSubmitter(self, self._jobs, self._engine, self._packer)

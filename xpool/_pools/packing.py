@@ -19,7 +19,7 @@ from xpool._pickling.pickler import encode_atoms
 from xpool._pickling.policy import BY_PIPE, Layout, share
 from xpool._pools.submitters import CALL, FUNCTION, ITEM
 from xpool._python.interrupt import deliver, interruptible, pending
-from xpool._worker.callables import Retried, each, one, star, star_each
+from xpool._worker.callables import TaskFunction, each, one, star, star_each
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.pickle import encode
 
@@ -38,8 +38,6 @@ def _place(task: Any, role: str, path: str) -> str:
     if match is None:
         return at(path)
     root, key, rest = match.groups()
-    if type(function) is Retried:
-        function, rest = function.func, rest.removeprefix(".func")
     of_map = function in (one, each, star, star_each)
     if of_map:
         function = args[0]
@@ -55,6 +53,8 @@ _IN_CALL = re.compile(r"\[([012])\](?:\[(.*?)\])?(.*)", re.DOTALL)
 
 
 def _in_function(function: Any, path: str) -> str:
+    if type(function) is TaskFunction:
+        function, path = function.func, path.removeprefix(".func")
     name = label(function)
     if not path:
         return ""  # the function itself, or something that it uses by name

@@ -19,6 +19,7 @@ from xpool._pools.base import BasePool, at_exit
 from xpool._pools.hooks import Result, Task
 from xpool._pools.pool_options import REFUSED_OVER_HOSTS, PoolOptions, takes
 from xpool._pools.start_methods import find_launcher, only_by_inheritance
+from xpool._pools.submitters import HookSubmitter
 from xpool._python.interrupt import shielded
 from xpool._python.server_process import occupy_streams
 from xpool._worker.worker_context import imported_by_worker
@@ -86,7 +87,7 @@ class Pool(BasePool):
     _packer: Packer
     _tasks: EngineSubmitter
     _all: AllWorkers
-    _stops_tasks = _seeds_items = True
+    _stops_tasks = _seeds_items = _keeps_bar = True
     _has_peers = False  # its workers can send messages to each other
     # The workers, by index, of each process with several; and whether all start and end together.
     _processes: Sequence[list[int]] = ()
@@ -203,6 +204,8 @@ class Pool(BasePool):
 
         self._backend = self._engine
         self._tasks = self._submitter = self._make_submitter()
+        if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
+            self._submitter = HookSubmitter(self, self._jobs, self._tasks)
         self._all = assembly.AllWorkers(
             self._tasks, self._life, self._size, self._task_timeout, hosts, self._files
         )
@@ -210,10 +213,7 @@ class Pool(BasePool):
     def _make_submitter(self) -> EngineSubmitter:
         from xpool._pools import assembly
 
-        kind = assembly.EngineSubmitter
-        if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
-            kind = assembly.HookedEngineSubmitter
-        return kind(self, self._jobs, self._engine, self._packer, not self._gives_context)
+        return assembly.EngineSubmitter(self, self._jobs, self._engine, self._packer)
 
     def _make_engine(self, launcher: Launcher) -> EngineProtocol:
         from xpool._pools import assembly

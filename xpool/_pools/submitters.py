@@ -46,16 +46,22 @@ class HookedPool(Protocol):
 class HookSubmitter:
     """Puts each task into the hook `pool_inqueue_put`.  Refers to its pool weakly.
 
-    `call`, `map` and `stream` make the tasks of a job that the table has.
+    `call`, `map` and `stream` make the tasks of a job that the table has.  ``own``: the submitter
+    of a built-in pool to its workers, if a subclass overrides its hooks.
     """
 
-    def __init__(self, pool: HookedPool, jobs: JobTable) -> None:
+    def __init__(
+        self, pool: HookedPool, jobs: JobTable, own: "HookSubmitter | None" = None
+    ) -> None:
         self._pool = weakref.ref(pool)
         self.jobs = jobs
+        self._own = own
 
     def check(self, func: Any) -> None:
         """Raise `TypeError` unless workers can call ``func``."""
-        if not callable(func):
+        if self._own is not None:
+            self._own.check(func)
+        elif not callable(func):
             check_callable("func", func)
 
     @interruptible
@@ -102,18 +108,16 @@ class HookSubmitter:
 
         return put
 
-    def beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs ``func`` and keeps its output apart from a progress bar."""
-        return func
-
     # -- taking back -------------------------------------------------------------------------------
 
     def withdraw(self, job: Job) -> None:
         """Take back the tasks of a job, if the pool can."""
+        if self._own is not None:
+            self._own.withdraw(job)
 
     def runs(self, job: Job) -> bool:
         """Whether a worker runs a task of this job now; False if the pool does not know."""
-        return False
+        return self._own is not None and self._own.runs(job)
 
     @shielded
     def cancel(self, job: Job) -> bool:

@@ -14,7 +14,8 @@ from xpool._engine.threads import ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task
 from xpool._pools.pool_options import REFUSED_BY_THREADS, PoolOptions, takes
-from xpool._pools.thread_submitter import HookedThreadSubmitter, ThreadSubmitter
+from xpool._pools.submitters import HookSubmitter
+from xpool._pools.thread_submitter import ThreadSubmitter
 from xpool._python.interrupt import shielded
 from xpool._worker.callables import each, star_each
 
@@ -68,12 +69,10 @@ class ThreadPool(BasePool):
             self._jobs.unanswered,
             self._answerer(),
         )
-        kind, own = ThreadSubmitter, type(self)
-        if own.pool_inqueue_put is not ThreadPool.pool_inqueue_put or (
-            own.worker is not ThreadPool.worker
-        ):
-            kind = HookedThreadSubmitter
-        self._submitter = kind(self, self._jobs, self._threads)
+        own, kind = ThreadSubmitter(self, self._jobs, self._threads), type(self)
+        hooks = kind.pool_inqueue_put, kind.worker
+        is_hooked = hooks != (ThreadPool.pool_inqueue_put, ThreadPool.worker)
+        self._submitter = HookSubmitter(self, self._jobs, own) if is_hooked else own
 
     def _answerer(self) -> Callable[[int, int, bool, Any], None]:
         """Return the function that threads call with results; it does not hold the pool."""

@@ -54,10 +54,3 @@ class ThreadSubmitter(HookSubmitter):
     def runs(self, job: Job) -> bool:
         """Whether a thread runs a task of this job now."""
         return self._threads.runs(job.number)
-
-
-class HookedThreadSubmitter(ThreadSubmitter):
-    """For a subclass that overrides `pool_inqueue_put` or `worker`: all tasks go through these."""
-
-    map = HookSubmitter.map
-    stream = HookSubmitter.stream

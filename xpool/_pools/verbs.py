@@ -6,7 +6,7 @@ import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import starmap
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xpool._calls.keywords import names_of, refuse_unknown
@@ -33,9 +33,9 @@ from xpool._engine.jobs.states import PoolStates
 from xpool._pools.input_reader import Fed, FlowControl, InputReader
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
-from xpool._pools.submitters import HookSubmitter, Work
+from xpool._pools.submitters import HookSubmitter, Put, Work
 from xpool._python.interrupt import by_handler, deliver, interruptible, pending, shielded
-from xpool._worker.callables import Item, Seeded
+from xpool._worker.callables import task_function
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class PoolOfVerbs(Protocol):
     _task_timeout: float | None
     _stops_tasks: bool
     _seeds_items: bool
+    _keeps_bar: bool
     _calls_go_to: int | None
     _gives_context: bool
     _contexts: list[Any] | None
@@ -139,14 +140,6 @@ def _check_item_seed(pool: PoolOfVerbs, seed: Any, journal: Any) -> None:
         )
 
 
-def _seeded(work: Work, items: Iterable[Any], options: TaskOptions) -> tuple[Work, Iterable[Any]]:
-    """Return work and items such that each item has its own seed."""
-    if options.seed is None:
-        return work, items
-    func = Seeded(work.func, options.seed, work.starred)
-    return Work(func, chunked=work.chunked), starmap(Item, enumerate(items))
-
-
 def _check_callbacks(callback: Any, error_callback: Any) -> None:
     if callback is not None:
         check_callable("callback", callback)
@@ -194,7 +187,7 @@ def start_call(
         pool._life.check_running()  # raises
     try:
         if pool._files is not None:
-            func = pool._files.of_call(job, func)
+            func = task_function(func, file=pool._files.of(job, job.label))
         pool._submitter.call(job, func, args, kwds)
     except BaseException as exc:
         pool._submitter.give_up(job, exc)
@@ -232,9 +225,6 @@ def submit_map(
         next(pool._jobs.numbers), name, pool, tasks, size > 1, callback, error_callback
     )
     job.options, job.chunksize = options, size
-    if options.seed is not None:
-        work, numbered = _seeded(work, items, options)
-        items = list(numbered)
     if options.progress is not False:
         length = len(items)
         job.progress = Progress(options.progress, job.label, length, size, lambda: length)
@@ -248,9 +238,9 @@ def _start_map(
 ) -> None:
     pool._life.enter(job, -(-len(items) // size))
     try:
-        work = _begin_progress(pool, job, work)
-        if pool._files is not None:
-            work, items = pool._files.of_items(job, work), list(starmap(Item, enumerate(items)))
+        work, numbered = _begin_work(pool, job, work)
+        if numbered:
+            items = list(enumerate(items))
         if not items:
             # Without tasks, no answer completes the job.
             job.settled = True
@@ -268,13 +258,25 @@ def _start_map(
         pool._submitter.give_up(job, exc)
 
 
-def _begin_progress(pool: PoolOfVerbs, job: Job, work: Work) -> Work:
-    """Show the job's progress, if asked for; return work that prints above the progress bar."""
-    if job.progress is None:
-        return work
-    beside_bar = job.progress.on_terminal
-    job.progress.begin()
-    return work._replace(func=pool._submitter.beside_bar(work.func)) if beside_bar else work
+def _begin_work(pool: PoolOfVerbs, job: Job, work: Work) -> tuple[Work, bool]:
+    """Show the job's progress, if asked for; return work that does what the job's options say
+    around each call, and whether it takes numbered items."""
+    fields: dict[str, Any] = {}
+    if job.options.seed is not None:
+        fields["seed"] = job.options.seed
+    if pool._files is not None:
+        fields["file"] = pool._files.of(job, job.label, pool._files.ITEM)
+    numbered = bool(fields)
+    if numbered:
+        fields.update(numbered=True, starred=work.starred)
+    if job.progress is not None:
+        if pool._keeps_bar and job.progress.on_terminal:
+            fields["above_bar"] = True
+        job.progress.begin()
+    if not fields:
+        return work, False
+    starred = work.starred and not numbered
+    return Work(task_function(work.func, **fields), starred, work.chunked), numbered
 
 
 def map_now(
@@ -340,7 +342,6 @@ def imap(
         iterable.bind(flow)
     results.total, results.returns_errors = _length(iterable), options.returns_errors
     results.items_per_task, results.with_index = size, with_index
-    work, iterable = _seeded(work, iterable, options)
     # Without a buffersize, all of the input is drawn even if the iterator is dropped.
     gone = flow.stop if buffersize is not None else flow.unbind
     job = _stream(pool, results, work.func, gone, options)
@@ -364,13 +365,10 @@ def _begin_stream(
     """Begin to draw the input of an entered job.  Errors are raised by its results."""
     flow, jobs = job.flow, pool._jobs
     try:
-        work = _begin_progress(pool, job, work)
-        files = pool._files
-        if files is not None:
-            work = files.of_items(job, work)
+        work, numbered = _begin_work(pool, job, work)
         put = pool._submitter.stream(job, work, flow)
-        runs = job.runs if job.options.journal is None and files is None else None
-        put = job.around(put if files is None else files.numbering(put, work.chunked, size))
+        runs = job.runs if job.options.journal is None and not numbered else None
+        put = job.around(_numbering(put, work.chunked, size) if numbered else put)
     except BaseException as exc:
         pool._submitter.give_up(job, exc)
         return
@@ -393,6 +391,15 @@ def _begin_stream(
         jobs.input_readers.discard(input_reader)
         pool._submitter.give_up(job, exc)
         raise
+
+
+def _numbering(put: Put, chunked: bool, size: int) -> Put:
+    """Return a ``put`` that gives each item of a task its number."""
+
+    def put_numbered(index: int, task: Any) -> int:
+        return put(index, list(zip(count(index * size), task)) if chunked else (index, task))
+
+    return put_numbered
 
 
 def _stream(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from typing import Any, Protocol
 
 from xpool._calls.options import check_seconds
 from xpool._memory.anonymous_files import File
+from xpool._worker.callables import task_function
 from xpool.errors import OptionError, PeerLost, WorkerDied
 
 ATTEMPTS = 3
@@ -134,11 +136,11 @@ class WorkerGroup:
 
     def wrap(self, func: Any) -> Any:
         """Return a function that runs ``func`` in the group; rebuild the group if it is broken."""
-        from xpool.distributed._members import InGroup
+        from xpool.distributed._members import in_group
 
         if self.broken:
             self.rebuild()
-        return InGroup(func, self.generation)
+        return task_function(func, group=functools.partial(in_group, self.generation))
 
     def note_failure(self) -> None:
         """Break the group: after a failed call, members may be in the middle of an operation."""

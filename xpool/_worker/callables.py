@@ -1,19 +1,118 @@
-"""Wrappers of the caller's function.  Tasks pay only for the features that they use."""
+"""How a task calls the caller's function.  Tasks pay only for the features that they use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, cached_property, partial
 from operator import length_hint
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xpool._python.item_notes import note_item, plain
-from xpool._worker.seeds import seeded
 from xpool._worker.worker_context import current_worker
 
-if TYPE_CHECKING:
-    from xpool._wire.outbox import Outbox
+
+class TaskFunction:
+    """The caller's function, with what a worker does around its calls: the fields.
+
+    A field that is not given has the value of the class, and is not pickled.  A function that needs
+    no fields is sent as it is.
+
+    Attributes:
+        retry_on: after these exceptions, the worker reports that the task may run again.
+        numbered: the argument is an item with its number, ``(number, item)``.
+        starred: a numbered item holds the arguments of a call.
+        tick: restarts the clock that times each item of a chunk.
+        scope: the number of the call of `run_all` to which messages to and from peers belong.
+        file: the path of the file that gets the output, and the format of the end of its name.
+        group: makes the context in which all members of a group make this call.
+        above_bar: lines on a terminal replace the progress bar, which is redrawn below.
+        seed: from it and the item's number, the random generators are seeded for the call.
+        states: the program's state that came with the function.  If the task runs late (it was
+            taken back from another worker, or is tried again), later messages may have changed it.
+    """
+
+    retry_on: tuple[type[BaseException], ...] = ()
+    numbered = starred = above_bar = False
+    tick: Callable[[], object] | None = None
+    scope: int | None = None
+    file: tuple[str, str] | None = None
+    group: Callable[[], AbstractContextManager[None]] | None = None
+    seed: int | None = None
+    states: Sequence[tuple[bytes, tuple[Any, ...]]] = ()
+
+    def __init__(self, func: Callable[..., Any], **fields: Any) -> None:
+        self.func = func
+        vars(self).update(fields)
+
+    def with_fields(self, **fields: Any) -> TaskFunction:
+        """Return a copy with these fields, too."""
+        return TaskFunction(**{k: v for k, v in vars(self).items() if k != "_direct"} | fields)
+
+    @property
+    def called(self) -> Callable[..., Any]:
+        """What a task calls: this, or a faster function if few fields concern single calls."""
+        direct = self._direct
+        return self if direct is None else direct
+
+    @cached_property
+    def _direct(self) -> Callable[..., Any] | None:  # not `self`, which a cycle would keep alive
+        if not _AROUND.isdisjoint(vars(self)):
+            return None
+        func, tick = self.func, self.tick
+        if tick is None:
+            return func
+
+        def ticking(*args: Any) -> Any:
+            tick()
+            return func(*args)
+
+        return ticking
+
+    def __call__(self, *args: Any, **kwds: Any) -> Any:
+        if self.tick is not None:
+            self.tick()
+        above_bar, output_to, seeded = _contexts()
+        number, end, peers = None, "", None
+        if self.numbered:
+            ((number, item),) = args
+            args = (*item,) if self.starred else (item,)
+        if self.scope is not None:
+            peers = current_worker().peers  # None without an arena: there are no messages
+        if self.file is not None:
+            end = self.file[1].format(number=number, worker=current_worker().index)
+        with (
+            _NOTHING if peers is None else peers.call(self.scope),
+            _NOTHING if self.file is None else output_to(f"{self.file[0]}{end}.txt"),
+            _NOTHING if self.group is None else self.group(),
+            above_bar() if self.above_bar else _NOTHING,
+            _NOTHING if self.seed is None else seeded(f"{self.seed}:{number}".encode()),
+        ):
+            return self.func(*args, **kwds)
+
+
+_NOTHING = nullcontext()
+
+
+@cache
+def _contexts() -> tuple[Any, Any, Any]:
+    """Import what the program, which makes the records, does not need."""
+    from xpool._worker.line_streams import above_bar
+    from xpool._worker.output_files import output_to
+    from xpool._worker.seeds import seeded
+
+    return above_bar, output_to, seeded
+
+
+_AROUND = frozenset({"scope", "file", "group", "above_bar", "seed"})
+
+
+def task_function(func: Callable[..., Any], **fields: Any) -> TaskFunction:
+    """Return a function with these fields, and with those that it has."""
+    if type(func) is TaskFunction:
+        return func.with_fields(**fields)
+    return TaskFunction(func, **fields)
 
 
 def one(func: Callable[[Any], Any], item: Any) -> Any:
@@ -21,8 +120,8 @@ def one(func: Callable[[Any], Any], item: Any) -> Any:
     try:
         return func(item)
     except Exception as exc:
-        note_item(exc, _value(item))
-        _advise_starmap(exc, item)
+        note_item(exc, _value(func, item))
+        _advise_starmap(exc, _value(func, item))
         raise
 
 
@@ -33,7 +132,7 @@ def each(func: Callable[[Any], Any], chunk: Sequence[Any]) -> list[Any]:
         # `list(map(...))` would end without an error if func raises StopIteration.
         return [func(x) for x in items]
     except Exception as exc:
-        _advise_starmap(exc, _note(exc, chunk, items))
+        _advise_starmap(exc, _note(exc, func, chunk, items))
         raise
 
 
@@ -54,15 +153,16 @@ def star_each(func: Callable[..., Any], chunk: Sequence[Any]) -> list[Any]:
         # `itertools.starmap` is 10 ns an item faster, but drops a StopIteration with its value.
         return [func(*args) for args in items]
     except Exception as exc:
-        _advise(exc, _note(exc, chunk, items))
+        _advise(exc, _note(exc, func, chunk, items))
         raise
 
 
-def _note(exc: Exception, chunk: Sequence[Any], rest: Any) -> Any:
+def _note(exc: Exception, func: Any, chunk: Sequence[Any], rest: Any) -> Any:
     """Note which item of a chunk has raised: the last item taken from the chunk; return it."""
     place = len(chunk) - length_hint(rest) - 1
-    note_item(exc, _value(chunk[place]), place)
-    return chunk[place]
+    item = _value(func, chunk[place])
+    note_item(exc, item, place)
+    return item
 
 
 def _advise(exc: Exception, args: Any) -> None:
@@ -73,10 +173,9 @@ def _advise(exc: Exception, args: Any) -> None:
         )
 
 
-def _value(item: Any) -> Any:
-    while type(item) is Item:
-        item = item.value
-    return item
+def _value(func: Any, item: Any) -> Any:
+    """Return an item without its number."""
+    return item[1] if type(func) is TaskFunction and func.numbered else item
 
 
 def item_of(frame: FrameType | None) -> str:
@@ -87,13 +186,14 @@ def item_of(frame: FrameType | None) -> str:
     while frame is not None:
         code = frame.f_code
         if code is one.__code__:
-            return plain(_value(frame.f_locals["item"]))
+            return plain(_value(frame.f_locals["func"], frame.f_locals["item"]))
         if code is star.__code__:
             return plain(frame.f_locals["args"])
         if code in (each.__code__, star_each.__code__) and "items" in frame.f_locals:
             chunk = frame.f_locals["chunk"]
             place = len(chunk) - length_hint(frame.f_locals["items"]) - 1
-            return f"{place + 1} of {len(chunk)}: {plain(_value(chunk[max(0, place)]))}"
+            item = plain(_value(frame.f_locals["func"], chunk[max(0, place)]))
+            return f"{place + 1} of {len(chunk)}: {item}"
         frame = frame.f_back
     return ""
 
@@ -107,57 +207,21 @@ def applied(
     return star if starred else one, (func,)
 
 
+def bound(func: Callable[..., Any], context: Any) -> Callable[..., Any]:
+    """Return the caller's function such that it gets the context."""
+    if type(func) is TaskFunction:
+        return func.with_fields(func=partial(func.func, context))
+    return partial(func, context)
+
+
 def with_context(
     context: Any, func: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a task's function and arguments such that the caller's function gets the context."""
-    if func in (one, each, star, star_each):
+    if any(func is one_of_map for one_of_map in (one, each, star, star_each)):
         # The caller's function is the first argument.
-        return func, (partial(args[0], context), *args[1:])
+        return func, (bound(args[0], context), *args[1:])
     return func, (context, *args)
-
-
-class Item:
-    """An item of a map with ``seed=`` or ``output="files"``, together with its number."""
-
-    __slots__ = ("number", "value")
-
-    def __init__(self, number: int, value: Any) -> None:
-        self.number, self.value = number, value
-
-
-class Seeded:
-    """Seeds the random generators by the item's number before it calls a function.
-
-    Afterwards it restores the generators to their state before the item.
-    """
-
-    __slots__ = ("_func", "_seed", "_starred")
-
-    def __init__(self, func: Callable[..., Any], seed: int, starred: bool) -> None:
-        self._func, self._seed, self._starred = func, seed, starred
-
-    def __call__(self, *args: Any) -> Any:
-        *prefix, item = args
-        with seeded(f"{self._seed}:{item.number}".encode()):
-            if self._starred:
-                return self._func(*prefix, *item.value)
-            return self._func(*prefix, item.value)
-
-
-class InCall:
-    """A function of `run_all`: its messages to and from peers belong to that call."""
-
-    def __init__(self, func: Callable[..., Any], number: int) -> None:
-        self._func, self._number = func, number
-
-    def __call__(self, *args: Any) -> Any:
-        peers = current_worker().peers
-        # Without an arena the worker has no peers, so it has no messages.
-        if peers is None:
-            return self._func(*args)
-        with peers.call(self._number):
-            return self._func(*args)
 
 
 def note_context(exc: BaseException) -> None:
@@ -171,7 +235,7 @@ def note_context(exc: BaseException) -> None:
 
 def _advise_starmap(exc: BaseException, item: Any) -> None:
     """Add to an exception that another verb unpacks tuples."""
-    if type(_value(item)) is tuple and _is_of_the_call(exc) and "missing" in str(exc):
+    if type(item) is tuple and _is_of_the_call(exc) and "missing" in str(exc):
         exc.__dict__.setdefault("__notes__", []).append(
             "The item was passed as one argument; starmap passes the parts of a tuple."
         )
@@ -184,36 +248,3 @@ def _is_of_the_call(exc: BaseException) -> bool:
         trace = trace.tb_next
     where = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
     return type(exc) is TypeError and where.startswith("xpool._worker.")
-
-
-class Retried:
-    """A function whose tasks are tried again when it raises one of the given exceptions.
-
-    The caller makes it and sends it in place of the function, so the exception classes travel too.
-    """
-
-    __slots__ = ("func", "on")
-
-    def __init__(self, func: Callable[..., Any], on: tuple[type[BaseException], ...]) -> None:
-        self.func, self.on = func, on
-
-    def __call__(self, *args: Any, **kwds: Any) -> Any:
-        return self.func(*args, **kwds)
-
-    @classmethod
-    def around(cls, func: Any, wrap: Callable[[Any], Any]) -> Any:
-        """Wrap a function; a `Retried` stays outermost, where the worker looks for it."""
-        return cls(wrap(func.func), func.on) if type(func) is cls else wrap(func)
-
-
-class Ticking:
-    """Restarts the clock at each call of a function: it times each item of a chunk."""
-
-    __slots__ = ("_box", "_func")
-
-    def __init__(self, func: Callable[..., Any], box: Outbox) -> None:
-        self._func, self._box = func, box
-
-    def __call__(self, *args: Any) -> Any:
-        self._box.tick()
-        return self._func(*args)

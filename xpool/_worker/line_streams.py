@@ -6,7 +6,7 @@ import contextlib
 import io
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from xpool._worker.worker_context import current_worker
@@ -74,23 +74,19 @@ def _name() -> str:
         return "[worker] "  # workers are threads, and a task has started this thread
 
 
-class Clearing:
-    """A function whose lines on a terminal replace the progress bar, which is redrawn below."""
-
-    def __init__(self, func: Callable[..., Any]) -> None:
-        self._func = func
-
-    def __call__(self, *args: Any) -> Any:
-        before = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (_clearing(one) for one in before)
-        try:
-            return self._func(*args)
-        finally:
-            for one in (sys.stdout, sys.stderr):
-                if isinstance(one, Lines):
-                    with contextlib.suppress(OSError, ValueError):  # the terminal is gone
-                        one.flush()
-            sys.stdout, sys.stderr = before
+@contextlib.contextmanager
+def above_bar() -> Iterator[None]:
+    """In the block, lines on a terminal replace the progress bar, which is redrawn below."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_clearing(one) for one in before)
+    try:
+        yield
+    finally:
+        for one in (sys.stdout, sys.stderr):
+            if isinstance(one, Lines):
+                with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+                    one.flush()
+        sys.stdout, sys.stderr = before
 
 
 def _clearing(stream: Any) -> Any:

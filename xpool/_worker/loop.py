@@ -30,13 +30,15 @@ from xpool._wire.spin import Spin
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, STOP, TASKS, TIMED, TO_WORKER, Mode
 from xpool._worker import main_module
 from xpool._worker.callables import (
-    Retried,
-    Ticking,
+    TaskFunction,
+    bound,
     each,
     note_context,
     one,
     star,
     star_each,
+    task_function,
+    with_context,
 )
 from xpool._worker.failures import refusal, refused, traceback_of
 from xpool._worker.protocol import Inbox, Replies
@@ -262,9 +264,9 @@ class _Worker:
                 func = _Unavailable(exc)
         settings.imports_done()
         if self._prefix:
-            func = Retried.around(func, lambda inner: functools.partial(inner, *self._prefix))
+            func = bound(func, *self._prefix)
         if states:
-            func = _Exact(func, states)
+            func = task_function(func, states=states)
         self._inbox.functions[closed.number] = func, closed.mode
         return func
 
@@ -333,25 +335,31 @@ class _Worker:
             if type(func) is _Closed:
                 func = self._open(func)
             if mode in (Mode.CHUNK, Mode.STARCHUNK):
-                if type(func) is _Exact:
-                    func = func.renewed()
-                func = Retried.around(func, lambda inner: Ticking(inner, box))
+                func = task_function(func, tick=box.tick)
             return self._run(func, mode, payload)
         finally:
             box.rest()
 
     def _run(self, func: Any, mode: int, payload: bytes | memoryview) -> _Answer:
+        record = None
         try:
             if type(func) is _Closed:
                 func = self._open(func)
-            if type(func) is _Exact:
-                func = func.renewed()
+            if type(func) is TaskFunction:
+                record = func
+                for state, buffers in record.states:
+                    received.prepare(state, *buffers)
+                func = record.called
             task = decode(payload)
             if mode == Mode.EACH:
                 value = one(func, task)
             elif mode == Mode.CALL:
                 func, args, kwds = task
-                value = func(*self._prefix, *args, **kwds)
+                if type(func) is TaskFunction:
+                    record, func = func, func.called
+                if self._prefix:
+                    func, args = with_context(self._prefix[0], func, args)
+                value = func(*args, **kwds)
             elif mode == Mode.CHUNK:
                 value = each(func, task)
             elif mode == Mode.STAR:
@@ -367,7 +375,7 @@ class _Worker:
             if self._prefix:
                 note_context(exc)
             error = BODY_ERROR
-            if type(func) is Retried and isinstance(exc, func.on):
+            if record is not None and isinstance(exc, record.retry_on):
                 error |= BODY_AGAIN
             return encode_exception(exc, traceback_of(exc)), error, None
         del task
@@ -394,25 +402,6 @@ class _Closed:
 def _closed(number: int, mode: int, payload: bytes) -> tuple[_Closed, int]:
     """Return the inbox's entry for a function."""
     return _Closed(number, mode, payload), mode
-
-
-class _Exact:
-    """A function and the state of the program that came with it.
-
-    If the task runs late (it was taken back from another worker, or is tried again), later messages
-    may have changed the state.
-    """
-
-    __slots__ = ("_func", "_states")
-
-    def __init__(self, func: Any, states: list[tuple[bytes, tuple[Any, ...]]]) -> None:
-        self._func, self._states = func, states
-
-    def renewed(self) -> Any:
-        """Set the state, and return the function."""
-        for state, buffers in self._states:
-            received.prepare(state, *buffers)
-        return self._func
 
 
 class _Unavailable:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from xpool._python.exits import flush
-from xpool._worker.worker_context import current_worker
 
 _MODE = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
 
@@ -21,38 +20,9 @@ _MODE = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
 _before: tuple[int, int, int] | None = None
 
 
-class InFile:
-    """Calls a function while the descriptors 1 and 2 are a file.
-
-    ``path``: the file's path, without the part that ``of`` adds.  ``of``: "call" adds nothing;
-    "worker" adds the worker's number; "item" and "args" add the number of the `Item` with which the
-    function is called: its value is one argument, or all arguments.
-    """
-
-    __slots__ = ("_func", "_of", "_path")
-
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        path: str,
-        of: Literal["call", "item", "args", "worker"] = "call",
-    ) -> None:
-        self._func, self._path, self._of = func, path, of
-
-    def __call__(self, *args: Any, **kwds: Any) -> Any:
-        end = ""
-        if self._of == "worker":
-            end = f"-worker-{current_worker().index}"
-        elif self._of != "call":
-            *prefix, item = args
-            end = f"-{item.number:06}"
-            args = (*prefix, *item.value) if self._of == "args" else (*prefix, item.value)
-        with _output_to(f"{self._path}{end}.txt"):
-            return self._func(*args, **kwds)
-
-
 @contextmanager
-def _output_to(path: str) -> Iterator[None]:
+def output_to(path: str) -> Iterator[None]:
+    """Make the descriptors 1 and 2 a file in the block."""
     global _before
     if _before is None or _before[0] != os.getpid():
         _before = os.getpid(), os.dup(1), os.dup(2)

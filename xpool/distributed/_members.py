@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -65,19 +65,15 @@ def _variables(address: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class InGroup:
-    """A function that all members run.  If it fails in one, the others do not wait for that one."""
-
-    def __init__(self, func: Callable[..., Any], generation: int) -> None:
-        self._func, self._generation = func, generation
-
-    def __call__(self, *args: Any) -> Any:
-        world = get_world()
-        # A replacement has not joined, and a group of an earlier generation has dead members.
-        if world is None or _generation != self._generation:
-            raise PeerLost(
-                f"worker {current_worker().index} has replaced another since the group was made, "
-                "and is not in it yet; the next run_all makes the group anew"
-            )
-        with world.group.together("run_all"):
-            return self._func(*args)
+@contextmanager
+def in_group(generation: int) -> Iterator[None]:
+    """Run a block in all members.  If it fails in one, the others do not wait for that one."""
+    world = get_world()
+    # A replacement has not joined, and a group of an earlier generation has dead members.
+    if world is None or _generation != generation:
+        raise PeerLost(
+            f"worker {current_worker().index} has replaced another since the group was made, "
+            "and is not in it yet; the next run_all makes the group anew"
+        )
+    with world.group.together("run_all"):
+        yield

@@ -139,12 +139,12 @@ class Scheduler(Waiting):
         Of several idle workers, this is the longest idle, or the ``newest`` (see `next_batches`).
         """
         for w in reversed(self.idle) if newest else self.idle:
-            if not self._bound[w]:
+            if not self.own[w].bound:
                 return w
 
         def load(w: int) -> tuple[int, bool]:
             # If two are equal, prefer one that gets tasks now to one that starts or is recalled.
-            return self.in_flight[w].size + self._bound[w], not self.in_flight[w].accepting
+            return self.in_flight[w].size + self.own[w].bound, not self.in_flight[w].accepting
 
         return min(range(self.size), key=load)
 
@@ -228,11 +228,11 @@ class Scheduler(Waiting):
 
     def _most_held(self, w: int) -> int:
         """Return how many batches worker ``w`` may hold."""
-        if self._bound[w]:
+        if self.own[w].bound:
             # Only this worker may run bound items, so it leaves no share to others.
             return self.sizes.most_held()
-        waiting = len(self.shared[0].items) if self.shared else 0
-        return self.sizes.most_held(waiting // self.size)
+        front = self.shared.front()
+        return self.sizes.most_held(0 if front is None else len(front.items) // self.size)
 
     def _cut(self, w: int, among: int) -> Batch | None:
         """Cut the next batch for a worker; None: no item waits that it may run.
@@ -244,10 +244,10 @@ class Scheduler(Waiting):
             return None
         # Its own queue first: no other worker may run bound items.
         for queue in (self.own[w], self.shared):
-            task_range = self.first_of(queue)
+            task_range = queue.first()
             if task_range is not None:
                 n = self._most_items(in_flight, len(task_range.items), queue is self.shared, among)
-                items = self.take(queue, n, MOST_BYTES)
+                items = queue.take(n, MOST_BYTES)
                 batch = Batch(task_range, items, in_flight.sent)
                 # `take` has moved the start of the range behind these items.
                 batch.first -= len(items)
@@ -333,18 +333,9 @@ class Scheduler(Waiting):
     def again(
         self, batch: Batch, position: int, *, killed: bool = True, when: float | None = None
     ) -> None:
-        """Queue a failed item again; this uses one of its retries.
-
-        ``killed``: its worker died.  ``when``: it waits until that time, see `due`.
-        """
-        if batch.withdrawn:
-            return
-        task_range = piece(batch, position, position + 1)
-        task_range.terms = batch.terms.after_failure(killed)
-        if when is None:
-            self.put_back(task_range)
-        else:
-            self.put_later(when, task_range)
+        """Queue a failed item again: see `put_again`."""
+        if not batch.withdrawn:
+            self.put_again(piece(batch, position, position + 1), killed, when)
 
     # -- taking back items that a worker does not run ----------------------------------------
 
