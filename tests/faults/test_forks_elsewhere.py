@@ -167,7 +167,7 @@ OTHERS = """
 
 PROGRAMS = {
     "pool": POOL.format(more=""),
-    "stand-ins": POOL.format(more="").replace("import os\n", "import os, torch\n", 1),
+    "torch": POOL.format(more="").replace("import os\n", "import os, torch\n", 1),
     "replacements": POOL.format(more=", maxtasksperchild=1"),
     "fork": POOL.format(more=", context='fork'"),
     "spawn": POOL.format(more=", context='spawn'"),
@@ -182,7 +182,7 @@ PROGRAMS = {
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "name",
-    ["stand-ins", *also(*(one for one in PROGRAMS if one != "stand-ins"))],
+    ["torch", *also(*(one for one in PROGRAMS if one != "torch"))],
 )
 def test_a_program_that_forks_every_millisecond(tmp_path, name):
     """In each stage of a pool's life, another thread forks children that live on; nothing waits for
@@ -196,10 +196,10 @@ SLOW_STARTS = """
     import warnings
     warnings.filterwarnings("ignore", "Each worker has its own copy of the lock")
     import multiprocessing.resource_tracker as tracker
-    import threading
+    import os, signal, threading
     from multiprocessing.shared_memory import SharedMemory
-    import torch
     import xpool
+    from support import leaks
     from support.waiting import eventually
     from xpool._python import server_process
 
@@ -221,13 +221,14 @@ SLOW_STARTS = """
 
     if __name__ == "__main__":
         waited, go = [], threading.Event()
-        # The second server, which imports torch, starts when the stand-ins have started.
         server_process.start, servers = slowly(server_process.start, 2)
         tracker.getfd, trackers = slowly(tracker.getfd, 1)
         with xpool.Pool(2) as pool:
-            assert pool.apply_async(abs, (-1,)).get(60) == 1
-            registered = pool.apply_async(register, (0,))
+            one, other = pool.run_all(os.getpid)
+            os.kill(leaks.servers()[0], signal.SIGKILL)
+            os.kill(one, signal.SIGKILL)  # its replacement comes from another server
             eventually(lambda: len(servers) == 2, "the second server is started", 60)
+            registered = pool.apply_async(register, (0,))
             eventually(lambda: trackers, "the tracker is started", 60)
             assert pool.apply_async(abs, (-1,)).get(60) == 1
             assert pool.apply(abs, (-1,)) == 1
@@ -240,7 +241,7 @@ SLOW_STARTS = """
 
 @pytest.mark.torch
 def test_a_slow_start_of_a_server_or_tracker(tmp_path):
-    """While the second server or the resource tracker is started, the pool answers calls: another
+    """While another server or the resource tracker is started, the pool answers calls: another
     thread starts them, without the engine's lock."""
     scripts.run_ok([scripts.write(tmp_path / "slow.py", SLOW_STARTS)])
 

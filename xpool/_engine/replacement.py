@@ -68,15 +68,14 @@ class End(NamedTuple):
         if problem is not None:
             worker.failed(problem)
         failed = next((one for one in ended if one.reason is not None), worker)
-        # A stand-in that steps aside has run no task, so this is no death.
-        served = () if handle.stepped_aside else tuple(one for one in ended if _served(one))
+        served = tuple(one for one in ended if _served(one))
         if served:
             # STOPPED: the pool has killed it to stop a task.
             asked = any(
                 _ended_by_us(one) and one.protocol_error is None and not one.remark for one in ended
             )
             kind, failed = (EndKind.STOPPED if asked else EndKind.DIED), worker
-        elif handle.stepped_aside or worker.state is WorkerStates.RETIRING:
+        elif worker.state is WorkerStates.RETIRING:
             kind, failed = EndKind.FINISHED, worker
         elif isinstance(problem, OSError):
             kind = EndKind.REFUSED
