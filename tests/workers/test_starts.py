@@ -11,7 +11,7 @@ from support import scripts
 pytestmark = pytest.mark.xpool_only
 
 TORCH = """
-    import os, types
+    import os, sys, types
 
     PID = os.getpid()
     version = types.SimpleNamespace(cuda=None, hip=None)
@@ -28,6 +28,10 @@ TORCH = """
     def set_num_threads(n):
         global threads
         threads = n
+
+    gate = os.path.dirname(__file__) + "/gate"
+    if os.path.exists(gate) and "xpool._worker.server" in sys.modules:
+        open(gate).close()  # waits for a writer
 """
 
 NEEDY = """
@@ -250,6 +254,27 @@ def test_a_numpy_that_the_server_cannot_import(tmp_path, what, of_light, of_heav
     assert done.returncode == 0, done
     light, heavy = done.stdout.splitlines()
     assert of_light in light and of_heavy in heavy, done
+
+
+ENDED = """
+    if __name__ == "__main__":
+        os.mkfifo(torch.gate)
+        pools = [xpool.Pool(2), xpool.Pool(1, note, (1,)), xpool.P2PPool(2)]
+        results = [pool.apply_async(has_torch, (0,)) for pool in pools]
+        for pool in pools:
+            pool.terminate()
+            pool.join()
+        for result in results:
+            try:
+                result.get()
+            except xpool.PoolClosed:
+                print("closed")
+"""
+
+
+def test_a_pool_that_ends_while_the_server_imports(tmp_path):
+    """Its end does not wait for the import, which never ends here."""
+    assert run(tmp_path, ENDED) == "closed\n" * 3
 
 
 SEEN = """

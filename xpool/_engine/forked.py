@@ -107,10 +107,11 @@ class Forked:
             return
         if pid is None:
             if signum == signal.SIGKILL:
-                # It is not forked yet: the server checks for this message before it forks.
+                # The server may import for long before it sees this, so count the worker as ended.
+                # If the server forks it meanwhile, it ends at its first line: its lifeline is cut.
                 self._called_off = True
-                with contextlib.suppress(OSError):  # it is forked now, or the server has ended
-                    os.write(self.sentinel, entry.CALLED_OFF)
+                with sockets.borrowed(self.sentinel, socket.SOCK_SEQPACKET) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
             return
         # The pid may belong to another process by now.  The server reports a death before it reaps
         # the child.  So if no report has come, the pidfd refers to our worker.

@@ -367,7 +367,8 @@ class Replacement:
         Kills the workers first, since they may still live and their running tasks would run twice.
         """
         worker = ended[0]  # the first by index represents all of them
-        if all(one.reader.ended for one in ended):
+        # Without a pid, it was called off before its first line.
+        if worker.pid is None or all(one.reader.ended for one in ended):
             return True
         if not self._silences.pending(worker):
             # The sentinel stays readable.

@@ -45,9 +45,6 @@ byte, with the tracker's descriptor."""
 REFUSED = b"E"
 """The server sends this when it cannot fork a worker, followed by the errno in 2 bytes."""
 
-CALLED_OFF = b"K"
-"""The parent sends this to the server to cancel a request, before the worker is forked."""
-
 MOST_WORKERS = 64
 """Most workers of a process; one message can carry 253 descriptors."""
 

@@ -141,7 +141,7 @@ def _take_back() -> None:
 
 
 def _called_off(status: int) -> bool:
-    """Whether the parent has cancelled its request for a worker."""
+    """Whether the parent has cancelled its request: it has shut down the worker's socket."""
     poller = select.poll()
     poller.register(status, select.POLLIN)
     return bool(poller.poll(0))
