@@ -167,7 +167,7 @@ OTHERS = """
 
 PROGRAMS = {
     "pool": POOL.format(more=""),
-    "stand-ins": POOL.format(more="").replace("import os\n", "import os, torch\n", 1),
+    "torch": POOL.format(more="").replace("import os\n", "import os, torch\n", 1),
     "replacements": POOL.format(more=", maxtasksperchild=1"),
     "fork": POOL.format(more=", context='fork'"),
     "spawn": POOL.format(more=", context='spawn'"),
@@ -182,7 +182,7 @@ PROGRAMS = {
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "name",
-    ["stand-ins", *also(*(one for one in PROGRAMS if one != "stand-ins"))],
+    ["torch", *also(*(one for one in PROGRAMS if one != "torch"))],
 )
 def test_a_program_that_forks_every_millisecond(tmp_path, name):
     """In each stage of a pool's life, another thread forks children that live on; nothing waits for
@@ -196,9 +196,8 @@ SLOW_STARTS = """
     import warnings
     warnings.filterwarnings("ignore", "Each worker has its own copy of the lock")
     import multiprocessing.resource_tracker as tracker
-    import threading
+    import os, signal, threading
     from multiprocessing.shared_memory import SharedMemory
-    import torch
     import xpool
     from support.waiting import eventually
     from xpool._python import server_process
@@ -221,26 +220,32 @@ SLOW_STARTS = """
 
     if __name__ == "__main__":
         waited, go = [], threading.Event()
-        # The second server, which imports torch, starts when the stand-ins have started.
-        server_process.start, servers = slowly(server_process.start, 2)
         tracker.getfd, trackers = slowly(tracker.getfd, 1)
         with xpool.Pool(2) as pool:
-            assert pool.apply_async(abs, (-1,)).get(60) == 1
             registered = pool.apply_async(register, (0,))
-            eventually(lambda: len(servers) == 2, "the second server is started", 60)
             eventually(lambda: trackers, "the tracker is started", 60)
             assert pool.apply_async(abs, (-1,)).get(60) == 1
             assert pool.apply(abs, (-1,)) == 1
             go.set()
             registered.get(60)
+        go.clear()
+        server_process.start, servers = slowly(server_process.start, 1)
+        with xpool.Pool(2) as pool:
+            one, other = pool.run_all(os.getpid)
+            os.kill(pool.apply(os.getppid), signal.SIGKILL)
+            os.kill(one, signal.SIGKILL)  # its replacement comes from another server
+            eventually(lambda: servers, "the other server is started", 60)
+            assert pool.apply_async(os.getpid).get(60) == other
+            assert pool.apply(os.getpid) == other
+            go.set()
+            eventually(lambda: len(waited) == 2, "the other server is started", 60)
         assert waited == [True, True]
         assert not [name for name in servers + trackers if name.endswith("-engine")]
 """
 
 
-@pytest.mark.torch
 def test_a_slow_start_of_a_server_or_tracker(tmp_path):
-    """While the second server or the resource tracker is started, the pool answers calls: another
+    """While another server or the resource tracker is started, the pool answers calls: another
     thread starts them, without the engine's lock."""
     scripts.run_ok([scripts.write(tmp_path / "slow.py", SLOW_STARTS)])
 

@@ -44,7 +44,6 @@ class Handle:
         self.sentinel: int = world.kernel.fds.add(self.news, False)
         self.pid: int | None = None
         self.exitcode: int | None = None
-        self.stepped_aside = False
         self.problem: Exception | None = None
         self._ended = False
 

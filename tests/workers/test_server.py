@@ -166,11 +166,12 @@ INTERRUPTED = """
         start_early(["json"])  # what `preload` does first
         (server,) = ForkServer._servers.values()
         pid = server._process.pid
-        while not server.ready():  # Python's own start, and all imports
-            assert server._process.poll() is None, "it has died"
-            os.kill(pid, signal.SIGINT)
         with xpool.Pool(1) as pool:
-            assert pool.apply(os.getppid) == pid
+            result = pool.apply_async(os.getppid)
+            while not result.ready():  # Python's own start, and all imports
+                assert server._process.poll() is None, "it has died"
+                os.kill(pid, signal.SIGINT)
+            assert result.get() == pid
 """
 
 

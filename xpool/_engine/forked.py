@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from xpool._python import parents_only, sockets
 from xpool._python.starting import aside
-from xpool._wire.wire import STEPPED_ASIDE
 from xpool._worker import entry
 
 _CREDENTIALS = struct.Struct("iII")
@@ -35,9 +34,6 @@ class Forked:
         self.problem: Exception | None = None
         self._called_off = False
         self.exitcode: int | None = None
-        self.stepped_aside = False
-        # If this is a stand-in: called when its pid is known, and when it has stepped aside.
-        self.tell: Callable[[Forked], None] | None = None
         self._pid: int | None = None
         self._ended = False
         self._server: int | None = None  # the process that has sent the pid
@@ -75,14 +71,9 @@ class Forked:
             elif self._pid is None:
                 self._pid = int.from_bytes(data, "little", signed=True)
                 self._server = sender
-                if self.tell is not None:
-                    self.tell(self)
             else:
                 self.exitcode = int.from_bytes(data, "little", signed=True)
                 self._ended = True
-                if self.tell is not None and self.exitcode == STEPPED_ASIDE:
-                    self.stepped_aside = True
-                    self.tell(self)
 
     def _receive(self) -> tuple[bytes, int | None]:
         """Receive a packet; return it and the pid of its sender, None at the end of the socket."""
@@ -116,10 +107,11 @@ class Forked:
             return
         if pid is None:
             if signum == signal.SIGKILL:
-                # It is not forked yet: the server checks for this message before it forks.
+                # The server may import for long before it sees this, so count the worker as ended.
+                # If the server forks it meanwhile, it ends at its first line: its lifeline is cut.
                 self._called_off = True
-                with contextlib.suppress(OSError):  # it is forked now, or the server has ended
-                    os.write(self.sentinel, entry.CALLED_OFF)
+                with sockets.borrowed(self.sentinel, socket.SOCK_SEQPACKET) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
             return
         # The pid may belong to another process by now.  The server reports a death before it reaps
         # the child.  So if no report has come, the pidfd refers to our worker.

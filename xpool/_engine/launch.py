@@ -17,14 +17,13 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
 from xpool._engine.forked import Forked
 from xpool._python import at_fork, parents_only, server_process, sockets
 from xpool._python.interrupt import deliver, interruptible, pending, until_interrupted
-from xpool._python.starting import aside
 from xpool._worker import entry
 from xpool.errors import OptionError, XPoolError, exit_reason
 
@@ -50,10 +49,6 @@ class Handle(Protocol):
     @property
     def exitcode(self) -> int | None:
         """As `multiprocessing.Process.exitcode`, when it has ended; None: unknown."""
-
-    @property
-    def stepped_aside(self) -> bool:
-        """Whether it was a stand-in that has ended so that another process runs its first task."""
 
     @property
     def problem(self) -> Exception | None:
@@ -119,11 +114,6 @@ def start_early(modules: Iterable[str]) -> None:
         ForkServer.get(wanted_modules()).start()
 
 
-def asked_for() -> bool:
-    """Whether the program has called `xpool.preload`."""
-    return bool(_preloaded)
-
-
 def wanted_modules() -> tuple[str, ...]:
     """Return the modules that the server imports, by what the program has imported so far.
 
@@ -179,26 +169,22 @@ class ForkServer:
     # server starts or gets a request, so that no request comes in the middle of a restart.
     _lock = threading.Lock()  # guards `_servers`; each server's `_sending` guards its socket
 
-    def __init__(self, preload: tuple[str, ...], stands_in: bool, who: tuple[object, ...]) -> None:
+    def __init__(self, preload: tuple[str, ...], who: tuple[object, ...]) -> None:
         self.preload = preload
-        self._stands_in = stands_in  # used while another server imports these modules
-        self._key = preload, who, stands_in
-        self._ready = False  # it has said that its modules are imported
+        self._key = preload, who
         self._sending = threading.Lock()
         self._sock: socket.socket | None = None
         self._process: server_process.ServerProcess | None = None
         self._live: set[int] = set()  # status sockets of its live workers
 
     @classmethod
-    def get(cls, preload: tuple[str, ...], *, stands_in: bool = False) -> ForkServer:
+    def get(cls, preload: tuple[str, ...]) -> ForkServer:
         """Return the server that has these modules; it starts with the first worker.
-
-        ``stands_in``: return the server that is used until the other has imported these modules.
 
         Ends idle servers with other modules, because the program has imported more since then.
         """
         cls.stop_idle(preload)
-        server = cls(preload, stands_in, server_process.credentials())
+        server = cls(preload, server_process.credentials())
         with cls._lock:
             return cls._servers.setdefault(server._key, server)
 
@@ -206,71 +192,44 @@ class ForkServer:
         """Return this server, or the one for the program's current identity."""
         if self._key[1] == server_process.credentials():
             return self
-        return ForkServer.get(self.preload, stands_in=self._stands_in)
+        return ForkServer.get(self.preload)
 
-    def start(self, *, complete: bool = True) -> None:
-        """Start the server, if it is not running, and do not wait for its imports.
-
-        ``complete``: if False, its first workers may lack numpy or torch.
-        """
+    def start(self) -> None:
+        """Start the server, if it is not running, and do not wait for its imports."""
         server = self._of_now()
         with server._sending:
-            server._start(complete)
+            server._start()
 
-    def _start(self, complete: bool) -> None:
+    def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
         # Close the socket of a dead server.
         self._stop()
         self._sock, theirs = parents_only.private_pair(socket.SOCK_SEQPACKET)
-        self._ready = False
-        modules = _with_numpy(self.preload)
-        imports: tuple[Sequence[str], ...]  # preload, soon, later, missing
-        if self._stands_in:
-            # A worker that needs another module imports it, which takes less time than waiting.
-            imports = PRELOAD, (), (), ("torch",)
-        elif complete:
-            imports = (*PRELOAD, *modules), (), LATE_IMPORTS, ()
-        else:
-            imports = PRELOAD, modules, LATE_IMPORTS, self.preload
+        modules = *PRELOAD, *_with_numpy(self.preload)
         # Close our copy of the server's end: otherwise a request would not fail after its death.
         with theirs:
-            self._process = server_process.start(theirs.fileno(), *imports)
-
-    def ready(self) -> bool:
-        """Whether it has imported its modules and forks at once."""
-        with self._sending:
-            if not self._ready and self._sock is not None:
-                try:
-                    self._ready = self._sock.recv(1, socket.MSG_DONTWAIT) != b""
-                except OSError:
-                    return False  # not yet, or it has died
-            return self._ready
+            self._process = server_process.start(theirs.fileno(), modules, LATE_IMPORTS)
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Forked:
         if inherited is not None:
             raise OptionError("the fork server cannot pass objects on by inheritance")
-        return self.fork(boot)
+        return self._of_now()._fork(boot)
 
-    def fork(self, boot: socket.socket, *, complete: bool = True) -> Forked:
-        """Start a worker; ``complete``: if False, it may lack numpy or torch."""
-        return self._of_now()._fork(boot, complete)
-
-    def _fork(self, boot: socket.socket, complete: bool) -> Forked:
-        request = entry.COMPLETE if complete else entry.FORK
+    def _fork(self, boot: socket.socket) -> Forked:
         ours, theirs = parents_only.private_pair(socket.SOCK_SEQPACKET)
         with ours, theirs:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             with boot, self._sending:
-                self._start(complete)
+                self._start()
                 try:
-                    self._ask(request, boot.fileno(), theirs.fileno())
+                    self._ask(boot.fileno(), theirs.fileno())
                 except (BrokenPipeError, ConnectionResetError):
                     self._stop()  # it died meanwhile
-                    self._start(complete)
+                    self._start()
                     # A second death is noticed as one after the request is: no status arrives.
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                        self._ask(request, boot.fileno(), theirs.fileno())
+                        self._ask(boot.fileno(), theirs.fileno())
                 status = ours.detach()
                 self._live.add(status)  # before another thread finds this server idle
                 process = self._process
@@ -290,10 +249,10 @@ class ForkServer:
             f"Its program is {process.path}"
         )
 
-    def _ask(self, request: bytes, boot: int, status: int) -> None:
+    def _ask(self, boot: int, status: int) -> None:
         assert self._sock is not None
         streams = list(filter(server_process.is_open, (1, 2)))
-        socket.send_fds(self._sock, [request, bytes([sum(streams)])], [boot, status, *streams])
+        socket.send_fds(self._sock, [bytes([sum(streams)])], [boot, status, *streams])
 
     def _stop(self) -> None:
         if self._sock is not None:
@@ -306,18 +265,12 @@ class ForkServer:
             self._process.wait(_LAST_IMPORT)
             self._process = None
 
-    def stop_if_idle(self) -> None:
-        """End the server if it has no workers."""
-        with self._sending:
-            if not self._live:
-                self._stop()
-
     @classmethod
     def stop_idle(cls, but: tuple[str, ...] | None = None) -> None:
-        """End servers without workers, except the one with modules ``but`` and its stand-in."""
+        """End servers without workers, except the one with modules ``but``."""
         kept = None if but is None else (but, server_process.credentials())
         with cls._lock:
-            for other in [s for s in cls._servers.values() if s._key[:2] != kept]:
+            for other in [s for s in cls._servers.values() if s._key != kept]:
                 # A server that another thread has just asked has an entry in `_live`: see `_fork`.
                 with other._sending:
                     if not other._live:
@@ -345,50 +298,6 @@ at_fork.at_fork(in_child=ForkServer.forget_all)
 atexit.register(
     until_interrupted(ForkServer.stop_idle)
 )  # for programs without pools; others use `stop_all`
-
-
-class StandIns:
-    """Starts first workers without numpy or torch, before a server has imported these.
-
-    The first server imports numpy itself, before it starts a complete worker or when it is idle.
-    torch takes seconds, so another server imports it.  Workers are complete as soon as a server has
-    the modules, and after a stand-in has stepped aside (`xpool._worker.provisional`).
-    """
-
-    inherits = False
-    bare = True
-    forks = False
-
-    def __init__(self, modules: tuple[str, ...]) -> None:
-        self._server = ForkServer.get(modules)
-        self._bare_server = ForkServer.get(modules, stands_in="torch" in modules)
-        self._needed = False
-
-    def start(self) -> None:
-        """Start the server that gets the first request, and do not wait for its imports."""
-        if self._server is self._bare_server or not self._server.ready():
-            self._bare_server.start(complete=False)
-        else:
-            self._bare_server.stop_if_idle()
-
-    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
-        if self._needed or self._server.ready():
-            # If it is not ready, the request waits in its socket.
-            return self._server.launch(boot, name, daemon, inherited)
-        handle = self._bare_server.fork(boot, complete=False)
-        handle.tell = self._told
-        return handle
-
-    def _told(self, handle: Forked) -> None:
-        """Start the server with torch, since the stand-in no longer needs the processor."""
-        if handle.stepped_aside:
-            self._needed = True
-        # The engine's lock may be held here.
-        aside(self._start_complete, "xpool-server")
-
-    def _start_complete(self) -> None:
-        with contextlib.suppress(OSError):  # no process can be started now; `launch` tries again
-            self._server.start()
 
 
 # -- multiprocessing's own ---------------------------------------------------------------------
@@ -486,7 +395,6 @@ def _enter_through(connection: Any, inherited: Any) -> None:
 class _Process:
     def __init__(self, process: Any, *, own_child: bool) -> None:
         self._process = process
-        self.stepped_aside = False
         self.problem: Exception | None = None
         self.pid: int | None = process.pid
         self._pidfd: int | None = None

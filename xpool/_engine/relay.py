@@ -134,7 +134,7 @@ class Relay:
     def is_needed(self) -> bool:
         """Whether a packet can be read, while no thread reads; ends of sockets do not count.
 
-        Stand-ins usually end without sending anything.
+        Most workers end without having sent anything.
         """
         needed = False
         for fd, events in self._poller.poll(0):

@@ -68,15 +68,14 @@ class End(NamedTuple):
         if problem is not None:
             worker.failed(problem)
         failed = next((one for one in ended if one.reason is not None), worker)
-        # A stand-in that steps aside has run no task, so this is no death.
-        served = () if handle.stepped_aside else tuple(one for one in ended if _served(one))
+        served = tuple(one for one in ended if _served(one))
         if served:
             # STOPPED: the pool has killed it to stop a task.
             asked = any(
                 _ended_by_us(one) and one.protocol_error is None and not one.remark for one in ended
             )
             kind, failed = (EndKind.STOPPED if asked else EndKind.DIED), worker
-        elif handle.stepped_aside or worker.state is WorkerStates.RETIRING:
+        elif worker.state is WorkerStates.RETIRING:
             kind, failed = EndKind.FINISHED, worker
         elif isinstance(problem, OSError):
             kind = EndKind.REFUSED
@@ -368,7 +367,8 @@ class Replacement:
         Kills the workers first, since they may still live and their running tasks would run twice.
         """
         worker = ended[0]  # the first by index represents all of them
-        if all(one.reader.ended for one in ended):
+        # Without a pid, it was called off before its first line.
+        if worker.pid is None or all(one.reader.ended for one in ended):
             return True
         if not self._silences.pending(worker):
             # The sentinel stays readable.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool._calls.results import Job
-from xpool._engine.launch import ForkServer, Launcher, StandIns, import_for_arrays
+from xpool._engine.launch import ForkServer, Launcher, import_for_arrays
 from xpool._engine.protocols import EngineProtocol
 from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool, at_exit
@@ -122,21 +122,10 @@ class Pool(BasePool):
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def _may_stand_in(self) -> bool:
-        """Whether the first workers may be `StandIns`, which may end before their first task.
-
-        False if the program would notice their end: an initializer would run again, a seed or a
-        memory limit would count another process, or a context or peer is bound to the process.
-        """
-        owned = self._has_peers or self._gives_context
-        options = self._options
-        counted = bool(options.initializer or options.worker_memory) or options.seed is not None
-        return not (owned or counted)
-
     def _start_server(self) -> Launcher:
         """Start the fork server; while it imports, import the other parts of a pool."""
-        launcher = find_launcher(self.context, self._may_stand_in())
-        if isinstance(launcher, (ForkServer, StandIns)):
+        launcher = find_launcher(self.context)
+        if isinstance(launcher, ForkServer):
             launcher.start()
         # After the server has started, so that both import at the same time.  Without garbage
         # collection, which takes 150 ms if torch has made many objects.

@@ -12,27 +12,20 @@ from xpool._engine.launch import (
     ForkServer,
     Launcher,
     ProcessLauncher,
-    StandIns,
-    asked_for,
-    needs_arrays,
     wanted_modules,
 )
 from xpool._python.server_process import interpreter
 from xpool.errors import OptionError
 
 
-def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False) -> Launcher:
+def find_launcher(context: BaseContext | str | None) -> Launcher:
     """Return the launcher for the workers of a pool with this ``context=``."""
     if hasattr(context, "launch"):  # a launcher of a loader
         return cast(Launcher, context)
     if context is None or context == "forkserver":
         if sys.platform != "linux":
             return ProcessLauncher(multiprocessing.get_context("spawn"))
-        modules = wanted_modules()
-        # No stand-ins if the program has called `preload`: it waits for its server's imports.
-        if may_stand_in and needs_arrays(modules) and not asked_for():
-            return StandIns(modules)
-        return ForkServer.get(modules)
+        return ForkServer.get(wanted_modules())
     check_context("context", context)
     if isinstance(context, str):
         context = multiprocessing.get_context(context)

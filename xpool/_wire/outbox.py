@@ -110,10 +110,6 @@ class Outbox:
         words[_BEGAN] = seq  # so if the worker dies now, the parent knows that the item never ran
         return False
 
-    def leave(self) -> None:
-        """Mark the last item as not begun, because this worker ends without running its code."""
-        self.words[_BEGAN] -= 1
-
     def tick(self) -> None:
         """Record that a timed item begins now."""
         self.words[_SINCE] = time.monotonic_ns()

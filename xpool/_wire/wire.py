@@ -47,9 +47,6 @@ Parts = list[bytes | memoryview]
 
 WIRE = 3
 
-STEPPED_ASIDE = 75
-"""Exit code of a stand-in (`_worker/provisional`) that leaves its first task to its successor."""
-
 # `_worker/entry` has a copy of this one, because it may not import this module.
 TO_WORKER = struct.Struct("<BxxxIQ")
 TO_PARENT = struct.Struct("<IBBxxQIxxxxQQ")

@@ -29,14 +29,11 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 from xpool._python import sockets
-
-FORK, COMPLETE = b"F", b"C"
-"""Requests to the server: fork a worker; with COMPLETE, it must not be a stand-in."""
 
 ONE, SEVERAL = b"W", b"S"
 """The kind of descriptors in a boot socket: those of one worker, or boot sockets of several."""
@@ -47,9 +44,6 @@ byte, with the tracker's descriptor."""
 
 REFUSED = b"E"
 """The server sends this when it cannot fork a worker, followed by the errno in 2 bytes."""
-
-CALLED_OFF = b"K"
-"""The parent sends this to the server to cancel a request, before the worker is forked."""
 
 MOST_WORKERS = 64
 """Most workers of a process; one message can carry 253 descriptors."""
@@ -65,15 +59,13 @@ def main(
     inherited: tuple[Any, tuple[Any, ...]] | None = None,
     *,
     late: Callable[[], None] | None = None,
-    missing: Collection[str] = (),
     known: Mapping[str, str] | None = None,
 ) -> int:
     """Run a worker until it is told to stop; return the exit code.
 
     ``boot`` is the descriptor of the socket.  ``inherited`` is (initializer, initargs), if these
     cannot be sent and the process inherited them.  ``late`` is called when the device is bound.
-    ``missing`` are the modules that a stand-in lacks.  ``known`` are the environment variables of
-    this process, if the caller knows them.
+    ``known`` are the environment variables of this process, if the caller knows them.
     """
     kind, fds = _receive(boot, MOST_WORKERS)
     # A worker has at most 7 descriptors, the rows of the table above.
@@ -99,7 +91,7 @@ def main(
     else:
         from xpool._worker import loop
 
-        code = loop.run(configs[0], channels[0], inherited, missing=missing)
+        code = loop.run(configs[0], channels[0], inherited)
     exits.run()
     return code
 

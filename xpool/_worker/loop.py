@@ -11,7 +11,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool._memory.arena import IDLE_SECONDS, Arena
@@ -42,7 +42,6 @@ from xpool._worker.callables import (
 )
 from xpool._worker.failures import refusal, refused, traceback_of
 from xpool._worker.protocol import Inbox, Replies
-from xpool._worker.provisional import stand_in
 from xpool._worker.seeds import Seeds
 from xpool._worker.stopping import listen
 from xpool._worker.worker_context import WorkerInfo, enter
@@ -82,13 +81,11 @@ def run(
     channel: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
     thread: WorkerThread | None = None,
-    missing: Collection[str] = (),
 ) -> int:
     """Serve until told to stop; return the exit code.
 
     ``channel`` are the descriptors that `entry` lists, including the lifeline.  ``thread`` is given
-    if the worker is one of several threads of its process.  ``missing`` are the modules that a
-    stand-in lacks.
+    if the worker is one of several threads of its process.
     """
     tasks, answers, lifeline, outbox, *others = channel
     box = Outbox(outbox)
@@ -117,9 +114,6 @@ def run(
         return 1
     # The start, which has its own time limit, ends here; `ready` lets the parent send tasks.
     box.rest()
-    if missing:
-        runs = _Worker._run.__code__, _Worker._timed.__code__
-        stand_in(missing, box, runs, (decode.__code__, _Worker._open.__code__))
     if thread is not None:
         thread.wait_for_all()
     replies.ready(shared is not None)

@@ -5,10 +5,9 @@ threads and devices, is never forked.  `multiprocessing` has such a server, too.
 named socket, so only its parent can send requests.  A program can have one server for each set of
 preloaded modules.  The server reports a death at once, with the exit status.
 
-The parent sends requests over a SOCK_SEQPACKET pair.  A request is two bytes with two to four
-descriptors.  The first byte is `entry.FORK`, or `entry.COMPLETE` if the worker must not be a
-stand-in.  The descriptors are the worker's boot socket; a SOCK_SEQPACKET socket for its status; and
-the current stdout and stderr, if bits 0 and 1 of the second byte are set.  On the status socket the
+The parent sends requests over a SOCK_SEQPACKET pair.  A request is a byte with two to four
+descriptors.  The descriptors are the worker's boot socket; a SOCK_SEQPACKET socket for its status;
+and the current stdout and stderr, if bits 0 and 1 of the byte are set.  On the status socket the
 server writes the worker's pid and later its wait status, each as 8 bytes, or the reason why it
 cannot fork; the worker uses it to ask for the program's resource tracker.  The server ends when the
 parent closes its end; its workers have lifelines of their own.
@@ -52,19 +51,12 @@ REQUESTS_PER_IMPORT = 64
 """A busy server imports one of them after this many requests, as workers may import it, too."""
 
 
-def main(
-    fd: int, preload: list[str], soon: list[str], later: list[str], missing: list[str], nice: int
-) -> int:
+def main(fd: int, preload: list[str], later: list[str], nice: int) -> int:
     """Serve until the parent closes its end; in a forked worker, return the worker's exit code.
 
-    ``preload`` is imported at once.  ``soon`` is imported before the first worker that must be
-    complete.  When there are no requests, ``soon`` and ``later`` are imported, so that a program
-    does not wait for modules that its first tasks do not need.  ``missing`` are the modules that a
-    stand-in lacks: those of ``soon`` or, without ``soon``, those of another server.  ``nice`` is
-    the niceness to set: this process has inherited that of the thread that started it.
-
-    The server tells the parent that ``preload`` and ``soon`` are imported, by a message of one
-    byte.
+    ``preload`` is imported at once.  ``later`` is imported when there are no requests, so that a
+    program does not wait for modules that its first tasks do not need.  ``nice`` is the niceness to
+    set: this process has inherited that of the thread that started it.
     """
     _set_up(preload, nice)
     known = dict(os.environ)
@@ -72,21 +64,20 @@ def main(
     wake_r, wake_w = _wake_by_deaths()
     statuses: dict[int, int] = {}
     # A module of the user may have made a thread pool or a queue, whose fork hooks must run.
-    fork = at_fork.fork_unused if _KNOWN.issuperset(preload + soon) else os.fork
+    fork = at_fork.fork_unused if _KNOWN.issuperset(preload) else os.fork
     # Do not use a selector, which a child would have to close.
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     poller.register(wake_r, select.POLLIN)
     with sockets.on(fd) as sock:
-        imports = _Imports(sock, soon, later, missing)
         rest = IDLE_SECONDS
         asked = 0
         while True:
-            events = poller.poll(rest * 1000 if imports else None)
+            events = poller.poll(rest * 1000 if later else None)
             if events:
                 rest = IDLE_SECONDS
             else:
-                imports.next()
+                _preload([later.pop(0)])
                 rest = 0.0
             for ready, _ in events:
                 if ready != fd:
@@ -94,19 +85,14 @@ def main(
                     _drain(wake_r)
                     _reap(statuses)
                     continue
-                try:
-                    request, fds, _, _ = socket.recv_fds(sock, 2, 4, entry.CLOSE_ON_EXEC)
-                except ConnectionResetError:
-                    return 0  # the parent has not read that this server is ready
+                request, fds, _, _ = socket.recv_fds(sock, 1, 4, entry.CLOSE_ON_EXEC)
                 if not request:
                     return 0
                 boot, status, *streams = fds
                 asked += 1
-                if request[:1] == entry.COMPLETE:
-                    imports.complete()
-                if imports and asked % REQUESTS_PER_IMPORT == 0:
-                    imports.next()
-                _take_streams(request[1], streams)
+                if later and asked % REQUESTS_PER_IMPORT == 0:
+                    _preload([later.pop(0)])
+                _take_streams(request[0], streams)
                 pid = None if _called_off(status) else _fork_or_refuse(fork, status)
                 if pid is None:
                     os.close(boot)
@@ -120,7 +106,7 @@ def main(
                     # all copies are closed.
                     for other in (sock.detach(), wake_r, wake_w, *statuses.values()):
                         os.close(other)
-                    return _child(boot, status, late, imports.missing, known)
+                    return _child(boot, status, late, known)
                 os.close(boot)
                 statuses[pid] = status
                 _tell(status, pid)
@@ -139,42 +125,6 @@ def _set_up(preload: list[str], nice: int) -> None:
     _take_back()
 
 
-class _Imports:
-    """The modules that the server has not imported yet."""
-
-    def __init__(
-        self, sock: socket.socket, soon: list[str], later: list[str], missing: list[str]
-    ) -> None:
-        self.missing = missing
-        self._sock, self._soon, self._later = sock, soon, later
-        if not soon:
-            self._tell_ready()
-
-    def __bool__(self) -> bool:
-        return bool(self._soon or self._later)
-
-    def complete(self) -> None:
-        """Import what stand-ins lack, unless another server does."""
-        if self._soon:
-            _preload(self._soon)
-            self._soon, self.missing = [], []
-            self._tell_ready()
-
-    def next(self) -> None:
-        """Import what stand-ins lack or, if nothing is left of that, one module.
-
-        A request waits for at most one import.
-        """
-        if self._soon:
-            self.complete()
-        else:
-            _preload([self._later.pop(0)])
-
-    def _tell_ready(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the parent has ended; the next read shows it
-            self._sock.send(b"R")
-
-
 def _take_back() -> None:
     """Reset signal handling and descriptors that the program or an imported module has changed.
 
@@ -191,7 +141,7 @@ def _take_back() -> None:
 
 
 def _called_off(status: int) -> bool:
-    """Whether the parent has cancelled its request for a worker."""
+    """Whether the parent has cancelled its request: it has shut down the worker's socket."""
     poller = select.poll()
     poller.register(status, select.POLLIN)
     return bool(poller.poll(0))
@@ -275,7 +225,6 @@ def _child(
     boot: int,
     status: int,
     late: Callable[[], None] | None,
-    missing: list[str],
     known: dict[str, str],
 ) -> int:
     code = 1
@@ -286,7 +235,7 @@ def _child(
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=os.isatty(1))
         _await_tracker(status)
-        code = entry.main(boot, late=late, missing=missing, known=known)
+        code = entry.main(boot, late=late, known=known)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else 1
     except BaseException:
