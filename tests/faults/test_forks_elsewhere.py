@@ -315,6 +315,59 @@ def test_the_server_has_no_descriptor_of_the_program(tmp_path):
     scripts.run_ok([scripts.write(tmp_path / "inheritable.py", INHERITABLE)])
 
 
+FORKED_BY_C = """
+    import ctypes, os, signal, sys
+    from concurrent.futures import BrokenExecutor
+    import xpool
+
+    def read(path):
+        with open(path) as file:
+            return file.read()
+
+    def fails(call):
+        try:
+            call()
+        except (xpool.PoolClosed, BrokenExecutor) as error:
+            assert "that this one was forked from" in str(error), error
+        else:
+            raise AssertionError(call)
+
+    def child(pool, waits, future):
+        fails(lambda: pool.apply(abs, (-1,)))
+        fails(lambda: pool.map(abs, [-1]))
+        fails(waits.get)
+        fails(future.result)
+        with xpool.Pool(1) as own:
+            assert own.map(abs, [-1]) == [1]
+        pool.terminate()
+        pool.join()
+
+    if __name__ == "__main__":
+        paths = [os.path.join(sys.argv[1], name) for name in "ab"]
+        for path in paths:
+            os.mkfifo(path)
+        with xpool.Pool(2) as pool:
+            calls = pool.apply_async(read, paths[:1]), pool.executor().submit(read, paths[1])
+            for use in child, lambda *_: None:
+                pid = ctypes.PyDLL(None).fork()
+                if not pid:
+                    signal.alarm(60)
+                    use(pool, *calls)
+                    sys.exit()
+                assert os.waitpid(pid, 0)[1] == 0, use
+            for path in paths:
+                with open(path, "w") as file:
+                    file.write("there")
+            assert [calls[0].get(), calls[1].result()] == ["there", "there"]
+"""
+
+
+def test_a_fork_by_c_code(tmp_path):
+    """Python hears nothing of it. In the child, the parent's pool refuses calls, a pool of its own
+    works, and the end of the child leaves the parent's workers alone."""
+    scripts.run_ok([scripts.write(tmp_path / "forked_by_c.py", FORKED_BY_C), str(tmp_path)])
+
+
 LATE = """
     import os
     from xpool._python import at_fork

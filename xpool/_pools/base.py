@@ -101,6 +101,7 @@ class BasePool(PublicVerbs, Hooks):
         if unknown:
             refuse_unknown(type(self).__name__, names_of_inits(self), unknown)
         refuse_green_threads()
+        at_fork.notice_fork()
         self.context = context
         self._size = resolve_processes(processes)
         if initializer is not None:

@@ -132,17 +132,17 @@ class _Future(concurrent.futures.Future[T]):
     _forked: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        if self._forked is not None:
-            raise _as_broken(self._forked)
         if not self.done():
             about_to_block()
+        if self._forked is not None:
+            raise _as_broken(self._forked)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        if self._forked is not None:
-            return _as_broken(self._forked)
         if not self.done():
             about_to_block()
+        if self._forked is not None:
+            return _as_broken(self._forked)
         return super().exception(timeout)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
