@@ -21,42 +21,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
 ]
 
-FORKS = """
-    import contextlib, os, signal, threading, warnings
-
-    warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
-
-    @contextlib.contextmanager
-    def forks():
-        children, over = [], threading.Event()
-
-        def fork_often():
-            while not over.wait(0.001) and len(children) < 600:
-                pid = os.fork()
-                if not pid:
-                    with open(os.devnull, "r+b") as null:
-                        for fd in range(3):
-                            os.dup2(null.fileno(), fd)
-                    signal.alarm(240)
-                    while True:
-                        signal.pause()
-                children.append(pid)
-
-        thread = threading.Thread(target=fork_often)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-            for pid in children:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-"""
-
 POOL = """
     import os
-    from forking import forks
+    from support.forking import forks
     import xpool
     from xpool._engine.launch import ForkServer
 
@@ -77,7 +44,7 @@ POOL = """
 """
 
 EXECUTOR = """
-    from forking import forks
+    from support.forking import forks
     import torch
     import xpool
 
@@ -91,7 +58,7 @@ EXECUTOR = """
 """
 
 PEERS = """
-    from forking import forks
+    from support.forking import forks
     import xpool
 
     def meet(i):
@@ -109,7 +76,7 @@ PEERS = """
 """
 
 LOADER = """
-    from forking import forks
+    from support.forking import forks
     import torch
     from xpool.data import DataLoader
 
@@ -123,7 +90,7 @@ LOADER = """
 """
 
 WORLD = """
-    from forking import forks
+    from support.forking import forks
     import torch
     import xpool
     from xpool.distributed import World
@@ -187,7 +154,6 @@ PROGRAMS = {
 def test_a_program_that_forks_every_millisecond(tmp_path, name):
     """In each stage of a pool's life, another thread forks children that live on; nothing waits for
     them."""
-    scripts.write(tmp_path / "forking.py", FORKS)
     text = scripts.write(tmp_path / "program.py", PROGRAMS[name])
     assert scripts.run_ok([text, str(tmp_path / "store")]) == "done\n"
 
