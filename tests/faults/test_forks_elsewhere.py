@@ -21,42 +21,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
 ]
 
-FORKS = """
-    import contextlib, os, signal, threading, warnings
-
-    warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
-
-    @contextlib.contextmanager
-    def forks():
-        children, over = [], threading.Event()
-
-        def fork_often():
-            while not over.wait(0.001) and len(children) < 600:
-                pid = os.fork()
-                if not pid:
-                    with open(os.devnull, "r+b") as null:
-                        for fd in range(3):
-                            os.dup2(null.fileno(), fd)
-                    signal.alarm(240)
-                    while True:
-                        signal.pause()
-                children.append(pid)
-
-        thread = threading.Thread(target=fork_often)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-            for pid in children:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-"""
-
 POOL = """
     import os
-    from forking import forks
+    from support.forking import forks
     import xpool
     from xpool._engine.launch import ForkServer
 
@@ -77,7 +44,7 @@ POOL = """
 """
 
 EXECUTOR = """
-    from forking import forks
+    from support.forking import forks
     import torch
     import xpool
 
@@ -91,7 +58,7 @@ EXECUTOR = """
 """
 
 PEERS = """
-    from forking import forks
+    from support.forking import forks
     import xpool
 
     def meet(i):
@@ -109,7 +76,7 @@ PEERS = """
 """
 
 LOADER = """
-    from forking import forks
+    from support.forking import forks
     import torch
     from xpool.data import DataLoader
 
@@ -123,7 +90,7 @@ LOADER = """
 """
 
 WORLD = """
-    from forking import forks
+    from support.forking import forks
     import torch
     import xpool
     from xpool.distributed import World
@@ -187,7 +154,6 @@ PROGRAMS = {
 def test_a_program_that_forks_every_millisecond(tmp_path, name):
     """In each stage of a pool's life, another thread forks children that live on; nothing waits for
     them."""
-    scripts.write(tmp_path / "forking.py", FORKS)
     text = scripts.write(tmp_path / "program.py", PROGRAMS[name])
     assert scripts.run_ok([text, str(tmp_path / "store")]) == "done\n"
 
@@ -318,6 +284,59 @@ INHERITABLE = """
 def test_the_server_has_no_descriptor_of_the_program(tmp_path):
     """A server closes descriptors that the program has left inheritable."""
     scripts.run_ok([scripts.write(tmp_path / "inheritable.py", INHERITABLE)])
+
+
+FORKED_BY_C = """
+    import ctypes, os, signal, sys
+    from concurrent.futures import BrokenExecutor
+    import xpool
+
+    def read(path):
+        with open(path) as file:
+            return file.read()
+
+    def fails(call):
+        try:
+            call()
+        except (xpool.PoolClosed, BrokenExecutor) as error:
+            assert "that this one was forked from" in str(error), error
+        else:
+            raise AssertionError(call)
+
+    def child(pool, waits, future):
+        fails(lambda: pool.apply(abs, (-1,)))
+        fails(lambda: pool.map(abs, [-1]))
+        fails(waits.get)
+        fails(future.result)
+        with xpool.Pool(1) as own:
+            assert own.map(abs, [-1]) == [1]
+        pool.terminate()
+        pool.join()
+
+    if __name__ == "__main__":
+        paths = [os.path.join(sys.argv[1], name) for name in "ab"]
+        for path in paths:
+            os.mkfifo(path)
+        with xpool.Pool(2) as pool:
+            calls = pool.apply_async(read, paths[:1]), pool.executor().submit(read, paths[1])
+            for use in child, lambda *_: None:
+                pid = ctypes.PyDLL(None).fork()
+                if not pid:
+                    signal.alarm(60)
+                    use(pool, *calls)
+                    sys.exit()
+                assert os.waitpid(pid, 0)[1] == 0, use
+            for path in paths:
+                with open(path, "w") as file:
+                    file.write("there")
+            assert [calls[0].get(), calls[1].result()] == ["there", "there"]
+"""
+
+
+def test_a_fork_by_c_code(tmp_path):
+    """Python hears nothing of it. In the child, the parent's pool refuses calls, a pool of its own
+    works, and the end of the child leaves the parent's workers alone."""
+    scripts.run_ok([scripts.write(tmp_path / "forked_by_c.py", FORKED_BY_C), str(tmp_path)])
 
 
 LATE = """

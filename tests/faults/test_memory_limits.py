@@ -202,6 +202,29 @@ def test_which_limit_of_a_cgroup(cgroups):
     assert system.fullest_scope().total == 64_000 * MIB
 
 
+@pytest.mark.pure
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [(None, 8), (50_000, 1), (100_000, 1), (150_000, 2), (900_000, 8)],
+)
+def test_a_quota_of_cores(cgroups, monkeypatch, version, quota, cores):
+    """A pool has a worker for each core of its container's quota, rounded up; at most one for each
+    core that the process may use."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    if version == 2:
+        text = f"{'max' if quota is None else quota} 100000\n"
+        cgroups({"proc/self/cgroup": "0::/a/b\n", "cgroup/a/cpu.max": text})
+    else:
+        folder = "cgroup/cpu/a/"
+        cgroups({
+            "proc/self/cgroup": "3:cpu,cpuacct:/a\n",
+            f"{folder}cpu.cfs_quota_us": f"{-1 if quota is None else quota}\n",
+            f"{folder}cpu.cfs_period_us": "100000\n",
+        })  # fmt: skip
+    assert system.default_processes() == cores
+
+
 @pytest.mark.parametrize("kind", [Pool, ThreadPool])
 def test_invalid_limits(kind):
     """The number of bytes is a positive integer, and the fraction is between 0 and 1."""

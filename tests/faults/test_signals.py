@@ -8,8 +8,9 @@ import signal
 import threading
 
 import pytest
-from support import work
+from support import scripts, work
 from support.limits import WAIT
+from support.tiers import also
 from support.waiting import wait_gone
 
 from .test_saboteurs import check_usable
@@ -216,3 +217,24 @@ def test_killed_at_any_moment_of_apply(process_kind, make_pool):
         with contextlib.suppress(WorkerDied):
             assert pool.apply(work.square, (3,)) == 9
         assert pool.apply(work.square, (4,)) == 16
+
+
+OPEN_AT_EXIT = """
+    import signal, sys
+    from xpool import Pool
+
+    if __name__ == "__main__":
+        handler = signal.SIG_IGN if sys.argv[2] == "ignored" else lambda *_: None
+        signal.signal(signal.SIGTERM, handler)
+        pool = Pool(2, context=sys.argv[1])
+        print(pool.map(abs, [-1]))
+"""
+
+
+@pytest.mark.parametrize("how", ["ignored", "handled"])
+@pytest.mark.parametrize("context", ["fork", *also("spawn", "forkserver")])
+def test_an_open_pool_where_sigterm_ends_nothing(tmp_path, context, how):
+    """At the exit, `multiprocessing` sends SIGTERM to the workers that it has started, and waits
+    for them. The pool has ended before."""
+    path = scripts.write(tmp_path / "open_at_exit.py", OPEN_AT_EXIT)
+    assert scripts.run_ok([path, context, how]) == "[1]\n"

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from xpool._calls.options import TaskOptions
 from xpool._calls.progress import Progress
+from xpool._python import at_fork
 from xpool._python.interrupt import by_handler
 from xpool._python.item_notes import number_item
 from xpool._python.waiters import Waiters
@@ -84,6 +85,7 @@ def exception_in(failure: BaseException | PickledResult) -> BaseException:
 
 def about_to_block() -> None:
     """Call `local.blocking`, because this thread is about to wait."""
+    at_fork.notice_fork()
     blocking = getattr(local, "blocking", None)
     if blocking is not None:
         blocking()

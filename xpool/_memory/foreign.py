@@ -352,7 +352,9 @@ def _after_fork_in_child() -> None:
     _calling = threading.RLock()
     _thread = None
     _wake = threading.Event()
-    passing.release()  # this thread took it before the fork
 
 
-at_fork.at_fork(before=passing.acquire, in_parent=passing.release, in_child=_after_fork_in_child)
+# Lambdas, because each child makes a new lock.
+at_fork.at_fork(before=lambda: passing.acquire(), in_parent=lambda: passing.release())
+at_fork.at_fork(in_child=_after_fork_in_child)
+at_fork.renew(globals(), passing=threading.RLock)

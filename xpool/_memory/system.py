@@ -17,17 +17,20 @@ _PROC = "/proc"
 
 
 class _Version(NamedTuple):
-    """The files that describe memory in a version of cgroups."""
+    """The files that describe memory and cores in a version of cgroups."""
 
-    folder: str  # contains all groups
     limits: tuple[str, ...]  # above the first, the kernel kills processes; above others, slows them
     used: str
     cache: bytes  # the name of the file cache in memory.stat; the kernel reclaims it first
+    quota: tuple[str, ...]  # the files with the time on cores, and with the period for which it is
 
 
-_SECOND = _Version("", ("memory.max", "memory.high"), "memory.current", b"inactive_file")
+_SECOND = _Version(("memory.max", "memory.high"), "memory.current", b"inactive_file", ("cpu.max",))
 _FIRST = _Version(
-    "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", b"total_inactive_file"
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    b"total_inactive_file",
+    ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
 )
 
 
@@ -44,10 +47,19 @@ class Scope(NamedTuple):
 
 
 def default_processes() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of cores that this process may use.
+
+    The quota of a container (``docker run --cpus=1.5``) is rounded up.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
+    for version, folder in _folders("cpu"):
+        words = [word for name in version.quota for word in _words(os.path.join(folder, name))]
+        quota, period = words if len(words) == 2 else ("max", "")
+        if quota.isdigit() and period.isdigit():  # "max" and "-1" mean no limit
+            cores = min(cores, max(1, -(-int(quota) // int(period))))
+    return cores
 
 
 def available_memory() -> int:
@@ -64,42 +76,52 @@ def _scopes() -> Iterator[Scope]:
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = _named(f"{_PROC}/meminfo", b"MemAvailable:")
     yield Scope(installed, 0 if available is None else installed - available * 1024)
-    for version, group in _groups():
-        # The limits of the groups that contain a group apply to it, too.
+    for version, folder in _folders("memory"):
+        limits = [_number(os.path.join(folder, name)) for name in version.limits]
+        limit = min([one for one in limits if one is not None], default=installed)
+        used = _number(os.path.join(folder, version.used))
+        if used is not None and limit < installed:
+            cache = _named(os.path.join(folder, "memory.stat"), version.cache) or 0
+            yield Scope(limit, max(0, used - cache))
+
+
+def _folders(controller: str) -> Iterator[tuple[_Version, str]]:
+    """Yield the folder of each cgroup of this process, and of the groups that contain it: their
+    limits apply, too."""
+    for version, group in _groups(controller):
+        top = os.path.join(_CGROUPS, "" if version is _SECOND else controller)
         while True:
-            folder = os.path.join(_CGROUPS, version.folder, group)
-            limits = [_number(os.path.join(folder, name)) for name in version.limits]
-            limit = min([one for one in limits if one is not None], default=installed)
-            used = _number(os.path.join(folder, version.used))
-            if used is not None and limit < installed:
-                cache = _named(os.path.join(folder, "memory.stat"), version.cache) or 0
-                yield Scope(limit, max(0, used - cache))
+            yield version, os.path.join(top, group)
             if not group:
                 break
             group = os.path.dirname(group)
 
 
-def _groups() -> Iterator[tuple[_Version, str]]:
+def _groups(controller: str) -> Iterator[tuple[_Version, str]]:
     """Yield the cgroups of this process, or the top ones if /proc is missing."""
     try:
         with open(f"{_PROC}/self/cgroup") as file:
             lines = file.read().splitlines()
     except OSError:
-        lines = ["0::/", "1:memory:/"]
+        lines = ["0::/", f"1:{controller}:/"]
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             yield _SECOND, path.strip("/")
-        elif "memory" in controllers.split(","):
+        elif controller in controllers.split(","):
             yield _FIRST, path.strip("/")
 
 
-def _number(path: str) -> int | None:
+def _words(path: str) -> list[str]:
     try:
-        with open(path, "rb") as file:
-            text = file.read().strip()
+        with open(path) as file:
+            return file.read().split()
     except OSError:
-        return None
+        return []
+
+
+def _number(path: str) -> int | None:
+    text = "".join(_words(path))
     return int(text) if text.isdigit() else None  # "max" means no limit
 
 

@@ -101,6 +101,7 @@ class BasePool(PublicVerbs, Hooks):
         if unknown:
             refuse_unknown(type(self).__name__, names_of_inits(self), unknown)
         refuse_green_threads()
+        at_fork.notice_fork()
         self.context = context
         self._size = resolve_processes(processes)
         if initializer is not None:
@@ -126,6 +127,8 @@ class BasePool(PublicVerbs, Hooks):
             if self._life.state is PoolStates.RUN:
                 self.terminate()  # a signal handler raised after the pool had begun
             raise
+        if context is not None:
+            _end_before_multiprocessing(self)
 
     @shielded
     def _begin(self) -> None:
@@ -421,10 +424,26 @@ at_exit: list[Callable[[], None]] = []
 @until_interrupted
 def _at_exit() -> None:
     for pool in _living():
-        if not pool._life.finished.is_set():
-            pool.terminate()
+        _end(pool)
     for last in at_exit:
         last()
+
+
+def _end(pool: BasePool | None) -> None:
+    if pool is not None and not pool._life.finished.is_set():
+        pool.terminate()
+
+
+def _end_before_multiprocessing(pool: BasePool) -> None:
+    """Have the pool end at the interpreter's exit before `multiprocessing` waits for processes.
+
+    It waits for those that it has started for a ``context``, and only sends them SIGTERM, which
+    they may ignore, as the program does.
+    """
+    from multiprocessing import util  # a context has loaded it
+
+    ref = weakref.ref(pool)
+    util.Finalize(pool, until_interrupted(lambda: _end(ref())), exitpriority=100)
 
 
 at_fork.at_fork(in_child=_after_fork_in_child)

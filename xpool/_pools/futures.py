@@ -8,11 +8,12 @@ import functools
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from xpool._calls.options import CallOptions, check_count, label
 from xpool._calls.results import AsyncResult, PickledResult, about_to_block
@@ -27,6 +28,9 @@ from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+GOES_ON = sys.version_info >= (3, 16)
+"""Whether the results of `map` go on after the error of a call, as in `concurrent.futures`."""
 
 _FINISHED = "cannot schedule new futures after shutdown"
 
@@ -132,17 +136,17 @@ class _Future(concurrent.futures.Future[T]):
     _forked: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        if self._forked is not None:
-            raise _as_broken(self._forked)
         if not self.done():
             about_to_block()
+        if self._forked is not None:
+            raise _as_broken(self._forked)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        if self._forked is not None:
-            return _as_broken(self._forked)
         if not self.done():
             about_to_block()
+        if self._forked is not None:
+            return _as_broken(self._forked)
         return super().exception(timeout)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
@@ -333,7 +337,7 @@ class PoolExecutor(concurrent.futures.Executor):
 
         Raises:
             concurrent.futures.TimeoutError: by `next`, if a result is late.
-            Exception: by `next`, the error of ``fn``; it ends the iteration.
+            Exception: by `next`, the error of ``fn``; before Python 3.16, it ends the iteration.
             RuntimeError: the executor was shut down.  If that was before the iterables were drawn
                 to their end, `next` raises this after the results of the drawn items.
         """
@@ -358,7 +362,8 @@ class PoolExecutor(concurrent.futures.Executor):
             except PoolClosed as error:
                 raise concurrent.futures.BrokenExecutor(str(error)) from error
             _Map(self, results, None if source is None else source.fed)
-        return _results(results, source, timeout, deadline)
+        outcomes = _results(results, source, timeout, deadline)
+        return _GoesOn(outcomes) if GOES_ON else outcomes
 
     def _check_open(self) -> None:
         if self._over:
@@ -433,7 +438,7 @@ def _results(
     source: _DrawnInput | None,
     timeout: float | None,
     deadline: float | None,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Yield results.  When the iterator is closed, calls without a taken result are cancelled."""
     try:
         while True:
@@ -450,9 +455,11 @@ def _results(
                     )
                     raise concurrent.futures.TimeoutError(story) from error
                 failure = results._failure
-                if error is not failure and not isinstance(failure, PickledResult):
+                if error is failure or isinstance(failure, PickledResult):
+                    raise _as_broken(error)
+                if not GOES_ON:
                     raise  # the task's own error
-                raise _as_broken(error)
+                one = [_Raised(error)]
             if source is not None:
                 source.draw()
             yield one.pop()  # popped, so that only the consumer holds the result
@@ -463,6 +470,27 @@ def _results(
                 raise source.error
     finally:
         results.cancel()
+
+
+class _Raised(NamedTuple):
+    error: Exception
+
+
+class _GoesOn(Iterator[Any]):
+    """Raises the errors among the outcomes, and goes on after them."""
+
+    def __init__(self, outcomes: Generator[Any]) -> None:
+        self._outcomes = outcomes
+
+    def __next__(self) -> Any:
+        one = next(self._outcomes)
+        if type(one) is _Raised:
+            raise one.error
+        return one
+
+    def close(self) -> None:
+        """Cancel the calls whose results were not taken."""
+        self._outcomes.close()
 
 
 _executors: weakref.WeakSet[PoolExecutor] = weakref.WeakSet()

@@ -14,6 +14,7 @@ from xpool._calls.streams import Stream
 from xpool._pools.callbacks import Callbacks
 from xpool._pools.hooks import Carried, Result
 from xpool._pools.input_reader import InputReader
+from xpool._python import at_fork
 from xpool._python.waiters import Waiters
 from xpool.errors import XPoolError
 
@@ -44,6 +45,7 @@ class JobTable:
 
     def enter(self, job: Job, tasks: int) -> bool:
         """Add a job of this many tasks; return False if the pool accepts no more."""
+        at_fork.notice_fork()
         with self.lock:
             if self.accepting:
                 self.unanswered[job.number] = job

@@ -11,6 +11,7 @@ from xpool._calls.results import Job, PickledResult, exception_in
 from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool._pools.callbacks import join_ended
 from xpool._pools.job_table import JobTable
+from xpool._python import at_fork
 from xpool._python.waiters import Flag, deadline_of
 from xpool.errors import PoolClosed
 
@@ -65,6 +66,7 @@ class Lifecycle:
         self, event: PoolEvent, failure: BaseException | PickledResult | None = None
     ) -> list[Job]:
         """Take a step of the table of states; return the jobs that are unanswered then."""
+        at_fork.notice_fork()
         with self._jobs.lock:
             self.state = step(POOL, self.state, event)
             self._jobs.accepting = self.state is PoolStates.RUN

@@ -8,12 +8,23 @@ functions for `before` in reverse order of registration, and the others in that 
 
 from __future__ import annotations
 
+import _imp
+import contextlib
+import mmap
 import os
+import sys
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
 _unused = False  # whether `fork_unused` is forking
+
+# 1 in a process in which the functions ``in_child`` were called.  A child of a fork gets a 0.
+_known = mmap.mmap(-1, 1, **({"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}))
+_known[0] = 1
+if sys.platform == "linux":
+    with contextlib.suppress(OSError):  # a system without it, on which such a fork is not noticed
+        _known.madvise(18)  # MADV_WIPEONFORK (linux/mman.h)
 
 
 def at_fork(
@@ -61,6 +72,23 @@ def _unless_unused(call: Callable[[], object]) -> Callable[[], object]:
     return lambda: _unused or call()
 
 
+def notice_fork() -> None:
+    """If C code has forked this process, let Python do what it does in a child of `os.fork`.
+
+    Some servers fork in this way, such as uWSGI.  Then no registered function was called, and
+    threads of the parent would be waited for.  Verbs call this before they lock or wait.
+    """
+    if not _known[0]:
+        import ctypes  # imported here because few programs need it
+
+        _imp.acquire_lock()  # as before a fork; the call releases it
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+
+
+def _after_fork_in_child() -> None:
+    _known[0] = 1
+
+
 def renew(namespace: dict[str, Any], **makers: Callable[[], Any]) -> None:
     """Give globals of a module, for example locks, new values in each child.
 
@@ -83,6 +111,12 @@ def fork_unused() -> int:
     global _unused
     _unused = True
     try:
-        return os.fork()
+        pid = os.fork()
     finally:
         _unused = False
+    if not pid:
+        _after_fork_in_child()
+    return pid
+
+
+at_fork(in_child=_after_fork_in_child)

@@ -1,0 +1,53 @@
+"""The driver and an agent fork children that live on: a pool over hosts waits for none of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.clusters import agent
+from support.forking import fork_from_now_on, forks
+from support.limits import WAIT
+
+from xpool import Pool, WorkerDied
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.xpool_only,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def agents_fork():
+    """Return a `runtime_env` with which each agent forks, from the start of its process on."""
+    from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR as HOOK
+
+    return {"env_vars": {HOOK: f"{fork_from_now_on.__module__}.{fork_from_now_on.__qualname__}"}}
+
+
+def children(pid):
+    """Return how many children a process has."""
+    return sum(
+        len(path.read_text().split()) for path in Path(f"/proc/{pid}/task").glob("*/children")
+    )
+
+
+def test_a_pool_while_driver_and_agents_fork(cluster, agents_fork):
+    """Its calls are answered, one that loses its worker too, and it ends."""
+    import xpool.ray
+
+    large = b"x" * 1_000_000
+    with forks():
+        for _ in range(2):
+            hosts = xpool.ray.hosts(n=2, per_host=2, runtime_env=agents_fork)
+            with Pool(hosts=hosts) as pool:
+                assert pool.map_async(abs, range(400)).get(WAIT) == [*range(400)]
+                with pytest.raises(WorkerDied):
+                    pool.apply_async(os._exit, (3,)).get(WAIT)
+                assert pool.map_async(len, [large] * 8).get(WAIT) == [1_000_000] * 8
+                agents = {agent(pid) for pid in pool.run_all(os.getpid)}
+                assert len(agents) == 2 and all(children(one) > 10 for one in agents)
+                pool.close()
+                pool.join(WAIT)
