@@ -18,6 +18,16 @@ def is_free_threaded() -> bool:
     return not getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
+def folder_asker() -> Callable[[], bytes | None]:
+    """Return a function that returns the working folder and keeps the interpreter's lock."""
+    import ctypes
+
+    size = 4096
+    ask = ctypes.PyDLL(None).getcwd
+    ask.restype = ctypes.c_char_p
+    return functools.partial(ask, ctypes.create_string_buffer(size), size)
+
+
 def is_mine(lock: Any) -> bool:
     """Whether the calling thread holds a `threading.RLock`.  `Condition` asks in the same way."""
     return bool(lock._is_owned())

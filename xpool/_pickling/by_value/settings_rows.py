@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from xpool._python.hidden import warning_filters
+from xpool._pickling.by_value.origin import is_program
+from xpool._python.hidden import folder_asker, is_free_threaded, warning_filters
 from xpool._python.import_hooks import search_path, when_imported
 
 
@@ -153,21 +154,44 @@ class Environ(Row):
         )
 
 
-def _cwd() -> str | None:
+def _folder() -> bytes | None:
     try:
-        return os.getcwd()
+        return os.getcwdb()
     except OSError:  # it was removed
         return None
 
 
+_SHORT_PROGRAM = 64  # calls
+
+
 class Folder(_Started):
+    """The working folder.
+
+    `os.getcwd` lets another thread of the program run.  A thread that submits many tasks would wait
+    for its turn after each of them, 10 us and more.  So after some calls, which a short program
+    does not make, the C library is asked through ctypes, whose import takes 2 ms.
+    """
+
     name = "working folder"
 
+    def __init__(self) -> None:
+        self._calls = 0
+        self._ask: Callable[[], bytes | None] = _folder
+
     def open(self, module: Any) -> Callable[[], Any]:
-        return _cwd
+        return self._peek
+
+    def _peek(self) -> bytes | None:
+        self._calls += 1
+        if self._calls == _SHORT_PROGRAM and os.name == "posix" and not is_free_threaded():
+            self._ask = folder_asker()
+        return self._ask() or _folder()  # None: it was removed, or its path is too long
+
+    def value(self, token: Any) -> Any:
+        return None if token is None else os.fsdecode(token)
 
     def set(self, module: Any, value: Any, last: Any) -> None:
-        if value is not None and value != _cwd():
+        if value is not None and value != self.value(_folder()):
             os.chdir(value)
 
 
@@ -397,7 +421,8 @@ class Loggers(Row):
     """Levels, `propagate` and `disabled` of loggers that are not as made, and `logging.disable`.
 
     Each change of a level clears the caches of all loggers, so a mark in the root's cache tells
-    whether there was one.  `propagate` is looked at each time.
+    whether there was one.  `propagate` and handlers of the root and of the program's own loggers
+    are looked at each time; those of packages, which may have hundreds, after such a change.
     """
 
     name, module, default = "levels of loggers", "logging", (0, ())
@@ -406,8 +431,8 @@ class Loggers(Row):
         self._pending: dict[str, tuple[int, bool, bool]] = {}  # loggers that do not exist yet
         self._made: dict[str, tuple[int, bool, bool]] = {}  # those that came since `note`
         # The result, and what the next look compares: the number of loggers, a function that
-        # returns the placeholders, these, and the loggers that do not propagate, and that do.
-        self._scan: Any = (None, -1, None, None, (), ())
+        # returns the placeholders, these, and the loggers that are looked at each time.
+        self._scan: Any = (None, -1, None, None, ())
 
     def open(self, module: Any) -> Callable[[], Any]:
         root = module.getLogger()
@@ -416,14 +441,10 @@ class Loggers(Row):
 
         def peek() -> Any:
             # A placeholder may become a logger; loggers themselves stay.
-            stamp, count, holders, held, others, plain = self._scan
+            stamp, count, holders, held, own = self._scan
             if _SEEN not in cache or len(loggers) != count or holders(loggers) != held:
                 return None
-            # In the interpreter, these loops take half the time of `map` with an `attrgetter`.
-            for one in plain:
-                if one.handlers or not one.propagate:
-                    return None
-            for one, propagate, handlers in others:
+            for one, propagate, handlers in own:
                 if one.propagate is not propagate or one.handlers != handlers:
                     return None
             return stamp
@@ -451,10 +472,8 @@ class Loggers(Row):
             itemgetter(*holders)(found) if holders else None,
             [
                 (one, one.propagate, list(one.handlers))
-                for one in (root, *real.values())
-                if not one.propagate or one.handlers
+                for one in (root, *(real[name] for name in real if is_program(name)))
             ],
-            [one for one in (root, *real.values()) if one.propagate and not one.handlers],
         )
         return stamp
 
