@@ -272,8 +272,40 @@ if __name__ == "__main__":
 """
 
 
+# A call of a package comes first in a worker, and its argument is an attribute of a class, too.
+OF_A_CALL = """
+import numpy as np
+import xpool
+
+rows = [1, 2, 3, 4]
+np.random.shuffle(rows)
+
+class Holder:
+    rows = rows
+
+def other(_):
+    return 1
+
+def values(_):
+    return Holder.rows is rows, rows
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        assert pool.map(other, [0]) == [1]
+        assert pool.map(values, [0]) == [values(0)], pool.map(values, [0])
+    pool.join()
+"""
+
+
 @pytest.mark.parametrize("seed", ["0", "1", "2", "6"])
-@pytest.mark.parametrize("text", [SHARED, pytest.param(ARRAYS, marks=pytest.mark.torch)])
+@pytest.mark.parametrize(
+    "text",
+    [
+        SHARED,
+        pytest.param(ARRAYS, marks=pytest.mark.torch),
+        pytest.param(OF_A_CALL, marks=pytest.mark.torch),
+    ],
+)
 def test_values_that_share_an_object(tmp_path, monkeypatch, text, seed):
     """If values share an object, each change of it at the top is made once, whichever of their
     names a task needs first."""

@@ -265,7 +265,7 @@ class Book:
         return equal
 
     def _used_by(self, names: frozenset[Key]) -> set[Key]:
-        """Return these globals and those that they use, or that refer to common objects."""
+        """Return these globals and what they use, or what refers to common objects."""
         used = self._used.get(names)
         if used is None:
             used, todo = set(), set(names)
@@ -276,6 +276,7 @@ class Book:
                 if node is not None:
                     todo |= node.names
                     todo.update(() if node.group is None else node.group.keys)
+                todo.add((key[0], key[1].partition(".")[0]))  # an attribute's class
                 todo -= used
             self._used[names] = used
         return used
