@@ -2,8 +2,8 @@
 
 Rows: `apply`, `apply_async` and `get`, `map` of 8, `imap` of 8, `submit().result()`, each with a
 task that does nothing, of two workers.  States: nothing else runs; a loop without end runs on each
-core with the same priority; such loops run with the lowest priority (`nice 19`).  All peers are in
-one process and take turns in short rounds.  The table shows the median of all rounds of a state.
+core with the same priority; such loops run with the lowest priority (`nice 19`).  Each peer is in a
+process of its own, and they take turns in short rounds.  The table shows the median of all rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import xpool
 from bench.tasks import noop
 
 WORKERS = 2
-SECONDS = 0.02  # of one round of one row
+SECONDS = 0.05  # of one round of one row
 EIGHT = list(range(8))
 
 STATES: dict[str, int | None] = {"idle": None, "busy": 0, "busy, niced": 19}
@@ -61,7 +61,7 @@ PROCESSES: dict[str, list[Callable[[], Any]]] = {
     "loky": [_loky],
     "xpool": [lambda: xpool.Pool(WORKERS), lambda: xpool.Executor(WORKERS)],
 }
-"""The pools and executors of each peer.  Those that fork come before those that start threads."""
+"""The pools and executors of each peer."""
 
 THREADS: dict[str, list[Callable[[], Any]]] = {
     "ThreadPool": [lambda: multiprocessing.pool.ThreadPool(WORKERS)],
@@ -101,24 +101,51 @@ def calls_of(pools: list[Any]) -> dict[str, Callable[[], object]]:
     return found
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    """Return the mean time of the calls of one round."""
-    calls, begin = 0, time.perf_counter()
-    while (now := time.perf_counter()) - begin < SECONDS:
-        call()
-        calls += 1
-    return (now - begin) / calls * 1e6
+def serve(makers: list[Callable[[], Any]]) -> None:
+    """Measure the rows that are named on stdin, and print the mean microseconds of a call."""
+    pools = [make() for make in makers]
+    calls = calls_of(pools)
+    print(*calls, sep=";", flush=True)
+    for line in sys.stdin:
+        call, done, begin = calls[line.strip()], 0, time.perf_counter()
+        while (now := time.perf_counter()) - begin < SECONDS:
+            call()
+            done += 1
+        print((now - begin) / done * 1e6, flush=True)
+    for pool in pools:
+        (pool.terminate if hasattr(pool, "terminate") else pool.shutdown)()
 
 
-def measure(peers: dict[str, list[Any]], rounds: int) -> dict[tuple[str, str], list[float]]:
+class Peer:
+    """The process of a peer."""
+
+    def __init__(self, name: str) -> None:
+        command = [sys.executable, "-m", "bench.short_calls", "--peer", name]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._ask, self._answer = self._process.stdin, self._process.stdout
+        self.rows = self._answer.readline().strip().split(";")
+
+    def measure(self, row: str) -> float:
+        print(row, file=self._ask, flush=True)
+        return float(self._answer.readline())
+
+    def close(self) -> None:
+        self._ask.close()
+        self._process.wait()
+        self._answer.close()
+
+
+def measure(peers: dict[str, Peer], rounds: int) -> dict[tuple[str, str], list[float]]:
     """Return the times of all rounds by row and peer."""
-    calls = {name: calls_of(pools) for name, pools in peers.items()}
     found: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds + 1):
         for row in ROWS:
-            for name in peers:
-                if row in calls[name]:
-                    cost = microseconds(calls[name][row])
+            for name, peer in peers.items():
+                if row in peer.rows:
+                    cost = peer.measure(row)
                     if number:  # the first round warms up
                         found.setdefault((row, name), []).append(cost)
     return found
@@ -137,12 +164,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--states", default="idle;busy;busy, niced", help="separated by semicolons")
-    options = parser.parse_args()
     makers = {**PROCESSES, **THREADS}
+    parser.add_argument("--peer", choices=makers, help="used by the program itself")
+    options = parser.parse_args()
+    if options.peer is not None:
+        serve(makers[options.peer])
+        return
     if importlib.util.find_spec("loky") is None:
         del makers["loky"]
         print("loky is not installed")
-    peers = {name: [make() for make in some] for name, some in makers.items()}
+    peers = {name: Peer(name) for name in makers}
     try:
         for state in options.states.split(";"):
             with burners(STATES[state]):
@@ -150,9 +181,8 @@ def main() -> None:
                     some = {name: peers[name] for name in kind if name in peers}
                     show(state, list(some), measure(some, options.rounds))
     finally:
-        for pools in peers.values():
-            for pool in pools:
-                (pool.terminate if hasattr(pool, "terminate") else pool.shutdown)()
+        for peer in peers.values():
+            peer.close()
 
 
 if __name__ == "__main__":
