@@ -4,7 +4,10 @@ Waking a sleeping process takes 25 us or more, and its caches are cold.  This is
 a short message.  So a thread that may soon get a message polls for it before it sleeps.  If the
 poll finds nothing, the next wait sleeps without polling.  If later polls find nothing either, the
 next 2, 4, ... `_MOST` waits do.  So a thread whose waits are all long spends at most a 17th of a
-processor on polling.  Between two polls, the thread offers the processor to other processes.
+processor on polling.  Between two polls, the thread offers the processor to other processes.  If
+one takes it for long, the machine is busy: the offer has cost a time slice, 3 ms, in which an
+answer waits.  A thread that sleeps gets the processor when its message comes, so the next `_LONG`
+waits sleep.
 """
 
 from __future__ import annotations
@@ -21,6 +24,12 @@ _MOMENT = 300e-6
 poll would end before the sleeping other side answers, so both sides would always sleep."""
 
 _MOST = 16
+
+_AWAY = 500e-6
+"""Seconds.  If the processor is away longer than this, a process that does not sleep has it."""
+
+_LONG = 256
+"""How many waits sleep then.  One poll for each of so many costs a slice: 12 us for each wait."""
 
 _Events = list[tuple[int, int]]
 
@@ -52,13 +61,17 @@ class Spin:
             return []
         try:
             self._free = False
-            until = time.perf_counter() + _MOMENT
+            now = begin = time.perf_counter()
             while not (found := poll(0)):
-                if time.perf_counter() > until:
+                if now - begin > _MOMENT:
                     self._left = self._skip
                     self._skip = min(2 * self._skip, _MOST)
                     return []
                 _give_way()
+                before, now = now, time.perf_counter()
+                if now - before > _AWAY:
+                    self._left = _LONG
+                    return poll(0)
             self._skip = 1
             return found
         finally:
