@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from support import work
+from support import scripts, work
 from support.limits import WAIT
 
 import xpool
@@ -459,3 +459,25 @@ def test_thread_that_ends_leaves_its_input_to_others(make_pool):
     pool = make_pool(ThreadPool, 1, maxtasksperchild=3)
     assert pool.map(work.square, range(20), 1) == [i * i for i in range(20)]
     assert list(pool.imap(work.square, range(20))) == [i * i for i in range(20)]
+
+
+UNFINISHED = """
+import time
+import xpool
+
+def slow(x):
+    time.sleep(0.01)
+    return x
+
+if __name__ == "__main__":
+    with xpool.Pool(2) as pool:
+        results = pool.imap(slow, iter(range(100_000)))
+        assert next(results) == 0
+        pool.terminate()
+"""
+
+
+@pytest.mark.xpool_only
+def test_a_program_ends_with_an_iterator(tmp_path):
+    """A global iterator whose pool has ended prints nothing when Python ends."""
+    assert scripts.run_ok([scripts.write(tmp_path / "prog.py", UNFINISHED)]) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -373,7 +374,9 @@ class Stream(Job):
 
     def __init__(self, iterator: IMapIterator[Any], number: int, gone: Callable[[], None]) -> None:
         super().__init__(number, iterator.label, None)  # the iterator keeps the pool alive
-        self._iterator = weakref.ref(iterator, lambda _: gone())
+        # At the end of Python, the globals that `gone` needs may be None already.
+        ends = sys.is_finalizing
+        self._iterator = weakref.ref(iterator, lambda _: None if ends() else gone())
         self._answered = 0
         self._length: int | None = None
         # Called with the number of answered tasks, if drawing the input depends on it.
