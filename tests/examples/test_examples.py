@@ -276,6 +276,13 @@ def without_numbers(line: str) -> str:
     return " ".join(re.sub(r"[\d,.]*\d( and \d)?", " 0 ", line).split())
 
 
+def test_shared_names():
+    """A worker has less memory for itself with a `SharedList` than with a list."""
+    out = run_example("shared_names.py", "--names=200000")
+    lists, shared = map(int, re.findall(r": (\d+) MB for each", out))
+    assert shared < lists / 2, out
+
+
 def test_no_workers():
     """An invalid number of workers ends with xpool's error message."""
     done = subprocess.run(
