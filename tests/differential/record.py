@@ -18,6 +18,8 @@ __all__ = ["Recorder", "run"]
 
 Outcome = list[Any]
 
+_NOTES = ("item ", "The item was passed as one argument; ")
+
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -40,9 +42,9 @@ def _raised(exc: BaseException) -> dict[str, Any]:
 
 
 def _state(exc: BaseException) -> dict[str, Any]:
-    """Return an exception's attributes without xpool's notes about items."""
+    """Return an exception's attributes without xpool's notes about items and `starmap`."""
     state = {k: v for k, v in vars(exc).items() if k != "lock"}
-    notes = [note for note in state.pop("__notes__", ()) if not note.startswith("item ")]
+    notes = [note for note in state.pop("__notes__", ()) if not note.startswith(_NOTES)]
     return {**state, **({"__notes__": notes} if notes else {})}
 
 

@@ -109,3 +109,22 @@ def test_one_processor_never_polls(monkeypatch: pytest.MonkeyPatch):
     poll = Poll(1)
     assert Spin().look(poll) == []
     assert poll.looks == 0
+
+
+@pytest.mark.usefixtures("two_processors")
+def test_a_busy_machine(monkeypatch: pytest.MonkeyPatch):
+    """If another process takes the processor for a time slice, the next waits sleep."""
+
+    def lose_the_processor() -> None:
+        spin.time.now += 3e-3  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(spin, "_give_way", lose_the_processor)
+    one = Spin()
+    poll = Poll(2)
+    assert one.look(poll) == SOMETHING
+    assert poll.looks == 2
+    later = Poll(1)
+    looked = 0
+    while one.look(later) == []:
+        looked += 1
+    assert (looked, later.looks) == (spin._LONG, 1)

@@ -177,7 +177,7 @@ def _(patch: Patch) -> None:
 
 @mutant("staged tasks of a stream are permitted before waiting jobs")
 def _(patch: Patch) -> None:
-    patch.setattr(HostScheduler, "_streams_pass", lambda sched: False)
+    patch.setattr(RangeQueue, "pass_streams", lambda queue: False)
 
 
 @mutant("a task goes to the host that has waited longest")
