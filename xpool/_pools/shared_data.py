@@ -86,12 +86,11 @@ class _Store:
                 "its items, or make one on each host"
             )
         self.nbytes = len(view)
-        # The first table has 8 bytes for an entry, those of a dict have 4 and 8.
-        at, tables = self.end, list[Any]()
-        for size, wide in zip(self.sizes, (True, False, True)):
-            stop = at + size * (8 if wide else 4)
-            tables.append(view[at:stop].cast("Q" if wide else "I"))
-            at = stop
+        words, at = view[self.end :].cast("Q"), 0
+        tables = []
+        for size in self.sizes:
+            tables.append(words[at : at + size])
+            at += size
         self._starts, *self.tables = tables
 
     def __len__(self) -> int:
@@ -143,6 +142,10 @@ class _Store:
 class _Shared:
     _store: _Store
 
+    def _keep(self, store: _Store) -> None:
+        self._store = store
+        _open[store.mark] = self
+
     @property
     def nbytes(self) -> int:
         """The size of the memory in bytes."""
@@ -185,8 +188,7 @@ class SharedList(_Shared, Sequence[T]):
     """
 
     def __init__(self, items: Iterable[T] = ()) -> None:
-        self._store = _Store(items)
-        _open[self._store.mark] = self
+        self._keep(_Store(items))
 
     def __len__(self) -> int:
         return len(self._store)
@@ -232,16 +234,13 @@ class SharedDict(_Shared, Mapping[K, V]):
         order = sorted(range(len(hashes)), key=hashes.__getitem__)
 
         def tables() -> tuple[array[int], array[int]]:
-            found = array("I", map(hashes.__getitem__, order))
-            found.extend([0] * (len(found) % 2))  # the next table is aligned
-            return found, array("Q", order)
+            return array("Q", map(hashes.__getitem__, order)), array("Q", order)
 
         def content() -> Iterator[Any]:
             yield from pairs
             yield from pairs.values()
 
-        self._store = _Store(content(), tables)
-        _open[self._store.mark] = self
+        self._keep(_Store(content(), tables))
 
     def __len__(self) -> int:
         return len(self._store) // 2
@@ -249,9 +248,8 @@ class SharedDict(_Shared, Mapping[K, V]):
     def _find(self, key: Any) -> int | None:
         store, wanted = self._store, _hash(key)
         hashes, order = store.tables
-        size = len(self)
-        at = bisect_left(hashes, wanted, 0, size)
-        while at < size and hashes[at] == wanted:
+        at = bisect_left(hashes, wanted)
+        while at < len(hashes) and hashes[at] == wanted:
             if store.load(order[at]) == key:
                 return int(order[at])
             at += 1
@@ -330,6 +328,5 @@ def _opened(
     found: Any = _open.get(mark)
     if found is None:
         found = object.__new__(kind)
-        found._store = _Store.received(file, mark, end, sizes, names)
-        _open[mark] = found
+        found._keep(_Store.received(file, mark, end, sizes, names))
     return found
