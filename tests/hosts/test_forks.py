@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.clusters import agent
+from support.clusters import agent, needs_runtime_env
 from support.forking import fork_from_now_on, forks
 from support.limits import WAIT
 
@@ -22,6 +22,7 @@ pytestmark = [
 @pytest.fixture
 def agents_fork():
     """Return a `runtime_env` with which each agent forks, from the start of its process on."""
+    needs_runtime_env()
     from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR as HOOK
 
     return {"env_vars": {HOOK: f"{fork_from_now_on.__module__}.{fork_from_now_on.__qualname__}"}}

@@ -6,7 +6,7 @@ import importlib
 import os
 
 import pytest
-from support import scripts, work
+from support import clusters, scripts, work
 from support.limits import WAIT
 
 import xpool._hosts.hosts_assembly
@@ -94,6 +94,7 @@ def test_a_host_without_a_module(cluster, make_pool, tmp_path, monkeypatch):
 
 def test_variables_by_runtime_env(cluster, make_pool):
     """`runtime_env` sets variables of the workers."""
+    clusters.needs_runtime_env()
     pool = make_pool(over, n=1, per_host=1, runtime_env={"env_vars": {"BROUGHT": "yes"}})
     assert pool.apply_async(os.getenv, ("BROUGHT",)).get(WAIT) == "yes"
 

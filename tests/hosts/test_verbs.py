@@ -7,8 +7,6 @@ import contextlib
 import gc
 import itertools
 import os
-import shlex
-import sys
 import threading
 import time
 import traceback
@@ -316,8 +314,7 @@ def test_arguments_of_rays_pool(cluster):
         xpool.ray.Pool(1, ray_remote_args={"num_gpus": 1})
     with pytest.raises(OptionError, match=r"xpool\.ray\.hosts\(\)"):
         xpool.ray.Pool(hosts=xpool.ray.hosts(), ray_address=cluster.address)
-    if shlex.quote(sys.executable) != sys.executable:
-        pytest.skip("Ray starts workers with a runtime_env by a shell, which rejects this path")
+    clusters.needs_runtime_env()
     remote = {"num_cpus": 1, "runtime_env": {"env_vars": {"GIVEN": "yes"}}}
     with xpool.ray.Pool(1, None, None, None, None, cluster.address, remote) as pool:
         assert pool.apply_async(os.getenv, ("GIVEN",)).get(WAIT) == "yes"

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from support import scripts
 from support.limits import WAIT
@@ -94,6 +97,12 @@ def connect(address: str) -> None:
     import ray
 
     ray.init(address=address, _node_ip_address=HEAD, log_to_driver=False, logging_level="ERROR")
+
+
+def needs_runtime_env() -> None:
+    """Skip the test if Ray cannot start workers with a `runtime_env` here."""
+    if shlex.quote(sys.executable) != sys.executable:
+        pytest.skip("Ray starts workers with a runtime_env by a shell, which rejects this path")
 
 
 def is_connected() -> bool:
