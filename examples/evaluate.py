@@ -126,7 +126,7 @@ def report(scores: list[Score], workers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluate a model on workers.")
-    parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "xla", "cuda", "tpu"])
+    parser.add_argument("--device", default="cpu", help="a kind of xpool.devices, or auto")
     parser.add_argument(
         "--workers",
         type=int,

@@ -131,7 +131,8 @@ def _devices(root: Path) -> dict[str, Any]:
 
     host = Host.here(root)
     gpus = "NVML does not answer" if host.gpus is None else [str(gpu) for gpu in host.gpus]
-    return {"gpus": gpus, "tpu chips": [chip.generation for chip in host.chips]}
+    found = {"gpus": gpus, "tpu chips": [chip.generation for chip in host.chips]}
+    return found | {kind: list(map(str, some)) for kind, some in host.accelerators.items() if some}
 
 
 def _read(path: Path) -> str:

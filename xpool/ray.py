@@ -183,7 +183,9 @@ def devices(
     The worker gets a `xpool.devices.DeviceContext` of a device that Ray has reserved on its host.
 
     Args:
-        kind: "cpu", "cuda" or "tpu".
+        kind: "cpu", "cuda", "rocm", "xpu", "npu", "neuron" or "tpu", as for
+            `xpool.devices.devices`.  Ray counts GPUs of all makers together, so ``labels`` must
+            select the hosts if the cluster has several.
         address, n, labels, runtime_env: as for `hosts`.
         per_host: number of devices of each host.  None: all.
 
@@ -191,8 +193,11 @@ def devices(
         OptionError: the kind does not exist, or no host has such devices.
         ImportError: Ray is not installed.
     """
-    if kind not in ("cpu", "cuda", "tpu"):
-        raise OptionError(f"devices(kind={kind!r}): use 'cpu', 'cuda' or 'tpu'")
+    if kind is None or kind not in RESOURCES:
+        raise OptionError(
+            f"devices(kind={kind!r}): Ray has no resource for it; use one of "
+            f"{sorted(known for known in RESOURCES if known)}"
+        )
     where = hosts(address, n=n, per_host=per_host, labels=labels, runtime_env=runtime_env)._replace(
         kind=kind
     )

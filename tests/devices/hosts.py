@@ -28,7 +28,7 @@ def tpu_host(generation: str, chips: int, packages: dict[str, str] = XLA, **fact
 def gpu_host(count: int, *, mig: dict[int, tuple[str, ...]] | None = None, **facts: Any) -> Host:
     """A machine with GPUs ``GPU-00000000``, ``GPU-11111111``, ... and a CUDA build of torch."""
     gpus = tuple(Gpu(f"GPU-{str(i) * 8}", (mig or {}).get(i)) for i in range(count))
-    return Host(gpus=gpus, packages={"torch": "2.13.0"}, cuda_build=True, **facts)
+    return Host(gpus=gpus, packages={"torch": "2.13.0"}, build="CUDA", **facts)
 
 
 def add_pci(

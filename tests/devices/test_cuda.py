@@ -132,7 +132,7 @@ def test_missing_driver_gpu_or_build():
     with pytest.raises(DeviceError, match="no GPU that can be used"):
         devices("cuda", host=gpu_host(0))
     with pytest.raises(DeviceError, match=r"torch 2\.13\.0 is built without CUDA"):
-        devices("cuda", host=replace(gpu_host(1), cuda_build=False))
+        devices("cuda", host=replace(gpu_host(1), build=""))
     with pytest.raises(DeviceError, match="torch is not installed"):
         devices("cuda", host=Host())
 

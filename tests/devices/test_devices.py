@@ -81,7 +81,7 @@ def test_auto_takes_the_best_device():
     cuda, tpu = gpu_host(2), tpu_host("v5e", 4)
     assert {c.kind for c in devices(host=EIGHT)} == {"cpu"}
     assert {c.kind for c in devices(host=cuda)} == {"cuda"}
-    assert {c.kind for c in devices(host=replace(cuda, cuda_build=False))} == {"cpu"}
+    assert {c.kind for c in devices(host=replace(cuda, build=""))} == {"cpu"}
     hidden = replace(cuda, environ={"CUDA_VISIBLE_DEVICES": ""})
     assert {c.kind for c in devices(host=hidden)} == {"cpu"}
     assert {c.kind for c in devices(host=replace(cuda, chips=tpu.chips))} == {"cuda"}
@@ -171,7 +171,7 @@ def test_unknown_framework():
 
 def test_unknown_kind():
     """An unknown kind is refused, and the error lists the known ones."""
-    known = r"'auto' or \['cpu', 'cuda', 'mps', 'tpu', 'xla'\]\.$"
+    known = r"'auto' or \['accelerator', 'cpu', 'cuda', .*, 'tpu', 'xla', 'xpu'\]\.$"
     with pytest.raises(OptionError, match=f"'vulkan'.*{known}"):
         devices("vulkan")
     for kind in ("gpu", "cuda:0"):

@@ -21,6 +21,7 @@ from xpool._hosts.agent import AgentConfig
 from xpool._hosts.conversation import CALLS_IN_FLIGHT
 from xpool._hosts.messages import Blob, packed, unpacked
 from xpool._hosts.ray_actor import HostAgent, as_one, parts_of
+from xpool.devices._table import TABLE
 from xpool.errors import XPoolError
 
 STORE_BYTES = 64 * 1024
@@ -53,7 +54,10 @@ class Node(NamedTuple):
     cpus: int
 
 
-RESOURCES = {None: "CPU", "cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}
+RESOURCES: dict[str | None, str] = {
+    None: "CPU",
+    **{kind: row.resource for kind, row in TABLE.items() if row.resource},
+}
 """Ray's name of the resource of each kind of device."""
 
 
@@ -151,7 +155,7 @@ class RayFleet:
             "max_task_retries": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
         }
-        if where.kind in ("cuda", "tpu"):
+        if where.kind not in (None, "cpu"):
             options["resources"][RESOURCES[where.kind]] = node.workers
         gpus = options["resources"].pop("GPU", None)
         if gpus is not None:

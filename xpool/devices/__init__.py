@@ -25,7 +25,8 @@ A worker context can be any object.  Three optional attributes of it bind a work
 `DeviceContext` has these attributes, and other classes can have them, too: ``examples/evaluate.py``
 wraps a `DeviceContext` in a context that also holds a model.
 
-This package opens no device and imports no framework.  Workers do this.
+This package opens no device and imports no framework, except for ``devices("accelerator")``.
+Workers do this.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from xpool.devices._device_context import DeviceContext
 from xpool.devices._host import Chip, Host
 from xpool.devices._kinds import KINDS, DeviceRequest, best
 from xpool.devices._nvml import Gpu
+from xpool.devices._sysfs import Accelerator
 from xpool.errors import OptionError
 
-__all__ = ["Chip", "DeviceContext", "Gpu", "Host", "devices"]
+__all__ = ["Accelerator", "Chip", "DeviceContext", "Gpu", "Host", "devices"]
 
 
 def devices(
@@ -56,9 +58,13 @@ def devices(
     """Return contexts for ``n`` workers, each of which binds a worker to its own device.
 
     Args:
-        kind: ``"cuda"``, ``"mps"`` (the GPU of an Apple Mac), ``"tpu"`` or ``"cpu"``.  ``"xla"`` is
-            a TPU or, without one, torch_xla's CPU client.  ``"auto"`` means TPUs if this machine
-            has some, else GPUs, else the CPU.
+        kind: ``"cuda"``, ``"rocm"`` (AMD's GPUs, which ``"cuda"`` means as well if torch is built
+            for them), ``"xpu"`` (Intel's GPUs), ``"npu"`` (Huawei's Ascend), ``"neuron"`` (cores of
+            AWS's Trainium and Inferentia), ``"mps"`` (the GPU of an Apple Mac), ``"tpu"`` or
+            ``"cpu"``.  ``"xla"`` is a TPU or, without one, torch_xla's CPU client.
+            ``"accelerator"`` is what `torch.accelerator` reports; it imports torch in this process.
+            ``"auto"`` means TPUs if this machine has some, else GPUs and other accelerators, else
+            the CPU.
         n: number of workers.  None: the number of devices (on TPU v2 and v3, of cores).  On mps
             this is 1, and more workers share the GPU.  On the CPU it is the number of cores that
             this process may use, or ``CPU_NUM_DEVICES``, if set, for torch_xla's CPU client.
@@ -71,6 +77,7 @@ def devices(
             replica group (collective operations across workers), whose members start and end
             together.  Only TPUs can form groups.
         framework: ``"torch_xla"`` or ``"torch_tpu"``, for TPUs.  None: the one that is installed.
+            For ``"neuron"``, ``"torch_xla"`` or None, which means torch_xla if it is installed.
         cache: folder of torch_xla's persistent compilation cache, with a folder for each worker.  A
             replacement worker uses the folder of its predecessor.  None: no such cache.
         host: the machine.  None: this one.
@@ -89,16 +96,19 @@ def devices(
         TypeError: ``n``, ``per_worker`` or ``per_process`` is not an integer.
     """
     if kind not in ("auto", *KINDS):
-        hint = " For NVIDIA GPUs use 'cuda', with n= GPUs." if kind[:3] in ("gpu", "cud") else ""
+        hint = ""
+        if kind[:3] in ("gpu", "cud", "hip", "amd"):
+            hint = " For NVIDIA GPUs use 'cuda', for AMD's 'rocm', for Intel's 'xpu', with n= GPUs."
         raise OptionError(
-            f"devices(kind={kind!r}): no such kind; use 'auto' or {list(KINDS)}.{hint}"
+            f"devices(kind={kind!r}): no such kind; use 'auto' or {sorted(KINDS)}.{hint}"
         )
     for name, value in (("n", n), ("per_worker", per_worker), ("per_process", per_process)):
         _check_number(name, value)
     if framework not in (None, "torch_xla", "torch_tpu"):
         raise OptionError(f"framework must be 'torch_xla' or 'torch_tpu', not {framework!r}")
     if host is None:
-        host = Host.here(gpus=kind in ("cuda", "auto"))
+        asks = kind == "accelerator"
+        host = Host.here(gpus=asks or kind in ("cuda", "auto"), ask_torch=asks)
     if kind == "auto":
         kind = best(host)
     found = KINDS[kind](host, DeviceRequest(n, per_worker, per_process, independent, framework))
@@ -126,7 +136,7 @@ _ONE = {"n": "worker", "per_worker": "device for each worker", "per_process": "w
 
 
 def _with_cache(context: DeviceContext, folder: str) -> DeviceContext:
-    if context.framework != "torch_xla":
+    if context.framework != "torch_xla" or context.kind == "neuron":
         raise OptionError("cache= is for torch_xla, which these workers do not use; leave it out")
     first = context.ordinal - (context.core or 0)  # the workers of a process share its cache
     path = os.path.join(os.path.abspath(folder), f"worker-{first}")

@@ -7,14 +7,14 @@ The MIG User Guide describes how to use it for MIG.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xpool.devices._host import Host
+from xpool.devices._masks import CUDA as MASK
+from xpool.devices._masks import entries
 from xpool.devices._nvml import Gpu
 from xpool.errors import DeviceError, OptionError
-
-MASK = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -27,30 +27,33 @@ class VisibleDevice:
     gpu: Gpu | None = None
     """The device's GPU, if it is certain."""
 
+    @property
+    def node(self) -> int | None:
+        """The NUMA node of the device, if known."""
+        return self.gpu.node if self.gpu is not None else None
+
 
 def visible_devices(host: Host) -> list[VisibleDevice]:
     """Return the devices that are visible to the parent, in the order in which it numbers them.
 
+    The list is empty if the mask hides all.
+
     Raises:
-        DeviceError: no device is visible, the mask names a device twice or one that does not exist,
-            or a device cannot be used.
+        DeviceError: there is no device, the mask names one twice or one that does not exist, or a
+            device cannot be used.
     """
     mask = host.environ.get(MASK)
     if mask is None:
         seen = _all(host)
     else:
-        seen = [_named(name, host, mask) for name in _entries(mask)]
-        if not seen:
-            raise DeviceError(
-                f"{MASK}={mask!r} hides every GPU; unset it, or name the devices to use"
-            )
+        seen = [_named(name, host, mask) for name in entries(mask)]
         _check_different(seen, mask)
     for one in seen:
         _check_usable(one)
     return seen
 
 
-def cuda_env(devices: Sequence[VisibleDevice], environ: dict[str, str]) -> dict[str, str | None]:
+def cuda_env(devices: Sequence[VisibleDevice], environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables of a worker that owns these devices.
 
     The numbers in the parent's mask refer to the parent's device order, so the worker keeps that
@@ -87,17 +90,6 @@ def _all(host: Host) -> list[VisibleDevice]:
             "a GPU in MIG mode needs instances: nvidia-smi mig -cgi)"
         )
     return seen
-
-
-def _entries(mask: str) -> list[str]:
-    """Return the names in a mask.  As in CUDA, a -1 or an empty name ends the list."""
-    names = []
-    for part in mask.split(","):
-        name = part.strip()
-        if not name or name.startswith("-"):
-            break
-        names.append(name)
-    return names
 
 
 def _check_different(seen: Sequence[VisibleDevice], mask: str) -> None:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from xpool._python.worker_local import WorkerLocal
+from xpool.devices._table import row_of
 from xpool.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class DeviceContext:
     """
 
     kind: str
-    """``"cpu"``, ``"cuda"``, ``"mps"``, ``"tpu"`` or ``"xla"`` (torch_xla without a TPU)."""
+    """A kind of `devices`, such as ``"cuda"``, or the type of a device that only
+    `torch.accelerator` knows.  ``"xla"`` is torch_xla without a TPU."""
 
     ordinal: int
     """Position among the contexts that were made together, from 0."""
@@ -72,6 +74,10 @@ class DeviceContext:
     """Index of the worker's device among those of its process, if workers are threads of one
     process; None: the worker has all devices of its process."""
 
+    index: int = 0
+    """Index of the device among those of its type that the worker sees.  It is 0 unless the kind
+    has no mask."""
+
     host: str = ""
     """Name of the worker's host, in a pool over several hosts (`xpool.ray.devices`); or empty."""
 
@@ -82,7 +88,9 @@ class DeviceContext:
 
         if self.kind == "cpu":
             return torch.device("cpu")
-        return torch.device("xla" if self.framework == "torch_xla" else self.kind, self.core or 0)
+        if self.framework == "torch_xla":
+            return torch.device("xla", self.core or 0)
+        return torch.device(row_of(self.kind).type, self.core or self.index)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -102,7 +110,7 @@ class DeviceContext:
             return [torch.device(name) for name in xm.get_xla_supported_devices()]
         if self.count == 1:
             return [self.device]
-        return [torch.device(self.kind, i) for i in range(self.count)]
+        return [torch.device(row_of(self.kind).type, i) for i in range(self.count)]
 
     def enter(self) -> None:
         """Open the device's runtime in the calling worker, and bind the worker to the device.
@@ -120,7 +128,7 @@ class DeviceContext:
             except Exception as exc:
                 raise DeviceError(
                     f"worker {self.ordinal} cannot open {self._title()}: {type(exc).__name__}: "
-                    f"{exc}. {_REMEDY[self.kind]}"
+                    f"{exc}. {row_of(self.kind).remedy}"
                 ) from exc
         # Set last, because a worker that could not open its device is bound to none.
         _opened.set(self)
@@ -148,20 +156,19 @@ class DeviceContext:
         return f"DeviceContext({', '.join(facts)})"
 
 
-_REMEDY = {
-    "cuda": "nvidia-smi shows which processes use it; torch must be a CUDA build (torch.version)",
-    "mps": "It needs macOS 14 or later, and a build of torch for Apple's processors",
-    "tpu": "A chip takes one process at a time: end the other one, which may be the program itself "
-    "if it has used the device; `fuser /dev/vfio/* /dev/accel*` shows it",
-    "xla": "PJRT_DEVICE selects torch_xla's client, <CLIENT>_NUM_DEVICES its number of devices",
-}
-
-
-def _open_cuda(context: DeviceContext) -> None:
-    import torch
-
-    # The mask hides all GPUs but the worker's own, so index 0 is the first of these.
-    torch.cuda.set_device(0)
+def _open_torch(context: DeviceContext) -> None:
+    torch = import_module("torch")
+    row = row_of(context.kind)
+    for name in row.packages:
+        import_module(name)  # a backend in a package of its own registers its devices
+    module = getattr(torch, row.type, None)
+    if module is None:
+        raise RuntimeError(f"torch has no module torch.{row.type}")
+    if hasattr(module, "set_device"):
+        # A mask hides all devices but the worker's own, so index 0 is the first of these.
+        module.set_device(context.index)
+    else:
+        torch.empty(1, device=context.device)  # opens the runtime, so that a failure shows now
 
 
 def _open_mps(context: DeviceContext) -> None:
@@ -193,4 +200,4 @@ def _open_torch_tpu(context: DeviceContext) -> None:
     torch.empty(1, device=context.device)  # opens the runtime, which fails if the chip is in use
 
 
-_OPENERS = {"torch": _open_cuda, "torch_xla": _open_torch_xla, "torch_tpu": _open_torch_tpu}
+_OPENERS = {"torch": _open_torch, "torch_xla": _open_torch_xla, "torch_tpu": _open_torch_tpu}

@@ -86,7 +86,11 @@ def running_runtime() -> str | None:
     if torch is None:
         return None
     if torch.cuda.is_initialized():
-        return "CUDA"
+        return "CUDA" if torch.version.hip is None else "HIP"
+    for name in ("xpu", "npu", "neuron"):
+        started = getattr(getattr(torch, name, None), "is_initialized", None)
+        if started is not None and started():
+            return name.upper()
     xla = sys.modules.get("torch_xla")
     if xla is not None and xla._XLAC._xla_runtime_is_initialized():
         return "XLA"

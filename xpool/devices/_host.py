@@ -16,6 +16,7 @@ from pathlib import Path
 
 from xpool.devices._numa import find_nodes, numa_node, read
 from xpool.devices._nvml import Gpu, find_gpus
+from xpool.devices._sysfs import Accelerator, find_amd, find_ascend, find_intel, find_neuron
 
 # The PCI vendor, and the generation of each of its devices, as sysfs writes them.
 _GOOGLE = "0x1ae0"
@@ -68,20 +69,29 @@ class Host:
     gpus: tuple[Gpu, ...] | None = None
     """CUDA devices in PCI order; None: NVML is missing."""
 
-    packages: Mapping[str, str] = field(default_factory=dict)
-    """The versions of torch, torch_xla and torch_tpu, if installed."""
+    accelerators: Mapping[str, tuple[Accelerator, ...]] = field(default_factory=dict)
+    """The devices of the kinds ``"rocm"``, ``"xpu"``, ``"npu"`` and ``"neuron"``, in the order of
+    their runtimes."""
 
-    cuda_build: bool = False
-    """Whether the installed torch was built with CUDA."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """The versions of torch and of the packages with its backends, if installed."""
+
+    build: str = ""
+    """What the installed torch was built with: ``"CUDA"``, ``"ROCm"``, ``"XPU"`` or nothing."""
 
     metal: bool = False
     """Whether this is a Mac with an Apple GPU, which torch calls mps."""
 
+    reported: tuple[str, int] = ("", 0)
+    """The type and the number of the devices that `torch.accelerator` reports; empty: it has not
+    been asked, or reports none."""
+
     @classmethod
-    def here(cls, root: Path = Path("/"), *, gpus: bool = True) -> Host:
+    def here(cls, root: Path = Path("/"), *, gpus: bool = True, ask_torch: bool = False) -> Host:
         """Describe this machine.  ``root`` replaces ``/`` as the parent of sys and dev.
 
-        ``gpus``: whether to ask NVML for the GPUs.
+        ``gpus``: whether to ask NVML for the GPUs.  ``ask_torch``: whether to import torch and ask
+        `torch.accelerator`.
         """
         return cls(
             environ=dict(os.environ),
@@ -89,9 +99,16 @@ class Host:
             nodes=find_nodes(root),
             chips=find_chips(root),
             gpus=find_gpus(root) if gpus else None,
+            accelerators={
+                "rocm": find_amd(root),
+                "xpu": find_intel(root),
+                "npu": find_ascend(root),
+                "neuron": find_neuron(root),
+            },
             packages=_packages(),
-            cuda_build=_is_cuda_build(),
+            build=_torch_build(),
             metal=sys.platform == "darwin" and os.uname().machine == "arm64",
+            reported=_reported() if ask_torch else ("", 0),
         )
 
     def near(self, node: int | None) -> tuple[int, ...]:
@@ -167,7 +184,7 @@ def holders(files: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
 
 def _packages() -> dict[str, str]:
     found = {}
-    for name in ("torch", "torch_xla", "torch_tpu"):
+    for name in ("torch", "torch_xla", "torch_tpu", "torch_npu", "torch_neuronx"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -175,13 +192,35 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _is_cuda_build() -> bool:
-    """Whether torch was built with CUDA.  This reads a file of torch, to avoid its import."""
+_BUILDS = {"hip": "ROCm", "cuda": "CUDA", "xpu": "XPU"}
+"""Attributes of `torch.version`, of which only the build's own is not None."""
+
+
+def _torch_build() -> str:
+    """Return what torch was built with.  This reads a file of torch, to avoid its import."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        return torch.version.cuda is not None
+        said = {name: getattr(torch.version, name, None) for name in _BUILDS}
+        return next((build for name, build in _BUILDS.items() if said[name] is not None), "")
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        match = re.search(r"^cuda\b[^=\n]*=\s*(\S+)", read(Path(folder, "version.py")), re.M)
-        return match is not None and match[1] != "None"
-    return False
+        return build_of(read(Path(folder, "version.py")))
+    return ""
+
+
+def build_of(version: str) -> str:
+    """Return what torch was built with, from the text of its ``version.py``."""
+    for name, build in _BUILDS.items():
+        match = re.search(rf"^{name}\b[^=\n]*=\s*(\S+)", version, re.M)
+        if match is not None and match[1] != "None":
+            return build
+    return ""
+
+
+def _reported() -> tuple[str, int]:
+    import torch
+
+    ask = getattr(torch, "accelerator", None)  # since torch 2.6
+    if ask is None or not ask.is_available():
+        return "", 0
+    return ask.current_accelerator().type, ask.device_count()

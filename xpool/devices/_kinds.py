@@ -8,13 +8,15 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
-import xpool.devices._cuda as cuda
+import xpool.devices._masks as masks
 import xpool.devices._tpu as tpu
 from xpool.devices._device_context import PROCESS, DeviceContext
 from xpool.devices._frameworks import check_torch_xla, pick_tpu_framework
 from xpool.devices._host import Host
+from xpool.devices._table import TABLE, Row
 from xpool.errors import DeviceError, OptionError
 
 TPU_PORT = 8476
@@ -23,12 +25,15 @@ TPU_PORT = 8476
 
 def best(host: Host) -> str:
     """Return the kind that ``"auto"`` means on this machine."""
-    if host.chips and {"torch_xla", "torch_tpu"} & set(host.packages):
-        return "tpu"
-    # An empty mask, or -1, hides all GPUs.
-    if host.gpus and host.cuda_build and host.environ.get(cuda.MASK, "0").strip() not in ("", "-1"):
-        return "cuda"
-    return "mps" if host.metal and "torch" in host.packages else "cpu"
+    return next(kind for kind, row in TABLE.items() if _fits(row, host))
+
+
+def _fits(row: Row, host: Host) -> bool:
+    if not row.count(host) or (row.packages and not {*row.packages} & set(host.packages)):
+        return False
+    if row.build and row.build != host.build:
+        return False
+    return not row.mask or bool(row.visible(host))
 
 
 def _share_out(total: int, n: int | None, per_worker: int, what: str) -> list[range]:
@@ -124,28 +129,79 @@ def _check_plain(kind: str, asked: DeviceRequest, why: str = "") -> None:
         )
 
 
-def _cuda(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+def _masked(kind: str, host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    """Return contexts whose workers see only their own devices, by the mask in the kind's row."""
+    row = TABLE[kind]
+    if kind == "cuda" and host.build == "ROCm":
+        return _masked("rocm", host, asked)  # torch calls its devices cuda
     n, per_worker, per_process, independent, framework = asked
-    if not independent or framework or (per_process or 1) > 1:
+    framework = framework or "torch"
+    if kind == "neuron":
+        framework = asked.framework or ("torch_xla" if "torch_xla" in host.packages else "torch")
+    if not independent or (per_process or 1) > 1 or framework not in ("torch", _ALSO.get(kind)):
         raise OptionError(
-            "devices('cuda') takes no per_process=, independent= or framework=: each GPU has its "
-            "own worker process; to make a group, call torch.distributed in the initializer"
+            f"devices({kind!r}) takes no per_process=, independent= or framework=: each device has "
+            "its own worker process; to make a group, call torch.distributed in the initializer"
         )
-    if "torch" not in host.packages:
-        raise DeviceError("devices('cuda'): torch is not installed here: pip install torch")
-    seen = cuda.visible_devices(host)
-    if not host.cuda_build:
+    missing = [name for name in ("torch", *row.packages) if name not in host.packages]
+    if missing:
         raise DeviceError(
-            f"devices('cuda'): torch {host.packages['torch']} is built without CUDA; install a "
-            "build with it (https://pytorch.org/get-started), or use devices('cpu')"
+            f"devices({kind!r}): {missing[0]} is not installed here: pip install {missing[0]}"
+        )
+    if framework == "torch_xla":
+        check_torch_xla(host.packages)
+    seen = row.visible(host)
+    if not seen:
+        raise _none_visible(kind, row, host)
+    if row.build and row.build != host.build:
+        raise DeviceError(
+            f"devices({kind!r}): torch {host.packages['torch']} is built without {row.build}; "
+            "install a build with it (https://pytorch.org/get-started), or use devices('cpu')"
         )
     parts = []
-    for which in _share_out(len(seen), n, per_worker, "GPUs that this process may see"):
+    for which in _share_out(len(seen), n, per_worker, f"{row.what} that this process may see"):
         own = [seen[i] for i in which]
-        env = cuda.cuda_env(own, dict(host.environ))
-        nodes = [one.gpu.node if one.gpu else None for one in own]
-        parts.append(_Part(env[cuda.MASK] or "", env, per_worker, nodes))
-    return _contexts(host, "cuda", "torch", parts)
+        env = row.bind(own, host.environ)
+        if framework == "torch_xla":
+            env |= masks.neuron_xla_env(per_worker)
+        parts.append(_Part(env[row.mask] or "", env, per_worker, [one.node for one in own]))
+    return _contexts(host, kind, framework, parts)
+
+
+_ALSO = {"neuron": "torch_xla"}
+"""Frameworks other than torch that open devices of a kind with a mask."""
+
+
+def _none_visible(kind: str, row: Row, host: Host) -> DeviceError:
+    names = row.mask, *masks.OTHERS.get(row.mask, ())
+    said = [f"{name}={host.environ[name]!r}" for name in names if name in host.environ]
+    if said:
+        return DeviceError(
+            f"{' and '.join(said)} hides every {row.what[:-1]}; unset it, or name the devices to "
+            "use"
+        )
+    return DeviceError(
+        f"devices({kind!r}): no {row.what} were found here ({row.files}). Start the container with "
+        f"its devices, or name them in {row.mask}"
+    )
+
+
+def _accelerator(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    """Return contexts for the devices that `torch.accelerator` reports."""
+    kind, count = host.reported
+    if not kind:
+        raise DeviceError(
+            "devices('accelerator'): torch.accelerator reports no device here; use devices('cpu')"
+        )
+    if kind == "cuda" and host.build == "ROCm":
+        kind = "rocm"
+    if kind in TABLE:
+        return KINDS[kind](host, asked)
+    _check_plain("accelerator", asked, f": xpool knows no mask for {kind} devices")
+    # Each worker sees all devices, and uses its own by its index.
+    own = [which[0] for which in _share_out(count, asked.n, 1, f"{kind} devices")]
+    made = _contexts(host, kind, "torch", [_Part(str(i)) for i in own])
+    return [replace(context, index=i) for context, i in zip(made, own)]
 
 
 def _mps(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
@@ -168,7 +224,8 @@ def _xla(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     if client != "CPU":
         raise DeviceError(
             f"PJRT_DEVICE={client}: the number of its devices is not known before it runs. Set "
-            "PJRT_DEVICE to TPU or CPU, or give CtxPool contexts of your own"
+            "PJRT_DEVICE to TPU or CPU, use devices('neuron') for NEURON, or give CtxPool contexts "
+            "of your own"
         )
     if not independent:
         raise OptionError(
@@ -330,8 +387,9 @@ def _ports(count: int, at: tpu.Slice) -> list[int]:
 
 
 KINDS: dict[str, Callable[[Host, DeviceRequest], list[DeviceContext]]] = {
+    **{kind: partial(_masked, kind) for kind, row in TABLE.items() if row.mask},
+    "accelerator": _accelerator,
     "cpu": _cpu,
-    "cuda": _cuda,
     "mps": _mps,
     "tpu": _tpu,
     "xla": _xla,

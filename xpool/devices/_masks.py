@@ -1,0 +1,267 @@
+"""Pure functions for the masks of runtimes other than CUDA and the TPU's.
+
+For each kind, one function returns the devices that a process with these variables may see, in the
+order in which its runtime numbers them, and another one the variables of a worker that owns some of
+them.  A name is what a mask calls a device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from xpool.devices._sysfs import Accelerator
+from xpool.errors import DeviceError
+
+Env = dict[str, str | None]
+
+HIP, ROCR, CUDA = "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+ZE, SELECTOR = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"
+ASCEND = "ASCEND_RT_VISIBLE_DEVICES"
+NEURON = "NEURON_RT_VISIBLE_CORES"
+
+OTHERS = {HIP: (ROCR, CUDA), ZE: (SELECTOR,)}
+"""Variables that hide devices as well, by the variable that xpool sets."""
+
+
+class Visible(NamedTuple):
+    """A device that is visible to the parent."""
+
+    name: str
+    node: int | None = None
+
+
+# -- AMD ---------------------------------------------------------------------------------------
+# AMD, "GPU isolation techniques" and "HIP environment variables": ROCR_VISIBLE_DEVICES hides and
+# orders the machine's GPUs.  HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES in its place, then
+# selects among those that are left.  Both take numbers and UUIDs.  torch reads them in this way,
+# too (torch.cuda._parse_visible_devices).
+
+
+def rocm(environ: Mapping[str, str], found: Sequence[Accelerator]) -> list[Visible]:
+    left: list[Visible] = [Visible(str(i), gpu.node) for i, gpu in enumerate(found)]
+    if ROCR in environ:
+        named = _named(ROCR, environ[ROCR], left)
+        left = [Visible(str(i), gpu.node) for i, gpu in enumerate(named)]
+    for variable in (HIP, CUDA):
+        if variable in environ:
+            # If ROCR_VISIBLE_DEVICES has hidden every GPU, no number is right.
+            return [] if ROCR in environ and not left else _named(variable, environ[variable], left)
+    return left
+
+
+def rocm_env(own: Sequence[Visible], environ: Mapping[str, str]) -> Env:
+    # The worker's names are numbers among the GPUs that the parent's ROCR_VISIBLE_DEVICES leaves.
+    env: Env = {HIP: ",".join(one.name for one in own), CUDA: None}
+    return env | ({ROCR: environ[ROCR]} if ROCR in environ else {})
+
+
+# -- Intel -------------------------------------------------------------------------------------
+# oneAPI Level Zero Specification, "Environment Variables" and "Affinity Mask": a number in the mask
+# is a tile or, if ZE_FLAT_DEVICE_HIERARCHY is COMPOSITE, a card.  "0.1" is then tile 1 of card 0,
+# and all named tiles of a card are one device.  The order of a mask has no effect.  Intel's driver
+# (compute-runtime, execution_environment.cpp) ignores an empty mask, and "0.1" if tiles are
+# devices.  GPUs of processors have the last numbers, unless ZE_ENABLE_PCI_ID_DEVICE_ORDER is set.
+# ONEAPI_DEVICE_SELECTOR (DPC++, "Environment Variables") selects among the devices that are left.
+
+
+def xpu(environ: Mapping[str, str], found: Sequence[Accelerator]) -> list[Visible]:
+    mask, selected = environ.get(ZE, "").strip(), _selected(environ)
+    names_tiles, chosen = "." in mask, _hierarchy(environ)
+    if names_tiles and chosen not in ("", "COMPOSITE"):
+        raise DeviceError(
+            f"{ZE}={mask!r} names tiles of cards, which needs ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE, "
+            f"not {chosen}; otherwise each tile has a number of its own"
+        )
+    whole = names_tiles or chosen == "COMPOSITE"
+    if not _own_numbers(environ) and environ.get("ZE_ENABLE_PCI_ID_DEVICE_ORDER", "0") == "0":
+        found = sorted(found, key=lambda card: card.model == "integrated")
+    cards = [card for card in found for _ in range(1 if whole else card.parts)]
+    seen = [Visible(str(i), card.node) for i, card in enumerate(cards)]
+    if mask:
+        seen = _in_mask(mask, seen, whole)
+    elif any(card.model != "integrated" for card in cards):
+        # torch uses the GPU of a processor only if there is no other (c10/xpu/XPUFunctions.cpp).
+        seen = [one for one, card in zip(seen, cards) if card.model != "integrated"]
+    if selected is None:
+        return seen
+    if seen and max(selected) >= len(seen):
+        raise DeviceError(
+            f"{SELECTOR}={environ[SELECTOR]!r} names level_zero:{max(selected)}, but this process "
+            f"may see {len(seen)} devices"
+        )
+    return [seen[i] for i in sorted({*selected}) if seen]
+
+
+def xpu_env(own: Sequence[Visible], environ: Mapping[str, str]) -> Env:
+    env: Env = {ZE: ",".join(one.name for one in own), SELECTOR: None}
+    if "." in (env[ZE] or ""):
+        env["ZE_FLAT_DEVICE_HIERARCHY"] = "COMPOSITE"
+    elif _own_numbers(environ):
+        env["ZE_FLAT_DEVICE_HIERARCHY"] = _hierarchy(environ) or "FLAT"
+        env["ZE_ENABLE_PCI_ID_DEVICE_ORDER"] = "1"
+    return env
+
+
+def _hierarchy(environ: Mapping[str, str]) -> str:
+    return environ.get("ZE_FLAT_DEVICE_HIERARCHY", "").strip()
+
+
+def _own_numbers(environ: Mapping[str, str]) -> bool:
+    """Whether no mask has numbers, so that xpool numbers the devices, in PCI order."""
+    return not environ.get(ZE, "").strip() and _selected(environ) is None
+
+
+def _selected(environ: Mapping[str, str]) -> list[int] | None:
+    """Return the numbers of the devices in ONEAPI_DEVICE_SELECTOR; None: it selects all GPUs."""
+    value = environ.get(SELECTOR, "").strip().lower() or "level_zero:*"
+    match = re.fullmatch(r"(?:level_zero|\*):(?:\*|gpu)|level_zero:(\d+(?:,\d+)*)", value)
+    if match is None:
+        raise DeviceError(
+            f"{SELECTOR}={environ[SELECTOR]!r} must be level_zero:gpu, or numbers as in "
+            f"level_zero:0,1; or unset it, and name the devices in {ZE}"
+        )
+    return [int(number) for number in match[1].split(",")] if match[1] else None
+
+
+def _in_mask(mask: str, every: Sequence[Visible], whole: bool) -> list[Visible]:
+    nodes = {one.name: one.node for one in every}
+    names = [part.strip() for part in mask.split(",")]
+    if not all(re.fullmatch(r"\d+(\.\d+)?", name) for name in names):
+        raise DeviceError(
+            f"{ZE}={mask!r} must be numbers of devices, such as 0,1, or of tiles: 0.1"
+        )
+    if len({*names}) < len(names):
+        raise _twice(ZE, mask)
+    names.sort(key=lambda name: [int(part) for part in name.split(".")])
+    for name in names:
+        if every and name.partition(".")[0] not in nodes:
+            raise _unknown(ZE, mask, name, every)
+    if not whole:
+        return [Visible(name, nodes.get(name)) for name in names]
+    cards = itertools.groupby(names, lambda name: name.partition(".")[0])
+    return [Visible(",".join(tiles), nodes.get(card)) for card, tiles in cards]
+
+
+# -- Ascend ------------------------------------------------------------------------------------
+# Huawei, CANN, "ASCEND_RT_VISIBLE_DEVICES": numbers in ascending order, with commas and nothing
+# else between them; CANN ignores all from the first space or unknown number on.  ASCEND_DEVICE_ID
+# is then an index among these devices.
+
+
+def npu(environ: Mapping[str, str], found: Sequence[Accelerator]) -> list[Visible]:
+    every = [Visible(str(i), one.node) for i, one in enumerate(found)]
+    mask = environ.get(ASCEND)
+    if mask is None:
+        return every
+    if not re.fullmatch(r"(\d+(,\d+)*)?", mask):
+        raise DeviceError(
+            f"{ASCEND}={mask!r} must be numbers with commas between them, without spaces"
+        )
+    # In a container with the file /dev/davinci4 alone, programs name it 4 or 0.
+    files = [Visible(one.name.removeprefix("davinci"), one.node) for one in found]
+    return _named(ASCEND, mask, every + [one for one in files if one not in every])
+
+
+def npu_env(own: Sequence[Visible], environ: Mapping[str, str]) -> Env:
+    names = sorted((one.name for one in own), key=int)
+    return {ASCEND: ",".join(names), "ASCEND_DEVICE_ID": None}
+
+
+# -- AWS Neuron --------------------------------------------------------------------------------
+# AWS Neuron, "Neuron Runtime configuration": NEURON_RT_VISIBLE_CORES has numbers and ranges of
+# cores, and NEURON_RT_NUM_CORES a number of any free cores.  "Logical NeuronCore configuration": on
+# Trainium 2 and later, two physical cores are one core, unless NEURON_LOGICAL_NC_CONFIG is 1.
+
+
+def neuron(environ: Mapping[str, str], found: Sequence[Accelerator]) -> list[Visible]:
+    each = environ.get("NEURON_LOGICAL_NC_CONFIG") or environ.get("NEURON_RT_VIRTUAL_CORE_SIZE")
+    every = []
+    for one in found:
+        paired = re.fullmatch(r"trainium([2-9]|\d\d+)", one.model, re.I)
+        size = int(each) if each and each.isdigit() and int(each) else 2 if paired else 1
+        every += [one.node] * (one.parts // size)
+    cores = [Visible(str(i), node) for i, node in enumerate(every)]
+    if NEURON not in environ:
+        if environ.get("NEURON_RT_NUM_CORES", "0").strip() not in ("", "0"):
+            raise DeviceError(
+                f"NEURON_RT_NUM_CORES={environ['NEURON_RT_NUM_CORES']} does not say which cores "
+                f"this process may use; name them, as in {NEURON}=0-3"
+            )
+        return cores
+    mask = environ[NEURON]
+    names: list[str] = []
+    for part in mask.split(",") if mask.strip() else ():
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise DeviceError(
+                f"{NEURON}={mask!r} must be numbers and ranges of cores: 0-3 or 0,2-3"
+            )
+        names += map(str, range(int(match[1]), int(match[2] or match[1]) + 1))
+    return _look_up(NEURON, mask, names, cores)
+
+
+def neuron_env(own: Sequence[Visible], environ: Mapping[str, str]) -> Env:
+    numbers = [int(one.name) for one in own]
+    if numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1:
+        mask = f"{numbers[0]}-{numbers[-1]}"
+    else:
+        mask = ",".join(map(str, numbers))
+    return {NEURON: mask, "NEURON_RT_NUM_CORES": None}
+
+
+def neuron_xla_env(count: int) -> Env:
+    """Return the variables for torch_xla in an independent worker with this number of cores.
+
+    libneuronxla's plugin reads them (``_internal`` of torch_neuronx sets them for torchrun, too).
+    """
+    return {
+        "NEURON_PJRT_*": None,
+        "TORCHELASTIC_RUN_ID": None,
+        "PJRT_LOCAL_PROCESS_RANK": None,
+        "PJRT_DEVICE": "NEURON",
+        "PJRT_LOCAL_PROCESS_COUNT": "1",
+        "NEURON_PJRT_PROCESS_INDEX": "0",
+        "NEURON_PJRT_PROCESSES_NUM_DEVICES": str(count),
+    }
+
+
+# -- names in masks ----------------------------------------------------------------------------
+
+
+def entries(mask: str) -> list[str]:
+    """Return the names in a mask.  As in CUDA, a -1 or an empty name ends the list."""
+    parts = (part.strip() for part in mask.split(","))
+    return list(itertools.takewhile(lambda name: name and not name.startswith("-"), parts))
+
+
+def _named(variable: str, mask: str, known: Sequence[Visible]) -> list[Visible]:
+    names = [str(int(n)) if n.isascii() and n.isdigit() else n for n in entries(mask)]
+    return _look_up(variable, mask, names, known)
+
+
+def _look_up(
+    variable: str, mask: str, names: Sequence[str], known: Iterable[Visible]
+) -> list[Visible]:
+    """Return the devices of these names.  If none is known, only a worker can check the names."""
+    by_name = {one.name: one for one in known}
+    if len({*names}) < len(names):
+        raise _twice(variable, mask)
+    for name in names:
+        # The kernel's files do not have UUIDs.
+        if by_name and name not in by_name and not name.upper().startswith("GPU-"):
+            raise _unknown(variable, mask, name, by_name.values())
+    return [by_name.get(name, Visible(name)) for name in names]
+
+
+def _twice(variable: str, mask: str) -> DeviceError:
+    return DeviceError(f"{variable}={mask!r} names a device twice; name each once")
+
+
+def _unknown(variable: str, mask: str, name: str, known: Iterable[Visible]) -> DeviceError:
+    have = ", ".join(one.name for one in known)
+    return DeviceError(
+        f"{variable}={mask!r} names {name!r}, which this machine does not have; it has {have}"
+    )
