@@ -457,6 +457,28 @@ def set_device(index):
 def is_initialized():
     return bool(opened)
 
+state = [0]
+
+def manual_seed_all(seed):
+    state[0] = seed
+
+def get_rng_state_all():
+    return list(state)
+
+def set_rng_state_all(states):
+    state[:] = states
+
+def _is_in_bad_fork():
+    return False
+
+def rand():
+    state[0] += 1
+    return state[0]
+
+def _autoload():
+    """The entry point, which torch calls at the end of its import."""
+
+torch.accelerator.current_accelerator = lambda *args: torch.device("npu")
 torch.utils.rename_privateuse1_backend("npu")
 torch._register_device_module("npu", sys.modules[__name__])
 '''
@@ -480,6 +502,9 @@ def die(context: DeviceContext) -> None:
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     (tmp_path / "torch_npu.py").write_text(textwrap.dedent(BACKEND))
+    about = tmp_path / "torch_npu-1.0.dist-info"
+    add_file(about / "METADATA", "Metadata-Version: 2.1\nName: torch_npu\nVersion: 1.0\n")
+    add_file(about / "entry_points.txt", "[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -511,6 +536,30 @@ def test_workers_of_a_pool_own_one_device_each(
         pool.apply(die)
     assert all_workers() == whole
     assert os.environ[ASCEND] == "2,3"
+
+
+def draw(context: DeviceContext, item: int = 0) -> tuple[int, int]:
+    import torch_npu
+
+    return item, torch_npu.rand()
+
+
+@pytest.mark.starts
+@pytest.mark.torch
+def test_seeds(make_pool: Callable[..., Any], backend: None):
+    """`seed=` seeds the device's generator as well, for a worker and for each item."""
+    contexts = devices("npu", 1, host=machine("npu", NPUS))
+    # A fresh process imports torch, which loads the backend.
+    one = make_pool(CtxPool, worker_contexts=contexts, seed=5, context="spawn")
+    first, second = one.apply(draw), one.apply(draw)
+    assert first[1] > 1, "the backend begins at 0"
+    items = one.map(draw, range(3), seed=1)
+    assert len({number for _, number in items}) == 3
+    third = one.apply(draw)
+    assert [second[1] - first[1], third[1] - second[1]] == [1, 1], "items left it alone"
+    other = make_pool(CtxPool, worker_contexts=contexts, seed=5, context="spawn")
+    assert other.apply(draw) == first
+    assert other.map(draw, range(3), seed=1, chunksize=1) == items
 
 
 @pytest.mark.starts

@@ -45,8 +45,8 @@ class Seeds:
             module.seed(number & 0xFFFF_FFFF)
             return
         number &= 0x7FFF_FFFF_FFFF_FFFF
-        if module.version.cuda is None and module.version.hip is None:
-            # There is no GPU to seed, and `manual_seed` would take a fifth of a worker's start.
+        if _device_module(module) is None:
+            # There is no device to seed, and `manual_seed` would take a fifth of a worker's start.
             module.default_generator.manual_seed(number)
         else:
             module.manual_seed(number)
@@ -65,15 +65,17 @@ class Seeds:
             state = module.get_state()
             return lambda: module.set_state(state)
         of_cpu = module.get_rng_state()
-        cuda = module.cuda if module.cuda.is_initialized() else None
-        of_cuda = cuda.get_rng_state_all() if cuda is not None else []
+        device = _device_module(module)
+        if not hasattr(device, "get_rng_state_all"):
+            device = None
+        of_device = device.get_rng_state_all() if device and device.is_initialized() else None
 
         def restore() -> None:
             module.set_rng_state(of_cpu)
-            if cuda is not None:
-                cuda.set_rng_state_all(of_cuda)
-            elif module.cuda.is_initialized():  # the item was the first to use CUDA
-                module.cuda.manual_seed_all(self.number("torch.cuda") >> 1)
+            if of_device is not None:
+                device.set_rng_state_all(of_device)
+            elif device and device.is_initialized():  # the item was the first to use it
+                device.manual_seed_all(self.number("torch.cuda") >> 1)
 
         return restore
 
@@ -100,6 +102,15 @@ def seeded(seed: bytes) -> Iterator[None]:
         for module in _imported():
             if module not in there:
                 seeds.sow(module)
+
+
+def _device_module(torch: Any) -> Any:
+    """Return torch's module for its devices, such as `torch.cuda`; None: it has no devices."""
+    if not hasattr(torch, "accelerator"):  # before torch 2.6
+        built = torch.version.cuda is not None or torch.version.hip is not None
+        return torch.cuda if built else None
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else getattr(torch, device.type, None)
 
 
 def _imported() -> list[Any]:
