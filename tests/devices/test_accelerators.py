@@ -360,8 +360,10 @@ def test_auto():
     assert {context.kind for context in devices(host=tpu)} == {"tpu"}
 
 
+@pytest.mark.torch
 def test_neuron_with_torch_xla():
     """If torch_xla is installed, it opens the cores, and each worker is a world of its own."""
+    pytest.importorskip("torch")
     packages = {"torch": "2.9.0", "torch_xla": "2.9.0", "torch_neuronx": "2.9.0"}
     host = replace(machine("neuron", TRN1, NEURON_PJRT_WORLD_SIZE="4"), packages=packages)
     first, second = devices("neuron", per_worker=2, host=host)
@@ -382,8 +384,10 @@ def test_neuron_with_torch_xla():
 # -- what torch.accelerator reports ------------------------------------------------------------
 
 
+@pytest.mark.torch
 def test_accelerators_that_torch_reports():
     """A known type gets its row of the table; of another type, each worker uses one by index."""
+    pytest.importorskip("torch")
     xpu = replace(machine("xpu", INTEL, **{ZE: "2,3"}), reported=("xpu", 2))
     assert masks(devices("accelerator", host=xpu)) == ["2", "3"]
     amd = replace(machine("rocm", AMD), reported=("cuda", 4))
@@ -398,6 +402,12 @@ def test_accelerators_that_torch_reports():
         devices("accelerator", per_worker=2, host=other)
     with pytest.raises(OptionError, match="3 workers are too many: there are 2 hpu devices"):
         devices("accelerator", 3, host=other)
+
+
+def test_accelerator_without_torch():
+    """Without torch there is nobody to ask."""
+    with pytest.raises(DeviceError, match=r"devices\('accelerator'\): torch is not installed here"):
+        devices("accelerator", host=Host())
 
 
 @pytest.mark.starts

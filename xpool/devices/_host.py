@@ -218,7 +218,10 @@ def build_of(version: str) -> str:
 
 
 def _reported() -> tuple[str, int]:
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "", 0
 
     ask = getattr(torch, "accelerator", None)  # since torch 2.6
     if ask is None or not ask.is_available():

@@ -189,6 +189,8 @@ def _none_visible(kind: str, row: Row, host: Host) -> DeviceError:
 def _accelerator(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     """Return contexts for the devices that `torch.accelerator` reports."""
     kind, count = host.reported
+    if "torch" not in host.packages:
+        raise DeviceError("devices('accelerator'): torch is not installed here: pip install torch")
     if not kind:
         raise DeviceError(
             "devices('accelerator'): torch.accelerator reports no device here; use devices('cpu')"
