@@ -20,6 +20,7 @@ from support.waiting import Gate, Mailbox
 
 import xpool.ray
 from xpool import CtxPool, Pool
+from xpool.__main__ import look
 from xpool.devices import Accelerator, Chip, DeviceContext, Gpu, Host, devices
 from xpool.devices._host import build_of
 from xpool.errors import DeviceError, OptionError
@@ -122,7 +123,11 @@ def test_ascend_npus(tmp_path: Path):
     """Each numbered file of the driver is an NPU, in the order of the numbers."""
     for name in ("davinci0", "davinci10", "davinci9", "davinci_manager", "davinci1x"):
         add_file(tmp_path / "dev" / name)
-    assert [one.name for one in found(tmp_path, "npu")] == ["davinci0", "davinci9", "davinci10"]
+    names = ["davinci0", "davinci9", "davinci10"]
+    assert [one.name for one in found(tmp_path, "npu")] == names
+    report = look(tmp_path)["devices"]
+    assert [name in text for name, text in zip(names, report["npu"])] == [True] * 3
+    assert "rocm" not in report
 
 
 def test_neuron_devices_and_their_cores(tmp_path: Path):
@@ -189,6 +194,7 @@ def test_what_torch_was_built_with(text: str, build: str):
         ("xpu", BOTH, {}, ["1"]),
         ("xpu", BOTH[:1], {}, ["0"]),
         ("xpu", BOTH, {ZE: "0,1"}, ["0", "1"]),
+        ("xpu", BOTH, {SELECTOR: "level_zero:1"}, ["1"]),
         ("xpu", INTEL, {SELECTOR: "level_zero:gpu"}, ["0", "1", "2", "3"]),
         ("xpu", INTEL, {SELECTOR: "*:gpu"}, ["0", "1", "2", "3"]),
         ("xpu", INTEL, {SELECTOR: "level_zero:2,3"}, ["2", "3"]),
@@ -239,6 +245,7 @@ def test_worker_i_gets_the_ith_visible_device(
         ("xpu", INTEL, {SELECTOR: "opencl:gpu"}, "must be level_zero:gpu, or numbers as in"),
         ("xpu", INTEL, {SELECTOR: "level_zero:4"}, "names level_zero:4, but .* may see 4 devices"),
         ("xpu", (), {}, "no Intel GPUs were found here"),
+        ("xpu", (), {SELECTOR: "level_zero:gpu"}, "no Intel GPUs were found here"),
         ("npu", NPUS, {ASCEND: "4"}, "names '4'"),
         ("npu", NPUS, {ASCEND: "1, 2"}, "numbers with commas between them, without spaces"),
         ("npu", NPUS, {ASCEND: ""}, "ASCEND_RT_VISIBLE_DEVICES='' hides every Ascend NPU"),
@@ -449,6 +456,36 @@ def test_devices_that_are_not_there(
     assert device is None or str(context.device) == device
     with pytest.raises(DeviceError, match=message):
         context.enter()
+
+
+@pytest.mark.starts
+@pytest.mark.torch
+def test_a_device_without_a_mask_is_opened_by_its_index():
+    """A worker that sees all devices selects its own; torch without such devices is refused."""
+    pytest.importorskip("torch")
+    code = """
+        import torch, types
+        from xpool.devices import Host, devices
+        host = Host(packages={"torch": "2"}, reported=("hpu", 2))
+        context = devices("accelerator", host=host)[1]
+        try:
+            context.enter()
+        except Exception as exc:
+            print(exc)
+        got = []
+        torch.hpu = types.SimpleNamespace(set_device=got.append)
+        context.enter()
+        print(got, context.devices)
+    """
+    out = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    refused, selected = out.stdout.splitlines()
+    assert refused == (
+        "worker 1 cannot open hpu device 1 with torch: RuntimeError: torch has no module "
+        "torch.hpu. torch.accelerator must report hpu devices in the worker, too"
+    )
+    assert selected == "[1] [device(type='hpu', index=1)]"
 
 
 BACKEND = '''

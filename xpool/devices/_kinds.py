@@ -175,7 +175,7 @@ _ALSO = {"neuron": "torch_xla"}
 def _none_visible(kind: str, row: Row, host: Host) -> DeviceError:
     names = row.mask, *masks.OTHERS.get(row.mask, ())
     said = [f"{name}={host.environ[name]!r}" for name in names if name in host.environ]
-    if said:
+    if said and (row.count(host) or row.mask in host.environ):
         return DeviceError(
             f"{' and '.join(said)} hides every {row.what[:-1]}; unset it, or name the devices to "
             "use"

@@ -82,7 +82,7 @@ def xpu(environ: Mapping[str, str], found: Sequence[Accelerator]) -> list[Visibl
     seen = [Visible(str(i), card.node) for i, card in enumerate(cards)]
     if mask:
         seen = _in_mask(mask, seen, whole)
-    elif any(card.model != "integrated" for card in cards):
+    elif selected is None and any(card.model != "integrated" for card in cards):
         # torch uses the GPU of a processor only if there is no other (c10/xpu/XPUFunctions.cpp).
         seen = [one for one, card in zip(seen, cards) if card.model != "integrated"]
     if selected is None:
