@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from xpool._calls.streams import IMapIterator as IMapIterator
     from xpool._calls.streams import IMapUnorderedIterator as IMapUnorderedIterator
     from xpool._engine.jobs.states import PoolStates as PoolStates
+    from xpool._engine.ledger import WorkerEnd as WorkerEnd
     from xpool._pickling.tensors.handles import TensorHandle as TensorHandle
     from xpool._pools.base import BasePool as BasePool
     from xpool._pools.ctx_pools import CtxPool as CtxPool
@@ -68,6 +69,7 @@ _homes = {
         "TimeoutError WorkerDied WorkerStartFailed XPoolError"
     ),
     "xpool._engine.jobs.states": "PoolStates",
+    "xpool._engine.ledger": "WorkerEnd",
     "xpool._pools.shared_data": "SharedDict SharedList",
     "xpool._pickling.tensors.handles": "TensorHandle",
     "xpool._pools.base": "BasePool",

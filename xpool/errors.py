@@ -79,6 +79,13 @@ def exit_reason(exitcode: int | None) -> str:
         return f"killed by signal {-exitcode}"
 
 
+def signal_of(exitcode: int | None) -> str | None:
+    """Return the name of the signal that has ended a process; None: no signal has."""
+    if exitcode is None or exitcode >= 0:
+        return None
+    return exit_reason(exitcode).removeprefix("killed by ")
+
+
 class PoolClosed(XPoolError, ValueError):
     """The pool accepts no more tasks, because it was closed or terminated, or has failed.
 
@@ -206,9 +213,7 @@ class WorkerDied(XPoolError):
     @property
     def signal(self) -> str | None:
         """Name of the signal that ended the worker, or None."""
-        if self.exitcode is None or self.exitcode >= 0:
-            return None
-        return exit_reason(self.exitcode).removeprefix("killed by ")
+        return signal_of(self.exitcode)
 
     def __str__(self) -> str:
         reason = exit_reason(self.exitcode)

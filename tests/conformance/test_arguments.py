@@ -309,6 +309,7 @@ def test_hosts_without_ray(monkeypatch):
         {"context": "spawn"},
         {"seed": 1},
         {"output": "prefix"},
+        {"on_worker_end": print},
         {"worker_memory": 1_000_000},
         {"memory_high": 0.9},
         {"hosts": ["a", "b"]},
@@ -338,6 +339,19 @@ def test_arguments_without_effect_are_checked_too(wrong):
     for name in ("Pool", "ThreadPool"):
         with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
             _class(name)(1, **wrong)
+
+
+@pytest.mark.xpool_only
+def test_a_hook_for_ends_is_checked():
+    """``on_worker_end`` must be callable. Pools over hosts refuse it, with the reason."""
+    with pytest.raises(TypeError, match="on_worker_end must be a callable, not 3"):
+        _class("Pool")(1, on_worker_end=3)
+
+    class Hosts:
+        make_engine = None
+
+    with pytest.raises(ValueError, match=r"^on_worker_end=.*a host replaces its workers"):
+        _class("Pool")(hosts=Hosts(), on_worker_end=print)
 
 
 class Opens:

@@ -283,6 +283,13 @@ def test_shared_names():
     assert shared < lists / 2, out
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_licences(workers: int):
+    """The licences of workers that died are free for those that replace them."""
+    out = run_example("licences.py", f"--workers={workers}")
+    assert out.splitlines()[0] == "item 7: WorkerDied" and out.endswith("are free\n"), out
+
+
 def test_no_workers():
     """An invalid number of workers ends with xpool's error message."""
     done = subprocess.run(

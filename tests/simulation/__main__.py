@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from .ends import EndsWorld
 from .engine import EngineWorld
 from .hosts import HostWorld
 from .mutants import MUTANTS, PINNED
@@ -16,7 +17,7 @@ from .scheduler import SchedulerWorld
 from .seeds import SimulationFailed, World, search
 
 WORLDS: dict[str, type[World]] = {
-    world.name: world for world in (SchedulerWorld, EngineWorld, HostWorld)
+    world.name: world for world in (SchedulerWorld, EngineWorld, EndsWorld, HostWorld)
 }
 
 

@@ -152,6 +152,7 @@ class EngineWorld(World):
     """One engine, one to three workers, some of them siblings, a few jobs, and accidents."""
 
     name = "engine"
+    on_end: Any = None
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -195,6 +196,7 @@ class EngineWorld(World):
             EngineOptions(
                 lifetime=None if siblings else self.one_of([None, None, 1, 2, 7]),
                 processes=siblings,
+                on_end=self.on_end,
             ),
             System(SimReactor(self), functools.partial(SimWorker, self), no_thread),
         )

@@ -560,6 +560,34 @@ def _(patch: Patch) -> None:
     patch.setattr(Replacement, "_left_over", lambda replacement, worker: False)
 
 
+@mutant("a worker is replaced before the pool was told of its end", "ends")
+def _(patch: Patch) -> None:
+    def decide(original: Any, replacement: Replacement, worker: WorkerProcess) -> Any:
+        untold, replacement._untold = replacement._untold, set()
+        try:
+            return original(replacement, worker)
+        finally:
+            replacement._untold = untold
+
+    wrap(patch, Replacement, "_decide", decide)
+
+
+@mutant("the pool ends before it was told of all ends", "ends")
+def _(patch: Patch) -> None:
+    patch.setattr(
+        Replacement,
+        "ended",
+        property(
+            lambda one: one.ending and all(w.state is WorkerStates.ABSENT for w in one._workers)
+        ),
+    )
+
+
+@mutant("a place stays empty after the pool was told of an end", "ends")
+def _(patch: Patch) -> None:
+    patch.setattr(Replacement, "told", lambda one, worker: one._untold.discard(worker))
+
+
 @mutant("a removed worker still gets tasks")
 def _(patch: Patch) -> None:
     patch.setattr(Replacement, "_dismiss", nothing)

@@ -13,6 +13,7 @@ from xpool._engine import start_limit
 from xpool._engine import worker_process as worker
 from xpool._engine.worker_process import processor_times
 
+from .ends import EndsWorld
 from .engine import EngineWorld
 from .hosts import HostWorld
 from .mutants import MUTANTS, PINNED, Mutant
@@ -23,12 +24,13 @@ from .seeds import SimulationFailed, World, search
 DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
 """Factor for the number of histories; `make nightly` raises it."""
 
-HISTORIES = {"scheduler": 2_000, "engine": 600, "hosts": 400}
+HISTORIES = {"scheduler": 2_000, "engine": 600, "ends": 300, "hosts": 400}
+WORLDS: list[type[World]] = [SchedulerWorld, EngineWorld, EndsWorld, HostWorld]
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 
 
-@pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld, HostWorld])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("turn", range(DEEP))
 def test_histories_go_well(world, turn):
     """In any order of events every task ends as it must, and nothing is left over."""
@@ -49,7 +51,7 @@ def test_histories_that_went_wrong(mutant: Mutant, monkeypatch: pytest.MonkeyPat
     assert search(EngineWorld, [seed]) is not None, f"seed {seed} no longer shows that {mutant}"
 
 
-@pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld, HostWorld])
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_seed_is_a_history(world):
     """The same seed gives the same history each time."""
     stories = []
@@ -79,7 +81,7 @@ def test_no_history_depends_on_a_process_of_this_machine(monkeypatch):
 def test_seeded_bugs_are_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch):
     """Each planted bug is found, with a seed and its history."""
     mutant.seed(monkeypatch)
-    world = {kind.name: kind for kind in (SchedulerWorld, EngineWorld, HostWorld)}[mutant.world]
+    world = {kind.name: kind for kind in WORLDS}[mutant.world]
     found = search(world, range(4 * HISTORIES[mutant.world]))
     assert found is not None, f"no history shows that {mutant.name}"
     assert str(found.seed) in str(found) and "--seeds" not in str(found)
@@ -129,7 +131,7 @@ def test_a_caught_verdict_counts(seed):
     assert found.__cause__ is None
 
 
-@pytest.mark.parametrize("world", ["scheduler", "engine", "hosts"])
+@pytest.mark.parametrize("world", ["scheduler", "engine", "ends", "hosts"])
 @pytest.mark.starts
 def test_the_command_line(world):
     """The command line replays a seed and searches seeds."""

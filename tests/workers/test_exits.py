@@ -13,6 +13,10 @@ from multiprocessing import util
 
 import pytest
 from support import scripts, work
+from support.limits import WAIT
+
+import xpool
+from xpool import current_worker
 
 pytestmark = pytest.mark.xpool_only
 
@@ -206,3 +210,154 @@ FORGETS = """
 def test_a_process_is_never_half_closed(tmp_path):
     """A thread that starts a process of its own meets no process of the pool without its parts."""
     assert scripts.run_ok([scripts.write(tmp_path / "program.py", FORGETS)]) == ""
+
+
+class Entered:
+    """A context that logs what happens around the tasks of its worker."""
+
+    def __init__(self, log, fails=""):
+        self.log, self.fails = str(log), fails
+
+    def line(self, text):
+        work.log_line(self.log, f"{text}:{current_worker().index}")
+        if text == self.fails:
+            raise RuntimeError(f"{text} fails")
+
+    def enter(self):
+        self.line("enter")
+
+    def exit(self):
+        self.line("exit")
+
+
+def initialize(log):
+    """Initializer: log, also at the worker's end."""
+    current_worker().context.line("initializer")
+    if threading.current_thread() is threading.main_thread():
+        atexit.register(work.log_line, log, "atexit")
+
+
+def task(context, x):
+    context.line("task")
+    return x
+
+
+@pytest.mark.parametrize("method", [None, "spawn", "fork"])
+def test_exit_of_a_context(make_pool, log, method):
+    """A context's `exit()` is called in its worker, after the last task and what the initializer
+    has registered."""
+    from xpool import CtxPool
+
+    contexts = [Entered(log)]
+    pool = make_pool(CtxPool, None, initialize, (str(log),), context=method,
+                     worker_contexts=contexts)  # fmt: skip
+    assert pool.map(task, range(2), chunksize=1) == [0, 1]
+    pool.close()
+    pool.join()
+    expected = "enter:0 initializer:0 task:0 task:0 atexit exit:0"
+    assert log.read_text().split() == expected.split()
+
+
+@pytest.mark.parametrize("kind", ["CtxPool", "CtxThreadPool"])
+def test_exit_before_the_replacement_enters(make_pool, log, kind):
+    """With `maxtasksperchild`, `exit()` is called before the next worker's `enter()`."""
+    pool = make_pool(getattr(xpool, kind), worker_contexts=[Entered(log)], maxtasksperchild=2)
+    assert pool.map(task, range(4), chunksize=1) == [0, 1, 2, 3]
+    pool.close()
+    pool.join()
+    life = ["enter:0", "task:0", "task:0", "exit:0"]
+    lines = log.read_text().split()
+    assert lines[:8] == life * 2 and lines[8:] in ([], ["enter:0", "exit:0"])
+
+
+@pytest.mark.parametrize("kind", ["CtxPool", "CtxThreadPool"])
+@pytest.mark.parametrize("fails", ["enter", "initializer", "exit"])
+def test_exit_after_a_failure(make_pool, log, kind, fails, capfd, monkeypatch):
+    """`exit()` is called if `enter()` has returned, also if the initializer fails. Its own error
+    is printed."""
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    context = Entered(log, fails)
+    pool = make_pool(getattr(xpool, kind), None, initialize, (str(log),), worker_contexts=[context])
+    if fails == "exit":
+        assert pool.map(task, range(2), chunksize=1) == [0, 1]
+        pool.close()
+        pool.join()
+        assert log.read_text().split()[-1] == "exit:0"
+        assert "RuntimeError: exit fails" in capfd.readouterr().err
+        return
+    with pytest.raises((xpool.WorkerStartFailed, xpool.PoolClosed)):
+        pool.map(task, range(2))
+    pool.join()
+    lines = log.read_text().split()
+    assert lines.count("enter:0") == 3
+    assert lines.count("exit:0") == (3 if fails == "initializer" else 0)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "sys.exit"])
+def test_exit_of_a_worker_that_dies(make_pool, log, how):
+    """`exit()` is not called in a worker that is killed; it is called after `sys.exit`."""
+    pool = make_pool(xpool.CtxPool, worker_contexts=[Entered(log)])
+    with pytest.raises(xpool.WorkerDied):
+        pool.apply(lambda context: work.end(how))
+    pool.terminate()
+    assert log.read_text().split().count("exit:0") == (how == "sys.exit")
+
+
+def test_exit_in_a_thread(make_pool):
+    """In a pool of threads, `exit()` is called in the thread of `enter()`."""
+
+    class Where:
+        def enter(self):
+            self.entered = threading.get_ident()
+
+        def exit(self):
+            ended.append((self, threading.get_ident()))
+
+    ended: list[tuple[Where, int]] = []
+    contexts = [Where(), Where()]
+    pool = make_pool(xpool.CtxThreadPool, worker_contexts=contexts)
+    pool.map(lambda context, x: x, range(10))
+    pool.close()
+    pool.join()
+    assert {id(context) for context, _ in ended} == set(map(id, contexts))
+    assert all(context.entered == thread for context, thread in ended)
+
+
+def test_exit_of_an_abandoned_thread(make_pool, log):
+    """`exit()` is not called in a thread that was abandoned, since another one has its context."""
+    over = threading.Event()
+    done = threading.Event()
+
+    def wait(context):
+        over.wait(WAIT)
+        done.set()
+
+    pool = make_pool(xpool.CtxThreadPool, worker_contexts=[Entered(log)])
+    with pytest.raises(xpool.TaskTimeout):
+        pool.apply(wait, timeout=0.05)
+    assert pool.apply(task, (1,)) == 1
+    over.set()
+    assert done.wait(WAIT)
+    pool.close()
+    pool.join()
+    assert log.read_text().split().count("exit:0") == 1
+
+
+class Leaves:
+    """A context without `enter`."""
+
+    def __init__(self, log):
+        self.log = str(log)
+
+    def exit(self):
+        work.log_line(self.log, "exit")
+
+
+@pytest.mark.parametrize("kind", ["CtxPool", "CtxThreadPool"])
+def test_a_context_needs_no_enter(make_pool, log, kind):
+    """`exit()` is called for a context that has no `enter()`."""
+    pool = make_pool(getattr(xpool, kind), worker_contexts=[Leaves(log)])
+    pool.apply(work.same)
+    pool.close()
+    pool.join()
+    assert log.read_text().split() == ["exit"]

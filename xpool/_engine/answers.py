@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from xpool._engine.jobs.budget import RestartPolicy, back_off
 from xpool._engine.jobs.ranges import TaskRange, name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler
-from xpool._engine.ledger import Ledger
+from xpool._engine.ledger import Ledger, WorkerEnd
 from xpool._engine.maintenance import ArenaMaintenance
 from xpool._engine.memory import MemoryLimits
 from xpool._engine.pickled_results import Encoded
@@ -51,7 +51,9 @@ class EngineOptions(NamedTuple):
 
     ``lifetime``: most tasks of a process; None: no limit.  ``processes``: groups of worker indexes;
     the workers of a group are threads of one process.  ``together``: all workers end when one dies.
-    ``hands_back``: the engine's caller retries tasks (see `Answers`).
+    ``hands_back``: the engine's caller retries tasks (see `Answers`).  ``on_end(end, told)`` is
+    called after the end of each process, in the engine's thread; the place gets its next process
+    when ``told()`` was called.
     """
 
     lifetime: int | None = None
@@ -61,6 +63,7 @@ class EngineOptions(NamedTuple):
     together: bool = False
     hands_back: bool = False
     memory: MemoryLimits = MemoryLimits()
+    on_end: Callable[[WorkerEnd, Callable[[], None]], None] | None = None
 
 
 class Parts(NamedTuple):

@@ -24,6 +24,7 @@ process, runs a user's code or wakes a caller while holding it.
 
 # No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -108,8 +109,9 @@ class Engine:
             switchboard = Switchboard(self.workers, self._reactor, self._monitor.distrust)
         self._replacement = Replacement(
             parts, self._dispatcher, self._direct, self._monitor, switchboard,
-            together=options.together,
+            options=options,
         )  # fmt: skip
+        self._on_end = options.on_end
         submission = self._submission = Submission(
             self.lock, self.sched, self._monitor, self._replacement, self._direct
         )
@@ -283,10 +285,9 @@ class Engine:
     def close(self) -> None:
         """Close the engine's own descriptors, and kill workers whose end it could not await."""
         with self.lock:
-            for worker in self.workers:
-                if worker.handle is not None:
-                    worker.ended(seen=False)
+            self._replacement.end_unseen()
             self._reactor.close()
+        self._tell_ends()
         # Do not hold the lock: the arena's end is slow, and the relay waits for log handlers, which
         # may use this pool.
         self._maintenance.end()
@@ -328,10 +329,24 @@ class Engine:
             if self._resumed:
                 self._resumed = False
                 self._monitor.give_idle()
+        if self._replacement.ends:
+            self._tell_ends()
         # Do not hold the lock: clearing a dead worker's holds takes milliseconds.
         if self._maintenance.after_turn():
             with self.lock:
                 self._maintenance.again()
+
+    def _tell_ends(self) -> None:
+        """Tell the pool which processes have ended.  Called without the lock."""
+        ends = self._replacement.ends
+        while ends:
+            worker, end = ends.popleft()
+            assert self._on_end is not None
+            self._on_end(end, functools.partial(self._told, worker))
+
+    def _told(self, worker: WorkerProcess) -> None:
+        with self.lock:
+            self._replacement.told(worker)
 
     def _start_due(self) -> None:
         """Start the processes whose time has come."""

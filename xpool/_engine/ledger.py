@@ -12,12 +12,12 @@ import heapq
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xpool._engine.jobs.scheduler import Batch
 from xpool._pickling.frame import pickle_alone
 from xpool._wire.outbox import COUNTERS
-from xpool.errors import OptionError
+from xpool.errors import OptionError, signal_of
 
 if TYPE_CHECKING:
     from xpool._engine.worker_process import WorkerProcess
@@ -65,6 +65,34 @@ class WorkerReport(NamedTuple):
         """The fraction of its time, from 0 to 1, in which it ran tasks."""
         total = self.busy_seconds + self.waiting_seconds
         return self.busy_seconds / total if total else 0.0
+
+
+class WorkerEnd(NamedTuple):
+    """How a worker's process has ended: what ``on_worker_end=`` of a pool gets.
+
+    Attributes:
+        worker: the index of the worker.
+        context: the worker's object in ``worker_contexts``, as the program has it; else None.
+        pid: the process id.
+        exitcode: as `multiprocessing.Process.exitcode`: negative for a signal; None: not known.
+        reason: "died" (by itself, or another program has killed it), "stopped" (the pool has
+            killed it: its task did not stop at its time limit or when it was cancelled), "start
+            failed" (before it took tasks), "recycled" (by ``maxtasksperchild``), "resized",
+            "closed" or "terminated".
+        text: the worker, the pid, the exit code and the cause, for messages.
+    """
+
+    worker: int
+    context: Any
+    pid: int
+    exitcode: int | None
+    reason: str
+    text: str
+
+    @property
+    def signal(self) -> str | None:
+        """Name of the signal that ended the process, or None."""
+        return signal_of(self.exitcode)
 
 
 class Slow(NamedTuple):

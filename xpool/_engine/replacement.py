@@ -19,7 +19,7 @@ from collections import deque
 from functools import partial
 from typing import NamedTuple
 
-from xpool._engine.answers import Parts
+from xpool._engine.answers import EngineOptions, Parts
 from xpool._engine.channel import Channel
 from xpool._engine.direct import DirectReceive
 from xpool._engine.dispatcher import Dispatcher
@@ -27,6 +27,7 @@ from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.jobs.scheduler import Batch
 from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.launch import Handle
+from xpool._engine.ledger import WorkerEnd
 from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.pickled_results import StartFailure
 from xpool._engine.reactor import Alarms
@@ -132,13 +133,18 @@ class Replacement:
         monitor: WorkerMonitor,
         switchboard: Switchboard | None,
         *,
-        together: bool,
+        options: EngineOptions,
     ) -> None:
         self.failure: XPoolError | StartFailure | None = None  # why the pool has stopped
         self.ending = False  # no more processes are started
         # Places whose next process the engine's thread starts after it has released the lock.
         self.due: deque[WorkerProcess] = deque()
-        self._together = together  # the workers form one group, which ends when one dies
+        # With `EngineOptions.on_end`: the ends that the pool is not told yet, and the workers whose
+        # place stays empty until it was.
+        self.ends: deque[tuple[WorkerProcess, WorkerEnd]] = deque()
+        self._untold: set[WorkerProcess] = set()
+        self._tells = options.on_end is not None
+        self._together = options.together  # the workers form one group, which ends when one dies
         self._switchboard = switchboard  # gives workers channels to each other
         self._workers, self._sched, self._reactor = parts.workers, parts.sched, parts.reactor
         self._maintenance, self._policy = parts.maintenance, parts.policy
@@ -165,7 +171,11 @@ class Replacement:
     def next_due(self) -> Launch | None:
         """Decide to start a process whose time has come, if there is one."""
         while self.due:
-            launch = self._decide(self.due.popleft())
+            worker = self.due.popleft()
+            # It may be here twice.  If the first start was refused, it starts after a pause.
+            if any(self._restarts.pending(one) for one in worker.workers):
+                continue
+            launch = self._decide(worker)
             if launch is not None:
                 return launch
         return None
@@ -174,6 +184,8 @@ class Replacement:
         # If not absent, a caller of `resize` has started it meanwhile.
         if self.ending or self._left_over(worker) or worker.state is not WorkerStates.ABSENT:
             return None
+        if not self._untold.isdisjoint(worker.workers):
+            return None  # `told` has it started
         arena, attachment = self._maintenance.take_attachment()
         for one in worker.workers:
             one.launching()
@@ -200,7 +212,7 @@ class Replacement:
             self._reactor.remove(handle.sentinel)
             for one in workers:
                 one.kill()
-                self._put_away(one)
+                self._put_away(one, None)
             raise
         for one in workers:
             if self._monitor.stopped:
@@ -283,8 +295,10 @@ class Replacement:
 
     @property
     def ended(self) -> bool:
-        """Whether no process is left and none will start."""
-        return self.ending and all(one.state is WorkerStates.ABSENT for one in self._workers)
+        """Whether no process is left, none will start, and the pool was told of all ends."""
+        gone = self.ending and all(one.state is WorkerStates.ABSENT for one in self._workers)
+        # Read this last: another thread, which has failed to start a process, adds to it first.
+        return gone and not self._untold
 
     def let_go(self, job: int) -> None:
         """End the turn of the caller that receives the answer of this job."""
@@ -327,7 +341,7 @@ class Replacement:
         # Remove the sentinel before `_put_away` closes it.
         self._reactor.remove(handle.sentinel)
         for one in ended:
-            self._put_away(one)
+            self._put_away(one, end)
         if self.ending:
             return
         if end.kind not in (EndKind.FAILED, EndKind.KILLED, EndKind.REFUSED):
@@ -392,8 +406,9 @@ class Replacement:
         if one.reader.ended:
             self._look_at_end(worker)
 
-    def _put_away(self, worker: WorkerProcess) -> None:
-        """Release a worker whose tasks are settled."""
+    def _put_away(self, worker: WorkerProcess, end: End | None) -> None:
+        """Release a worker whose tasks are settled; ``end`` is None if it was not awaited."""
+        self._note_end(worker, end)
         # Remove its descriptors from the reactor before `worker.ended` closes them.
         self._monitor.gone(worker)
         self._direct.gone(worker)
@@ -403,6 +418,52 @@ class Replacement:
         worker.ended()
         # By now, the parent holds all blocks that the process has sent.
         self._maintenance.free_attachment(attachment)
+
+    def end_unseen(self) -> None:
+        """Kill and release the workers whose end the engine's thread cannot await."""
+        for worker in self._workers:
+            if worker.handle is not None:
+                self._note_end(worker, None)
+                worker.ended(seen=False)
+
+    def _note_end(self, worker: WorkerProcess, end: End | None) -> None:
+        """Have the pool told how a process has ended."""
+        pid = worker.pid
+        # Without a pid, there was no process, or it was called off before its first line.
+        if not self._tells or pid is None:
+            return
+        exitcode, text = None, f"worker {worker.index} (pid {pid}), killed by the pool"
+        if end is not None:
+            exitcode, text = end.exitcode, end.story
+        if worker.reason is not None:
+            text += f": {_line(worker.reason)}"
+        elif worker.remark:
+            text += f". {worker.remark}"
+        reason = self._reason(worker, end)
+        self._untold.add(worker)
+        self.ends.append((worker, WorkerEnd(worker.index, None, pid, exitcode, reason, text)))
+
+    def _reason(self, worker: WorkerProcess, end: End | None) -> str:
+        """Return the `WorkerEnd.reason` of a worker."""
+        if end is None or self._monitor.stopped:
+            return "terminated"
+        if end.kind is EndKind.STOPPED:
+            return "stopped"
+        if end.kind is EndKind.DIED:
+            return "died"
+        if end.kind is not EndKind.FINISHED or worker.reason is not None:
+            return "start failed"
+        if end.exitcode:
+            return "died"  # at its orderly end
+        if self._left_over(worker):
+            return "resized"
+        return "closed" if self.ending else "recycled"
+
+    def told(self, worker: WorkerProcess) -> None:
+        """Start the next process in a place, because the pool was told of the last one's end."""
+        self._untold.discard(worker)
+        self.due.append(worker)  # `_decide` refuses a place that needs no process
+        self._reactor.wake()
 
     def _settle(self, ended: list[WorkerProcess], exitcode: int | None) -> None:
         """Answer or retry the tasks that a process ran; other workers get the rest."""
@@ -447,10 +508,8 @@ def _failure(end: End, policy: RestartPolicy) -> XPoolError | StartFailure:
     cause = worker.reason
     if isinstance(cause, Refusal):
         return StartFailure(WorkerStartFailed(worker.index, attempts, cause.line), cause.pickled)
-    if isinstance(cause, XPoolError):
-        reason = str(cause)
-    elif cause is not None:
-        reason = f"{type(cause).__name__}: {cause}"
+    if cause is not None:
+        reason = _line(cause)
     else:
         reason = f"its process ended before it was ready, {exit_reason(exitcode)}"
         # It ended by itself, as when it imports a script that makes a pool at its top level.
@@ -462,6 +521,13 @@ def _failure(end: End, policy: RestartPolicy) -> XPoolError | StartFailure:
     error = WorkerStartFailed(worker.index, attempts, reason)
     error.__cause__ = cause
     return error
+
+
+def _line(cause: Refusal | Exception) -> str:
+    """Return the text of the cause for which a worker could not start."""
+    if isinstance(cause, Refusal):
+        return cause.line
+    return str(cause) if isinstance(cause, XPoolError) else f"{type(cause).__name__}: {cause}"
 
 
 def _beside(

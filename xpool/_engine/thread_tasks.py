@@ -102,7 +102,7 @@ class HeldTask:
 class PoolThread:
     """One thread of the backend."""
 
-    __slots__ = ("done", "index", "job", "left", "over", "source", "thread")
+    __slots__ = ("done", "entered", "index", "job", "left", "over", "source", "thread")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -110,6 +110,7 @@ class PoolThread:
         self.thread: threading.Thread | None = None
         self.job = 0  # whose task it runs; 0: none
         self.done = 0  # tasks that it has begun
+        self.entered = False  # its context's `enter` has returned
         self.left = False  # abandoned: it ends when its task returns
         self.over = False  # surplus: it ends
 

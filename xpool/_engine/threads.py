@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -57,6 +58,17 @@ class ThreadOptions(NamedTuple):
     initializer_timeout: float | None
     lifetime: int | None
     contexts: list[Any] | None
+
+
+def _leave(context: Any) -> None:
+    """Call the context's ``exit``, if it has one; print its error."""
+    if callable(end := getattr(context, "exit", None)):
+        try:
+            end()
+        except BaseException:
+            threading.excepthook(
+                threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+            )
 
 
 class ThreadWorkers:
@@ -159,6 +171,8 @@ class ThreadWorkers:
                 get, put = self._ends(me)
                 options.work(get, put, None, (), None)
         finally:
+            if me.entered and not me.left:
+                _leave(context)
             # Free the place before another thread starts there.  Wake last: `join` then looks at
             # the places.
             leave()
@@ -182,11 +196,13 @@ class ThreadWorkers:
         options = self._options
         begin = getattr(context, "enter", None)
         if options.initializer is None and not callable(begin):
+            me.entered = True
             return None
         key = self._held.begin(me, HeldTask(None, TaskOptions(timeout=options.initializer_timeout)))
         try:
             if callable(begin):
                 begin()
+            me.entered = True
             if options.initializer is not None:
                 options.initializer(*options.initargs)
         except BaseException as exc:

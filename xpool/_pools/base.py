@@ -160,6 +160,8 @@ class BasePool(PublicVerbs, Hooks):
                 while not self._backend.ended:
                     self._backend.wait()
                 self._backend.close()
+            self._jobs.callbacks.stop()
+            self._jobs.callbacks.join()
             raise
 
     # -- observing ---------------------------------------------------------------------------------
@@ -298,7 +300,9 @@ class BasePool(PublicVerbs, Hooks):
     def terminate(self) -> None:
         """Stop the workers now.  Unanswered calls fail with `PoolClosed`."""
         life = self._life
-        if self._stop() and self._terminate_waits and threading.current_thread() is not life.thread:
+        if not self._stop() or not self._terminate_waits or self._jobs.callbacks.handles_end():
+            return
+        if threading.current_thread() is not life.thread:
             life.finished.wait()
 
     @shielded

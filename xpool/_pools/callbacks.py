@@ -1,11 +1,13 @@
 """Runs the callbacks of a pool one after the other, in the order of completion.
 
 A pool has two threads for them, each started at its first call.  One calls the callbacks of the
-program, and the other completes futures, so a callback can wait for a future of the same pool.
+program, and the other completes futures, so a callback can wait for a future of the same pool.  A
+pool with ``on_worker_end=`` has a third one, so a slow callback delays no replacement of a worker.
 
 The engine's thread runs no callbacks, since they may block, raise, or submit work and wait for it.
 Before a callback waits for a result of its pool, it passes its queue to a new thread, which can run
-the callback of that result.
+the callback of that result.  If the callback is an ``on_worker_end=``, its worker is replaced
+meanwhile, since the result may need that worker.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool._calls.results import local
 from xpool._python.interrupt import shielded
 from xpool._python.waiters import Flag
+
+if TYPE_CHECKING:
+    from xpool._engine.ledger import WorkerEnd
 
 
 @shielded
@@ -43,26 +48,47 @@ class _Call(Protocol):
 
 
 class Callbacks:
-    """The two callback threads of a pool."""
+    """The callback threads of a pool."""
 
     def __init__(self, name: str) -> None:
         self.program = _Caller(f"{name}-callbacks", self)
         """Calls the callbacks of the program."""
         self.futures = _Caller(f"{name}-callbacks-futures", self)
         """Completes futures."""
+        self.ends = _Caller(f"{name}-callbacks-ends", self)
+        """Calls ``on_worker_end=``."""
 
     def runs_here(self) -> bool:
-        """Whether the calling thread is one of the two."""
-        return getattr(local, "caller", None) in (self.program, self.futures)
+        """Whether the calling thread is one of them."""
+        return getattr(local, "caller", None) in (self.program, self.futures, self.ends)
+
+    def handles_end(self) -> bool:
+        """Whether this thread is in an ``on_worker_end=``, for which the pool's end waits."""
+        return getattr(local, "caller", None) is self.ends
+
+    def for_ends(
+        self, hook: Callable[[WorkerEnd], object], contexts: Sequence[Any]
+    ) -> Callable[[WorkerEnd, Callable[[], None]], None]:
+        """Return the `EngineOptions.on_end` that has ``hook`` called; start its thread."""
+        self.ends.start()  # the interpreter starts no thread at its exit
+
+        def on_end(end: WorkerEnd, told: Callable[[], None]) -> None:
+            # Workers that `resize` has added have no context.
+            if end.worker < len(contexts):
+                end = end._replace(context=contexts[end.worker])
+            self.ends.add(_End(hook, end, told))
+
+        return on_end
 
     def stop(self) -> None:
         """Let the threads end after the queued calls."""
         # Futures first: completing them queues their callbacks.
         self.futures.stop(self.program.stop)
+        self.ends.stop()
 
     def join(self, deadline: float | None = None) -> bool:
         """Wait for the threads to end, after `stop`; return False at the deadline."""
-        return self.futures.join(deadline) and self.program.join(deadline)
+        return all(one.join(deadline) for one in (self.futures, self.program, self.ends))
 
 
 def calling_back() -> Callbacks | None:
@@ -71,6 +97,33 @@ def calling_back() -> Callbacks | None:
     if caller is None or caller is not caller.owner.futures:
         return None
     return caller.owner
+
+
+class _End:
+    """A call of ``on_worker_end=``."""
+
+    def __init__(
+        self, hook: Callable[[WorkerEnd], object], end: WorkerEnd, told: Callable[[], None]
+    ) -> None:
+        self._hook, self._end, self._told = hook, end, [told]
+
+    def call_back(self) -> None:
+        relieve = local.blocking
+
+        def blocking() -> None:
+            self.complete()
+            relieve()
+
+        local.blocking = blocking
+        try:
+            self._hook(self._end)
+        finally:
+            local.blocking = relieve
+
+    def complete(self) -> None:
+        # Only once: later, the place may wait for the call of the next end.
+        while self._told:
+            self._told.pop()()
 
 
 class _Caller:
@@ -142,7 +195,10 @@ class _Caller:
             kind, exc, trace = sys.exc_info()
             assert kind is not None
             args = threading.ExceptHookArgs((kind, exc, trace, threading.current_thread()))
-            threading.excepthook(args)
+            try:
+                threading.excepthook(args)
+            except BaseException:  # as in a thread that ends: this one must go on
+                sys.excepthook(*sys.exc_info())
             # Breaks a cycle: the traceback holds this frame, whose variables hold the traceback.
             del kind, exc, trace, args
         finally:

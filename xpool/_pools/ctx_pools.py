@@ -101,13 +101,14 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
     * ``env``, a mapping: variables that are set in the worker before it imports anything else.
     * ``cpus``: the cores that the worker runs on.
     * ``enter()``: a method that is called once in the worker, before the initializer.
+    * ``exit()``: one that is called at the worker's orderly end, and not if the worker is killed.
     * ``group``, other than 0: these contexts form one replica group.  If one of its workers dies,
       the pool stops with `DeviceError`, since the others cannot continue with a replacement.
 
-    Contexts of `xpool.devices` have all of them.  `xpool.assigner.ModelAssigner` makes a context
-    for each of its devices, with the models placed there.  Workers whose contexts name the same
-    process (``XPOOL_PROCESS`` in ``env``, as ``devices("tpu")`` does for the cores of TPU v2 and
-    v3) are threads of it: they end and are restarted together (docs/devices.md).
+    Contexts of `xpool.devices` have all of them but ``exit()``.  `xpool.assigner.ModelAssigner`
+    makes a context for each of its devices, with the models placed there.  Workers whose contexts
+    name the same process (``XPOOL_PROCESS`` in ``env``, as ``devices("tpu")`` does for the cores of
+    TPU v2 and v3) are threads of it: they end and are restarted together (docs/devices.md).
 
     The other arguments are those of `Pool`.  The initializer gets only ``initargs``; it finds the
     context in ``current_worker().context``.
@@ -195,8 +196,8 @@ class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
 
     Args:
         worker_contexts: as for `CtxPool`; an ``enter()`` is called in each thread, before the
-            initializer.  Contexts with ``env`` or ``cpus``, such as those of `xpool.devices`, are
-            refused, since they bind a process.
+            initializer, and an ``exit()`` at its end.  Contexts with ``env`` or ``cpus``, such as
+            those of `xpool.devices`, are refused, since they bind a process.
 
     The other arguments are those of `ThreadPool`.
     """

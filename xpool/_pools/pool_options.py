@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from xpool._calls.keywords import names_of, names_of_inits, refuse_unknown
 from xpool._calls.options import (
     check_bytes,
+    check_callable,
     check_choice,
     check_count,
     check_flag,
@@ -17,6 +18,9 @@ from xpool._calls.options import (
     check_seed,
 )
 from xpool.errors import OptionError
+
+if TYPE_CHECKING:
+    from xpool._engine.ledger import WorkerEnd
 
 P = ParamSpec("P")
 
@@ -27,6 +31,7 @@ REFUSED_BY_THREADS = {
     "context": "threads have no start method",
     "seed": "all threads share the random generators of this process",
     "output": "all threads share the stdout and stderr of this process",
+    "on_worker_end": "no thread can be killed, so the exit() of its context does this",
     "worker_memory": "all threads share the memory of this process",
     "memory_high": "it holds back tasks for other processes",
     "hosts": "threads run on this host",
@@ -36,6 +41,7 @@ REFUSED_OVER_HOSTS = {
     "processes": "per_host= says how many workers each host has",
     "context": "workers on other hosts start through xpool's fork server",
     "is_copy_tensor": "hosts do not share memory",
+    "on_worker_end": "a host replaces its workers without asking the program",
 }
 
 
@@ -65,6 +71,7 @@ class PoolOptions:
         initializer_timeout: float | None = None,
         restart_budget: int | None = None,
         output: str | None = None,
+        on_worker_end: Callable[[WorkerEnd], object] | None = None,
         worker_memory: int | str | None = None,
         memory_high: float | None = None,
         hosts: Any = None,
@@ -86,6 +93,9 @@ class PoolOptions:
             None if restart_budget is None else check_count("restart_budget", restart_budget)
         )
         self.output = check_choice("output", output, "prefix", "files", None)
+        if on_worker_end is not None:
+            check_callable("on_worker_end", on_worker_end)
+        self.on_worker_end = on_worker_end
         self.worker_memory, self.memory_high = check_memory(worker_memory, memory_high)
         self.hosts = hosts
 

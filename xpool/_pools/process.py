@@ -63,13 +63,14 @@ class Pool(BasePool):
         share_method: in this case, share only tensors on this device: "cpu", "cuda" or "xla".
         memory_limit: bytes of shared memory; what does not fit goes through pipes.
         seed: from which the workers' random generators are seeded.
-        task_timeout: seconds for each call of a verb that has no ``timeout=``.
-        initializer_timeout: seconds for the start of a worker, with imports and initializer.
-        restart_budget: how many workers may die in a minute while no task finishes; one more
-            death ends the pool.
+        task_timeout: seconds for each call without ``timeout=``.
+        initializer_timeout: seconds for a worker's start, with its initializer.
+        restart_budget: how many workers may die in a minute in which no task finishes.
         output: "prefix": ``[worker 3]`` before printed lines; "files": each task prints into a
             file in ``output_folder``.
-        worker_memory: bytes ("2GB"); a worker that uses more is replaced.
+        on_worker_end: called with a `WorkerEnd` for each worker that ended, before its replacement
+            starts.
+        worker_memory: bytes ("2GB"); workers with more are replaced.
         memory_high: from 0 to 1; tasks wait while a larger part of the memory is in use.
         hosts: the hosts of workers on other machines: ``xpool.ray.hosts()``.
         name: of the pool and its workers.
@@ -230,6 +231,9 @@ class Pool(BasePool):
                 "is_daemon=False to the outer pool, or give this one no context and no objects "
                 "that only a context can pass on"
             )
+        on_end = None
+        if options.on_worker_end is not None:
+            on_end = self._jobs.callbacks.for_ends(options.on_worker_end, self._contexts or ())
         spec = self._worker_spec(blob)
         arena = self._packer.arena
         config = assembly.WorkerConfig(spec, launcher, arena, self._packer.memory_limit)
@@ -247,7 +251,7 @@ class Pool(BasePool):
             ),
             functools.partial(describe, self._jobs.unanswered),
             assembly.engine_options(options, self._size)._replace(
-                processes=self._processes, together=self._is_group
+                processes=self._processes, together=self._is_group, on_end=on_end
             ),
         )
 

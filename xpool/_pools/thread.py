@@ -34,7 +34,8 @@ class ThreadPool(BasePool):
     Raises:
         TypeError: an argument has a wrong type.
         OptionError (a `ValueError`): an argument has a wrong value, or is one that threads cannot
-            have: ``context``, ``seed``, ``output``, ``worker_memory``, ``memory_high``, ``hosts``.
+            have: ``context``, ``seed``, ``output``, ``on_worker_end``, ``worker_memory``,
+            ``memory_high``, ``hosts``.
     """
 
     _terminate_waits = False

@@ -6,6 +6,7 @@ that is killed between any two instructions leaves no lock held.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import select
@@ -192,6 +193,9 @@ class _Worker:
         _renew_autograd()
         if callable(begin := getattr(context, "enter", None)):
             begin()
+        # Called by `exits.run`, after what the initializer and tasks register.
+        if callable(end := getattr(context, "exit", None)):
+            atexit.register(end)
         # Unpickle it even if it is inherited: the message brings the globals of `__main__` too.
         sent: Any = None if config["initializer"] is None else decode(config["initializer"])
         if inherited is None:
