@@ -290,6 +290,12 @@ def test_licences(workers: int):
     assert out.splitlines()[0] == "item 7: WorkerDied" and out.endswith("are free\n"), out
 
 
+def test_records():
+    """A plain loop finds the same records, and the first error is that of the first file."""
+    out = run_example("records.py", "--files=5", "--lines=3000")
+    assert "checked" in out and "first error: at 2.75 s, request 897115" in out
+
+
 def test_no_workers():
     """An invalid number of workers ends with xpool's error message."""
     done = subprocess.run(

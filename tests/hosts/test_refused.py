@@ -48,6 +48,12 @@ def test_a_client_of_ray(monkeypatch):
         over()
 
 
+def test_generators():
+    """`yields=True` is refused, with the reason."""
+    with over(n=1, per_host=1) as pool, pytest.raises(OptionError, match="agents of hosts"):
+        pool.imap(range, [1], yields=True)
+
+
 @pytest.mark.parametrize(
     ("where", "why"),
     [

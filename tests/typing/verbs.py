@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 
 from typing_extensions import assert_type
@@ -29,6 +29,10 @@ def name(number: int) -> str:
     return str(number)
 
 
+def names(number: int) -> Iterator[str]:
+    yield str(number)
+
+
 def join(number: int, text: str, *, end: str = "") -> bytes:
     return (str(number) + text + end).encode()
 
@@ -53,6 +57,14 @@ def plain(pool: Pool | ThreadPool) -> None:
     assert_type(pool.imap_unordered(name, [1]), IMapUnorderedIterator[str])
     assert_type(pool.imap_unordered(name, [1], 2, 8), IMapUnorderedIterator[str])
     assert_type(next(pool.imap(name, [1])), str)
+    assert_type(pool.imap(names, [1], yields=True), IMapIterator[str])
+    assert_type(
+        pool.imap(names, [1], yields=True, on_error="return"), IMapIterator[str | BaseException]
+    )
+    assert_type(
+        pool.imap_unordered(names, [1], yields=True, with_index=True),
+        IMapUnorderedIterator[tuple[int, str]],
+    )
     assert_type(len(pool.imap(name, [1])), int)
     for text in pool.imap_unordered(name, [1]):
         assert_type(text, str)

@@ -47,6 +47,7 @@ _ITS_VERBS = {
     "version": "map, starmap, imap and imap_unordered have",
     "with_index": "imap_unordered has",
     "worker": "apply and apply_async of P2PPool have",
+    "yields": "imap and imap_unordered have",
 }
 """The verbs that have a keyword which the others lack."""
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from itertools import repeat, starmap
+from itertools import count, repeat, starmap
 from typing import Any, TypeVar
 
 from xpool._calls.progress import Progress
@@ -111,6 +111,8 @@ class IMapIterator(Iterator[T]):
         self.chunksize = 1
         self.items_per_task = 1
         self.with_index = False
+        # Makes the numbers of consecutive tasks, from the first on.
+        self.numbers: Callable[[int], Iterable[int]] = count
         self.total: int | None = None  # number of items; None: the input has no length
         self.progress: Progress | None = None
         self.returns_errors = False
@@ -126,7 +128,9 @@ class IMapIterator(Iterator[T]):
             TypeError: the input has no length.
         """
         if self.total is None:
-            raise TypeError(f"{self!r} has no len(): its input has none")
+            raise TypeError(
+                f"{self!r} has no len(): its input has none, or an item gives many results"
+            )
         return self.total
 
     def __bool__(self) -> bool:
@@ -216,6 +220,10 @@ class IMapIterator(Iterator[T]):
         flow.stop()
         return cancelled
 
+    def close(self) -> None:
+        """Cancel the remaining tasks, as `cancel`.  `contextlib.closing` calls this."""
+        self.cancel()
+
     def _movable(self) -> bool:
         # Checked in this order, because `_move` fills the buffer before it empties the dict.
         return bool(
@@ -297,14 +305,14 @@ class IMapIterator(Iterator[T]):
         """
         if returns or not ok:
             errors = [v.exc if type(v) is Unopened else v for v in values]
-            for task, error in enumerate(errors, number):
+            for task, error in zip(self.numbers(number), errors):
                 if isinstance(error, BaseException):
                     number_item(error, task * self.items_per_task, self.label)
             if returns:  # then each item is its own task
-                return list(enumerate(errors, number)) if self.with_index else errors, 0
+                return list(zip(self.numbers(number), errors)) if self.with_index else errors, 0
             return [Unopened(error) for error in errors], len(errors)
         if self.with_index:
-            values = [self._indexed(value, i) for i, value in enumerate(values, number)]
+            values = [self._indexed(v, i) for i, v in zip(self.numbers(number), values)]
         if self._chunked:
             return [x for v in values for x in ((v,) if type(v) is Unopened else v)], 0
         return values, 0

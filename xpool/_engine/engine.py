@@ -247,7 +247,8 @@ class Engine:
             if self.sched.bound_from(size):
                 raise OptionError(
                     f"the pool cannot have {size} workers now: run_all uses a worker that "
-                    "would end; call resize() after run_all has returned"
+                    "would end, or a generator of imap is in it; call resize() after run_all has "
+                    "returned, or when the iterator has ended"
                 )
             before = self.sched.size
             self._have(size)

@@ -11,6 +11,7 @@ from xpool._calls.results import PickledResult, Unopened
 from xpool._pickling.frame import Leased, unpack, weight
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._python.interrupt import by_handler
+from xpool._wire.outbox import entries
 from xpool._wire.wire import ENTRY
 from xpool.errors import WorkerStartFailed
 from xpool.pickle import decode
@@ -39,6 +40,10 @@ class Encoded(PickledResult):
     @property
     def nbytes(self) -> int:
         return weight(self._data)
+
+    def payloads(self) -> list[bytes | memoryview]:
+        """Return the pickle of each answer."""
+        return [data for _, data in entries(bytes(self._data))] if self._run else [self._data]
 
     def open(self) -> list[Any]:
         data = self._data

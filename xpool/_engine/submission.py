@@ -37,8 +37,9 @@ class Submission:
     def submit(self, *ranges: TaskRange) -> None:
         """Queue ranges of tasks and give them to idle workers.
 
-        A range that is bound to worker -1 is bound to the worker with the least to do.  All ranges
-        are queued under one lock, so workers get the ranges of two callers in the same order.
+        A range that is bound to worker -1, or to one that `resize` has removed, is bound to the
+        worker with the least to do.  All ranges are queued under one lock, so workers get the
+        ranges of two callers in the same order.
         """
         with self.lock:
             if self._direct.turns:
@@ -49,7 +50,7 @@ class Submission:
         # When the pool ends, it answers all jobs itself; no worker would take queued tasks.
         if not self._replacement.ending:
             for one in ranges:
-                if one.bound is not None and one.bound < 0:
+                if one.bound is not None and not 0 <= one.bound < self._sched.size:
                     one.bound = self._sched.least_loaded(newest=direct_job != 0)
                 self._sched.put(one)
             self._monitor.give_idle(direct_job)

@@ -96,11 +96,15 @@ class JobTable:
             if isinstance(job, Stream) and job.record(index, ok, value):
                 self.complete(job)
 
+    def submitted(self, tasks: int) -> None:
+        """Count tasks of a job that has entered."""
+        with self.lock:
+            self.counts["submitted"] += tasks
+
     def end_input(self, number: int, length: int, input_reader: InputReader) -> None:
         """Note that the input of a stream has ended after ``length`` tasks."""
         self.input_readers.discard(input_reader)
-        with self.lock:
-            self.counts["submitted"] += length
+        self.submitted(length)
         with self._delivering:
             job = self.unanswered.get(number)
             if isinstance(job, Stream) and job.end(length):

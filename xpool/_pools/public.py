@@ -296,20 +296,34 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     def imap(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, on_error: Literal["raise"] = "raise",
-        **options: Unpack[JournalOptions],
+        yields: Literal[False] = False, **options: Unpack[JournalOptions],
+    ) -> IMapIterator[T]: ...  # fmt: skip
+
+    @overload
+    def imap(
+        self, func: Callable[[Unpack[Cs], S], Iterable[T]], iterable: Iterable[S],
+        chunksize: int = 1, buffersize: int | None = None, *, on_error: Literal["raise"] = "raise",
+        yields: Literal[True], **options: Unpack[JournalOptions],
     ) -> IMapIterator[T]: ...  # fmt: skip
 
     @overload
     def imap(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, on_error: Literal["return"],
-        **options: Unpack[JournalOptions],
+        yields: Literal[False] = False, **options: Unpack[JournalOptions],
+    ) -> IMapIterator[T | BaseException]: ...  # fmt: skip
+
+    @overload
+    def imap(
+        self, func: Callable[[Unpack[Cs], S], Iterable[T]], iterable: Iterable[S],
+        chunksize: int = 1, buffersize: int | None = None, *, on_error: Literal["return"],
+        yields: Literal[True], **options: Unpack[JournalOptions],
     ) -> IMapIterator[T | BaseException]: ...  # fmt: skip
 
     @takes_keywords(JournalOptions)
     def imap(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1,
-        buffersize: int | None = None, *, on_error: str = "raise",
+        buffersize: int | None = None, *, on_error: str = "raise", yields: bool = False,
         **keywords: Unpack[JournalOptions],
     ) -> IMapIterator[Any]:  # fmt: skip
         """Return an iterator over the results, in order, while the input is still drawn.
@@ -326,49 +340,89 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         The iterator has the ``len()`` of the input, if that has one.
 
         Args:
+            yields: True: ``func`` returns a generator, which runs in a worker, and the iterator
+                gives its values as they are made: all of the first item, then of the second.
+                ``buffersize`` and the limit on memory hold for values.  ``timeout`` is for each
+                value.  With ``retries``, a generator begins again, and the values that have come
+                are skipped.  If the iterator is closed, cancelled or dropped, so are they.
             timeout, retries, retry_on, progress, on_error, seed, and those of a journal: as
                 in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.
-            OptionError: the journal belongs to another function, or to an earlier version.
+            OptionError: the journal belongs to another function, or to an earlier version; the
+                pool or an option is not for generators.
         """
         options = options_of(self, JournalOptions, keywords, False, None, on_error)
-        return imap(self, IMapIterator, Work(func), iterable, chunksize, buffersize, options)
+        kind, work = IMapIterator, Work(func)
+        return imap(self, kind, work, iterable, chunksize, buffersize, options, yields=yields)
 
     @overload
     def imap_unordered(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, with_index: Literal[False] = False,
-        on_error: Literal["raise"] = "raise", **options: Unpack[JournalOptions],
+        on_error: Literal["raise"] = "raise", yields: Literal[False] = False,
+        **options: Unpack[JournalOptions],
+    ) -> IMapUnorderedIterator[T]: ...  # fmt: skip
+
+    @overload
+    def imap_unordered(
+        self, func: Callable[[Unpack[Cs], S], Iterable[T]], iterable: Iterable[S],
+        chunksize: int = 1, buffersize: int | None = None, *, with_index: Literal[False] = False,
+        on_error: Literal["raise"] = "raise", yields: Literal[True],
+        **options: Unpack[JournalOptions],
     ) -> IMapUnorderedIterator[T]: ...  # fmt: skip
 
     @overload
     def imap_unordered(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, with_index: Literal[False] = False,
-        on_error: Literal["return"], **options: Unpack[JournalOptions],
+        on_error: Literal["return"], yields: Literal[False] = False,
+        **options: Unpack[JournalOptions],
+    ) -> IMapUnorderedIterator[T | BaseException]: ...  # fmt: skip
+
+    @overload
+    def imap_unordered(
+        self, func: Callable[[Unpack[Cs], S], Iterable[T]], iterable: Iterable[S],
+        chunksize: int = 1, buffersize: int | None = None, *, with_index: Literal[False] = False,
+        on_error: Literal["return"], yields: Literal[True], **options: Unpack[JournalOptions],
     ) -> IMapUnorderedIterator[T | BaseException]: ...  # fmt: skip
 
     @overload
     def imap_unordered(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, with_index: Literal[True],
-        on_error: Literal["raise"] = "raise", **options: Unpack[JournalOptions],
+        on_error: Literal["raise"] = "raise", yields: Literal[False] = False,
+        **options: Unpack[JournalOptions],
+    ) -> IMapUnorderedIterator[tuple[int, T]]: ...  # fmt: skip
+
+    @overload
+    def imap_unordered(
+        self, func: Callable[[Unpack[Cs], S], Iterable[T]], iterable: Iterable[S],
+        chunksize: int = 1, buffersize: int | None = None, *, with_index: Literal[True],
+        on_error: Literal["raise"] = "raise", yields: Literal[True],
+        **options: Unpack[JournalOptions],
     ) -> IMapUnorderedIterator[tuple[int, T]]: ...  # fmt: skip
 
     @overload
     def imap_unordered(
         self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
         buffersize: int | None = None, *, with_index: Literal[True], on_error: Literal["return"],
-        **options: Unpack[JournalOptions],
+        yields: Literal[False] = False, **options: Unpack[JournalOptions],
+    ) -> IMapUnorderedIterator[tuple[int, T | BaseException]]: ...  # fmt: skip
+
+    @overload
+    def imap_unordered(
+        self, func: Callable[[Unpack[Cs], S], Iterable[T]], iterable: Iterable[S],
+        chunksize: int = 1, buffersize: int | None = None, *, with_index: Literal[True],
+        on_error: Literal["return"], yields: Literal[True], **options: Unpack[JournalOptions],
     ) -> IMapUnorderedIterator[tuple[int, T | BaseException]]: ...  # fmt: skip
 
     @takes_keywords(JournalOptions)
     def imap_unordered(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1,
         buffersize: int | None = None, *, on_error: str = "raise", with_index: bool = False,
-        **keywords: Unpack[JournalOptions],
+        yields: bool = False, **keywords: Unpack[JournalOptions],
     ) -> IMapUnorderedIterator[Any]:  # fmt: skip
         """Return an iterator over the results in the order in which they arrive.
 
@@ -376,6 +430,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             buffersize: as in `imap`.
             with_index: True: an item of the iterator is ``(index, result)``, where ``index`` is the
                 position in ``iterable``, from 0 on.
+            yields: as in `imap`, with the values of all generators as they come.
             timeout, retries, retry_on, progress, on_error, seed, and those of a journal: as
                 in `map`.
 
@@ -385,4 +440,4 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         """
         options = options_of(self, JournalOptions, keywords, False, None, on_error)
         kind, work = IMapUnorderedIterator, Work(func)
-        return imap(self, kind, work, iterable, chunksize, buffersize, options, with_index)
+        return imap(self, kind, work, iterable, chunksize, buffersize, options, with_index, yields)

@@ -19,6 +19,7 @@ from xpool._calls.options import (
     check_chunksize,
     check_count,
     check_exceptions,
+    check_flag,
     check_progress,
     check_seconds,
     check_seed,
@@ -321,11 +322,17 @@ def imap(
     buffersize: int | None,
     options: TaskOptions,
     with_index: bool = False,
+    yields: bool = False,
 ) -> It:
     """Submit a call for each item while the input is drawn; return the iterator of results."""
     pool._life.check_running()
     pool._submitter.check(work.func)
     size = check_chunksize(chunksize)
+    if check_flag("yields", yields) and size > 1:
+        raise OptionError(
+            "chunksize= says how many items a task has, and with yields=True each item has tasks "
+            "of its own; leave one of them out"
+        )
     if buffersize is not None:
         size = min(size, check_count("buffersize", buffersize))
     if options.returns_errors or options.journal is not None:
@@ -342,6 +349,12 @@ def imap(
         iterable.bind(flow)
     results.total, results.returns_errors = _length(iterable), options.returns_errors
     results.items_per_task, results.with_index = size, with_index
+    if yields:
+        from xpool._pools import yielded  # imported here because few programs use it
+
+        length, results.total = results.total, None
+        yielded.begin(pool, results, work.func, iterable, buffersize, options, length)
+        return results
     # Without a buffersize, all of the input is drawn even if the iterator is dropped.
     gone = flow.stop if buffersize is not None else flow.unbind
     job = _stream(pool, results, work.func, gone, options)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property, partial
 from operator import length_hint
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any
 
-from xpool._python.item_notes import note_item, plain
+from xpool._python.item_notes import note_item, plain, short
 from xpool._worker.worker_context import current_worker
+from xpool.errors import OptionError
 
 
 class TaskFunction:
@@ -178,6 +179,116 @@ def _value(func: Any, item: Any) -> Any:
     return item[1] if type(func) is TaskFunction and func.numbered else item
 
 
+def nothing(*_: object) -> None:
+    """Do nothing: a task of this function has an effect by its arrival."""
+
+
+class Ask:
+    """The item of a task that asks a `Yielding` for a value.
+
+    Attributes:
+        number: of the item of the map.
+        place: the number of the value, from 0 on; `NEXT`, or `CLOSE` to stop the generator.
+        item: the item; None if ``place`` is `NEXT`.  In the worker, that of the generator.
+        is_packed: the item is pickled.
+    """
+
+    __slots__ = ("is_packed", "item", "number", "place")
+
+    def __init__(self, number: int, place: int, item: Any = None, is_packed: bool = False) -> None:
+        self.number, self.place, self.item, self.is_packed = number, place, item, is_packed
+
+    def __reduce__(self) -> Any:
+        return Ask, (self.number, self.place, self.item, self.is_packed)
+
+    def __repr__(self) -> str:
+        # Errors and reports show it in place of the item.
+        return f"{short(self.item)}, after {values(self.place)}"
+
+
+NEXT, CLOSE = -1, -2
+
+
+def values(n: int) -> str:
+    return f"{n} value{'s'[: n != 1]}"
+
+
+class _Generator:
+    """A generator that this worker has begun; it is closed when nothing refers to this object."""
+
+    __slots__ = ("given", "item", "iterator")
+
+    def __init__(self, iterator: Iterator[Any], item: Any) -> None:
+        self.iterator, self.item = iterator, item
+        self.given = 0  # number of values that it has given
+
+    def __del__(self) -> None:
+        # Without a call, a generator in a reference cycle would run its `finally` much later.
+        if isinstance(self.iterator, GeneratorType):
+            self.iterator.close()
+
+
+class Yielding:
+    """The function of an `imap` with ``yields=True``.  A call gives one value of a generator.
+
+    A generator stays in its worker between two calls.  Workers tell by the two marks, which no
+    other value equals, that it has ended, or that this worker does not have it.
+    """
+
+    def __init__(self, func: Callable[..., Any], key: bytes) -> None:
+        self.func, self.key = func, key
+        self.ended, self.missing = b"ended " + key, b"missing " + key
+        self._begun: dict[int, _Generator] = {}  # by the number of the item
+        self._closed = False
+
+    def __reduce__(self) -> Any:
+        return Yielding, (self.func, self.key)
+
+    def __call__(self, *args: Any) -> Any:
+        *before, ask = args
+        # Taken out for the call: a generator that raises, or is stopped, has ended.
+        one = self._begun.pop(ask.number, None)
+        if ask.place == CLOSE:
+            return self.ended
+        if ask.place >= 0 and (one is None or one.given != ask.place):
+            one = None  # closes the generator of an earlier try
+            one = self._begin(before, ask)
+        if one is None:
+            return self.missing
+        ask.item, ask.place = one.item, one.given
+        try:
+            value = next(one.iterator)
+        except StopIteration:
+            return self.ended
+        one.given += 1
+        self._begun[ask.number] = one
+        if self._closed:  # in another thread, during this call
+            self._begun.clear()
+        return value
+
+    def _begin(self, before: list[Any], ask: Ask) -> _Generator:
+        """Call the function, and skip the values that an earlier try has given."""
+        if ask.is_packed:
+            from xpool.pickle import decode  # the program, which imports this module, has it late
+
+            ask.item, ask.is_packed = decode(ask.item), False
+        made = self.func(*before, ask.item)
+        if not hasattr(made, "__iter__"):
+            raise OptionError(
+                "yields=True is for a function that returns a generator or another iterable, and "
+                f"this one returned {short(made)}; leave yields= out"
+            )
+        one = _Generator(iter(made), ask.item)
+        while one.given < ask.place and next(one.iterator, self) is not self:
+            one.given += 1
+        return one
+
+    def close(self) -> None:
+        """Close all generators, also those that a thread runs now, at their next value."""
+        self._closed = True
+        self._begun.clear()
+
+
 def item_of(frame: FrameType | None) -> str:
     """Return a short text for the item of a map that a frame works on; "": it works on none.
 
@@ -186,14 +297,15 @@ def item_of(frame: FrameType | None) -> str:
     while frame is not None:
         code = frame.f_code
         if code is one.__code__:
-            return plain(_value(frame.f_locals["func"], frame.f_locals["item"]))
+            item = _value(frame.f_locals["func"], frame.f_locals["item"])
+            return plain(item.item if type(item) is Ask else item)
         if code is star.__code__:
             return plain(frame.f_locals["args"])
         if code in (each.__code__, star_each.__code__) and "items" in frame.f_locals:
             chunk = frame.f_locals["chunk"]
             place = len(chunk) - length_hint(frame.f_locals["items"]) - 1
-            item = plain(_value(frame.f_locals["func"], chunk[max(0, place)]))
-            return f"{place + 1} of {len(chunk)}: {item}"
+            text = plain(_value(frame.f_locals["func"], chunk[max(0, place)]))
+            return f"{place + 1} of {len(chunk)}: {text}"
         frame = frame.f_back
     return ""
 

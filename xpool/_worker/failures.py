@@ -33,7 +33,7 @@ def refusal(reason: BaseException) -> Refusal:
 
 
 _ADVICE = (
-    ("generator object", "Return list(...) of it."),
+    ("generator object", "Return list(...) of it, or use imap(..., yields=True)."),
     ("TextIOWrapper object", "Return the file's path."),
     ("BufferedReader object", "Return the file's path."),
     ("BufferedWriter object", "Return the file's path."),
