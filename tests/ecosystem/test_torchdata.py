@@ -38,7 +38,7 @@ DEATH = (
 EXCLUDED: dict[str, str] = {
     # Tests that cannot pass, with the reason. If one passes, this test fails.
     "TestNumWorkersMismatch_shard3.test_num_workers_mismatch": (
-        "expects an AssertionError of iter(); load_state_dict refuses the state, by name"
+        "expects an AssertionError of iter(); load_state_dict refuses a state that does not fit"
     ),
     "TestDataLoader.test_get_worker_info": "reads the iterator's _workers, which are processes",
     "TestDataLoader.test_iterable_style_dataset": "reads the iterator's _workers",

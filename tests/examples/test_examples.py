@@ -296,6 +296,13 @@ def test_records():
     assert "checked" in out and "first error: at 2.75 s, request 897115" in out
 
 
+def test_other_workers():
+    """Any number of workers makes the remaining batches of an epoch, with the same values."""
+    lines = run_example("other_workers.py").splitlines()
+    assert [int(line.split()[0]) for line in lines] == [3, 1, 2]
+    assert len({line.partition(":")[2] for line in lines}) == 1, lines
+
+
 def test_no_workers():
     """An invalid number of workers ends with xpool's error message."""
     done = subprocess.run(

@@ -109,7 +109,12 @@ class Epoch(Iterator[Any]):
     def _draw(self, before: Before, resumed: bool) -> None:
         """Draw the seeds and begin the sampler, in the same order and as often as torch."""
         loader, progress = self._loader, self.progress
-        is_new = not (loader.persistent_workers and before.turn)
+        if not resumed:
+            keeps_seed = loader.persistent_workers and before.turn
+            progress.turn = before.turn + 1 if keeps_seed else 1
+            progress.had_workers = loader.num_workers > 0
+        # A resumed epoch repeats the draws of the loader that began it.
+        is_new, had_workers = progress.turn == 1, progress.had_workers
         seed, shared = before.seed, None
         if is_new:
             shared = self._draw_shared_seed()
@@ -117,20 +122,19 @@ class Epoch(Iterator[Any]):
                 self._sampling.begin()
             drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             seed = int(drawn.item())
-        if loader.num_workers:
+        if had_workers:
             again = self._draw_shared_seed()
             # Torch draws twice for new workers, and uses the first number.
             shared = shared if is_new else again
         if not resumed:
             assert seed is not None
             progress.seed, progress.shared_seed = seed, shared
-            progress.turn = 1 if is_new else before.turn + 1
         if self._sampling is None:
             return
+        if progress.sampler is None and (had_workers or not is_new):
+            self._sampling.begin()
         if resumed:
             self._sampling.go_on(progress.taken, progress.digest, progress.drawn, progress.sampler)
-        elif loader.num_workers or not is_new:
-            self._sampling.begin()
         if progress.sampler is None:
             progress.sampler = self._sampling.states()
 
@@ -399,11 +403,19 @@ def _untaken(
 ) -> Iterator[Request]:
     """Yield the requests of batches that were not taken before; put the others into ``known``."""
     # A method's iterator would keep the epoch alive, which must end when it is dropped.
-    for request in sampling or ():
-        if request.number in beyond and request.number not in known:
+    if sampling is None:
+        return
+    # All of `beyond` must be known before a batch is counted.
+    untaken = []
+    for request in sampling if beyond else ():
+        if request.number in beyond:
             known[request.number] = request
         else:
-            yield request
+            untaken.append(request)
+        if len(known) == len(beyond):
+            break
+    yield from untaken
+    yield from sampling
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:

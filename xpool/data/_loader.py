@@ -139,7 +139,9 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         self._context = multiprocessing_context
         self._given_pool = pool
         self._is_threaded = isinstance(pool, ThreadPool) or workers == "thread"
-        self._has_parts = self._iterable or is_stateful(dataset)
+        # Whether each worker has a state of its own, which only as many workers can go on from.
+        self._has_state = self._iterable or is_stateful(dataset)
+        self._has_parts = self._has_state
         if pool is not None:
             check_pool(pool, self._has_parts)
         elif self.num_workers and not self._is_threaded:
@@ -218,13 +220,15 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next epoch begin at the place of ``state``, which `state_dict` returned.
 
-        The dataset, the sampler and all arguments must be the same as at that time.  Iterators that
-        were begun before are not changed.
+        The dataset, the sampler and all arguments must be the same as at that time.  Only the
+        workers of a dataset with indices and without ``state_dict`` may be others, and more or
+        fewer.  Iterators that were begun before are not changed.
 
         Raises:
-            OptionError: ``state`` is not a loader's state, or its loader had another number of
-                workers, batch size or length of the dataset.  The next iteration raises it if the
-                sampler does not give the same indices again.
+            OptionError: ``state`` is not a loader's state, or its loader had another batch size or
+                length of the dataset; or the dataset has a state in each worker (an iterable one,
+                or one with ``state_dict``), and there was another number of workers.  The next
+                iteration raises it if the sampler does not give the same indices again.
         """
         check_state(self, state)
         self._loaded = copy.deepcopy(dict(state))
@@ -234,14 +238,14 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         """Return the progress in a loaded state (None: between two epochs) and its `Before`."""
         if state["epoch"] is not None:
             progress = EpochProgress.of(state)
+            if not self._has_state:
+                progress.share_among(self.num_workers if self._has_parts else 0)
             return progress, Before(None, progress.seed, progress.turn - 1, None)
         inner = state["sampler"]["state"]
         if inner is not None:
             self._own_sampler().load_state_dict(inner["sampler"])
-        after = state["next"]
-        return None, Before(
-            decoded(state["generators"]), after["seed"], after["turn"], bases_of(state)
-        )
+        after, bases = state["next"], bases_of(state) if self._has_state else None
+        return None, Before(decoded(state["generators"]), after["seed"], after["turn"], bases)
 
     def _left(self) -> list[Base] | None:
         """Return the states from which the next epoch goes on, or None if it begins anew."""

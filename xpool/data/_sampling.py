@@ -52,8 +52,9 @@ class Sampling(Iterator[Request]):
             self._requests = self._batches()
 
     def go_on(self, taken: int, digest: int, drawn: int, state: bytes | None) -> None:
-        """Begin after ``taken`` batches.  ``state`` is the sampler's state after ``drawn`` batches;
-        without one, the batches are drawn again and must have this ``digest``."""
+        """Go to the place after ``taken`` batches.  ``state`` is the sampler's state after
+        ``drawn`` batches.  Without one, `begin` was called; the batches are drawn again, and must
+        have this ``digest``."""
         if state is not None:
             states = pickle.loads(state)
             if "sampler" in states:
@@ -67,7 +68,6 @@ class Sampling(Iterator[Request]):
                 pass
             self._digest = digest
             return
-        self.begin()
         for _ in itertools.islice(self, taken):
             pass
         if (self._drawn, self._digest) != (taken, digest):

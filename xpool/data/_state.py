@@ -11,7 +11,7 @@ from xpool.data._generators import decoded, encoded
 from xpool.data._loader_worker import Base
 from xpool.errors import OptionError
 
-VERSION = 4
+VERSION = 5
 
 
 class EpochProgress:
@@ -20,6 +20,8 @@ class EpochProgress:
     Attributes:
         seed, shared_seed: the seeds of the epoch, as in `EpochSpec`.
         turn: number of epochs, up to this one, whose seeds come from the same draw.
+        had_workers: whether the loader that began the epoch had workers.  The sampler is then begun
+            twice, as in torch.
         generators: the states of the generators when the epoch began.
         taken, beyond: the program has taken the batches before number ``taken``, and those with a
             number in ``beyond``.  ``in_order=False`` may leave a gap between the two.
@@ -33,7 +35,7 @@ class EpochProgress:
 
     def __init__(self, generators: dict[str, Any], parts: int) -> None:
         self.generators = generators
-        self.seed, self.turn = 0, 0
+        self.seed, self.turn, self.had_workers = 0, 0, False
         self.shared_seed: int | None = None
         self.taken, self.digest = 0, 0
         self.beyond: set[int] = set()
@@ -51,9 +53,9 @@ class EpochProgress:
         self.learn()
         return {
             "epoch": {
-                "seed": self.seed, "turn": self.turn, "shared_seed": self.shared_seed,
-                "taken": self.taken, "beyond": sorted(self.beyond), "digest": self.digest,
-                "yielded": self.yielded,
+                "seed": self.seed, "turn": self.turn, "had_workers": self.had_workers,
+                "shared_seed": self.shared_seed, "taken": self.taken,
+                "beyond": sorted(self.beyond), "digest": self.digest, "yielded": self.yielded,
             },
             "generators": encoded(self.generators),
             "sampler": {"drawn": self.drawn, "state": _opened(self.sampler)},
@@ -90,6 +92,11 @@ class EpochProgress:
         progress.ended = {shard for shard, worker in enumerate(workers) if worker["ended"]}
         progress.next_part = state["next_worker"]
         return progress
+
+    def share_among(self, parts: int) -> None:
+        """Let this many workers go on with a dataset that has no state in its workers."""
+        self.parts, self.bases, self.ended = [0] * parts, [Base()] * parts, set()
+        self.next_part = self.taken % parts if parts else 0
 
 
 def between(
@@ -139,13 +146,19 @@ def check_state(loader: Any, state: Any) -> None:
             "load_state_dict takes what state_dict() of an xpool.data.DataLoader returned, not "
             f"{reprlib.repr(state)}"
         )
+    why = ""
     for name, here in facts(loader).items():
         there = state.get(name)
-        if there != here:
-            raise OptionError(
-                f"load_state_dict: the state has {_NAMES[name]} {there!r}, but this loader has "
-                f"{here!r}; make the loader as it was when it returned the state"
-            )
+        if there == here:
+            continue
+        if name == "num_workers":
+            if not loader._has_state:
+                continue
+            why = _PARTS if loader._iterable else _STATES
+        raise OptionError(
+            f"load_state_dict: the state has {_NAMES[name]} {there!r}, but this loader has "
+            f"{here!r}{why}; make the loader as it was when it returned the state"
+        )
 
 
 _NAMES = {
@@ -154,6 +167,16 @@ _NAMES = {
     "batch_size": "batch_size =",
     "length": "a dataset of length",
 }
+
+_PARTS = (
+    ". Each worker iterates over its own part of an iterable dataset, and the state holds the "
+    "place in each part. With another number of workers, there are other parts"
+)
+
+_STATES = (
+    ". Each worker has its own copy of a dataset with a state_dict, and the states of the copies "
+    "cannot be divided among other workers"
+)
 
 
 def _opened(state: bytes | None) -> Any:
