@@ -18,5 +18,6 @@ class Numbers(Dataset[int]):
 
 assert_type(DataLoader(Numbers()), DataLoader[int])
 assert_type(DataLoader(["a", "b"], batch_size=2, shuffle=True), DataLoader[str])
+assert_type(DataLoader(Numbers(), num_workers="auto"), DataLoader[int])
 for batch in DataLoader(Numbers(), num_workers=2):
     print(batch)

@@ -66,7 +66,9 @@ class Epoch(Iterator[Any]):
         if self._pins and not isinstance(workers, Inline):
             self._pin_thread = PinThread()
         self._is_only, self._ended, self._has_begun_next = is_only, False, False
-        self.times = Times(loader.num_workers)
+        self.times = Times(workers.size)
+        if loader._auto is not None:
+            loader._auto.begin(workers.size if is_only or number == 1 else 0)
         self._has_parts = loader._has_parts
         self._asks_state = self._has_parts and is_stateful(loader.dataset)
         self._sampling = None if loader._iterable else Sampling(
@@ -190,6 +192,28 @@ class Epoch(Iterator[Any]):
             )
         self._append(PendingBatch(result, request, None, 0))
 
+    def _submit_next(self) -> None:
+        """Request a batch in place of one that was taken; several, or none, if the number of
+        workers has changed."""
+        if self._loader._auto is None:
+            self._submit()
+            return
+        before = -1  # when all batches have been requested, `_submit` adds none
+        while before < len(self._pending) < self._ahead_at_most():
+            before = len(self._pending)
+            self._submit()
+
+    def _adapt(self, size: int) -> None:
+        """Have this number of workers from now on."""
+        workers = self._workers
+        if size == workers.size or isinstance(workers, Inline):
+            return
+        try:
+            workers.resize(size)
+        except (OSError, RuntimeError):  # the system refuses a process or a thread
+            self._loader._auto.refused(workers.size)
+        self.times.workers = workers.size
+
     def _begin_next(self) -> None:
         """Request a batch of the next epoch.  All batches of this one have been requested."""
         loader, progress = self._loader, self.progress
@@ -250,7 +274,7 @@ class Epoch(Iterator[Any]):
 
     def _ahead_at_most(self) -> int:
         """Return how many batches may be requested ahead: as many as in torch's loader."""
-        return (self._loader.prefetch_factor or 2) * int(self._loader.num_workers)
+        return (self._loader.prefetch_factor or 2) * self._workers.size
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -270,7 +294,7 @@ class Epoch(Iterator[Any]):
             del self._pending[place]
             # Request another batch before unpickling this one, so that no worker is idle meanwhile.
             if not is_inline:
-                self._submit()
+                self._submit_next()
             try:
                 answer = item.result.get()
             except Exception:
@@ -282,7 +306,9 @@ class Epoch(Iterator[Any]):
             if answer.ended:
                 continue
             batch = self._finished(answer.batch)
-            self.times.took(asked, ahead, answer.seconds, answer.collating)
+            used, waited = self.times.took(asked, ahead, answer.seconds, answer.collating)
+            if self._loader._auto is not None:
+                self._adapt(self._loader._auto.took(used, waited, answer.seconds))
             return batch
         self.progress.is_over = True
         self._end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.utils.data
@@ -12,6 +12,7 @@ import torch.utils.data
 from xpool import pickle
 from xpool._calls.keywords import names_of, refuse_unknown
 from xpool._calls.options import check_choice
+from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool
 from xpool._pools.thread import ThreadPool
 from xpool.data._epoch import Before, Epoch
@@ -22,7 +23,8 @@ from xpool.data._preview import Preview, can_preview
 from xpool.data._report import LoaderReport, Times
 from xpool.data._start import prepare
 from xpool.data._state import EpochProgress, bases_of, between, check_state, facts
-from xpool.data._workers import Inline, Processes, Threads, check_pool
+from xpool.data._worker_count import WorkerCount
+from xpool.data._workers import Inline, Processes, Threads, check_auto, check_pool
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
@@ -56,7 +58,9 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
             and ends them with each epoch unless ``persistent_workers`` is set.
         workers: whether the loader's own workers are a ``"process"`` or a ``"thread"`` each.
             Threads share the dataset, and nothing is copied.
-        num_workers: 0, without a ``pool``: the caller's thread makes the batches.
+        num_workers: 0, without a ``pool``: the caller's thread makes the batches.  "auto": the
+            loader measures the batches, and has between 1 worker and one for each core that the
+            process may use.  The batches are those of any fixed number from 1 on.
         timeout: seconds that the next batch may take; 0: no limit.
         multiprocessing_context: a start method or context for the loader's own workers, as for
             `Pool`.  Objects that can only be passed to a starting process (locks,
@@ -87,7 +91,7 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         shuffle: bool | None = None,
         sampler: Any = None,
         batch_sampler: Any = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -115,7 +119,17 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
                 f"object of type {type(dataset).__name__!r} has no len(); give its class a "
                 "__len__, give the loader a sampler, or use an IterableDataset"
             )
-        if pool is not None:
+        # Whether each worker has a state of its own, which only as many workers can go on from.
+        self._has_state = self._iterable or is_stateful(dataset)
+        is_auto = isinstance(num_workers, str)
+        if is_auto:
+            if num_workers != "auto":
+                raise OptionError(f"num_workers must be a number or 'auto', not {num_workers!r}")
+            check_auto(
+                pool, self._iterable, self._has_state, worker_init_fn, multiprocessing_context
+            )
+            num_workers = default_processes()
+        elif pool is not None:
             num_workers = pool.size()
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
@@ -137,10 +151,14 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         self.snapshot_every_n_steps = snapshot_every_n_steps
         # The name "forkserver" means the fork server of xpool, not that of `multiprocessing`.
         self._context = multiprocessing_context
+        # Without "auto", `num_workers` is the number of workers; with it, it is the most of them.
+        self._auto: WorkerCount | None = None
+        if is_auto:
+            self._auto = WorkerCount(self.num_workers, self.prefetch_factor or 2)
+            # All workers see the same globals of modules, whenever they have started.
+            self._context = multiprocessing_context or "forkserver"
         self._given_pool = pool
         self._is_threaded = isinstance(pool, ThreadPool) or workers == "thread"
-        # Whether each worker has a state of its own, which only as many workers can go on from.
-        self._has_state = self._iterable or is_stateful(dataset)
         self._has_parts = self._has_state
         if pool is not None:
             check_pool(pool, self._has_parts)
@@ -148,7 +166,7 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
             # Each batch has a fixed worker, so it draws from the generators that `worker_init_fn`
             # has seeded in this worker.
             self._has_parts = self._has_parts or worker_init_fn is not None
-            prepare(multiprocessing_context)
+            prepare(self._context)
         self._previews = (
             prefetch_epochs and not self._has_parts and can_preview(self._index_sampler)
         )
@@ -195,7 +213,11 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
 
     def report(self) -> LoaderReport:
         """Return where the time of the last epoch went, with advice; ``str`` makes it a text."""
-        return Times(self.num_workers).report() if self._times is None else self._times.report()
+        return Times(self._size()).report() if self._times is None else self._times.report()
+
+    def _size(self) -> int:
+        """Return the number of workers that new workers of this loader are."""
+        return int(self.num_workers) if self._auto is None else self._auto.size
 
     # -- states ------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class LoaderReport:
 
     Attributes:
         batches: number of batches that the program took.
-        workers: number of workers; 0: the program makes the batches itself.
+        workers: number of workers at the end; 0: the program makes the batches itself.
         seconds: seconds from the beginning of the iteration to the last batch.
         waited: seconds that the program waited for batches.
         made: seconds that all workers together took to make these batches.
@@ -75,26 +75,29 @@ class Times:
     """The times of one epoch, measured while the program takes its batches."""
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
+        self.workers = workers  # the number of them now
         self._begun = self._latest = time.perf_counter()
         self._batches = self._ahead = 0
         self._waited = self._made = self._collated = 0.0
 
-    def took(self, asked: float, ahead: int, made: float, collated: float) -> None:
+    def took(self, asked: float, ahead: int, made: float, collated: float) -> tuple[float, float]:
         """Record a batch that the program has taken.
 
-        The program asked for it at the time ``asked``, when ``ahead`` batches were ready.
+        The program asked for it at the time ``asked``, when ``ahead`` batches were ready.  Return
+        the seconds from the batch before to ``asked``, and the seconds that the program waited.
         """
-        self._latest = time.perf_counter()
+        now = time.perf_counter()
+        used, waited, self._latest = asked - self._latest, now - asked, now
         self._batches += 1
-        self._waited += self._latest - asked
+        self._waited += waited
         self._ahead += ahead
         self._made += made
         self._collated += collated
+        return used, waited
 
     def report(self) -> LoaderReport:
         return LoaderReport(
-            batches=self._batches, workers=self._workers, seconds=self._latest - self._begun,
+            batches=self._batches, workers=self.workers, seconds=self._latest - self._begun,
             waited=self._waited, made=self._made, collated=self._collated,
             ahead=self._ahead / max(1, self._batches),
         )  # fmt: skip

@@ -51,8 +51,34 @@ def check_pool(pool: BasePool, has_parts: bool) -> None:
         )
 
 
+def check_auto(
+    pool: BasePool | None, is_iterable: bool, has_state: bool, initialize: Any, context: Any
+) -> None:
+    """Raise `OptionError` if the number of a loader's workers must be given."""
+    if pool is not None:
+        reason = "with pool=, it is the size of the pool"
+    elif is_iterable:
+        reason = "each worker iterates over its own part of an iterable dataset"
+    elif has_state:
+        reason = "each worker has its own copy of a dataset with a state_dict"
+    elif initialize is not None:
+        reason = (
+            "with worker_init_fn, worker i % num_workers makes batch i, so the batches would "
+            "depend on the number"
+        )
+    elif context is not None and (
+        (context if isinstance(context, str) else context.get_start_method()) == "fork"
+    ):
+        reason = "workers that start later would be forks of a program that has threads"
+    else:
+        return
+    raise OptionError(f'num_workers="auto" cannot be used here: {reason}; give a number')
+
+
 class Inline:
     """No workers: the caller's thread makes a batch when the program takes it."""
+
+    size = 0
 
     def __init__(self, loader: Any) -> None:
         self.made = WorkerCopy(loader)
@@ -91,6 +117,7 @@ class Processes:
     def __init__(self, loader: Any, has_parts: bool) -> None:
         self._pool, self._ref, made = loader._given_pool, None, WorkerCopy(loader)
         self._end: Callable[[Iterable[Any]], None]
+        self.size = loader._size()
         if self._pool is None:
             self._pool = self._start(loader, P2PPool if has_parts else Pool, made)
             self._end = end_later(self._pool)
@@ -101,7 +128,7 @@ class Processes:
 
     def _start(self, loader: Any, pool_class: type[Pool], made: WorkerCopy) -> Pool:
         """Start workers with the dataset, which may hold locks and open files."""
-        context, size = loader._context, loader.num_workers
+        context, size = loader._context, self.size
         named = context is None or isinstance(context, str)
         if (context if named else context.get_start_method()) != "fork":  # forks need no pickle
             # The initializer imports torch, which each batch needs, before a worker is ready.
@@ -133,6 +160,11 @@ class Processes:
         )
         result.label = label
         return result
+
+    def resize(self, size: int) -> None:
+        """Have another number of workers."""
+        self._pool.resize(size)
+        self.size = size
 
     def end(self, results: Iterable[Any] = ()) -> None:
         """Cancel these results, and end the workers if they are the loader's own."""
@@ -170,9 +202,9 @@ class Threads:
     def __init__(self, loader: Any, has_parts: bool) -> None:
         use_threads()
         self._pool = loader._given_pool
-        owns = self._pool is None
+        owns, self.size = self._pool is None, loader._size()
         if owns:
-            self._pool = ThreadPool(loader.num_workers, name="DataLoader")
+            self._pool = ThreadPool(self.size, name="DataLoader")
         self._end = end_later(self._pool if owns else None)
         _thread_pools.add(self._pool)
         self._prefix = without_context if isinstance(self._pool, CtxThreadPool) else call
@@ -198,6 +230,11 @@ class Threads:
             self._latest[shard] = result
         result.label = label
         return result
+
+    def resize(self, size: int) -> None:
+        """Have another number of threads."""
+        self._pool.resize(size)
+        self.size = size
 
     def end(self, results: Iterable[Any] = ()) -> None:
         """Cancel the results that have not begun, and end the threads if they are the loader's."""
