@@ -286,14 +286,13 @@ def test_the_server_has_no_descriptor_of_the_program(tmp_path):
     scripts.run_ok([scripts.write(tmp_path / "inheritable.py", INHERITABLE)])
 
 
-FORKED_BY_C = """
-    import ctypes, os, signal, sys
+FORKED = """
+    import ctypes, os, signal, sys, warnings
     from concurrent.futures import BrokenExecutor
     import xpool
 
     def read(path):
-        with open(path) as file:
-            return file.read()
+        return os.read(os.open(path, os.O_RDONLY), 5)
 
     def fails(call):
         try:
@@ -314,29 +313,32 @@ FORKED_BY_C = """
         pool.join()
 
     if __name__ == "__main__":
+        warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
         paths = [os.path.join(sys.argv[1], name) for name in "ab"]
         for path in paths:
             os.mkfifo(path)
-        with xpool.Pool(2) as pool:
+        with xpool.Pool(2, context={context!r}) as pool:
             calls = pool.apply_async(read, paths[:1]), pool.executor().submit(read, paths[1])
             for use in child, lambda *_: None:
-                pid = ctypes.PyDLL(None).fork()
+                pid = {fork}()
                 if not pid:
                     signal.alarm(60)
                     use(pool, *calls)
                     sys.exit()
                 assert os.waitpid(pid, 0)[1] == 0, use
             for path in paths:
-                with open(path, "w") as file:
-                    file.write("there")
-            assert [calls[0].get(), calls[1].result()] == ["there", "there"]
+                os.write(os.open(path, os.O_RDWR), b"there")
+            assert [calls[0].get(), calls[1].result()] == [b"there", b"there"]
 """
 
 
-def test_a_fork_by_c_code(tmp_path):
-    """Python hears nothing of it. In the child, the parent's pool refuses calls, a pool of its own
-    works, and the end of the child leaves the parent's workers alone."""
-    scripts.run_ok([scripts.write(tmp_path / "forked_by_c.py", FORKED_BY_C), str(tmp_path)])
+@pytest.mark.parametrize("context", [None, *also("fork", "spawn")])
+@pytest.mark.parametrize("fork", ["ctypes.PyDLL(None).fork", "os.fork"])
+def test_a_child_and_its_end(tmp_path, fork, context):
+    """In a forked child, the parent's pool refuses calls, a pool of its own works, and the end of
+    the child leaves the parent's workers alone. Python hears nothing of a fork by C code."""
+    text = FORKED.format(fork=fork, context=context)
+    scripts.run_ok([scripts.write(tmp_path / "forked.py", text), str(tmp_path)])
 
 
 LATE = """

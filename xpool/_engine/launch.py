@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from xpool._engine.forked import Forked
 from xpool._python import at_fork, parents_only, server_process, sockets
 from xpool._python.interrupt import deliver, interruptible, pending, until_interrupted
+from xpool._python.starting import spare_in_children
 from xpool._worker import entry
 from xpool.errors import OptionError, XPoolError, exit_reason
 
@@ -329,6 +330,7 @@ class ProcessLauncher:
             process: Any = self._context.Process(  # type: ignore[attr-defined]
                 target=_enter_through, args=(theirs, inherited), name=name, daemon=daemon
             )
+            spare_in_children(process)
             try:
                 with _without_script(inherited is None and not self.forks):
                     self._start(process)

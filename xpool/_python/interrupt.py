@@ -83,9 +83,11 @@ _marks[id(Deferred._call.__code__)] = False
 class _Shield:
     """The installed `Deferred`s.  Only the main thread uses it."""
 
-    __slots__ = ("first", "found", "main", "plan")
+    __slots__ = ("address", "first", "found", "main", "plan", "sigaction")
 
     def __init__(self) -> None:
+        self.sigaction: Any = None  # the C library's, when it was needed
+        self.address: int | None = None  # of the C function with which Python handles all signals
         self.main = threading.main_thread().ident
         # The first installed one.  If it still handles its signal, a shielded function is running.
         self.first: Deferred | None = None
@@ -240,12 +242,45 @@ def _make_plan(found: list[Any]) -> tuple[Deferred, ...]:
             if not may_raise(sys._getframe(2)):
                 continue  # a running shielded function has installed it
             handler = handler.handler  # left over: two handlers have raised within a microsecond
-        if callable(handler) and not any(handler is one for one in _clear):
+        # On Windows, the C library has no `sigaction`.
+        if (
+            callable(handler)
+            and not any(handler is one for one in _clear)
+            and (sys.platform == "win32" or _is_pythons(signum, handler))
+        ):
             plan.append(Deferred(signum, handler))
-    # A plan with left-over or left-out `Deferred`s is used only for this call.
-    if not ours:
+    # A plan with left-over or left-out `Deferred`s is used only for this call.  A program that has
+    # Python as a library may set handlers of its own at any time.
+    if not ours and sys.orig_argv:
         _shield.found, _shield.plan = found, tuple(plan)
     return tuple(plan)
+
+
+def _is_pythons(signum: int, handler: Any) -> bool:
+    """Whether Python calls the handler: C code may have set another since, as uWSGI does.
+
+    Without ctypes, whose import takes 2 ms, a program of Python's own is taken to have no such C
+    code.
+    """
+    if sys.orig_argv and "ctypes" not in sys.modules:
+        return True
+    try:
+        import ctypes
+    except ImportError:  # this Python was built without it
+        return True
+    # The handler's address is the first word of `struct sigaction`, which has less than 512 bytes.
+    found = (ctypes.c_void_p * 64)()
+    if _shield.sigaction is None:
+        _shield.sigaction = sigaction = ctypes.PyDLL(None).sigaction
+        sigaction(signum, None, found)
+        _set_handler(signum, handler)
+        pythons = (ctypes.c_void_p * 64)()
+        sigaction(signum, None, pythons)
+        _shield.address = pythons[0]
+        sigaction(signum, found, None)
+    else:
+        _shield.sigaction(signum, None, found)
+    return bool(found[0] == _shield.address)
 
 
 # -- exceptions --------------------------------------------------------------------------------

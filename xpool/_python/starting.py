@@ -1,10 +1,13 @@
 """Starts threads without the wait with which CPython's `Thread.start` ends.
 
-It also refuses programs in which threads are not those of the system.
+It also refuses programs in which threads are not those of the system, and keeps forked children of
+the program from ending its processes.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import threading
 import time
@@ -64,6 +67,27 @@ def aside(call: Callable[[], object], name: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def spare_in_children(process: Any) -> None:
+    """Have forked children of this process leave a process of `multiprocessing` alone.
+
+    A child has a copy of the list of processes.  At its end, `multiprocessing` would send SIGTERM
+    to each daemon in the list, also to those that the child's parent has started.
+    """
+    process.is_spared = True
+    # The last registered function is called first: before that of `multiprocessing.util`, which
+    # was registered when the process's pipe was made.
+    atexit.unregister(_spare)
+    atexit.register(_spare)
+
+
+def _spare() -> None:
+    # Not a hook of forks, because C code may have forked.
+    children: set[Any] = vars(sys.modules["multiprocessing.process"])["_children"]
+    for one in [*children]:
+        if hasattr(one, "is_spared") and one._parent_pid != os.getpid():
+            children.discard(one)
 
 
 def refuse_green_threads() -> None:
