@@ -312,6 +312,48 @@ def refuse_threads(monkeypatch, which):
     monkeypatch.setattr(threading.Thread, "start", maybe)
 
 
+@pytest.mark.parametrize("kind", ["Pool", "ThreadPool"])
+def test_no_thread_for_a_call(tmp_path, kind):
+    """A call that needs a thread raises. No caller waits, and the pool goes on."""
+    lines = script(
+        tmp_path,
+        f"""
+        import threading
+        import xpool
+
+        def refused(call):
+            try:
+                call()
+            except (RuntimeError, xpool.XPoolError) as error:
+                return "can't start new thread" in str(error)
+
+        def refuse(*args, **keywords):
+            raise RuntimeError("can't start new thread")
+
+        if __name__ == "__main__":
+            with xpool.{kind}(2) as pool:
+                assert pool.map(abs, [-1]) == [1]
+                name = "_start_new_thread"
+                if not hasattr(threading, name):
+                    name = "_start_joinable_thread"
+                start = getattr(threading, name)
+                setattr(threading, name, refuse)
+                got = []
+                print(refused(lambda: pool.apply_async(abs, (-1,), callback=got.append)))
+                print(refused(lambda: pool.map_async(abs, [-1], error_callback=got.append)))
+                print(refused(lambda: pool.imap(abs, iter([-1]))))
+                print(refused(lambda: pool.executor().submit(abs, -1)))
+                print(pool.map(abs, [-1, -2]), list(pool.imap(abs, [-3])), got)
+                setattr(threading, name, start)
+                pool.apply_async(abs, (-1,), callback=got.append).get()
+                print(list(pool.imap(abs, iter([-1]))), got)
+                pool.close()
+                pool.join()
+        """,
+    )
+    assert lines == [*["True"] * 4, "[1, 2] [3] []", "[1] [1]"]
+
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_no_thread_for_a_new_pool(thread_kind, monkeypatch, first):
     """The constructor raises and leaves no thread. The next pool works."""

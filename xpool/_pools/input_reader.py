@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from xpool._calls.results import Unopened
 from xpool._calls.streams import ResultBuffer
 from xpool._memory.system import available_memory
+from xpool._python.base_error import XPoolError
 from xpool._python.interrupt import by_handler
 from xpool._python.waiters import Waiters
 
@@ -305,11 +306,18 @@ class InputReader:
         """Draw a small input in the calling thread; start the input reader's thread for the rest.
 
         Raises:
-            Exception: a signal handler raised, or the system refuses a thread.
+            Exception: a signal handler raised.
+            XPoolError: the system refuses a thread.
         """
         most = HERE_ITEMS if self._runs is None else RUN
-        if not (self._known and self._draw(most)):
+        if self._known and self._draw(most):
+            return
+        try:
             threading.Thread(target=self._draw, name=self._name, daemon=True).start()
+        except RuntimeError as exc:
+            raise XPoolError(
+                f"{exc}: the input of imap needs a thread, unlike that of map"
+            ) from exc
 
     def _draw(self, most: float = math.inf) -> bool:
         """Draw all tasks, or about ``most`` small ones; return whether the input has ended."""

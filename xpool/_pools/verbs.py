@@ -141,11 +141,14 @@ def _check_item_seed(pool: PoolOfVerbs, seed: Any, journal: Any) -> None:
         )
 
 
-def _check_callbacks(callback: Any, error_callback: Any) -> None:
+def _check_callbacks(pool: PoolOfVerbs, callback: Any, error_callback: Any) -> None:
     if callback is not None:
         check_callable("callback", callback)
     if error_callback is not None:
         check_callable("error_callback", error_callback)
+    if callback is not None or error_callback is not None:
+        # The caller gets the error if the system refuses the thread.
+        pool._jobs.callbacks.program.start()
 
 
 # -- one call --------------------------------------------------------------------------------------
@@ -165,7 +168,7 @@ def submit_call(
         pool._life.check_running()
     pool._submitter.check(func)
     if callback is not None or error_callback is not None:
-        _check_callbacks(callback, error_callback)
+        _check_callbacks(pool, callback, error_callback)
     if kwds and not hasattr(kwds, "keys"):
         raise TypeError(f"kwds must be a dict of keyword arguments, not {reprlib.repr(kwds)}")
     kwds = dict(kwds) if kwds else {}
@@ -209,7 +212,7 @@ def submit_map(
     """Submit a call for each item; return the result of all."""
     pool._life.check_running()
     pool._submitter.check(work.func)
-    _check_callbacks(callback, error_callback)
+    _check_callbacks(pool, callback, error_callback)
     # Copy it, since a list may change while its items are pickled, and a subclass's iterator may
     # disagree with its length and slices.  Slices of a range stay ranges, which are cheap to send.
     check_can_iterate(iterable)
