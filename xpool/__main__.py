@@ -137,7 +137,7 @@ def _devices(root: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return os.fsdecode(path.read_bytes()).strip()
     except OSError:
         return ""  # the kernel lacks this file, or a container hides it
 

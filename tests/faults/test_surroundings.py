@@ -464,3 +464,64 @@ def test_a_signal_handler_uses_the_pool_while_another_thread_does(make_pool):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert got == [9] * 30
+
+
+NAMES = """
+    import ctypes, mmap, os, sys
+    import xpool
+
+    def rename():
+        ctypes.CDLL(None).prctl(15, b"n\\xff", 0, 0, 0)  # PR_SET_NAME (linux/prctl.h)
+
+    def stop_here(path):
+        with open(path):
+            raise AssertionError("nobody writes there")
+
+    if __name__ == "__main__":
+        folder = sys.argv[1]
+        os.mkfifo(f"{folder}/fifo")
+        with open(os.fsencode(folder) + b"/\\xff", "w+b") as file:
+            file.write(bytes(4096))
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), 4096)
+        with xpool.Pool(1) as pool:
+            pool.apply(rename)
+            try:
+                pool.apply(stop_here, (f"{folder}/fifo",), timeout=0.5)
+            except xpool.TaskTimeout as error:
+                assert "in stop_here" in str(error)
+            pool.apply(rename)
+            print(pool.stacks())
+        if sys.argv[2] == "torch":
+            import torch
+
+            rows = torch.from_file(f"{folder}/rows", shared=True, size=5000)
+            with xpool.Pool(1, is_copy_tensor=False) as pool:
+                pool.apply(torch.Tensor.fill_, (rows, 2))
+            assert rows.sum() == 10_000
+"""
+
+
+@pytest.mark.parametrize("what", ["core", pytest.param("torch", marks=pytest.mark.torch)])
+def test_names_of_any_bytes(tmp_path, what):
+    """The kernel's files on processes and mappings may have names that are no UTF-8."""
+    path = scripts.write(tmp_path / "names.py", NAMES)
+    assert scripts.run_ok([path, str(tmp_path), what]).startswith("worker 0")
+
+
+ENCODINGS = """
+    import xpool
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            print(pool.map(abs, [-1]), pool.report().workers[0].tasks)
+"""
+
+
+def test_no_encoding_is_left_out(tmp_path):
+    """With ``-X warn_default_encoding``, neither the program nor a worker warns of xpool."""
+    path = scripts.write(tmp_path / "encodings.py", ENCODINGS)
+    done = scripts.run(["-X", "warn_default_encoding", path])
+    assert done.stdout == "[1] 1\n"
+    warnings = [line for line in done.stderr.splitlines() if "EncodingWarning" in line]
+    assert [line for line in warnings if "/dill/" not in line] == []

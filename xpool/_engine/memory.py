@@ -25,7 +25,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 def private_memory(pid: int) -> int:
     """Return how many bytes of private memory a process has; 0: it has ended."""
     try:
-        with open(f"/proc/{pid}/statm") as file:
+        with open(f"/proc/{pid}/statm", "rb") as file:
             # proc(5), in pages: total, resident, and the resident ones of files and shared memory.
             _, resident, shared, *_ = map(int, file.read().split())
     # OSError: there is no such process; ValueError: it ended while this was read.

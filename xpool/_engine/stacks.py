@@ -61,8 +61,9 @@ def in_kernel(pid: int) -> str:
 
 
 def _read(pid: int, name: str) -> str:
-    with open(f"/proc/{pid}/{name}") as file:
-        return file.read()
+    # The name of a process, and the path of a file, may have any bytes.
+    with open(f"/proc/{pid}/{name}", "rb") as file:
+        return os.fsdecode(file.read())
 
 
 def _library(pid: int) -> str:

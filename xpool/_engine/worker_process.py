@@ -58,13 +58,13 @@ def processor_times(pid: int | None) -> tuple[float, float, bool]:
     """
     try:
         # See the kernel's Documentation/scheduler/sched-stats.
-        with open(f"/proc/{pid}/schedstat") as file:
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
             ran, waited = (int(word) * 1e-9 for word in file.read().split()[:2])
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
+        with open(f"/proc/{pid}/stat", "rb") as file:  # the process's name may have any bytes
+            state = file.read().rpartition(b")")[2].split()[0]
     except (OSError, ValueError, IndexError):
         return 0.0, 0.0, False
-    return ran, waited, state == "R"
+    return ran, waited, state == b"R"
 
 
 class FunctionCache:

@@ -100,8 +100,8 @@ def _folders(controller: str) -> Iterator[tuple[_Version, str]]:
 def _groups(controller: str) -> Iterator[tuple[_Version, str]]:
     """Yield the cgroups of this process, or the top ones if /proc is missing."""
     try:
-        with open(f"{_PROC}/self/cgroup") as file:
-            lines = file.read().splitlines()
+        with open(f"{_PROC}/self/cgroup", "rb") as file:
+            lines = os.fsdecode(file.read()).splitlines()
     except OSError:
         lines = ["0::/", f"1:{controller}:/"]
     for line in lines:
@@ -114,8 +114,8 @@ def _groups(controller: str) -> Iterator[tuple[_Version, str]]:
 
 def _words(path: str) -> list[str]:
     try:
-        with open(path) as file:
-            return file.read().split()
+        with open(path, "rb") as file:
+            return os.fsdecode(file.read()).split()
     except OSError:
         return []
 

@@ -33,7 +33,7 @@ _ORDER = (
 # It closes what the program has left inheritable, but not what `site` has opened in this process.
 _COMMAND = """\
 import os  # xpool._worker.server
-with os.fdopen({file}) as file: order = file.read()
+with os.fdopen({file}, "rb") as file: order = file.read()
 for fd in map(int, os.listdir("/proc/self/fd")):
     try:
         if fd > 2 and fd != {fd} and os.get_inheritable(fd): os.close(fd)

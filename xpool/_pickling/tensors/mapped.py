@@ -90,8 +90,8 @@ def place_of(pickler: Context, storage: Any) -> Place | None:
 def _shared_maps() -> list[_Map]:
     """Return the shared mappings of this process, by address."""
     found: list[_Map] = []
-    with open("/proc/self/maps") as maps:
-        for line in maps:
+    with open("/proc/self/maps", "rb") as maps:
+        for line in map(os.fsdecode, maps):  # a path may have any bytes
             # The fields are: from-to, rights, offset, device, inode, path (proc(5)).
             extent, rights, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
             if rights.endswith("s") and path and not path[0].startswith(_OURS):
