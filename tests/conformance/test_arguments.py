@@ -151,6 +151,22 @@ def test_bad_retries(pool, retries):
         pool.apply(work.square, (1,), retries=retries)
 
 
+@pytest.mark.parametrize(
+    "priority", [None, "1", b"1", [1], True, 1j, float("nan"), Fraction(10**400)]
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_bad_priority(pool, verb, priority):
+    """For every verb, `priority` must be a real number that can be compared."""
+    with pytest.raises((TypeError, ValueError), match="priority"):
+        getattr(pool, verb)(work.square, (1,), priority=priority)
+
+
+@pytest.mark.parametrize("priority", [5, -5.5, float("-inf"), 10**400, Fraction(1, 3), 0, -0.0])
+def test_good_priority(pool, priority):
+    """`priority` accepts real numbers of any type."""
+    assert pool.apply(work.square, (3,), priority=priority) == 9
+
+
 BAD_SECONDS = [-1, 0, "1", b"1", [1], float("nan")]
 
 

@@ -32,8 +32,8 @@ pytestmark = pytest.mark.pure
 ITEM = b"x" * 10
 
 
-def task_range(job=1, n=1, first=0, retries=0, bound=None):
-    return TaskRange(job, 0, first, [ITEM] * n, bound, Terms(retries))
+def task_range(job=1, n=1, first=0, retries=0, bound=None, priority=0):
+    return TaskRange(job, 0, first, [ITEM] * n, bound, Terms(retries, priority=priority))
 
 
 def ready(workers, lifetime=None):
@@ -131,6 +131,109 @@ def test_a_batch_is_no_larger_than_a_pipe():
     sched.put(TaskRange(1, 0, 0, [b"x" * MOST_BYTES, b"y", b"z"]))
     assert len(sched.next_batches()[0][1].items) == 1
     assert [len(g.items) for g in sched.refill(0)] == [2]
+
+
+def jobs_in_order(sched):
+    """Let worker 0 run what waits, one task after the other; return the jobs."""
+    order = []
+    while sched.waiting() or sched.in_flight[0].size:
+        order += [batch.job for _, batch in sched.next_batches()]
+        sched.answered(0, 1, seconds=1.0)
+    return order
+
+
+def test_the_highest_priority_is_next():
+    """Waiting tasks begin in the order of their priorities; of one priority, the oldest first."""
+    sched = ready(1)
+    priorities = [0, 5, -2, 5.0, 0.5, 10**30, 0, -2, float("inf"), float("-inf")]
+    for job, priority in enumerate(priorities, 1):
+        sched.put(task_range(job, priority=priority))
+    expected = sorted(range(1, 11), key=lambda job: (-priorities[job - 1], job))
+    assert jobs_in_order(sched) == expected
+
+
+def test_a_task_that_is_put_back_keeps_its_place_among_its_equals():
+    """A task that a dead worker had not begun goes before its equals, not before higher ones."""
+    sched = ready(1)
+    for job, priority in enumerate([1, 1, 0, 2], 1):
+        sched.put(task_range(job, 2, priority=priority))
+        if job == 1:
+            sched.next_batches()
+    sched.gone(0, began=0)
+    sched.ready(0, None)
+    assert jobs_in_order(sched) == [4, 4, 1, 1, 2, 2, 3, 3]
+
+
+def test_streams_without_room_let_lower_priorities_go_first():
+    """Tasks of 2,000 streams that have no room for results hold up none of a lower priority."""
+    sched, room = ready(1), []
+    for job in range(1, 2001):
+        stream = task_range(job, priority=job)
+        stream.may_run = lambda first: bool(room)
+        sched.put(stream)
+    sched.put(task_range(2001, priority=0.5))
+    sched.put(task_range(2002))
+    order = []
+    for _ in range(2):
+        ((_, batch),) = sched.next_batches()
+        order.append(batch.job)
+        sched.answered(0, 1)
+    assert order == [2001, 2002] and sched.next_batches() == []
+    sched.put(task_range(2003))
+    room.append(1)
+    assert jobs_in_order(sched) == [*range(2000, 0, -1), 2003]
+
+
+def test_a_task_is_not_held_behind_one_of_a_lower_priority():
+    """A worker that holds tasks gets none of a higher priority: the first that is free gets it."""
+    sched = ready(1)
+    sched.sizes.cost = 1e-3
+    sched.put(task_range(1, 100))
+    sched.next_batches()
+    assert sched.refill(0) and not sched.overtaken(0, began=1)
+    sched.put(task_range(2, priority=1))
+    assert sched.refill(0) == [] and sched.overtaken(0, began=1)
+    sched.pause(0)
+    sched.take_back(0, 1)
+    assert not sched.overtaken(0, began=1)
+    sched.answered(0, 1)
+    sched.skipped(0, sched.in_flight[0].size)
+    sched.resume(0)
+    assert [batch.job for _, batch in sched.next_batches()] == [2]
+    assert sched.refill(0)[0].first == 1
+
+
+class Counted(float):
+    """A priority that counts comparisons."""
+
+    comparisons = 0
+
+    def __lt__(self, other):
+        Counted.comparisons += 1
+        return float(self) < float(other)
+
+    def __gt__(self, other):
+        Counted.comparisons += 1
+        return float(self) > float(other)
+
+    def __neg__(self):
+        return Counted(-float(self))
+
+
+@pytest.mark.parametrize("different", [20, 2000])
+def test_different_priorities_cost_their_logarithm(different):
+    """With 2,000 different priorities, a task costs a few more comparisons than with 20."""
+    sched, draw = ready(1), random.Random(1)
+    Counted.comparisons = 0
+    priorities = [Counted(1 + draw.randrange(different)) for _ in range(10_000)]
+    for number, priority in enumerate(priorities, 1):
+        sched.put_call(number, ITEM, Terms(priority=priority))
+    order = []
+    while sched.queued:
+        order += [batch.first for _, batch in sched.next_batches()]
+        sched.answered(0, 1, seconds=1.0)
+    assert order == sorted(range(1, 10_001), key=lambda number: -float(priorities[number - 1]))
+    assert Counted.comparisons < 10_000 * 5 * different.bit_length()
 
 
 def test_a_death_costs_the_task_that_was_begun():

@@ -303,6 +303,13 @@ def test_other_workers():
     assert len({line.partition(":")[2] for line in lines}) == 1, lines
 
 
+def test_priorities():
+    """A request with a priority does not wait for the batch."""
+    out = run_example("priorities.py", "--items=100")
+    without, with_priority = map(float, re.findall(r"took ([\d.]+) s", out))
+    assert with_priority < without / 2, out
+
+
 def test_no_workers():
     """An invalid number of workers ends with xpool's error message."""
     done = subprocess.run(

@@ -205,13 +205,14 @@ def test_tasks_have_the_documented_shape(own, make_pool, monkeypatch):
 
 @pytest.mark.parametrize(
     "terms",
-    [{"timeout": 5}, {"retries": 1}, {"retries": 1, "retry_on": OSError}],
+    [{"timeout": 5}, {"retries": 1}, {"retries": 1, "retry_on": OSError}, {"priority": 1}],
     ids=lambda terms: " ".join(terms),
 )
 @pytest.mark.parametrize("verb", VERBS)
 def test_terms_that_cannot_be_kept(shared, verb, terms):
-    """Time limits and retries are refused, because the pool can neither stop nor repeat tasks."""
-    with pytest.raises(ValueError, match=f"retries= are not for {type(shared).__name__}"):
+    """Time limits, retries and priorities are refused, because the pool neither stops, repeats nor
+    chooses tasks."""
+    with pytest.raises(ValueError, match=f"priority= are not for {type(shared).__name__}"):
         getattr(shared, verb)(work.square, (1,), **terms)
 
 

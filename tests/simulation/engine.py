@@ -202,6 +202,10 @@ class EngineWorld(World):
         )
         self.engine._monitor.answers._chance = random.Random(seed).random
         self.spy()
+        # Decided by the seed without a random draw, as below.
+        self.ranked = seed % 4 == 2
+        self.overtaken: list[tuple[int, int]] = []
+        self.overtaken_since = self.now
         self.limits: dict[int, Limit] = {}  # of jobs with a limit
         self.known: dict[Task, _Known] = {}
         self.payloads: dict[Task, bytes] = {}
@@ -349,10 +353,16 @@ class EngineWorld(World):
         take, passing = shared.take, Passing(self, shared)
 
         def taking(n: int, nbytes: int) -> Any:
-            of_stream = shared.front().flow is not None
+            taken = next(iter(shared))
+            waits = [one for one in shared if one.items and one is not taken]
+            for one in waits:
+                may_run = one.may_run is None or one.may_run(one.first)
+                if may_run and one.terms.priority > taken.terms.priority:
+                    self.wrong(f"job {taken.job} is given before job {one.job}")
+            of_stream = taken.flow is not None
             found = take(n, nbytes)
             if of_stream:
-                passing.given()
+                passing.given(taken.terms.priority)
             return found
 
         shared.take = taking
@@ -387,8 +397,9 @@ class EngineWorld(World):
             self.limits[job] = limit
         self.note(f"{self.now:.6f}", kind, "job", job, "of", n, "tasks of", takes, "s,", retries,
                   "retries, bound to", bound, "limit", limit)  # fmt: skip
+        terms = Terms(retries, limit, priority=self.priority(job))
         if func:
-            task_range = TaskRange(job, func, 0, items, bound, Terms(retries, limit))
+            task_range = TaskRange(job, func, 0, items, bound, terms)
             # Decided by the seed without a random draw; most streams have no such limit.
             if kind == "stream" and self.seed % 3 == 0:
                 self.rooms.append(_Room(self, job))
@@ -399,13 +410,17 @@ class EngineWorld(World):
                 task_range.flow = Reader()
             return
         self.cancellable.append(job)
-        task_range = TaskRange(CALLS, 0, job, items, bound, Terms(retries, limit))
+        task_range = TaskRange(CALLS, 0, job, items, bound, terms)
         if kind == "wait":
             self.calls.append(_Call(self, task_range))
         elif kind == "bound":
             self.engine.submit(task_range)
         else:
-            self.engine.submit_call(job, items[0], Terms(retries, limit))
+            self.engine.submit_call(job, items[0], terms)
+
+    def priority(self, job: int) -> float:
+        """Return the priority of a job; that of several consecutive ones is the same."""
+        return (0, 2, -1, 0.5)[job // 3 * 7 % 4] if self.ranked else 0
 
     def new_task(
         self, job: int, index: int, retries: int, takes: float, bound: int | None
@@ -415,7 +430,7 @@ class EngineWorld(World):
         self.unanswered[job, index] = None
         task.retries, task.bound = retries, bound
         task.takes = (takes or self.one_of([1e-6, 1e-6, 5e-4, 5e-3])) * (0.5 + self.draw.random())
-        if self.chance(0.04):
+        if self.chance(0.04) or (self.ranked and index == 0 and job % 3 == 1):
             task.takes = 0.3
         if self.deaths and self.chance(0.06):
             task.deadly = 1 + self.below(3)
@@ -484,8 +499,11 @@ class EngineWorld(World):
         left = max(0, task.retries - task.begun - task.died_at_door)
         limit = self.limits.get(job)
         self.engine.submit(
-            TaskRange(number, self.funcs[job], first, [payload], None, Terms(left, limit))
-        )
+            TaskRange(
+                number, self.funcs[job], first, [payload], None,
+                Terms(left, limit, priority=self.priority(job)),
+            )
+        )  # fmt: skip
 
     def check_asked(self) -> None:
         """No worker keeps tasks that were requested."""
@@ -823,6 +841,16 @@ class EngineWorld(World):
             self.unshared, self.unshared_since = (idle, sits), self.now
         elif self.now - self.unshared_since > PATIENCE:
             self.wrong(f"worker {idle[0]} is idle while {sits[0][0]} holds unbegun tasks")
+        overtaken = [
+            (w, slots[w].box.began)
+            for w, in_flight in enumerate(sched.in_flight)
+            if in_flight.held and not in_flight.paused and slots[w].handle is not None
+            and slots[w].state is WorkerStates.READY and sched.overtaken(w, slots[w].box.began)
+        ]  # fmt: skip
+        if overtaken != self.overtaken or not overtaken:
+            self.overtaken, self.overtaken_since = overtaken, self.now
+        elif self.now - self.overtaken_since > PATIENCE:
+            self.wrong(f"worker {overtaken[0][0]} keeps tasks while others go before them")
         # An interrupted worker may send its answers later, and earlier answers with them.
         asked = any(slot.interrupted is not None for slot in slots)
         patience = PATIENCE + (STOP_GRACE_SECONDS if asked else 0)

@@ -412,20 +412,23 @@ class HostWorld(World):
         """Submit a job."""
         job = self.jobs
         items = [self.new_task(job, i, retries, takes, bound, large) for i in range(n)]
+        # Decided by the seed without a random draw.
+        priority = (0, 2, -1, 0.5)[job // 3 * 7 % 4] if self.seed % 4 == 2 else 0
+        terms = Terms(retries, priority=priority)
         if kind == "calls":
             self.calls.append(job)
             self.funcs[job] = 0
             if self.chance(0.5):
-                self.engine.call(TaskRange(CALLS, 0, job, items, None, Terms(retries)))
+                self.engine.call(TaskRange(CALLS, 0, job, items, None, terms))
             else:
-                self.engine.submit_call(job, items[0], Terms(retries))
+                self.engine.submit_call(job, items[0], terms)
         elif kind == "bound":
             self.calls.append(job)
             self.funcs[job] = 0
-            self.engine.submit(TaskRange(CALLS, 0, job, items, bound, Terms(retries)))
+            self.engine.submit(TaskRange(CALLS, 0, job, items, bound, terms))
         else:
             self.funcs[job] = self.engine.learn(1, b"%d" % job)
-            task_range = TaskRange(job, self.funcs[job], 0, items, None, Terms(retries))
+            task_range = TaskRange(job, self.funcs[job], 0, items, None, terms)
             self.engine.submit(task_range)
             if kind == "stream":
                 self.open[job] = task_range
@@ -635,10 +638,11 @@ class HostWorld(World):
         def permitting(host: Any, batch: Any, found: Any) -> None:
             if batch.items.bound is None:
                 self.check_warm(host)
+                self.check_priority(host, batch)
             self.warm.pop(host.number, None)
             permit(host, batch, found)
             if batch.of_stream:
-                passing.given()
+                passing.given(batch.priority)
             for payload in batch.items.items:
                 self.granted.add((host.number, payload.task))
                 if self.theme == "wrong guess":
@@ -711,6 +715,16 @@ class HostWorld(World):
         for other in self.engine.sched.table.hosts.values():
             if other.accepting and not other.permitted and self.warm.get(other.number, -1) > before:
                 self.wrong(f"host {host.number} gets a task before host {other.number}")
+
+    def check_priority(self, host: Any, batch: Any) -> None:
+        """No task that waits for any host has a higher priority than one that may begin."""
+        sched = self.engine.sched
+        waits = [(one.terms.priority, one.job) for one in sched.shared if one.items]
+        for other in sched.table.hosts.values():
+            waits += [(one.priority, one.items.job) for one in other.staged]
+        priority, job = max(waits, default=(-math.inf, 0))
+        if priority > batch.priority:
+            self.wrong(f"job {batch.items.job} goes to host {host.number} before job {job}")
 
     def check_policy(self) -> None:
         """When the driver's thread waits, no host has room while a task waits for any host."""

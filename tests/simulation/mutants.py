@@ -6,6 +6,7 @@ wording of the code may change freely.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from xpool._engine.engine import Engine
 from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.jobs.deadlines import Act, Deadlines, Verdict
 from xpool._engine.jobs.ranges import piece
-from xpool._engine.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, Scheduler
+from xpool._engine.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, InFlight, Scheduler, Terms
 from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates
-from xpool._engine.jobs.waiting import RangeQueue
+from xpool._engine.jobs.waiting import RangeQueue, Waiting
 from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.replacement import Launch, Replacement
+from xpool._engine.submission import Submission
 from xpool._engine.worker_process import FunctionCache, WorkerProcess
 from xpool._wire.outbox import Outbox
 from xpool._wire.pipes import FrameReader
@@ -182,11 +184,112 @@ def _(patch: Patch) -> None:
 
 
 def stays_in_front(original: Any, queue: RangeQueue, *how: int) -> Any:
-    first: Any = queue.front()
+    first: Any = next(iter(queue))
     flow, first.flow = first.flow, None
     found = original(queue, *how)
     first.flow = flow
     return found
+
+
+# -- priorities ----------------------------------------------------------------------------------
+
+
+@mutant("a task that is put back goes before those of a higher priority", "scheduler")
+def _(patch: Patch) -> None:
+    def put_back(original: Any, queue: RangeQueue, task_range: Any) -> None:
+        queue._enter(task_range)
+        (queue._ranges or queue._line(task_range.terms.priority)).appendleft(task_range)
+
+    wrap(patch, RangeQueue, "put_back", put_back)
+
+
+@mutant("a higher priority waits until those in front are given out", "scheduler")
+def _(patch: Patch) -> None:
+    def front(original: Any, queue: RangeQueue) -> Any:
+        priority, queue._priority = queue._priority, math.inf
+        found = original(queue)
+        if queue._priority == math.inf:
+            queue._priority = priority
+        return found
+
+    wrap(patch, RangeQueue, "front", front)
+
+
+@mutant("a task for one worker goes before others of a higher priority", "scheduler")
+def _(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_queues", lambda sched, w: (sched.own[w], sched.shared))
+
+
+@mutant("a task is held behind one of a lower priority", "scheduler")
+def _(patch: Patch) -> None:
+    patch.setattr(InFlight, "is_below", lambda in_flight, task_range: False)
+
+
+@mutant("a retry loses its priority", "scheduler")
+def _(patch: Patch) -> None:
+    def after(original: Any, terms: Terms, killed: bool) -> Any:
+        return original(terms, killed)._replace(priority=0)
+
+    wrap(patch, Terms, "after_failure", after)
+
+
+@mutant("a worker keeps tasks that others go before", "scheduler")
+def _(patch: Patch) -> None:
+    patch.setattr(Scheduler, "overtaken", lambda sched, w, began: False)
+
+
+@mutant("a task that has begun counts as one that others go before", "scheduler")
+def _(patch: Patch) -> None:
+    wrap(patch, Scheduler, "overtaken", lambda original, sched, w, began: original(sched, w, 0))
+
+
+@mutant("no worker is looked at when a task of a higher priority comes")
+def _(patch: Patch) -> None:
+    def give_idle(original: Any, monitor: WorkerMonitor, *how: Any) -> None:
+        look, monitor._look_soon = monitor._look_soon, nothing  # type: ignore[method-assign]
+        original(monitor, *how)
+        monitor._look_soon = look  # type: ignore[method-assign]
+
+    wrap(patch, WorkerMonitor, "give_idle", give_idle)
+
+
+@mutant("a call of a higher priority waits until a worker has answered", pinned=13622)
+def _(patch: Patch) -> None:
+    def submit_call(original: Any, submission: Submission, *what: Any) -> None:
+        monitor = submission._monitor
+        if not submission._sched.idle:
+            monitor.give_idle = nothing  # type: ignore[method-assign]
+        original(submission, *what)
+        monitor.__dict__.pop("give_idle", None)
+
+    wrap(patch, Submission, "submit_call", submit_call)
+
+
+@mutant("a stream without room for results holds up lower priorities", pinned=8754)
+def _(patch: Patch) -> None:
+    patch.setattr(RangeQueue, "_first_below", nothing)
+
+
+@mutant("a stream without room for results loses its priority")
+def _(patch: Patch) -> None:
+    def below(original: Any, queue: RangeQueue) -> Any:
+        found = original(queue)
+        queue._order.clear()
+        for ranges in queue._others.values():
+            queue._ranges += ranges
+        queue._others.clear()
+        return found
+
+    wrap(patch, RangeQueue, "_first_below", below)
+
+
+@mutant("a call joins the calls before it that have another priority")
+def _(patch: Patch) -> None:
+    def put_call(original: Any, waiting: Waiting, number: int, payload: Any, terms: Terms) -> None:
+        waiting._calls.terms = terms._replace(priority=waiting._calls.terms.priority)
+        original(waiting, number, payload, waiting._calls.terms)
+
+    wrap(patch, Waiting, "put_call", put_call)
 
 
 # -- states --------------------------------------------------------------------------------------
@@ -624,7 +727,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("failed starts of a dismissed worker still count", pinned=20393)
+@mutant("failed starts of a dismissed worker still count", pinned=799)
 def _(patch: Patch) -> None:
     def look(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
         policy = replacement._policy

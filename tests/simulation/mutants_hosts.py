@@ -180,6 +180,29 @@ def _(patch: Patch) -> None:
     patch.setattr(RangeQueue, "pass_streams", lambda queue: False)
 
 
+@mutant("staged tasks are permitted before waiting ones of a higher priority")
+def _(patch: Patch) -> None:
+    def overtakes(original: Any, sched: HostScheduler, batch: Any) -> bool:
+        return batch.of_stream and sched.shared.pass_streams()
+
+    wrap(patch, HostScheduler, "_overtakes", overtakes)
+
+
+@mutant("staged tasks are permitted in the order in which they were staged")
+def _(patch: Patch) -> None:
+    def keep(original: Any, table: Any, host: Any, batch: Any, in_front: bool = False) -> None:
+        original(table, host, batch, in_front)
+        host.staged.remove(batch)
+        (host.staged.appendleft if in_front else host.staged.append)(batch)
+
+    wrap(patch, HostTable, "keep", keep)
+
+
+@mutant("a host gets tasks while others of a higher priority are staged elsewhere")
+def _(patch: Patch) -> None:
+    patch.setattr(HostScheduler, "_fetch_higher", lambda sched, host, found: None)
+
+
 @mutant("a task goes to the host that has waited longest")
 def _(patch: Patch) -> None:
     def answered(original: Any, sched: HostScheduler, number: int, *which: Any) -> Any:

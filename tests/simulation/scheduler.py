@@ -29,6 +29,9 @@ __all__ = ["SchedulerWorld"]
 Task = tuple[int, int]
 """Job and index."""
 
+Entry = tuple[TaskRange | None, list[Task]]
+"""A task range of the model with its waiting tasks; None: a piece that was put back."""
+
 FAR = 2**62
 
 
@@ -77,10 +80,10 @@ class SchedulerWorld(World):
         self.sched.sizes.cost = self.one_of([float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 3e-3, 0.1])
         self.lifetime = self.one_of([None, None, 1, 3, 8])
         self.workers = [_Worker(self.lifetime) for _ in range(n)]
+        self.priorities = self.one_of([[0], [0], [0, 1], [0, -0.5, 3, 10**30, 7]])
+        self.ranks: dict[int, float] = {}  # priorities by job
         # The model: waiting tasks by queue and task range; None is the shared queue.
-        self.queues: dict[int | None, list[tuple[TaskRange | None, list[Task]]]] = {
-            q: [] for q in (None, *range(n))
-        }
+        self.queues: dict[int | None, list[Entry]] = {q: [] for q in (None, *range(n))}
         self.retries: dict[Task, int] = {}
         self.bound: dict[Task, int | None] = {}
         self.open: dict[
@@ -135,9 +138,11 @@ class SchedulerWorld(World):
         tasks = [(job, i) for i in range(n)]
         for task in tasks:
             self.retries[task], self.bound[task] = retries, bound
-        task_range = TaskRange(job, 0, 0, (), bound, Terms(retries))
+        self.ranks[job] = priority = self.one_of(self.priorities)
+        task_range = TaskRange(job, 0, 0, (), bound, Terms(retries, priority=priority))
         task_range.items = items = _Fed(self, [self.payload(task) for task in tasks])
-        self.note("submit", job, "of", n, "bound to", bound, "retries", retries)
+        self.note("submit", job, "of", n, "bound to", bound, "retries", retries,
+                  "priority", priority)  # fmt: skip
         if n == 1 and bound is None and self.chance(0.5):
             waits = any(tasks for queue in self.queues.values() for _, tasks in queue)
             idle = list(self.sched.idle)
@@ -153,7 +158,7 @@ class SchedulerWorld(World):
                 return
         self.sched.put(task_range)
         entry = (task_range, tasks)
-        self.queues[bound].append(entry)
+        self.enter(bound, entry)
         if bound is None and self.chance(0.3):
             self.open[job] = entry
             items.task_range = task_range
@@ -191,7 +196,37 @@ class SchedulerWorld(World):
             entry = self.to_feed.pop()
             if not entry[0].queued:
                 self.sched.put(entry[0])
-                self.queues[None].append(entry)
+                self.enter(None, entry)
+
+    def enter(self, q: int | None, entry: Entry, front: bool = False) -> None:
+        """Put an entry of the model behind those of its priority, or in front of them."""
+        queue, rank = self.queues[q], self.rank(entry)
+        for k, other in enumerate(queue):
+            its = self.rank(other)
+            if its < rank or (front and its == rank):
+                queue.insert(k, entry)
+                return
+        queue.append(entry)
+
+    def rank(self, entry: Entry) -> float:
+        """Return the priority of an entry of the model; inf: it is empty and gets no more tasks."""
+        task_range, tasks = entry
+        if task_range is not None:
+            return task_range.terms.priority
+        return self.ranks[tasks[0][0]] if tasks else math.inf
+
+    def highest(self, q: int | None) -> float:
+        """Return the highest priority of the tasks that wait in a queue; -inf: none waits."""
+        return max((self.ranks[t[0][0]] for _, t in self.queues[q] if t), default=-math.inf)
+
+    def overtaken(self, w: int) -> bool:
+        """Whether a task that waits for a worker goes before one that it has not begun."""
+        first, worker = max(self.highest(w), self.highest(None)), self.workers[w]
+        return any(
+            self.ranks[task[0]] < first
+            for i, (task, batch) in enumerate(worker.given)
+            if i >= max(worker.began, worker.answered) and i - batch.seq < batch.taken
+        )
 
     def check_least(self, chosen: int) -> None:
         loads = [
@@ -232,7 +267,12 @@ class SchedulerWorld(World):
             self.wrong(f"recalled worker {w} got {tasks}")
         if batch.seq != len(worker.given):
             self.wrong(f"seq {batch.seq} for item {len(worker.given)} of worker {w}")
-        queue = self.queues[w] if any(t for _, t in self.queues[w]) else self.queues[None]
+        own = any(t for _, t in self.queues[w]) and self.highest(w) >= self.highest(None)
+        queue = self.queues[w] if own else self.queues[None]
+        if len(worker.given) > worker.answered:
+            last = worker.given[-1][0]
+            if self.ranks[last[0]] < self.ranks[batch.job]:
+                self.wrong(f"worker {w} gets {tasks} behind {last} of a lower priority")
         while queue and not queue[0][1]:
             queue.pop(0)
         if not queue or tasks != queue[0][1][: len(tasks)]:
@@ -371,7 +411,7 @@ class SchedulerWorld(World):
             for task in tasks:
                 self.end(task, "withdrawn")
         elif tasks:
-            self.queues[self.bound[tasks[0]]].insert(0, (None, tasks))
+            self.enter(self.bound[tasks[0]], (None, tasks), front=True)
 
     def end(self, task: Task, how: str) -> None:
         """Record the end of a task."""
@@ -425,6 +465,11 @@ class SchedulerWorld(World):
         )
         if surplus != self.sched.surplus(w, worker.began):
             self.wrong(f"surplus of worker {w} is {not surplus}, and it has not begun {unbegun}")
+        before = self.overtaken(w)
+        found = self.sched.overtaken(w, worker.began)
+        # An input reader may have appended meanwhile.
+        if found not in (before, overtaken := self.overtaken(w)):
+            self.wrong(f"worker {w} is overtaken is {found}; in the model {overtaken}")
         if in_flight.paused and worker.told != FAR and not worker.skips:
             # By now the worker has seen the limit.
             worker.limit = worker.told
@@ -444,7 +489,7 @@ class SchedulerWorld(World):
             for _, tasks in reversed(back):
                 self.put_back(tasks)
             self.batches()
-        elif surplus and not in_flight.paused:
+        elif (surplus or found) and not in_flight.paused:
             self.note("worker", w, "is to begin nothing from", worker.began)
             self.sched.pause(w)
             worker.told = worker.began

@@ -108,9 +108,9 @@ class Passing:
         # For each range: the pieces of streams that went before it, and the number of streams.
         self._passed: dict[Any, tuple[int, int]] = {}
 
-    def given(self) -> None:
-        """A piece of a stream was given out."""
-        waits = [one for one in self._shared if one.items]
+    def given(self, priority: float = 0) -> None:
+        """A piece of a stream of this priority was given out."""
+        waits = [one for one in self._shared if one.items and one.terms.priority == priority]
         streams = 1 + sum(one.flow is not None for one in waits)
         before, self._passed = self._passed, {}
         for one in waits:

@@ -46,6 +46,8 @@ def plain(pool: Pool | ThreadPool) -> None:
     assert_type(pool.apply(join, (1, "a"), {"end": "."}, timeout=3, retries=1), bytes)
     assert_type(pool.apply_async(name, (1,)), AsyncResult[str])
     assert_type(pool.apply_async(name, (1,)).get(), str)
+    assert_type(pool.apply_async(name, (1,), priority=2.5), AsyncResult[str])
+    assert_type(pool.map(name, [1, 2], priority=-1), list[str])
     assert_type(pool.map(name, [1, 2]), list[str])
     assert_type(pool.map(name, range(3), 2, progress=True, retries=1, retry_on=OSError), list[str])
     assert_type(pool.map(lambda x: x + 1, [1, 2]), list[int])

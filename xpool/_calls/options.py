@@ -28,6 +28,7 @@ class CallOptions(TypedDict, total=False):
     timeout: float | None
     retries: int
     retry_on: Exceptions
+    priority: float
 
 
 class ManyOptions(CallOptions, total=False):
@@ -54,6 +55,7 @@ class TaskOptions(NamedTuple):
     timeout: float | None = None  # seconds for one call of the function; None: no limit
     retries: int = 0
     retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a task runs again
+    priority: float = 0  # of waiting tasks, the highest is next
     progress: Any = False
     seed: int | None = None  # seeds the generators of each item, with the item's number
     journal: Any = None  # the path of a database
@@ -63,7 +65,7 @@ class TaskOptions(NamedTuple):
     returns_errors: bool = False
     worker: int | None = None  # index of a worker of a `P2PPool`; -1: the least busy one
     waits: bool = False  # whether the submitting thread waits for the result at once
-    plain: bool = True  # neither a time limit nor retries
+    plain: bool = True  # no time limit, no retries and no priority
 
 
 def keywords_of(options: Any) -> list[str]:
@@ -160,6 +162,26 @@ def check_seconds(name: str, value: Any) -> float | None:
     if not seconds > 0:  # refuses NaN, too
         raise OptionError(f"{name} must be above 0 seconds, not {value!r}; None means no limit")
     return None if seconds == math.inf else seconds
+
+
+def check_priority(value: Any) -> float:
+    """Return ``value`` as an int or a float.
+
+    Raises:
+        TypeError: it is not a real number, or it is True or False.
+        OptionError (a `ValueError`): it is NaN, or too large for a float.
+    """
+    if isinstance(value, bool) or not (hasattr(value, "__index__") or hasattr(value, "__float__")):
+        raise TypeError(f"priority must be a real number, not {reprlib.repr(value)}")
+    if hasattr(value, "__index__"):
+        return int(value.__index__())
+    try:
+        number = float(value)
+    except OverflowError:
+        raise OptionError("priority is too large for a float; pass an int") from None
+    if math.isnan(number):
+        raise OptionError("priority must be a number that can be compared, not NaN")
+    return number
 
 
 def check_progress(value: Any) -> None:

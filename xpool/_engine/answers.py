@@ -179,6 +179,8 @@ class Answers:
         """
         if worker.box.limit == NO_LIMIT:
             raise ValueError(f"it skipped {count} tasks that it had to begin")
+        # It has seen the limit, so all that it will skip is queued at once, in order.
+        self._sched.take_back(worker.index, worker.box.limit)
         self._sched.skipped(worker.index, count)
         item = worker.interrupted
         if item is not None and worker.in_flight.answered > item:

@@ -280,6 +280,8 @@ class WorkerMonitor:
             if direct_job and batch.job == CALLS and batch.first == direct_job:
                 self._direct.begin(worker, direct_job)
             self._give(worker, batch)
+        if self._sched.ranked and self._sched.queued:
+            self._look_soon()  # some may hold tasks that the waiting ones overtake
 
     def give_direct(self, call: TaskRange) -> WorkerProcess | None:
         """Send a call to an idle worker; this thread receives the answer.  None: none is idle."""
@@ -317,7 +319,12 @@ class WorkerMonitor:
 
     def _look_for_surplus(self, worker: WorkerProcess) -> None:
         """If a worker is idle, check soon whether others hold tasks that they do not run."""
-        if self._multi_item and not worker.in_flight.size:
+        if not worker.in_flight.size:
+            self._look_soon()
+
+    def _look_soon(self) -> None:
+        """Check soon all workers with several tasks."""
+        if self._multi_item:
             when = self._reactor.now() + PAGE_SETTLE_SECONDS
             for w in self._multi_item:
                 self._looks.schedule_by(self._workers[w], when)
@@ -326,7 +333,8 @@ class WorkerMonitor:
         """Check a worker with several tasks that was silent for a while.
 
         Takes the answers that the last check saw in the outbox: all their bytes are visible by now.
-        Recalls the tasks that the worker has not begun if another worker is idle.
+        Recalls the tasks that the worker has not begun if another worker is idle, or if tasks of a
+        higher priority wait.
         """
         w, now = worker.index, self._reactor.now()
         if w not in self._multi_item:
@@ -345,8 +353,10 @@ class WorkerMonitor:
             worker.early.took(self.take_early(worker, seen[1]))
             self._after_answers(worker)
         sits = w in self._give_back_requests and seen == (began, tail)
-        surplus = worker.state is WorkerStates.READY and self._sched.surplus(w, began)
-        if surplus and (self._sched.idle or sits):
+        serves, sched = worker.state is WorkerStates.READY, self._sched
+        if serves and (
+            (sched.surplus(w, began) and (sched.idle or sits)) or sched.overtaken(w, began)
+        ):
             self.recall(worker, began)
             self._looks.schedule_by(worker, now + PAGE_SETTLE_SECONDS)
         elif w in self._multi_item and (tail > box.head or seen != (began, tail)):

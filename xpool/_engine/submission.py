@@ -63,7 +63,7 @@ class Submission:
             if self._replacement.ending:
                 return
             self._sched.put_call(number, payload, terms)
-            if self._sched.idle:
+            if self._sched.idle or self._sched.ranked:
                 self._monitor.give_idle()
 
     def feed(self, task_range: TaskRange) -> None:

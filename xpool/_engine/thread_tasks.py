@@ -23,7 +23,8 @@ class Source:
     """Consecutive tasks of a job, from which several threads take at once.
 
     A task calls ``func(*before, item)``; the first item has index ``first``.  If ``last`` is true,
-    threads run waiting calls and maps before the next task of this source.
+    threads run waiting calls and maps before the next task of this source.  They run tasks of a
+    priority above 0 before the next task of any source.
     """
 
     __slots__ = ("before", "first", "func", "items", "job", "last", "places")
@@ -53,10 +54,14 @@ class SourceQueue(TaskQueue):
 
     def put_source_back(self, source: Source) -> None:
         """Let any thread continue with a source."""
-        if source.last:
-            self.put_back(source)  # before later items of the same stream
+        # Before later items of the same stream, and before calls that came after a map.
+        self.put_back(source, source.last)
+
+    def put_held(self, task: HeldTask, last: bool = False) -> None:
+        if task.options.priority:
+            self.put_ranked(task, last, task.options.priority)
         else:
-            self.put(source)
+            self.put(task, last)
 
     def spread(self, running: list[Source], more: int) -> None:
         """Let ``more`` threads take from each source, running or waiting."""

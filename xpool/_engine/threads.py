@@ -270,6 +270,7 @@ class ThreadWorkers:
     def _run_source(self, me: PoolThread, source: Source) -> None:
         """Run and answer tasks of a source; return if it has no more, or if `get` must choose."""
         answer, first, options = self._answer, self.tasks.first, self._options
+        higher = self.tasks.higher
         threads = self._places.threads
         job, items, places = source.job, source.items, source.places
         func, before = source.func, source.before
@@ -291,7 +292,7 @@ class ThreadWorkers:
             me.done += 1
             answer(job.number, source.first + place, ok, value)
             del value  # before the next task makes another one
-            if source.last and first:
+            if (source.last and first) or higher:
                 me.source = None
                 self.tasks.put_source_back(source)
                 break
@@ -349,7 +350,7 @@ class ThreadWorkers:
     def _check_times(self, now: float) -> None:
         """Answer tasks that are over their time limit, and queue those to be tried again."""
         for again in self._held.take_due(now):
-            self.tasks.put(again)
+            self.tasks.put_held(again)
         if self._pauses:
             self._replace()
         for pool_thread, entry, seconds in self._held.take_overdue(now):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,6 +38,10 @@ class StagedBatch:
         self.nbytes = sum(map(len, items.items))
         self.left = len(items.items)  # number of items without an answer
 
+    @property
+    def priority(self) -> float:
+        return self.items.terms.priority
+
     def item(self, name: tuple[int, int]) -> TaskRange:
         """Return one item as a range of its own."""
         position = (name[0] if self.items.job == CALLS else name[1]) - self.items.first
@@ -61,7 +66,8 @@ class HostState:
         self.accepting = False  # it has joined and is not leaving
         self.leaving = False
         self.known: set[int] = set()  # numbers of the functions that it has
-        self.staged: deque[StagedBatch] = deque()  # staged, not permitted batches, oldest first
+        # Staged, not permitted batches: the highest priority first, and of one priority the oldest.
+        self.staged: deque[StagedBatch] = deque()
         self.staged_items = 0
         self.permitted: dict[tuple[int, int], StagedBatch] = {}  # permitted items, by name
         self.ahead = 0  # number of permitted items that any of its workers may run
@@ -167,10 +173,15 @@ class HostTable:
 
     def keep(self, host: HostState, batch: StagedBatch, in_front: bool = False) -> None:
         """Note that a batch is staged at a host and not permitted."""
-        if in_front:
-            host.staged.appendleft(batch)
+        staged, priority = host.staged, batch.priority
+        if in_front and (not staged or staged[0].priority <= priority):
+            staged.appendleft(batch)
+        elif not in_front and (not staged or staged[-1].priority >= priority):
+            staged.append(batch)
         else:
-            host.staged.append(batch)
+            # In front of those of its priority, or behind them.
+            place = bisect.bisect_left if in_front else bisect.bisect_right
+            staged.insert(place(staged, -priority, key=lambda one: -one.priority), batch)
         host.staged_items += batch.left
         self.unfilled[host.number] = None
         self.update_donors(host)

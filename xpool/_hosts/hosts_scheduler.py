@@ -150,7 +150,9 @@ class HostScheduler(Waiting):
                 return batch
         if room <= 0:
             return None
-        if host.staged and not (host.staged[0].of_stream and self.shared.pass_streams()):
+        if self.ranked:
+            self._fetch_higher(host, found)
+        if host.staged and not self._overtakes(host.staged[0]):
             if host.staged[0].left <= room:
                 batch = host.staged.popleft()
                 host.staged_items -= batch.left
@@ -165,6 +167,26 @@ class HostScheduler(Waiting):
         if batch is None and host.ahead < host.workers:
             batch = self._from_another(host, room, found)
         return batch
+
+    def _fetch_higher(self, host: HostState, found: list[Message]) -> None:
+        """Queue again what another host has staged, if it goes before all that this one may get."""
+        hosts, first = self.table.hosts, self.shared.first()
+        waiting = -math.inf if first is None else first.terms.priority
+        here = host.staged[0].priority if host.staged else -math.inf
+        staged = [(hosts[number].staged[0].priority, number) for number in self.table.with_staged]
+        highest, number = max(staged, default=(-math.inf, 0))
+        if highest > max(waiting, here):
+            self._drop(hosts[number], [hosts[number].staged[0]], found)
+
+    def _overtakes(self, batch: StagedBatch) -> bool:
+        """Whether items that wait in the queue go before a staged batch."""
+        if self.ranked:
+            first = self.shared.first()
+            if first is None or first.terms.priority < batch.priority:
+                return False
+            if first.terms.priority > batch.priority:
+                return True
+        return batch.of_stream and self.shared.pass_streams()
 
     def _next_bound(self, host: HostState, found: list[Message]) -> StagedBatch | None:
         more = 1 + self.quotas.extra(host)

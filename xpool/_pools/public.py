@@ -87,6 +87,8 @@ class PublicVerbs(Generic[Unpack[Cs]]):
           infinity: no limit.
         * ``retries``: how often the task may run again when its worker dies, or when it raises
           one of the exceptions ``retry_on`` (a class or a tuple of classes), after a pause.
+        * ``priority``: a real number.  Of the tasks that wait for a worker, those with the highest
+          priority are next, and of several, the oldest.  A running task is not interrupted.
 
         Raises:
             Exception: what ``func`` raised.
@@ -152,6 +154,8 @@ class PublicVerbs(Generic[Unpack[Cs]]):
                 ``task_timeout``; infinity: no limit.
             retries: how often a task runs again when its worker dies, or when it raises one of
                 ``retry_on`` (an exception class or a tuple of them), after a pause.
+            priority: a real number.  Of the tasks that wait for a worker, those with the highest
+                priority are next, and of several, the oldest.  A running task is not interrupted.
             progress: True or a title shows how many items are done, by tqdm or rich if one is
                 installed, else on stderr.  A callable is called with the number of finished items
                 and the number of all items (None: the input has no length), at most ten times a
@@ -208,7 +212,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         ``callback(values)`` or ``error_callback(exception)`` runs in a thread of the pool.
 
         Args:
-            timeout, retries, retry_on, progress, on_error, seed: as in `map`.
+            timeout, retries, retry_on, priority, progress, on_error, seed: as in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -242,7 +246,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
 
         Args:
-            timeout, retries, retry_on, progress, on_error, seed, and those of a journal: as
+            timeout, retries, retry_on, priority, progress, on_error, seed, those of a journal: as
                 in `map`.
 
         Raises:
@@ -283,7 +287,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         ``callback(values)`` or ``error_callback(exception)`` runs in a thread of the pool.
 
         Args:
-            timeout, retries, retry_on, progress, on_error, seed: as in `map`.
+            timeout, retries, retry_on, priority, progress, on_error, seed: as in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -345,7 +349,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
                 ``buffersize`` and the limit on memory hold for values.  ``timeout`` is for each
                 value.  With ``retries``, a generator begins again, and the values that have come
                 are skipped.  If the iterator is closed, cancelled or dropped, so are they.
-            timeout, retries, retry_on, progress, on_error, seed, and those of a journal: as
+            timeout, retries, retry_on, priority, progress, on_error, seed, those of a journal: as
                 in `map`.
 
         Raises:
@@ -431,7 +435,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             with_index: True: an item of the iterator is ``(index, result)``, where ``index`` is the
                 position in ``iterable``, from 0 on.
             yields: as in `imap`, with the values of all generators as they come.
-            timeout, retries, retry_on, progress, on_error, seed, and those of a journal: as
+            timeout, retries, retry_on, priority, progress, on_error, seed, those of a journal: as
                 in `map`.
 
         Raises:

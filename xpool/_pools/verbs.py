@@ -20,6 +20,7 @@ from xpool._calls.options import (
     check_count,
     check_exceptions,
     check_flag,
+    check_priority,
     check_progress,
     check_seconds,
     check_seed,
@@ -98,11 +99,15 @@ def options_of(
     on = check_exceptions("retry_on", on) if on else ()
     if on and not retries:
         raise OptionError("retry_on= needs retries=, the number of further tries: pass both")
-    plain = timeout is None and not retries
+    priority = options.priority
+    if type(priority) is not int:
+        priority = check_priority(priority)
+    plain = timeout is None and not retries and not priority
     if not (plain or pool._stops_tasks):
         raise OptionError(
-            f"timeout= and retries= are not for {type(pool).__name__}: xpool does not start its "
-            "workers, so it cannot stop a task or run it again"
+            f"timeout=, retries= and priority= are not for {type(pool).__name__}: xpool does not "
+            "start its workers, so it can neither stop a task, nor run it again, nor choose the "
+            "next one"
         )
     if options.progress is not False:
         check_progress(options.progress)
@@ -112,8 +117,9 @@ def options_of(
     if on_error != "raise":
         check_choice("on_error", on_error, "raise", "return")
     return options._replace(
-        timeout=timeout, retry_on=on, returns_errors=on_error != "raise", plain=plain
-    )
+        timeout=timeout, retry_on=on, priority=priority, returns_errors=on_error != "raise",
+        plain=plain,
+    )  # fmt: skip
 
 
 def _check_journal(options: TaskOptions) -> None:

@@ -8,10 +8,12 @@ sees the other, and neither takes a shared lock that such a handler could leave 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from typing import Any
 
 from xpool._python.interrupt import uninterrupted
@@ -113,11 +115,17 @@ class TaskQueue:
     that waits for each answer would wake another thread each time.
 
     Items of ``first`` are taken before those of ``last``, and each of these in the order of puts.
+    Items of a priority above 0 are taken before all of these, and those below 0 after them.
     """
 
     def __init__(self) -> None:
         self.first: deque[Any] = deque()
         self.last: deque[Any] = deque()
+        # Heaps of (negated priority, whether it is of the last ones, a number, item); the lock
+        # guards both.  Threads look without it whether they are empty.
+        self.higher: list[tuple[float, bool, int, Any]] = []
+        self.lower: list[tuple[float, bool, int, Any]] = []
+        self._lock, self._numbers = threading.RLock(), itertools.count()
         self._idle: list[Any] = []  # the locks of the waiting threads
 
     @uninterrupted
@@ -126,8 +134,16 @@ class TaskQueue:
         self._wake_one()
 
     @uninterrupted
-    def put_back(self, item: Any) -> None:
-        self.last.appendleft(item)
+    def put_back(self, item: Any, last: bool = False) -> None:
+        (self.last if last else self.first).appendleft(item)
+        self._wake_one()
+
+    @uninterrupted
+    def put_ranked(self, item: Any, last: bool, priority: float) -> None:
+        """Put an item of a priority other than 0."""
+        with self._lock:
+            entry = -priority, last, next(self._numbers), item
+            heappush(self.higher if priority > 0 else self.lower, entry)
         self._wake_one()
 
     @uninterrupted
@@ -143,14 +159,15 @@ class TaskQueue:
         """Wait for the next item, remove and return it.  The main thread must not call this,
         because signal handlers run in it."""
         first, last, idle = self.first, self.last, self._idle
+        higher, lower = self.higher, self.lower
         lock: Any = None
         while True:
             # A check before would not help, because another thread may take the item after it.
             try:
-                return first.popleft()
+                return self.get_nowait() if higher else first.popleft()
             except IndexError:
                 try:
-                    return last.popleft()
+                    return self.get_nowait() if lower else last.popleft()
                 except IndexError:
                     pass
             if lock is None:
@@ -159,7 +176,7 @@ class TaskQueue:
             # This thread registers before it checks, and `put` appends before it looks for a
             # waiter.  So one of the two sees the other.
             idle.append(lock)
-            if first or last:
+            if first or last or higher or lower:
                 try:
                     idle.remove(lock)
                     continue
@@ -173,7 +190,14 @@ class TaskQueue:
         Raises:
             IndexError: the queue is empty.
         """
-        try:
-            return self.first.popleft()
-        except IndexError:
-            return self.last.popleft()
+        if self.higher:
+            with contextlib.suppress(IndexError):
+                return self._pop(self.higher)
+        for queue in self.first, self.last:
+            with contextlib.suppress(IndexError):
+                return queue.popleft()
+        return self._pop(self.lower)
+
+    def _pop(self, heap: list[tuple[float, bool, int, Any]]) -> Any:
+        with self._lock:
+            return heappop(heap)[-1]

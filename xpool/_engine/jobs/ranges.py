@@ -26,20 +26,26 @@ class Limit(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """How long an item may run, how often it may be run again, and how often it was already."""
+    """How long an item may run, how often it may be run again, and how often it was already.
+
+    Of waiting items, those with the highest ``priority`` are next.
+    """
 
     retries: int = 0  # that are left
     limit: Limit | None = None
     tries: int = 0  # that failed
     killed: int = 0  # workers that died in these
+    priority: float = 0
 
     def after_failure(self, killed: bool) -> "Terms":
         """Return the terms of the next try; ``killed``: the worker died in the last one."""
-        return Terms(self.retries - 1, self.limit, self.tries + 1, self.killed + killed)
+        return self._replace(
+            retries=self.retries - 1, tries=self.tries + 1, killed=self.killed + killed
+        )
 
 
 ONCE = Terms()
-"""The terms of an item without a limit and without retries."""
+"""The terms of an item without a limit, without retries and without a priority."""
 
 
 class TaskRange:

@@ -13,7 +13,8 @@ Terms used here and in the engine:
 most its share of the waiting items, so that the last items of a map are spread over all workers.
 Idle workers divide a single batch evenly.  If the estimate was wrong and a worker holds items
 behind a long one, the engine takes them back (`surplus`, `take_back`) as soon as another worker is
-idle.
+idle.  It also takes back items that a worker has not begun when others of a higher priority wait
+(`overtaken`).
 
 Items to be retried wait in a heap until their time; the caller supplies the clock.
 
@@ -28,7 +29,7 @@ import math
 from collections import deque
 
 from xpool._engine.jobs.ranges import CALLS, Batch, Item, Limit, TaskRange, Terms, covers, piece
-from xpool._engine.jobs.waiting import Waiting
+from xpool._engine.jobs.waiting import RangeQueue, Waiting
 from xpool.errors import InternalError
 
 __all__ = ["CALLS", "Batch", "InFlight", "Item", "Limit", "Scheduler", "TaskRange", "Terms"]
@@ -113,6 +114,10 @@ class InFlight:
         self.answered = 0
         self.left = left
         self.paused = False
+
+    def is_below(self, task_range: TaskRange) -> bool:
+        """Whether the last batch has a lower priority than a range."""
+        return bool(self.held) and self.held[-1].terms.priority < task_range.terms.priority
 
     @property
     def size(self) -> int:
@@ -243,9 +248,12 @@ class Scheduler(Waiting):
         if not in_flight.accepting:
             return None
         # Its own queue first: no other worker may run bound items.
-        for queue in (self.own[w], self.shared):
+        for queue in self._queues(w) if self.ranked else (self.own[w], self.shared):
             task_range = queue.first()
             if task_range is not None:
+                if self.ranked and in_flight.is_below(task_range):
+                    # Another worker may be free before this one has run what it holds.
+                    return None
                 n = self._most_items(in_flight, len(task_range.items), queue is self.shared, among)
                 items = queue.take(n, MOST_BYTES)
                 batch = Batch(task_range, items, in_flight.sent)
@@ -254,6 +262,14 @@ class Scheduler(Waiting):
                 self._hold(w, batch)
                 return batch
         return None
+
+    def _queues(self, w: int) -> tuple[RangeQueue, RangeQueue]:
+        """Return the queues from which worker ``w`` gets items, in order of their priorities."""
+        own, shared = self.own[w], self.shared
+        mine, any_ones = own.first(), shared.first()
+        if mine is None or any_ones is None or mine.terms.priority >= any_ones.terms.priority:
+            return own, shared
+        return shared, own
 
     def _most_items(self, in_flight: InFlight, waiting: int, shared: bool, among: int) -> int:
         """Return how many of the ``waiting`` items of a range a worker gets in its next batch."""
@@ -360,6 +376,19 @@ class Scheduler(Waiting):
         if any(g.bound is not None for g in held):
             return False
         return any(max(began, g.seq + g.done) < g.seq + g.taken for g in held)
+
+    def overtaken(self, w: int, began: int) -> bool:
+        """Return whether an item that waits for worker ``w`` has a higher priority than one that it
+        holds and has not begun."""
+        if not (self.ranked and self.queued):
+            return False
+        first, second = map(RangeQueue.first, self._queues(w))
+        task_range = first or second
+        return task_range is not None and any(
+            g.terms.priority < task_range.terms.priority
+            and max(began, g.seq + g.done) < g.seq + g.taken
+            for g in self.in_flight[w].held
+        )
 
     def pause(self, w: int) -> None:
         """Give this worker no items until it has answered all and `resume` is called."""

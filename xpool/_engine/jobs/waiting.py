@@ -10,6 +10,7 @@ import bisect
 import itertools
 from collections import deque
 from collections.abc import Iterator
+from heapq import heappop, heappush, heapreplace
 
 from xpool._engine.jobs.ranges import CALLS, Item, TaskRange, Terms, covers, piece
 from xpool._engine.jobs.time_queue import TimeQueue
@@ -18,30 +19,49 @@ from xpool._engine.jobs.time_queue import TimeQueue
 class RangeQueue:
     """Task ranges in order.  ``busy``: the set of the queues that have some.
 
-    A range leaves when it has no items, so that a slow input does not hold up other jobs.
-    ``bound``: the number of items in ranges that are bound to a worker.
+    The range with the highest priority is first; ranges of one priority form a line.  A range
+    leaves when it has no items, so that a slow input does not hold up other jobs.  ``bound``: the
+    number of items in ranges that are bound to a worker.
     """
 
     def __init__(self, busy: set[RangeQueue]) -> None:
+        # The line from which `take` takes, and its priority.  It is empty only if all are.
         self._ranges: deque[TaskRange] = deque()
+        self._priority: float = 0
+        # The other lines by priority, and a heap of their negated priorities.
+        self._others: dict[float, deque[TaskRange]] = {}
+        self._order: list[float] = []
         self._busy = busy
         self.bound = 0
 
-    def __len__(self) -> int:
-        return len(self._ranges)
+    def __bool__(self) -> bool:
+        return bool(self._ranges)
 
     def __iter__(self) -> Iterator[TaskRange]:
-        return iter(self._ranges)
+        """Yield the ranges; those of one priority in order."""
+        return itertools.chain(self._ranges, *self._others.values())
 
     def put(self, task_range: TaskRange) -> None:
-        """Queue a range behind all others."""
+        """Queue a range behind all others of its priority."""
         self._enter(task_range)
-        self._ranges.append(task_range)
+        priority = task_range.terms.priority
+        (self._ranges if priority == self._priority else self._line(priority)).append(task_range)
 
     def put_back(self, task_range: TaskRange) -> None:
-        """Queue a range in front: its items have waited before."""
+        """Queue a range in front of those of its priority: its items have waited before."""
         self._enter(task_range)
-        self._ranges.appendleft(task_range)
+        self._line(task_range.terms.priority).appendleft(task_range)
+
+    def _line(self, priority: float) -> deque[TaskRange]:
+        """Return the line of a priority, to which the caller adds a range."""
+        if priority == self._priority or not self._ranges:
+            self._priority = priority
+            return self._ranges
+        line = self._others.get(priority)
+        if line is None:
+            line = self._others[priority] = deque()
+            heappush(self._order, -priority)
+        return line
 
     def _enter(self, task_range: TaskRange) -> None:
         task_range.queued = True
@@ -51,6 +71,10 @@ class RangeQueue:
 
     def front(self) -> TaskRange | None:
         """Return the first range with items; None: there is none."""
+        if self._order and -self._order[0] > self._priority:
+            highest = -heapreplace(self._order, -self._priority)
+            self._others[self._priority] = self._ranges
+            self._priority, self._ranges = highest, self._others.pop(highest)
         while self._ranges:
             task_range = self._ranges[0]
             if task_range.items or self._dry():
@@ -60,7 +84,8 @@ class RangeQueue:
     def first(self) -> TaskRange | None:
         """Move the first range whose items may run to the front; return it, None: there is none.
 
-        Ranges whose results have no room (`FlowControl.may_run`) go behind the others.
+        Ranges whose results have no room (`FlowControl.may_run`) go behind the others of their
+        priority.
         """
         held = 0
         while (task_range := self.front()) is not None and held < len(self._ranges):
@@ -68,10 +93,33 @@ class RangeQueue:
                 return task_range
             self._ranges.rotate(-1)
             held += 1
-        return None
+        return self._first_below() if self._order else None
+
+    def _first_below(self) -> TaskRange | None:
+        """As `first`, among the other lines: no range of the highest priority may run."""
+        passed, found = [], None
+        while found is None and self._order:
+            passed.append((self._priority, self._ranges))
+            self._next_line()
+            for _ in range(len(self._ranges)):
+                one = self._ranges[0]
+                if one.items and (one.may_run is None or one.may_run(one.first)):
+                    found = one
+                    break
+                self._ranges.rotate(-1)
+        for priority, ranges in passed:
+            self._others[priority] = ranges
+            heappush(self._order, -priority)
+        return found
+
+    def _next_line(self) -> None:
+        """Go on with the line of the next priority, and forget the present one."""
+        self._priority = -heappop(self._order)
+        self._ranges = self._others.pop(self._priority)
 
     def pass_streams(self) -> bool:
-        """Move streams behind the first range of another kind; return whether there is one."""
+        """Move streams behind the first range of another kind and of their priority; return whether
+        there is one."""
         if not any(one.items and one.flow is None for one in self._ranges):
             return False
         while (first := self.first()) is None or first.flow is not None:
@@ -82,7 +130,8 @@ class RangeQueue:
         """Take items from the range in front, which must have some.
 
         At most ``n``, and at most ``nbytes`` bytes in all unless the first alone is larger.  A
-        range to which an input reader appends may never end, and then goes behind all others.
+        range to which an input reader appends may never end, and then goes behind all others of its
+        priority.
         """
         task_range = self._ranges[0]
         waiting = task_range.items
@@ -112,18 +161,20 @@ class RangeQueue:
             self._ranges.appendleft(task_range)
             return True
         if not self._ranges:
-            self._busy.discard(self)
+            if self._order:
+                self._next_line()
+            else:
+                self._busy.discard(self)
         return False
 
     def strike(self, job: int, index: int | None) -> None:
         """Drop the items of a job, or only the item ``index``."""
-        if any(task_range.job == job for task_range in self._ranges):
-            ranges, self._ranges = self._ranges, deque()
-            for one in ranges:
+        if any(task_range.job == job for task_range in self):
+            for one in self._empty():
                 if not covers(one, job, index):
-                    self._ranges.append(one)
+                    self._line(one.terms.priority).append(one)
                 elif index is not None:
-                    self._ranges += self._without(one, index)
+                    self._line(one.terms.priority).extend(self._without(one, index))
                 else:
                     one.queued = False
                     self.bound -= 0 if one.bound is None else len(one.items)
@@ -147,11 +198,17 @@ class RangeQueue:
 
     def clear(self) -> None:
         """Drop all items."""
-        for task_range in self._ranges:
+        for task_range in self._empty():
             task_range.items.clear()  # an input reader may still have the range
-        self._ranges.clear()
         self._busy.discard(self)
         self.bound = 0
+
+    def _empty(self) -> list[TaskRange]:
+        """Take out all ranges."""
+        ranges = list(self)
+        for its in (self._ranges, self._others, self._order):
+            its.clear()
+        return ranges
 
 
 class Waiting:
@@ -161,6 +218,7 @@ class Waiting:
         self.queued: set[RangeQueue] = set()  # those of `shared` and `own` that have ranges
         self.shared = RangeQueue(self.queued)
         self.own: list[RangeQueue] = []
+        self.ranked = False  # whether an item had a priority other than 0
         self.extend(workers)
         self.later: TimeQueue[TaskRange] = TimeQueue()
         self._calls = TaskRange(CALLS, 0, 0, ())  # the latest range of calls
@@ -171,7 +229,7 @@ class Waiting:
             self.own.append(RangeQueue(self.queued))
 
     def put(self, task_range: TaskRange) -> None:
-        """Queue a task range behind all others."""
+        """Queue a task range behind all others of its priority."""
         self._queue(task_range).put(task_range)
 
     def put_call(self, number: int, payload: Item, terms: Terms) -> None:
@@ -189,7 +247,7 @@ class Waiting:
             self.put(calls)
 
     def put_back(self, task_range: TaskRange) -> None:
-        """Queue a task range in front: its items have waited before."""
+        """Queue a task range in front of those of its priority: its items have waited before."""
         self._queue(task_range).put_back(task_range)
 
     def put_again(self, task_range: TaskRange, killed: bool, when: float | None = None) -> None:
@@ -204,6 +262,8 @@ class Waiting:
             self.later.put(when, task_range)
 
     def _queue(self, task_range: TaskRange) -> RangeQueue:
+        if task_range.terms.priority:
+            self.ranked = True
         return self.shared if task_range.bound is None else self.own[task_range.bound]
 
     def due(self, now: float) -> float | None:
