@@ -3,6 +3,7 @@ no pool hangs. `bench/alarms.py` repeats this with a million alarms."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -63,6 +64,35 @@ def test_alarms_at_random_times(kind):
     assert found["errors"] == {}
     assert found["more descriptors"] == []
     assert found["threads"] == 0
+
+
+@pytest.mark.parametrize("name", ["callbacks", "callbacks-ends"])
+def test_a_handler_raises_while_a_thread_starts(name, handler, monkeypatch, gate):
+    """A thread of callbacks is started once.  `join` would wait for a second one."""
+    handler()
+    start, struck = threading.Thread.start, []
+
+    def start_and_strike(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.endswith(name) and not struck:
+            struck.append(thread)
+            strike()
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_strike)
+    called: list[int] = []
+    pool = None
+    while pool is None:
+        with contextlib.suppress(Late):
+            pool = Pool(1, name="struck", on_worker_end=lambda end: None)
+    for n in range(2):
+        with contextlib.suppress(Late):
+            pool.apply_async(work.gated, (gate.path, n), callback=called.append)
+    serving = [one.name for one in threading.enumerate() if one.name.startswith("struck-callbacks")]
+    assert sorted(serving) == ["struck-callbacks", "struck-callbacks-ends"]
+    gate.open(2)
+    pool.close()
+    pool.join()
+    assert struck and called
 
 
 ASYNCIO = """

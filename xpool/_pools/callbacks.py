@@ -153,6 +153,11 @@ class _Caller:
 
         Called before it is needed, since the interpreter starts no threads at its exit.
         """
+        if self._runner is None:
+            self._start_first()
+
+    @shielded  # a handler could raise when the thread runs, and a second one would be started
+    def _start_first(self) -> None:
         with self._lock:
             if self._runner is None:
                 self._start()
