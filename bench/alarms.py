@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from xpool import P2PPool, Pool, ThreadPool
@@ -101,6 +101,10 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def below(n: int) -> Iterator[int]:
+    yield from range(n)
+
+
 def slow(x: int) -> int:
     time.sleep(0.001)
     return x
@@ -129,7 +133,7 @@ class Storm:
         self.verbs: list[Callable[[int], None]] = [
             self.apply, self.apply_async, self.many, self.map, self.map_async, self.starmap,
             self.imap, self.imap_with_buffersize, self.imap_unordered, self.cancel, self.callback,
-            self.pickled_in_python,
+            self.pickled_in_python, self.yields, self.some_yields,
         ]  # fmt: skip
 
     def turn(self) -> None:
@@ -172,6 +176,15 @@ class Storm:
     def imap_unordered(self, n: int) -> None:
         it = self.bell.until_done(lambda: self.pool.imap_unordered(same, range(n)))
         check(sorted(self._drawn(it)), list(range(n)))
+
+    def yields(self, n: int) -> None:
+        it = self.bell.until_done(lambda: self.pool.imap(below, [n, 3], yields=True))
+        check(self._drawn(it), [*range(n), *range(3)])
+
+    def some_yields(self, n: int) -> None:
+        it = self.bell.until_done(lambda: self.pool.imap_unordered(below, [n + 1], yields=True))
+        check(self.bell.until_done(lambda: next(it)) in range(n + 1), True)
+        self.bell.until_done(it.close)
 
     def _drawn(self, it: Iterable[Any]) -> list[Any]:
         """Return all items.
