@@ -512,5 +512,5 @@ def test_lines_of_workers_do_not_run_into_a_bar(tmp_path, call):
     os.close(master)
     assert process.returncode == 0
     for x in range(3):
-        assert re.search(rb"\r\x1b\[Kline %d\r\n" % x, seen), seen
+        assert re.search(rb"\r\x1b\[Jline %d\r\n" % x, seen), seen
     assert b"3/3" in seen

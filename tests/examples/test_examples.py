@@ -276,6 +276,13 @@ def without_numbers(line: str) -> str:
     return " ".join(re.sub(r"[\d,.]*\d( and \d)?", " 0 ", line).split())
 
 
+def test_bars_in_tasks():
+    """Without a terminal, the bars of tasks are text on stderr."""
+    pytest.importorskip("tqdm")
+    out = run_example("bars_in_tasks.py", "--steps=2")
+    assert sorted(out.splitlines())[-1] == "mean loss 0.960"
+
+
 def test_shared_names():
     """A worker has less memory for itself with a `SharedList` than with a list."""
     out = run_example("shared_names.py", "--names=200000")

@@ -5,18 +5,26 @@ count with tqdm, else with rich, else as a line on stderr, or calls the caller's
 
 The job does not depend on the display: stderr may be closed, or a pipe without a reader, and the
 display may raise any error.
+
+Below a bar on a terminal, the thread draws the bars of the pool's tasks, one line for each worker.
+Between two writes, the cursor is in the line of the pool's bar, so that workers can insert lines
+there (`xpool._worker.task_bars`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
+import os
 import sys
 import threading
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from xpool._python.at_fork import renew
 from xpool._python.waiters import Flag
 
 INTERVAL = 0.1
@@ -36,6 +44,10 @@ class Display(Protocol):
     def close(self) -> None:
         """End the display."""
 
+    @property
+    def below(self) -> int:
+        """How many lines of the display are below the cursor."""
+
 
 class Progress:
     """Counts the done items of one job, and shows the count in a thread.
@@ -53,26 +65,38 @@ class Progress:
         self._tasks = 0  # number of answered tasks; guarded by the pool's lock
         self._over = Flag()
         self._shown = Flag()  # set when the last state has been shown
+        self._stderr = _Stderr()
+        self._rows = 0  # number of bars of tasks on the terminal
         # The thread keeps neither the job nor the pool alive.
         self._thread = threading.Thread(target=self._run, name="xpool-progress", daemon=True)
 
-    @property
-    def on_terminal(self) -> bool:
-        """Whether the display is a bar on a terminal, where workers may print, too."""
-        return self._is_bar and _is_terminal(sys.stderr)
-
-    def begin(self) -> None:
+    def begin(self, engine: Any = None) -> bool:
+        """Begin to show it; return whether tasks of ``engine`` write to the same terminal."""
+        beside = engine is not None and self._on_terminal
         try:
+            if beside and hasattr(engine, "bars"):  # those of other hosts are not shown
+                _task_bars[self] = engine.bars
             self._thread.start()
         except RuntimeError:  # the system cannot start a thread
+            _task_bars.pop(self, None)
             self._shown.set()
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._thread)))
+        return beside
+
+    @property
+    def _on_terminal(self) -> bool:
+        """Whether the display is a bar on a terminal, where workers may print, too."""
+        return self._is_bar and _is_terminal(sys.stderr)
 
     def add(self, tasks: int) -> None:
         self._tasks += tasks
 
     def end(self) -> None:
         self._over.set()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
 
     def wait(self) -> None:
         """Wait until the last state is shown.  `end` was called, or another thread will call it."""
@@ -85,20 +109,59 @@ class Progress:
             # The display must close before the waiting threads wake.
             with contextlib.closing(self._display):
                 shown = -1
-                while not self._over.wait(INTERVAL):
-                    shown = self._show(shown)
+                try:
+                    while not self._over.wait(INTERVAL):
+                        each = dict.fromkeys(list(_task_bars.values()))
+                        self._draw([bar for bars in each for bar in bars()])
+                        shown = self._show(shown)
+                finally:
+                    self._draw([])
                 self._show(shown)
         finally:
+            _task_bars.pop(self, None)
             self._shown.set()
+
+    def _draw(self, bars: list[str]) -> None:
+        """Draw the bars of tasks below the display."""
+        if not (bars or self._rows):
+            return
+        below = self._display.below
+        columns, lines = _size(self._stderr)
+        rows = [_cut(bar, columns - 1) for bar in bars[: max(0, lines - 2 - below)]]
+        self._rows = len(rows)
+        # A line feed at the bottom of the terminal scrolls, which a movement of the cursor does
+        # not.  One write, so that no worker writes in between.  First, erase what C code of a task
+        # may have left of an earlier bar in this line.
+        text = "\x1b[K" + "\n" * (below + 1) + "\r" + "\x1b[K\r\n".join(rows) + "\x1b[J"
+        self._stderr.write(f"{text}\r\x1b[{below + max(len(rows), 1)}A")
+        self._stderr.flush()
 
     def _show(self, shown: int) -> int:
         done = min(self._tasks * self._size, self._drawn())
-        if done != shown or self.on_terminal:  # on a terminal, workers may have written over it
+        if done != shown or self._on_terminal:  # on a terminal, workers may have written over it
             self._display.show(done, self._total)
         return done
 
 
+_task_bars: dict[Progress, Callable[[], list[str]]] = {}
+"""For each display on a terminal, what returns the bars of the tasks of its pool.  Each display
+draws the bars of all, since all are on one terminal."""
+
+renew(globals(), _task_bars=dict)  # the displays belong to the parent
+
+
+@atexit.register
+def await_displays() -> None:
+    """Wait until the displays of jobs that have ended have removed the bars of tasks, since the
+    program may write to the terminal next."""
+    for one in list(_task_bars):
+        if one.is_over:
+            one.wait()
+
+
 class _Calls:
+    below = 0
+
     def __init__(self, call: Callable[[int, int | None], object]) -> None:
         self.show = call
 
@@ -122,6 +185,27 @@ def _is_terminal(stream: Any) -> bool:
         return bool(stream.isatty())
     except Exception:  # the stream is closed, None, or an object of the program
         return False
+
+
+def _size(stream: Any) -> tuple[int, int]:
+    """Return how many columns and lines a terminal has."""
+    try:
+        columns, lines = os.get_terminal_size(stream.fileno())
+    except Exception:  # the stream is an object of the program
+        columns = lines = 0
+    return columns or 80, lines or 24
+
+
+def _cut(text: str, columns: int) -> str:
+    """Return the beginning of a text that takes at most so many columns of a terminal."""
+    shown = ""
+    for one in filter(str.isprintable, text):
+        if not unicodedata.combining(one):
+            columns -= 2 if unicodedata.east_asian_width(one) in "WF" else 1
+        if columns < 0:
+            break
+        shown += one
+    return shown
 
 
 class _Stderr:
@@ -172,6 +256,12 @@ class _Tqdm:
             self._bar.n = done
             self._bar.refresh()
 
+    @property
+    def below(self) -> int:
+        # Bars of tqdm, also those of the program, have a line each.
+        bars = list(getattr(self._class, "_instances", ()))
+        return max((abs(getattr(one, "pos", 0)) for one in bars), default=0)
+
     def close(self) -> None:
         if self._bar is not None:
             with self._releasing_lock():
@@ -189,6 +279,8 @@ class _Tqdm:
 
 
 class _Rich:
+    below = 0
+
     def __init__(self, title: str) -> None:
         from rich.console import Console
         from rich.progress import (
@@ -222,6 +314,8 @@ class _Rich:
 
 class _Line:
     """A line that is updated on a terminal.  Elsewhere only its last state is written."""
+
+    below = 0
 
     def __init__(self, title: str) -> None:
         self._title = title

@@ -123,6 +123,7 @@ class Engine:
             self.lock, self.workers, self.sched, self.ledger
         )
         self.runs, self.statistics = observation.runs, observation.statistics
+        self.bars = observation.bars
         self.report, self.stacks = observation.report, observation.stacks
         self.begin_trace, self.end_trace = observation.begin_trace, observation.end_trace
         if self._relay is not None:

@@ -36,6 +36,17 @@ class Observation:
                             return True
             return False
 
+    def bars(self) -> list[str]:
+        """Return the progress bars that running tasks draw."""
+        with self.lock:
+            return [
+                bar
+                for worker in self._workers
+                if worker.handle is not None
+                and self._sched.running(worker.index, worker.box.began) is not None
+                and (bar := worker.box.bar)
+            ]
+
     def statistics(self) -> dict[str, Any]:
         """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""
         sched, workers = self._sched, self._workers

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from xpool._calls.keywords import names_of_inits, refuse_unknown
 from xpool._calls.options import check_args, check_callable, resolve_processes
+from xpool._calls.progress import await_displays
 from xpool._engine.jobs.states import PoolStates
 from xpool._engine.protocols import WorkerBackend
 from xpool._pools.hooks import Hooks
@@ -304,6 +305,7 @@ class BasePool(PublicVerbs, Hooks):
             return
         if threading.current_thread() is not life.thread:
             life.finished.wait()
+            await_displays()
 
     @shielded
     def _stop(self) -> bool:

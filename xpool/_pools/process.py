@@ -88,7 +88,7 @@ class Pool(BasePool):
     _packer: Packer
     _tasks: EngineSubmitter
     _all: AllWorkers
-    _stops_tasks = _seeds_items = _keeps_bar = True
+    _stops_tasks = _seeds_items = True
     _has_peers = False  # its workers can send messages to each other
     # The workers, by index, of each process with several; and whether all start and end together.
     _processes: Sequence[list[int]] = ()

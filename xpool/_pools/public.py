@@ -61,8 +61,6 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     _stops_tasks = False
     # Whether each worker has random generators of its own.
     _seeds_items = False
-    # Whether what its tasks print on a terminal must be kept apart from a progress bar there.
-    _keeps_bar = False
     _files: TaskFiles | None = None
     # The worker for calls that name none; None: any, -1: the one with the least to do.
     _calls_go_to: int | None = None

@@ -61,7 +61,6 @@ class PoolOfVerbs(Protocol):
     _task_timeout: float | None
     _stops_tasks: bool
     _seeds_items: bool
-    _keeps_bar: bool
     _calls_go_to: int | None
     _gives_context: bool
     _contexts: list[Any] | None
@@ -279,10 +278,8 @@ def _begin_work(pool: PoolOfVerbs, job: Job, work: Work) -> tuple[Work, bool]:
     numbered = bool(fields)
     if numbered:
         fields.update(numbered=True, starred=work.starred)
-    if job.progress is not None:
-        if pool._keeps_bar and job.progress.on_terminal:
-            fields["above_bar"] = True
-        job.progress.begin()
+    if job.progress is not None and job.progress.begin(getattr(pool, "_engine", None)):
+        fields["above_bar"] = True
     if not fields:
         return work, False
     starred = work.starred and not numbered

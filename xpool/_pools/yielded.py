@@ -548,10 +548,8 @@ def _prepare(
     if pool._files is not None:
         job.numbered = True
         fields.update(numbered=True, file=pool._files.of(job, job.label, pool._files.ITEM))
-    if job.progress is not None:
-        if pool._keeps_bar and job.progress.on_terminal:
-            fields["above_bar"] = True
-        job.progress.begin()
+    if job.progress is not None and job.progress.begin(getattr(pool, "_engine", None)):
+        fields["above_bar"] = True
     if fields:
         called = task_function(yielding, **fields)
     if isinstance(submitter, EngineSubmitter):

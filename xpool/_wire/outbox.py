@@ -17,6 +17,7 @@ does not read them here, because a worker that writes to wrong addresses may hav
     stop    parent   number of the item that the worker must break off, plus 1; 0: none
     turn    worker   start of the first unanswered task, in ns as `since`
     counts  worker   what it has counted: a word for each of `COUNTERS`
+    bar     worker   the progress bar that its task draws, as text
     stack   both     the worker's stack when it got `STOP_SIGNAL`, as text
 
 Order between processors: the parent reads answers up to a mark that came through the pipe, because
@@ -51,6 +52,9 @@ CAPACITY = 256 * 1024
 NO_LIMIT = 2**64 - 1
 TASK_LINE = "Item: "
 """Prefix of the line about the item, which follows the stack.  Tasks in C code delay that line."""
+
+BAR_AT = HEADER // 2
+"""Offset of the text of a bar, which ends at a zero byte."""
 
 STACK_AT = HEADER + CAPACITY
 STACK = 64 * 1024  # for at most 100 frames, perhaps cut; pages that are not used take no memory
@@ -134,6 +138,11 @@ class Outbox:
         at = _COUNTS[counter]
         self.words[at] = (self.words[at] + n) % 2**64  # a task may have written over it
 
+    def draw(self, bar: str) -> None:
+        """Let the program show a bar; "" removes it."""
+        data = bar.encode(errors="replace").replace(b"\0", b"")[: HEADER - BAR_AT - 1] + b"\0"
+        self._map[BAR_AT : BAR_AT + len(data)] = data
+
     @property
     def asked(self) -> bool:
         """Whether the parent has asked to break off an item or to write the stack."""
@@ -208,6 +217,11 @@ class Outbox:
         if began:
             self.clear_stack()  # of an earlier request
         self.words[_STOP] = began
+
+    @property
+    def bar(self) -> str:
+        """The bar that its task draws, perhaps half of it old; "": none."""
+        return self._map[BAR_AT:HEADER].split(b"\0", 1)[0].decode(errors="ignore")
 
     def clear_stack(self) -> None:
         self._map[STACK_AT:SIZE] = bytes(STACK)

@@ -28,7 +28,7 @@ class TaskFunction:
         scope: the number of the call of `run_all` to which messages to and from peers belong.
         file: the path of the file that gets the output, and the format of the end of its name.
         group: makes the context in which all members of a group make this call.
-        above_bar: lines on a terminal replace the progress bar, which is redrawn below.
+        above_bar: the program's terminal shows the progress bar of this job.
         seed: from it and the item's number, the random generators are seeded for the call.
         states: the program's state that came with the function.  If the task runs late (it was
             taken back from another worker, or is tried again), later messages may have changed it.
@@ -99,9 +99,9 @@ _NOTHING = nullcontext()
 @cache
 def _contexts() -> tuple[Any, Any, Any]:
     """Import what the program, which makes the records, does not need."""
-    from xpool._worker.line_streams import above_bar
     from xpool._worker.output_files import output_to
     from xpool._worker.seeds import seeded
+    from xpool._worker.task_bars import above_bar
 
     return above_bar, output_to, seeded
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool._worker.worker_context import current_worker
-
-ERASE = "\r\x1b[K"
-"""Moves to the beginning of the line, and erases it: a progress bar may be there."""
 
 
 class Lines:
     """A text stream that adds a prefix to each line, and writes whole lines in one piece."""
 
     def __init__(self, stream: Any, before: Callable[[], str]) -> None:
-        self._stream, self._before = stream, before
+        self.stream, self.before = stream, before
         # By thread, so that the lines of two threads do not mix: the beginning of an incomplete
         # line, and the threads whose current line has been written in part.
         self._begun: dict[int, str] = {}
@@ -31,7 +27,7 @@ class Lines:
         return None if stream is None else cls(stream, _name)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
         """Write the lines that are complete."""
@@ -56,15 +52,15 @@ class Lines:
                 if thread == me or thread not in running:
                     self._hand_on(thread, self._begun.pop(thread))
                     self._continues.add(thread)
-        self._stream.flush()
+        self.stream.flush()
 
     def _hand_on(self, thread: int, text: str) -> None:
-        before = self._before()
+        before = self.before()
         # Do not use `splitlines`, which also cuts at form feeds and the like.
         lines = list(io.StringIO(text, newline=""))
         # If `flush` has written the beginning of a line, its rest gets no prefix.
         head = lines.pop(0) if thread in self._continues else ""
-        self._stream.write(head + "".join(before + line for line in lines))
+        self.stream.write(head + "".join(before + line for line in lines))
 
 
 def _name() -> str:
@@ -72,26 +68,3 @@ def _name() -> str:
         return f"[worker {current_worker().index}] "
     except RuntimeError:
         return "[worker] "  # workers are threads, and a task has started this thread
-
-
-@contextlib.contextmanager
-def above_bar() -> Iterator[None]:
-    """In the block, lines on a terminal replace the progress bar, which is redrawn below."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_clearing(one) for one in before)
-    try:
-        yield
-    finally:
-        for one in (sys.stdout, sys.stderr):
-            if isinstance(one, Lines):
-                with contextlib.suppress(OSError, ValueError):  # the terminal is gone
-                    one.flush()
-        sys.stdout, sys.stderr = before
-
-
-def _clearing(stream: Any) -> Any:
-    try:
-        terminal = stream.isatty()
-    except Exception:  # the stream is closed, None, or an object of the task
-        return stream
-    return Lines(stream, lambda: ERASE) if terminal else stream

@@ -57,6 +57,12 @@ def open_relay(fd: int, config: dict[str, Any], box: Outbox) -> None:
     when_imported("warnings", relay.take_warnings)
 
 
+def outbox() -> Outbox:
+    """Return the outbox of the worker that runs this thread's task."""
+    assert _relay is not None
+    return _relay.channel().box
+
+
 class _Channel:
     """The socket of one worker."""
 
@@ -67,7 +73,7 @@ class _Channel:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
         self._flags = 0
         self._dropped = 0
-        self._box = box
+        self.box = box
 
     def send(self, kind: str, fields: dict[str, Any]) -> None:
         try:
@@ -78,7 +84,7 @@ class _Channel:
             with _dropping:
                 self._dropped += 1
                 # The parent sees this in the outbox's page, even if this worker sends nothing more.
-                self._box.count("dropped_records")
+                self.box.count("dropped_records")
         else:
             self._flags = 0
 
@@ -90,12 +96,15 @@ class _Relay:
         self._default = channel  # for threads that a task has started
         self._forked = forked
 
-    def _send(self, kind: str, fields: dict[str, Any]) -> None:
+    def channel(self) -> _Channel:
+        """Return the channel of the worker that runs in this thread."""
         try:
-            channel = self.channels.get(current_worker().index, self._default)
+            return self.channels.get(current_worker().index, self._default)
         except RuntimeError:
-            channel = self._default
-        channel.send(kind, fields)
+            return self._default
+
+    def _send(self, kind: str, fields: dict[str, Any]) -> None:
+        self.channel().send(kind, fields)
 
     # -- logging -----------------------------------------------------------------------------------
 
