@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from support.limits import PROGRAM_LIMIT
+from support.screen import OnTerminal
 
 pytest.importorskip("torch", reason="the examples use torch")
 pytest.importorskip("sklearn", reason="the examples use scikit-learn's images")
@@ -277,10 +278,13 @@ def without_numbers(line: str) -> str:
 
 
 def test_bars_in_tasks():
-    """Without a terminal, the bars of tasks are text on stderr."""
+    """The lines of all tasks stay above the bar of the pool, and no bar of a task stays."""
     pytest.importorskip("tqdm")
-    out = run_example("bars_in_tasks.py", "--steps=2")
-    assert sorted(out.splitlines())[-1] == "mean loss 0.960"
+    with OnTerminal(ROOT / "examples" / "bars_in_tasks.py", "--steps=2") as program:
+        *lines, bar, mean = program.end()
+    assert sorted(lines) == [f"fold {fold}: loss 0.960" for fold in range(6)]
+    assert bar.startswith("all folds: 100%")
+    assert mean == "mean loss 0.960"
 
 
 def test_shared_names():
