@@ -224,12 +224,13 @@ class WorkerDied(XPoolError):
             f"{self.task}. "
         )
         if self.killed > 1:
+            advice = "" if self.beside else "; run it alone to see what it does"
             return (
-                f"{story}{hint} This task has killed {self.killed} workers, so the task is at "
-                "fault. It is not run again; run it alone to see what it does."
+                f"{story}{self.beside or hint} This task has killed {self.killed} workers, so the "
+                f"task is at fault. It is not run again{advice}."
             )
         if self.beside:
-            ours = not self.killed or self.beside.startswith("The pool ended")
+            ours = not self.killed or self.beside.startswith(("The pool ended", "The kernel ended"))
             why = self.beside if ours else f"{hint} {self.beside}".strip()
             return f"{story}{why} Pass retries=n to have a task run again."
         return f"{story}{hint} Only this task is lost; pass retries=n to have it run again."

@@ -345,6 +345,76 @@ def test_withdrawing():
     assert sched.least_loaded() == 0
 
 
+def run_alone(sched, job=1):
+    """Have the only item of a worker run alone, and return the worker that gets it."""
+    sched.put(task_range(job, retries=1))
+    [(w, _)] = sched.next_batches()
+    lost = sched.gone(w, 1)
+    sched.ready(w, None)
+    sched.again(*lost, alone=True)
+    return w
+
+
+def test_a_task_runs_alone():
+    """It is given when no worker has a task, whatever waits, and nothing is given beside it."""
+    sched = ready(3)
+    sched.put(task_range(2))
+    [(other, _)] = sched.next_batches()
+    run_alone(sched)
+    sched.put(task_range(3, n=5, priority=9))
+    assert sched.next_batches() == [] == sched.refill(other)
+    assert sched.waiting() == 6
+    sched.answered(other, 1)
+    [(w, batch)] = sched.next_batches()
+    assert batch.job == 1 and batch.terms.alone
+    assert sched.next_batches() == []
+    assert sched.start(task_range(4)) is None
+    sched.answered(w, 1)
+    assert [batch.job for _, batch in sched.next_batches()] == [3, 3, 3]
+
+
+def test_bound_tasks_that_wait_for_each_other():
+    """While some tasks of a `run_all` run, the others are given before one that is to run alone; if
+    they came later, after it."""
+    sched = ready(2)
+    sched.put(task_range(2))
+    [(busy, _)] = sched.next_batches()
+    free = 1 - busy
+    sched.put(task_range(3, retries=1, bound=None))
+    [(w, _)] = sched.next_batches()
+    assert w == free
+    sched.put(task_range(4, bound=busy))
+    sched.put(task_range(4, first=1, bound=free))
+    lost = sched.gone(free, 1)
+    sched.ready(free, None)
+    sched.again(*lost, alone=True)
+    sched.put(task_range(5, bound=free))
+    assert [batch.first for _, batch in sched.next_batches()] == [1]
+    sched.answered(busy, 1)
+    assert [batch.job for batch in sched.refill(busy)] == [4]
+    sched.answered(free, 1)
+    assert sched.refill(free) == []
+    sched.answered(busy, 1)
+    [(w, batch)] = sched.next_batches()
+    assert batch.job == 3
+    sched.answered(w, 1)
+    assert [batch.job for _, batch in sched.next_batches()] == [5]
+
+
+def test_withdrawing_beside_a_task_that_runs_alone():
+    """If another task that is to run alone is withdrawn, nothing is given beside the first."""
+    sched = ready(2)
+    run_alone(sched, 1)
+    [(w, _)] = sched.next_batches()
+    sched.put_back(TaskRange(2, 0, 0, [ITEM], None, Terms(alone=True)))
+    assert sched.withdraw(2) == []
+    assert sched.start(task_range(3)) is None
+    sched.put(task_range(3))
+    assert sched.next_batches() == []
+    sched.answered(w, 1)
+    assert [batch.job for _, batch in sched.next_batches()] == [3]
+
+
 def test_held_tasks_of_a_withdrawn_job_are_not_queued_again():
     """Held tasks of a withdrawn job never wait again, whatever their worker does."""
     for event in ("death", "back", "skipped", "again"):

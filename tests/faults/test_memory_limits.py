@@ -22,6 +22,7 @@ from xpool import (
     WorkerDied,
 )
 from xpool._engine import memory
+from xpool._engine.jobs.scheduler import Scheduler
 from xpool._memory import system
 from xpool._memory.system import Scope
 
@@ -116,7 +117,9 @@ def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
         worker.state = SimpleNamespace(serves=False)
 
     monkeypatch.setattr(memory, "fullest_scope", lambda: Scope(10 << 30, int(used[0] * (10 << 30))))
-    memory.MemoryGuard(reactor, workers, memory.MemoryLimits(full=0.9), end, lambda: None)
+    memory.MemoryGuard(
+        reactor, workers, Scheduler(4), memory.MemoryLimits(full=0.9), end, lambda: None
+    )
     assert ended == []
     used[0] = 0.95
     for _ in range(3):
@@ -200,6 +203,21 @@ def test_which_limit_of_a_cgroup(cgroups):
     assert system.fullest_scope() == (8000 * MIB, 7900 * MIB)
     cgroups({"proc/self/cgroup": "1:memory:/\n", **version_1("", 1 << 40, 7900, 0)})
     assert system.fullest_scope().total == 64_000 * MIB
+
+
+@pytest.mark.pure
+def test_kills_of_the_kernel(cgroups):
+    """The cgroup of the process says how many; if it does not, the machine does."""
+    own = {"proc/self/cgroup": "0::/a/b\n", "proc/vmstat": "pgfault 7\noom_kill 9\n"}
+    cgroups(own)
+    assert system.oom_kills() == 9
+    cgroups({**own, "cgroup/a/b/memory.events": "low 0\noom 5\noom_kill 3\n"})
+    assert system.oom_kills() == 3
+    first = {"cgroup/memory/memory.oom_control": "under_oom 0\noom_kill 4\n"}
+    cgroups({"proc/self/cgroup": "4:memory:/a\n", **first})
+    assert system.oom_kills() == 4
+    cgroups({"proc/self/cgroup": "0::/a\n", "proc/vmstat": "pgfault 7\n"})
+    assert system.oom_kills() == 0
 
 
 @pytest.mark.pure

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool._engine.answers import EngineOptions
@@ -204,6 +204,8 @@ class EngineWorld(World):
         self.spy()
         # Decided by the seed without a random draw, as below.
         self.ranked = seed % 4 == 2
+        if seed % 5 == 3:
+            self.engine._monitor.guard.ran_out = self.ran_out  # type: ignore[method-assign]
         self.overtaken: list[tuple[int, int]] = []
         self.overtaken_since = self.now
         self.limits: dict[int, Limit] = {}  # of jobs with a limit
@@ -729,6 +731,11 @@ class EngineWorld(World):
             task.died += 1
             task.finished = None
 
+    def ran_out(self, ended: Iterable[Any], code: int | None) -> str:
+        """Say that memory was short, for about half of the deaths."""
+        pid = next(slot.pid for slot in ended)
+        return "The kernel ended it." if code is not None and pid and pid % 2 else ""
+
     def report(self) -> None:
         """Report a death to the parent."""
         handle, code = self.reports.pop(self.below(len(self.reports)))
@@ -751,6 +758,10 @@ class EngineWorld(World):
         if not died:
             self.wrong(f"task {index} of job {job} is lost, and no worker died in it")
         tries = died + task.over + task.failed
+        if "It ran alone" in error.beside:
+            if died < 2:
+                self.wrong(f"task {index} of job {job} ran alone at first")
+            return
         if tries <= task.retries and not (self.over or self.engine.failure):
             self.wrong(f"task {index} of job {job} is lost, and has a retry left")
 
@@ -817,9 +828,14 @@ class EngineWorld(World):
         fed |= {room.job for room in self.rooms if not room.is_there or self.engine._resumed}
         waits = [
             task_range.job
-            for task_range in sched.shared
+            for task_range in (*sched.shared, *sched.alone)
             if task_range.items and task_range.job not in fed
         ]
+        held = [batch for in_flight in sched.in_flight for batch in in_flight.held]
+        if any(batch.terms.alone and batch.bound is None for batch in held) and held[1:]:
+            self.wrong(f"{len(held)} batches are in flight beside one that is to run alone")
+        if sched.alone in sched.queued and held:
+            return
         if waits and sched.idle and not (self.over or self.engine.failure):
             self.wrong(f"worker {next(iter(sched.idle))} is idle, and job {waits[0]} waits")
 

@@ -227,8 +227,8 @@ def _(patch: Patch) -> None:
 
 @mutant("a retry loses its priority", "scheduler")
 def _(patch: Patch) -> None:
-    def after(original: Any, terms: Terms, killed: bool) -> Any:
-        return original(terms, killed)._replace(priority=0)
+    def after(original: Any, terms: Terms, killed: bool, alone: bool) -> Any:
+        return original(terms, killed, alone)._replace(priority=0)
 
     wrap(patch, Terms, "after_failure", after)
 

@@ -34,6 +34,9 @@ Entry = tuple[TaskRange | None, list[Task]]
 
 FAR = 2**62
 
+ALONE = -1
+"""The queue of the model for tasks that run alone."""
+
 
 class _Worker:
     """The state of a worker process, and the messages to it."""
@@ -83,7 +86,10 @@ class SchedulerWorld(World):
         self.priorities = self.one_of([[0], [0], [0, 1], [0, -0.5, 3, 10**30, 7]])
         self.ranks: dict[int, float] = {}  # priorities by job
         # The model: waiting tasks by queue and task range; None is the shared queue.
-        self.queues: dict[int | None, list[Entry]] = {q: [] for q in (None, *range(n))}
+        self.queues: dict[int | None, list[Entry]] = {q: [] for q in (None, ALONE, *range(n))}
+        self.lonely = self.one_of([0.0, 0.3, 0.8])  # how many of the lost ones run alone
+        self.lone: set[Task] = set()  # those that run alone from now on
+        self.before: set[Task] = set()  # bound ones that go before the first of these
         self.retries: dict[Task, int] = {}
         self.bound: dict[Task, int | None] = {}
         self.open: dict[
@@ -107,6 +113,7 @@ class SchedulerWorld(World):
             else:
                 self.workers[w].alive = False
         kinds = [
+            *([self.death, self.begin, self.answer] if self.lonely > 0.5 else []),
             self.submit, self.submit, self.feed, self.batches, self.batches,
             self.begin, self.finish, self.finish, self.answer, self.answer, self.answer,
             self.look, self.look, self.death, self.revive, self.withdraw, self.due,
@@ -134,7 +141,7 @@ class SchedulerWorld(World):
             n = 1
             bound = self.sched.least_loaded()
             self.check_least(bound)
-        retries = self.one_of([0, 0, 1, 2])
+        retries = self.one_of([0, 0, 1, 2, 4] if self.lonely else [0, 0, 1, 2])
         tasks = [(job, i) for i in range(n)]
         for task in tasks:
             self.retries[task], self.bound[task] = retries, bound
@@ -145,6 +152,7 @@ class SchedulerWorld(World):
                   "priority", priority)  # fmt: skip
         if n == 1 and bound is None and self.chance(0.5):
             waits = any(tasks for queue in self.queues.values() for _, tasks in queue)
+            waits = waits or self.lone_runs()
             idle = list(self.sched.idle)
             found = self.sched.start(task_range)
             if found is not None:
@@ -200,6 +208,12 @@ class SchedulerWorld(World):
 
     def enter(self, q: int | None, entry: Entry, front: bool = False) -> None:
         """Put an entry of the model behind those of its priority, or in front of them."""
+        if entry[1] and entry[1][0] in self.lone:
+            q = ALONE
+            if not self.waits_alone():
+                self.before = {
+                    t for t, w in self.bound.items() if w is not None and t not in self.ended
+                }
         queue, rank = self.queues[q], self.rank(entry)
         for k, other in enumerate(queue):
             its = self.rank(other)
@@ -252,8 +266,41 @@ class SchedulerWorld(World):
             left = among - idle.index(w) if len(idle) == among else among
             self.given(w, batch, left)
         for w in self.sched.idle:
-            if any(tasks for q in (w, None) for _, tasks in self.queues[q]):
+            if self.may_get(w):
                 self.wrong(f"worker {w} is idle while a task waits that it may run")
+
+    def waits_alone(self) -> bool:
+        """Whether a task waits to run alone."""
+        return any(tasks for _, tasks in self.queues[ALONE])
+
+    def lone_runs(self) -> bool:
+        """Whether a worker has a task that runs alone."""
+        return any(
+            task in self.lone
+            for worker in self.workers if worker.alive
+            for task, _ in worker.given[worker.answered :]
+        )  # fmt: skip
+
+    def may_get(self, w: int) -> bool:
+        """Whether a task waits that an idle worker may run now."""
+        if self.lone_runs():
+            return False
+        if not self.waits_alone():
+            return any(tasks for q in (w, None) for _, tasks in self.queues[q])
+        if not any(map(self.holds, range(len(self.workers)))):
+            return True
+        first = next((tasks[0] for _, tasks in self.queues[w] if tasks), None)
+        return first in self.before
+
+    def check_alone(self, w: int, tasks: list[Task]) -> None:
+        """A task that runs alone is given when no worker has any, and others not beside it."""
+        if self.lone_runs():
+            self.wrong(f"worker {w} gets {tasks} beside a task that runs alone")
+        if tasks[0] in self.lone:
+            if any(map(self.holds, range(len(self.workers)))):
+                self.wrong(f"worker {w} gets {tasks}, to run alone, beside others")
+        elif self.waits_alone() and tasks[0] not in self.before:
+            self.wrong(f"worker {w} gets {tasks} before a task that waits to run alone")
 
     def given(self, w: int, batch: Batch, among: int = 0) -> None:
         """Check a batch and give it to the worker; ``among``: workers that divide the handful, 0:
@@ -268,7 +315,10 @@ class SchedulerWorld(World):
         if batch.seq != len(worker.given):
             self.wrong(f"seq {batch.seq} for item {len(worker.given)} of worker {w}")
         own = any(t for _, t in self.queues[w]) and self.highest(w) >= self.highest(None)
-        queue = self.queues[w] if own else self.queues[None]
+        self.check_alone(w, tasks)
+        queue = self.queues[w] if own or self.waits_alone() else self.queues[None]
+        if tasks[0] in self.lone:
+            queue = self.queues[ALONE]
         if len(worker.given) > worker.answered:
             last = worker.given[-1][0]
             if self.ranks[last[0]] < self.ranks[batch.job]:
@@ -440,6 +490,8 @@ class SchedulerWorld(World):
         batches = self.sched.refill(w)
         for batch in batches:
             self.given(w, batch)
+        if self.sched.alone in self.sched.queued:
+            self.batches()
         if batches and held + len(batches) > most:
             self.wrong(f"worker {w} holds {held} and {len(batches)} messages of {cost} s a task")
         if in_flight.size == 0 and in_flight.left == 0:
@@ -540,19 +592,29 @@ class SchedulerWorld(World):
             if lost[0].terms.retries > 0:
                 self.note(running, "is run again")
                 self.retries[running] -= 1
+                alone = self.bound[running] is None and self.chance(self.lonely)
+                if alone:
+                    self.note(running, "runs alone from now on")
                 if self.chance(0.5):
-                    self.sched.again(*lost)
+                    self.run_again(lost, running, alone)
                     self.put_back([running])
                 elif self.unwanted(running):
-                    self.sched.again(*lost, when=self.clock + 1)
+                    self.run_again(lost, running, alone, self.clock + 1)
                     self.end(running, "withdrawn")
                 else:
                     when = self.clock + 1 + self.below(3)
-                    self.sched.again(*lost, when=when)
+                    self.run_again(lost, running, alone, when)
                     self.later.append((when, len(self._history), running))
             else:
                 self.end(running, "lost")
         worker.alive = False
+
+    def run_again(
+        self, lost: tuple[Batch, int], task: Task, alone: bool, when: float | None = None
+    ) -> None:
+        self.sched.again(*lost, when=when, alone=alone)
+        if alone:
+            self.lone.add(task)
 
     def revive(self, w: int | None = None) -> None:
         """A new process is ready at a dead worker's place."""
@@ -655,8 +717,10 @@ class SchedulerWorld(World):
             able = in_flight.accepting and not in_flight.held
             if able != (w in sched.idle) or (able and not worker.alive):
                 self.wrong(f"idle are {list(sched.idle)}, wrong for worker {w}")
-        if sched.queued != {queue for queue in (sched.shared, *sched.own) if queue}:
+        if sched.queued - {sched.alone} != {q for q in (sched.shared, *sched.own) if q}:
             self.wrong(f"not the queues that have ranges: {sched.queued}")
+        if (self.waits_alone() or self.lone_runs()) and sched.alone not in sched.queued:
+            self.wrong("a task runs alone or waits for that, and does not hold up others")
 
     def check_running(self, w: int, worker: _Worker) -> None:
         """The scheduler knows each worker's running item."""

@@ -13,6 +13,7 @@ from xpool._engine import start_limit
 from xpool._engine import worker_process as worker
 from xpool._engine.worker_process import processor_times
 
+from . import mutants_alone  # noqa: F401 - it adds to MUTANTS
 from .ends import EndsWorld
 from .engine import EngineWorld
 from .hosts import HostWorld

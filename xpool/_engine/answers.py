@@ -237,14 +237,14 @@ class Answers:
         error = TaskTimeout(limit.seconds, worker.index, worker.pid, task, own_part(stack))
         self._result(batch, index, False, error)
 
-    def _again(self, batch: Batch, position: int, killed: bool) -> None:
+    def _again(self, batch: Batch, position: int, killed: bool, alone: bool = False) -> None:
         """Have a task run once more, after a pause."""
         # In a pool over hosts, the driver counts the retries and chooses the next worker.
         if self._hands_back:
             self._result(batch, batch.first + position, None, killed)
             return
         when = self._reactor.now() + back_off(batch.terms.tries + 1, self._chance())
-        self._sched.again(batch, position, killed=killed, when=when)
+        self._sched.again(batch, position, killed=killed, when=when, alone=alone)
         self._ledger.retried(batch, batch.first + position)
         self._reactor.call_at(when, self._queue)
 
@@ -284,21 +284,26 @@ class Answers:
 
     def lost(
         self, worker: WorkerProcess, batch: Batch, position: int, exitcode: int | None,
-        not_counted: bool, beside: str, last: bool,
+        not_counted: bool, beside: str, last: bool, short: bool,
     ) -> None:  # fmt: skip
         """Answer a task whose worker ended, or have it run again.
 
         ``not_counted``: a task in another thread of the process has caused its end.  ``beside``:
         text about the other threads, for the error.  ``last``: no worker will start any more.
+        ``short``: the process ended for lack of memory, so the next try is alone.
         """
         # The signal that should stop this task, or the kill after it, has ended the worker.
         if batch.seq + position == worker.interrupted:
             self._broken_off(worker, batch, position)
             return
         killed = batch.terms.killed + (not not_counted)
-        if batch.terms.retries > 0 and killed < CULPRIT and not last:
-            self._again(batch, position, killed=not not_counted)
+        had_all = short and batch.terms.alone  # another try would not have more memory
+        if batch.terms.retries > 0 and killed < CULPRIT and not last and not had_all:
+            alone = short and batch.bound is None
+            self._again(batch, position, killed=not not_counted, alone=alone)
             return
+        if had_all:
+            beside += " It ran alone: no other worker had a task."
         index = batch.first + position
         task = self.describe(*batch.name(index))
         error = WorkerDied(worker.pid, exitcode, worker.index, task, killed, beside)

@@ -6,12 +6,14 @@ Guarded by the engine's lock.
 # No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import os
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from xpool._engine.jobs.scheduler import Scheduler
 from xpool._engine.reactor import Reactor
 from xpool._engine.worker_process import WorkerProcess
-from xpool._memory.system import Scope, fullest_scope
+from xpool._memory.system import Scope, fullest_scope, oom_kills
 
 POLL_SECONDS = 0.2
 """Seconds between two checks."""
@@ -49,29 +51,34 @@ class MemoryLimits(NamedTuple):
 class MemoryGuard:
     """Ends workers with too much memory; ``short`` is True while more than ``high`` is in use.
 
-    ``end(worker, remark)`` ends a worker; ``again()`` sends waiting tasks.  The guard polls,
-    because the system has no event for memory in use.
+    A worker whose task runs alone may have as much as all workers.  ``end(worker, remark)`` ends a
+    worker; ``again()`` sends waiting tasks.  The guard polls, because the system has no event for
+    memory in use.
     """
 
     def __init__(
         self,
         reactor: Reactor,
         workers: Sequence[WorkerProcess],
+        sched: Scheduler,
         limits: MemoryLimits,
         end: Callable[[WorkerProcess, str], object],
         again: Callable[[], object],
     ) -> None:
         self.short = False
-        self._reactor, self._workers = reactor, workers
+        self._reactor, self._workers, self._sched = reactor, workers, sched
         self._most, self._high, self._full = limits
         self._end, self._again = end, again
+        self._ended: set[int] = set()  # the workers whose end is not handled yet
+        self._kills = oom_kills()
         if limits != MemoryLimits():
             self._look()
 
     def _look(self) -> None:
         if self._most is not None:
             for worker in self._workers:
-                self._weigh(worker, self._most)
+                alone = worker.index == self._sched.lone and worker.in_flight.held
+                self._weigh(worker, self._most, self._sched.size if alone else 1)
         scope = None if self._high is None and self._full is None else fullest_scope()
         used = 0.0 if scope is None else scope.part
         if self._high is not None:
@@ -82,18 +89,38 @@ class MemoryGuard:
             self._end_largest(scope)
         self._reactor.call_at(self._reactor.now() + POLL_SECONDS, self._look)
 
-    def _weigh(self, worker: WorkerProcess, most: int) -> None:
+    def is_above(self, worker: WorkerProcess) -> bool:
+        """Whether a worker has more than a worker may have."""
+        return self._most is not None and private_memory(worker.pid or 0) > self._most
+
+    def ran_out(self, ended: Iterable[WorkerProcess], exitcode: int | None) -> str:
+        """Return why the process of these workers ended, if for lack of memory; else "".
+
+        Asked once for each process.
+        """
+        ours = {worker.index: worker for worker in ended if worker.index in self._ended}
+        if ours:
+            self._ended -= ours.keys()
+            return min(ours.items())[1].remark
+        if exitcode == -signal.SIGKILL and self._kills < oom_kills():
+            self._kills += 1  # the kernel may have killed several before the first is handled
+            return "The kernel ended it, because memory was short."
+        return ""
+
+    def _weigh(self, worker: WorkerProcess, most: int, times: int) -> None:
         pid = worker.pid
         if pid is None or not worker.state.serves:
             return
         bytes_ = private_memory(pid)
-        if bytes_ > most:
+        if bytes_ > most * times:
             # In text such as "300MB", a megabyte is 1024**2 bytes.
             unit = 10**6 if most % 1024 else 2**20
+            self._ended.add(worker.index)
             self._end(
                 worker,
                 f"The pool ended it, because it had {bytes_ / unit:.0f} MB of private memory, and "
-                f"worker_memory= allows {most / unit:.4g} MB.",
+                f"worker_memory= allows {most / unit:.4g} MB"
+                f"{f', and {times} times as much for a task alone' if times > 1 else ''}.",
             )
 
     def _end_largest(self, scope: Scope) -> None:
@@ -102,6 +129,7 @@ class MemoryGuard:
         bytes_, _, worker = max(sizes, default=(0, 0, None))
         # Ending a small worker would not help: other processes have the memory.
         if worker is not None and bytes_ > scope.total * LARGE_PART:
+            self._ended.add(worker.index)
             self._end(
                 worker,
                 f"The pool ended it, because {self._full:.0%} of the {scope.total / 1e9:.1f} GB of "

@@ -65,7 +65,7 @@ class WorkerMonitor:
         self._overdue = Alarms(reactor, self._kill_overdue)
         self._start_limit = StartLimit(reactor, options.initializer_timeout, self.condemn)
         self.guard = MemoryGuard(
-            reactor, self._workers, options.memory, self.condemn, self.give_idle
+            reactor, self._workers, parts.sched, options.memory, self.condemn, self.give_idle
         )
 
     # -- a process comes and goes ------------------------------------------------------------------
@@ -226,11 +226,18 @@ class WorkerMonitor:
             # It continues with what it holds, and its next answers may wait in its outbox.
             if w in self._multi_item and worker.state is not WorkerStates.CONDEMNED:
                 self._looks.schedule_by(worker, self._reactor.now() + OUTBOX_POLL_SECONDS)
+            if self._sched.alone in self._sched.queued:
+                self.give_idle()
             return
         if self._sched.queued:
             # While memory is short, one task runs at a time.
-            if self.guard.short:
+            if self.guard.short or self._sched.alone in self._sched.queued:
+                # A process that has kept the memory of a task that ran alone ends.
+                if w == self._sched.lone and not size and self.guard.is_above(worker):
+                    self.retire(worker)
                 self.give_idle()
+                if worker.state is not WorkerStates.READY:
+                    return
             else:
                 for batch in self._sched.refill(w):
                     self._give(worker, batch)

@@ -482,10 +482,14 @@ class Replacement:
         describe = self._answers.describe
         ran = {one: describe(*batch.name(batch.first + k)) for one, (batch, k) in lost.items()}
         ended_by_us = next((one for one in ended if _ended_by_us(one)), None)
+        short = self._monitor.guard.ran_out(ended, None if ended_by_us else exitcode)
         for one, (batch, position) in lost.items():
             not_counted = ended_by_us is not None and ended_by_us is not one
-            beside = one.remark or (_beside(one, ended_by_us, ran) if one.workers[1:] else "")
-            self._answers.lost(one, batch, position, exitcode, not_counted, beside, self.ending)
+            beside = one.remark or short
+            beside = beside or (_beside(one, ended_by_us, ran) if one.workers[1:] else "")
+            self._answers.lost(
+                one, batch, position, exitcode, not_counted, beside, self.ending, bool(short)
+            )
 
 
 def _served(worker: WorkerProcess) -> bool:

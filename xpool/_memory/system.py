@@ -23,14 +23,18 @@ class _Version(NamedTuple):
     used: str
     cache: bytes  # the name of the file cache in memory.stat; the kernel reclaims it first
     quota: tuple[str, ...]  # the files with the time on cores, and with the period for which it is
+    events: str  # has the number of processes that the kernel has killed for lack of memory
 
 
-_SECOND = _Version(("memory.max", "memory.high"), "memory.current", b"inactive_file", ("cpu.max",))
+_SECOND = _Version(("memory.max", "memory.high"), "memory.current", b"inactive_file", ("cpu.max",),
+    "memory.events",
+)  # fmt: skip
 _FIRST = _Version(
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     b"total_inactive_file",
     ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
+    "memory.oom_control",
 )
 
 
@@ -70,6 +74,16 @@ def available_memory() -> int:
 def fullest_scope() -> Scope:
     """Return the machine or the cgroup of this process, whichever has the largest used share."""
     return max(_scopes(), key=lambda scope: scope.part)
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory: of the cgroup of this
+    process, or of the machine if its cgroup does not say; 0: not known."""
+    for version, folder in _folders("memory"):
+        kills = _named(os.path.join(folder, version.events), b"oom_kill")
+        if kills is not None:
+            return kills
+    return _named(f"{_PROC}/vmstat", b"oom_kill") or 0
 
 
 def _scopes() -> Iterator[Scope]:

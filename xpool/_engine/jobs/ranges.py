@@ -28,7 +28,8 @@ class Limit(NamedTuple):
 class Terms(NamedTuple):
     """How long an item may run, how often it may be run again, and how often it was already.
 
-    Of waiting items, those with the highest ``priority`` are next.
+    Of waiting items, those with the highest ``priority`` are next.  ``alone``: its worker has died
+    for lack of memory, so it runs while no other worker has an item.
     """
 
     retries: int = 0  # that are left
@@ -36,11 +37,15 @@ class Terms(NamedTuple):
     tries: int = 0  # that failed
     killed: int = 0  # workers that died in these
     priority: float = 0
+    alone: bool = False
 
-    def after_failure(self, killed: bool) -> "Terms":
+    def after_failure(self, killed: bool, alone: bool = False) -> "Terms":
         """Return the terms of the next try; ``killed``: the worker died in the last one."""
         return self._replace(
-            retries=self.retries - 1, tries=self.tries + 1, killed=self.killed + killed
+            retries=self.retries - 1,
+            tries=self.tries + 1,
+            killed=self.killed + killed,
+            alone=self.alone or alone,
         )
 
 

@@ -18,6 +18,10 @@ idle.  It also takes back items that a worker has not begun when others of a hig
 
 Items to be retried wait in a heap until their time; the caller supplies the clock.
 
+An item whose worker has died for lack of memory is retried **alone**.  While it waits, workers get
+only bound items that came before it.  When no worker holds anything, it is given, and nothing else
+is until it has ended.
+
 The engine's lock guards all of it, except `TaskRange.items`, to which an input reader appends
 without it.
 """
@@ -27,6 +31,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from collections.abc import Iterable
 
 from xpool._engine.jobs.ranges import CALLS, Batch, Item, Limit, TaskRange, Terms, covers, piece
 from xpool._engine.jobs.waiting import RangeQueue, Waiting
@@ -132,6 +137,9 @@ class Scheduler(Waiting):
         super().__init__(workers)
         self.size = workers  # workers from this index on get no more tasks: see `resize`
         self.in_flight = [InFlight() for _ in range(workers)]
+        self.lone: int | None = None  # the worker that has an item that runs alone
+        # When such an item began to wait: the last index by worker and job of the bound items.
+        self._before: dict[tuple[int, int], int] = {}
         # Ready workers with nothing in flight, longest idle first.  Input readers test it for truth
         # without the lock.
         self.idle: dict[int, None] = {}
@@ -187,6 +195,8 @@ class Scheduler(Waiting):
         order = list(self.idle)
         if newest:
             order.reverse()
+        if self.alone in self.queued and any(one.held for one in self.in_flight):
+            order = [w for w in order if self.own[w]]
         all_idle = len(order) == self.size and most is None
         for i, w in enumerate(order):
             if not self.queued or len(batches) == most:
@@ -194,6 +204,8 @@ class Scheduler(Waiting):
             batch = self._cut(w, self.size - i if all_idle else self.size)
             if batch is not None:
                 batches.append((w, batch))
+                if w == self.lone:
+                    break
         return batches
 
     def start(self, task_range: TaskRange) -> tuple[int, Batch] | None:
@@ -248,7 +260,12 @@ class Scheduler(Waiting):
         if not in_flight.accepting:
             return None
         # Its own queue first: no other worker may run bound items.
-        for queue in self._queues(w) if self.ranked else (self.own[w], self.shared):
+        queues: Iterable[RangeQueue] = (self.own[w], self.shared)
+        if self.alone in self.queued:
+            queues = self._beside_alone(w)
+        elif self.ranked:
+            queues = self._queues(w)
+        for queue in queues:
             task_range = queue.first()
             if task_range is not None:
                 if self.ranked and in_flight.is_below(task_range):
@@ -260,8 +277,39 @@ class Scheduler(Waiting):
                 # `take` has moved the start of the range behind these items.
                 batch.first -= len(items)
                 self._hold(w, batch)
+                if queue is self.alone:
+                    self.lone = w
+                    self.queued.add(queue)  # so that nothing is given without a look at it
                 return batch
         return None
+
+    def _beside_alone(self, w: int) -> Iterable[RangeQueue]:
+        """Return the queues from which worker ``w`` gets items while one waits to run alone, or
+        runs."""
+        held = [batch for in_flight in self.in_flight for batch in in_flight.held]
+        if not held:
+            self.lone = None
+            if self.alone.first() is not None:
+                return (self.alone,)
+            self.queued.discard(self.alone)
+            return self._queues(w)
+        # A running item may wait for one that is bound to another worker.
+        task_range = self.own[w].first() if self.lone is None else None
+        if task_range is None or task_range.first > self._before.get((w, task_range.job), -1):
+            return ()
+        return (self.own[w],)
+
+    def put_back(self, task_range: TaskRange) -> None:
+        """Queue a task range in front of those of its priority: its items have waited before."""
+        if task_range.terms.alone and not self.alone:
+            self._before = {}
+            held = (batch for in_flight in self.in_flight for batch in in_flight.held)
+            parts: Iterable[Batch | TaskRange] = itertools.chain(held, self.later, *self.own)
+            for part in parts:
+                if part.bound is not None:
+                    last, key = part.first + len(part.items) - 1, (part.bound, part.job)
+                    self._before[key] = max(last, self._before.get(key, last))
+        super().put_back(task_range)
 
     def _queues(self, w: int) -> tuple[RangeQueue, RangeQueue]:
         """Return the queues from which worker ``w`` gets items, in order of their priorities."""
@@ -347,11 +395,17 @@ class Scheduler(Waiting):
         return lost
 
     def again(
-        self, batch: Batch, position: int, *, killed: bool = True, when: float | None = None
+        self,
+        batch: Batch,
+        position: int,
+        *,
+        killed: bool = True,
+        when: float | None = None,
+        alone: bool = False,
     ) -> None:
         """Queue a failed item again: see `put_again`."""
         if not batch.withdrawn:
-            self.put_again(piece(batch, position, position + 1), killed, when)
+            self.put_again(piece(batch, position, position + 1), killed, when, alone)
 
     # -- taking back items that a worker does not run ----------------------------------------
 
@@ -449,6 +503,8 @@ class Scheduler(Waiting):
         Returns the workers that hold such items; they will still answer them.
         """
         self.strike(job, index)
+        if self.lone is not None:
+            self.queued.add(self.alone)
         holders = []
         for w, in_flight in enumerate(self.in_flight):
             found = [batch for batch in in_flight.held if covers(batch, job, index)]
@@ -463,6 +519,7 @@ class Scheduler(Waiting):
     def clear(self) -> None:
         """Drop all items, waiting and in flight: the pool ends."""
         super().clear()
+        self.lone = None
         for w, in_flight in enumerate(self.in_flight):
             self.retire(w)
             in_flight.held.clear()

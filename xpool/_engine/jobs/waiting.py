@@ -212,11 +212,14 @@ class RangeQueue:
 
 
 class Waiting:
-    """Queues of task ranges: one for any worker, one for each worker, and one by time."""
+    """Queues of task ranges: for any worker, for each worker, for items that run alone, and by
+    time."""
 
     def __init__(self, workers: int) -> None:
-        self.queued: set[RangeQueue] = set()  # those of `shared` and `own` that have ranges
+        # Those of `shared`, `own` and `alone` that have ranges; `alone` also while its item runs.
+        self.queued: set[RangeQueue] = set()
         self.shared = RangeQueue(self.queued)
+        self.alone = RangeQueue(self.queued)
         self.own: list[RangeQueue] = []
         self.ranked = False  # whether an item had a priority other than 0
         self.extend(workers)
@@ -250,12 +253,15 @@ class Waiting:
         """Queue a task range in front of those of its priority: its items have waited before."""
         self._queue(task_range).put_back(task_range)
 
-    def put_again(self, task_range: TaskRange, killed: bool, when: float | None = None) -> None:
+    def put_again(
+        self, task_range: TaskRange, killed: bool, when: float | None = None, alone: bool = False
+    ) -> None:
         """Queue a failed item in front; this uses one of its retries.
 
-        ``killed``: its worker died.  ``when``: it waits until that time, see `due`.
+        ``killed``: its worker died.  ``when``: it waits until that time, see `due`.  ``alone``: it
+        runs alone from now on, unless it is bound.
         """
-        task_range.terms = task_range.terms.after_failure(killed)
+        task_range.terms = task_range.terms.after_failure(killed, alone)
         if when is None:
             self.put_back(task_range)
         else:
@@ -264,7 +270,9 @@ class Waiting:
     def _queue(self, task_range: TaskRange) -> RangeQueue:
         if task_range.terms.priority:
             self.ranked = True
-        return self.shared if task_range.bound is None else self.own[task_range.bound]
+        if task_range.bound is not None:
+            return self.own[task_range.bound]
+        return self.alone if task_range.terms.alone else self.shared
 
     def due(self, now: float) -> float | None:
         """Queue the ranges whose time has come; return when the next is due, None: never."""
@@ -274,7 +282,8 @@ class Waiting:
 
     def waiting(self) -> int:
         """Return how many items wait for a worker."""
-        return sum(len(one.items) for one in itertools.chain(self.shared, *self.own, self.later))
+        waiting = itertools.chain(self.shared, self.alone, *self.own, self.later)
+        return sum(len(one.items) for one in waiting)
 
     def bounds(self) -> Iterator[int]:
         """Yield the workers to which waiting ranges are bound."""
@@ -293,12 +302,12 @@ class Waiting:
 
     def strike(self, job: int, index: int | None) -> None:
         """Drop the waiting items of a job, or only the item ``index``."""
-        for queue in (self.shared, *self.own):
+        for queue in (self.shared, self.alone, *self.own):
             queue.strike(job, index)
         self.later.take_out(lambda one: covers(one, job, index))
 
     def clear(self) -> None:
         """Drop all waiting items: the pool ends."""
-        for queue in (self.shared, *self.own):
+        for queue in (self.shared, self.alone, *self.own):
             queue.clear()
         self.later.clear()

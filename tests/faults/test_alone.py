@@ -1,0 +1,331 @@
+"""After a death for lack of memory, the next try of a task runs while no other task does."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+
+import pytest
+from support import work
+from support.waiting import Gate, Mailbox, eventually, pass_gate, post
+
+from xpool import CtxPool, P2PPool, Pool, TaskCancelled, WorkerDied
+from xpool._engine import memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it takes /proc")
+
+MB = 1_000_000
+
+
+@pytest.fixture
+def box(tmp_path):
+    one = Mailbox(tmp_path / "box")
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def gate(tmp_path):
+    one = Gate(tmp_path / "gate")
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def kills(monkeypatch):
+    """The number of processes that the kernel has killed, which the test changes."""
+    count = [7]
+    monkeypatch.setattr(memory, "oom_kills", lambda: count[0])
+    return count
+
+
+@pytest.fixture
+def weighed(monkeypatch):
+    """The private memory of workers, as the pool has found it."""
+    found, weigh = [], memory.private_memory
+    monkeypatch.setattr(memory, "POLL_SECONDS", 0.01)
+
+    def private_memory(pid):
+        found.append(weigh(pid))
+        return found[-1]
+
+    monkeypatch.setattr(memory, "private_memory", private_memory)
+    return found
+
+
+_kept = []
+
+
+def _note(log, text):
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(fd, f"{text}\n".encode())
+    os.close(fd)
+
+
+def _short(log, x):
+    _note(log, f"begin {x}")
+    _note(log, f"end {x}")
+    return x
+
+
+def _heavy(log, box, gate, *, keep=False):
+    """Take 500 MB.  The first try is killed; the second waits at the gate."""
+    again = not work.first(f"{log}.tried")
+    if again:
+        _note(log, "begin heavy")
+    block = bytearray(500 * MB)
+    if keep:
+        _kept.append(block)
+    if again:
+        post(box, "swollen")
+    pass_gate(gate)
+    if again:
+        _note(log, "end heavy")
+    return os.getpid()
+
+
+def test_the_next_try_has_the_memory_of_all_workers(box, gate, weighed, tmp_path):
+    """The next try begins when no task runs, may have more than one worker, and others wait."""
+    log = str(tmp_path / "log")
+    with Pool(2, worker_memory=400 * MB) as pool:
+        heavy = pool.apply_async(_heavy, (log, box.path, gate.path), retries=1)
+        others = pool.starmap_async(_short, [(log, x) for x in range(40)], 1)
+        box.line()
+        late = pool.apply_async(_short, (log, "late"))
+        n = len(weighed)
+        eventually(lambda: sum(x > 400 * MB for x in weighed[n:]) > 3, "it is weighed")
+        counts = pool.statistics()
+        assert counts["running"] == 1 and counts["waiting"] >= 1 and not late.ready()
+        gate.open()
+        heavy.get()
+        assert others.get() == list(range(40)) and late.get() == "late"
+        assert pool.report().deaths == 1 == pool.report().retries
+    lines = (tmp_path / "log").read_text().splitlines()
+    at = lines.index("begin heavy")
+    assert lines[at + 1] == "end heavy"
+    assert sum(line.startswith("end") for line in lines[:at]) * 2 == at
+
+
+def test_a_worker_that_keeps_the_memory_is_replaced(box, gate, weighed, tmp_path):
+    """It ends after the task, and no other task is lost."""
+    log = str(tmp_path / "log")
+    with Pool(2, worker_memory=400 * MB) as pool:
+        heavy = pool.apply_async(_heavy, (log, box.path, gate.path), {"keep": True}, retries=1)
+        box.line()
+        others = pool.map_async(work.pid, range(40), 1)
+        gate.open()
+        assert heavy.get() not in others.get()
+        assert pool.report().deaths == 1
+
+
+def _swell(size):
+    kept = bytearray(size)
+    pass_gate(os.environ["NEVER"])
+    return len(kept)
+
+
+def test_a_second_death(gate, monkeypatch):
+    """A task that dies alone, too, fails at once; the error says that it was alone."""
+    monkeypatch.setenv("NEVER", gate.path)
+    with Pool(2, worker_memory=400 * MB) as pool:
+        died = pool.apply_async(_swell, (1000 * MB,), retries=9)
+        assert pool.map(work.square, range(40), 1) == [x * x for x in range(40)]
+        with pytest.raises(WorkerDied, match="It ran alone: no other worker") as caught:
+            died.get()
+        assert caught.value.killed == 2
+        assert "MB, and 2 times as much for a task alone" in str(caught.value)
+        assert "run it alone" not in str(caught.value)
+        assert pool.report().deaths == 2
+        assert pool.map(work.square, range(40), 1) == [x * x for x in range(40)]
+
+
+def _wait(box, gate):
+    post(box, str(os.getpid()))
+    pass_gate(gate)
+    return os.getpid()
+
+
+def _killed(box, kills):
+    """The kernel kills the worker whose pid is next in the box."""
+    pid = int(box.line())
+    kills[0] += 1
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_the_kernel_kills_a_worker(box, gate, kills):
+    """The kernel counts its kills; after one, the next try is alone."""
+    with Pool(2) as pool:
+        heavy = pool.apply_async(_wait, (box.path, gate.path), retries=3)
+        _killed(box, kills)
+        box.line()
+        other = pool.map_async(work.square, range(40), 1)
+        assert pool.statistics()["running"] == 1
+        assert not other.ready()
+        gate.open()
+        heavy.get()
+        assert other.get() == [x * x for x in range(40)]
+        with pytest.raises(WorkerDied, match="The kernel ended it, because memory was short"):
+            lost = pool.apply_async(_wait, (box.path, gate.path))
+            _killed(box, kills)
+            lost.get()
+
+
+def _with_context(context, box, gate):
+    return context, _wait(box, gate)
+
+
+def test_workers_with_contexts(box, gate, kills):
+    """The next try of a task of a `CtxPool` is alone, too."""
+    with CtxPool(2, worker_contexts=["a", "b"]) as pool:
+        heavy = pool.apply_async(_with_context, (box.path, gate.path), retries=1)
+        _killed(box, kills)
+        box.line()
+        other = pool.apply_async(_with_context, (box.path, gate.path))
+        assert pool.statistics()["running"] == 1
+        assert pool.statistics()["waiting"] == 1
+        gate.open()
+        heavy.get()
+        box.line()
+        gate.open()
+        assert other.get()[0] in ("a", "b")
+
+
+def test_another_kill_is_no_lack_of_memory(box, gate, kills):
+    """After a SIGKILL that the kernel does not count, others run beside the next try."""
+    with Pool(2) as pool:
+        heavy = pool.apply_async(_wait, (box.path, gate.path), retries=1)
+        os.kill(int(box.line()), signal.SIGKILL)
+        box.line()
+        assert pool.map(work.square, range(40), 1) == [x * x for x in range(40)]
+        gate.open()
+        heavy.get()
+
+
+def test_several_are_killed_at_once(box, gate, kills):
+    """Each of them runs alone afterwards, one after the other."""
+    with Pool(3) as pool:
+        heavy = [pool.apply_async(_wait, (box.path, gate.path), retries=1) for _ in range(3)]
+        pids = [int(line) for line in box.lines(3)]
+        kills[0] += 3
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for left in (3, 2, 1):
+            box.line()
+            assert pool.statistics()["running"] == 1
+            assert box.empty()
+            assert sum(not one.ready() for one in heavy) == left
+            gate.open()
+        assert len([one.get() for one in heavy]) == 3
+
+
+@pytest.fixture
+def held_up(tmp_path, box, gate, kills):
+    """A function that has a task wait until another one ends, and then run alone."""
+    names = itertools.count()
+    gates = []
+
+    def hold(pool):
+        own = Gate(tmp_path / f"gate {next(names)}")
+        gates.append(own)
+        other = pool.apply_async(work.post_and_gate, (box.path, own.path))
+        box.line()
+        heavy = pool.apply_async(_wait, (box.path, gate.path), retries=1)
+        _killed(box, kills)
+        eventually(lambda: pool.report().retries, "it is to run again")
+        late = pool.apply_async(_wait, (box.path, gate.path))
+        return heavy, other, late, own
+
+    yield hold
+    for one in gates:
+        one.close()
+
+
+def test_cancelled_while_it_waits(held_up, box, gate):
+    """If the task is cancelled, others go on."""
+    with Pool(2) as pool:
+        heavy, other, late, own = held_up(pool)
+        heavy.cancel()
+        box.line()
+        gate.open()
+        late.get()
+        own.open()
+        other.get()
+        with pytest.raises(TaskCancelled):
+            heavy.get()
+
+
+def test_cancelled_while_it_runs(held_up, box, gate):
+    """If the task is stopped, others go on."""
+    with Pool(2) as pool:
+        heavy, other, late, own = held_up(pool)
+        own.open()
+        other.get()
+        gate.open()  # for the late one, which may have begun before
+        pids = [box.line(), box.line()]
+        assert len(pids) == 2
+        heavy.cancel()
+        gate.open()
+        late.get()
+        assert pool.map(work.square, range(8), 1) == [x * x for x in range(8)]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_resized_while_it_waits(held_up, box, gate, size):
+    """The task runs alone in the pool of another size, too."""
+    with Pool(2) as pool:
+        heavy, other, late, own = held_up(pool)
+        pool.resize(size)
+        own.open()
+        gate.open(2)
+        for one in (heavy, other, late):
+            one.get()
+        assert pool.map(work.square, range(8), 1) == [x * x for x in range(8)]
+
+
+@pytest.mark.parametrize("lifetime", [None, 1])
+def test_closed_while_it_waits(held_up, gate, lifetime):
+    """A closed pool ends after the task, also if each process runs one task."""
+    pool = Pool(2, maxtasksperchild=lifetime)
+    heavy, other, late, own = held_up(pool)
+    pool.close()
+    own.open()
+    gate.open(2)
+    pool.join()
+    assert all(one.ready() and one.successful() for one in (heavy, other, late))
+
+
+def test_terminated_while_it_waits(held_up):
+    """The tasks fail, and the pool ends."""
+    with Pool(2) as pool:
+        heavy, _, late, _ = held_up(pool)
+        pool.terminate()
+        pool.join()
+        assert heavy.ready() and late.ready()
+
+
+def test_a_callback_that_waits_for_the_pool(held_up, gate):
+    """Callers that wait for other tasks go on after the task that runs alone."""
+    with Pool(2) as pool:
+        heavy, other, _, own = held_up(pool)
+        own.open()
+        gate.open(2)
+        assert pool.apply(work.square, (3,)) == 9
+        assert pool.map(work.square, range(8), 1, priority=5) == [x * x for x in range(8)]
+        heavy.get()
+        other.get()
+
+
+def test_tasks_of_certain_workers_run_again_beside_others(box, gate, kills):
+    """Tasks that are bound to a worker do not run alone, because they may wait for each other."""
+    with P2PPool(2) as pool:
+        heavy = pool.apply_async(_wait, (box.path, gate.path), retries=1)
+        _killed(box, kills)
+        box.line()
+        other = pool.apply_async(_wait, (box.path, gate.path))
+        box.line()
+        gate.open(2)
+        heavy.get()
+        other.get()
