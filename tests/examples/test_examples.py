@@ -314,6 +314,14 @@ def test_other_workers():
     assert len({line.partition(":")[2] for line in lines}) == 1, lines
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="worker_memory takes /proc")
+@pytest.mark.parametrize(("largest", "ends"), [(500, "loaded"), (1000, "WorkerDied")])
+def test_out_of_memory(largest: int, ends: str):
+    """The task that is too large for a worker is done alone, if it is not too large for two."""
+    out = run_example("out_of_memory.py", f"--largest={largest}")
+    assert f"{largest} MB: {ends}" in out and "30 MB: loaded" in out, out
+
+
 def test_priorities():
     """A request with a priority does not wait for the batch."""
     out = run_example("priorities.py", "--items=100")

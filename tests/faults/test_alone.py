@@ -101,7 +101,11 @@ def test_the_next_try_has_the_memory_of_all_workers(box, gate, weighed, tmp_path
         gate.open()
         heavy.get()
         assert others.get() == list(range(40)) and late.get() == "late"
-        assert pool.report().deaths == 1 == pool.report().retries
+        report = pool.report()
+        assert report.deaths == 1 == report.retries
+        assert next(iter(report.peaks)) == "_heavy()"
+        assert report.peaks["_heavy()"] == max(weighed) > 500 * MB
+        assert " MB of memory at most in _heavy()" in str(report)
     lines = (tmp_path / "log").read_text().splitlines()
     at = lines.index("begin heavy")
     assert lines[at + 1] == "end heavy"

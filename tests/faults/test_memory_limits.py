@@ -22,7 +22,7 @@ from xpool import (
     WorkerDied,
 )
 from xpool._engine import memory
-from xpool._engine.jobs.scheduler import Scheduler
+from xpool._engine.answers import MemoryLimits
 from xpool._memory import system
 from xpool._memory.system import Scope
 
@@ -117,9 +117,9 @@ def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
         worker.state = SimpleNamespace(serves=False)
 
     monkeypatch.setattr(memory, "fullest_scope", lambda: Scope(10 << 30, int(used[0] * (10 << 30))))
-    memory.MemoryGuard(
-        reactor, workers, Scheduler(4), memory.MemoryLimits(full=0.9), end, lambda: None
-    )
+    full = MemoryLimits(full=0.9)
+    parts = SimpleNamespace(workers=workers, sched=None, reactor=reactor, ledger=None)
+    memory.MemoryGuard(parts, full, end, lambda: None)
     assert ended == []
     used[0] = 0.95
     for _ in range(3):

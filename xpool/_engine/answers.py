@@ -15,7 +15,6 @@ from xpool._engine.jobs.ranges import TaskRange, name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler
 from xpool._engine.ledger import Ledger, WorkerEnd
 from xpool._engine.maintenance import ArenaMaintenance
-from xpool._engine.memory import MemoryLimits
 from xpool._engine.pickled_results import Encoded
 from xpool._engine.reactor import Reactor
 from xpool._engine.worker_process import WorkerProcess
@@ -44,6 +43,18 @@ def own_part(stack: str) -> str:
 def _chance() -> float:
     """Return a random number from 0 to 1.  Not from `random`, which the program may have seeded."""
     return int.from_bytes(os.urandom(4), "little") / (1 << 32)
+
+
+class MemoryLimits(NamedTuple):
+    """Limits of memory; None: no limit.
+
+    ``worker``: most bytes of private memory of a worker.  ``high``, ``full``: fractions of the
+    machine's memory.  Above ``high``, tasks wait; above ``full``, the largest worker is ended.
+    """
+
+    worker: int | None = None
+    high: float | None = None
+    full: float | None = None
 
 
 class EngineOptions(NamedTuple):

@@ -11,9 +11,10 @@ Guarded by the engine's lock.
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xpool._engine.jobs.ranges import WHOLE
 from xpool._engine.jobs.scheduler import Batch
 from xpool._pickling.frame import pickle_alone
 from xpool._wire.outbox import COUNTERS
@@ -106,10 +107,14 @@ class Slow(NamedTuple):
 
 
 class EngineReport(NamedTuple):
-    """What the workers have done; bytes are those in pipes."""
+    """What the workers have done; bytes are those in pipes.
+
+    ``peaks``: the most bytes of private memory of a worker by the function that it ran.
+    """
 
     workers: Sequence[WorkerReport] = ()
     slowest: Sequence[Slow] = ()
+    peaks: Mapping[str, int] = {}
     bytes_to_workers: int = 0
     bytes_from_workers: int = 0
     retries: int = 0
@@ -117,12 +122,13 @@ class EngineReport(NamedTuple):
     @classmethod
     def of_hosts(cls, reports: Iterable[tuple[int, "EngineReport"]]) -> "EngineReport":
         """Return the report of several engines, each with the pool's index of its first worker."""
-        workers, slowest, counts = list[WorkerReport](), list[Slow](), cls()[2:]
+        workers, slowest, counts = list[WorkerReport](), list[Slow](), cls()[3:]
         for first, one in reports:
             workers += [its._replace(index=first + its.index) for its in one.workers]
             slowest += [its._replace(worker=first + its.worker) for its in one.slowest]
-            counts = tuple(map(operator.add, counts, one[2:]))
-        return cls(workers, sorted(slowest, reverse=True)[:SLOWEST], *counts)
+            counts = tuple(map(operator.add, counts, one[3:]))
+        # The agents do not know the names of functions, and so no peaks.
+        return cls(workers, sorted(slowest, reverse=True)[:SLOWEST], {}, *counts)
 
 
 class Event(NamedTuple):
@@ -148,6 +154,7 @@ class Ledger:
         self.bytes_in = self.bytes_out = 0  # `bytes_out`: only to processes that have ended
         self.retries = 0
         self.slowest: list[Slow] = []  # a heap, the fastest first
+        self.peaks: dict[str, int] = {}
         self.begun = now()
         self.events: list[Event] | None = None  # kept while a trace is written
         self.dropped = 0  # events above `MOST_EVENTS`
@@ -182,6 +189,12 @@ class Ledger:
         else:
             heapq.heapreplace(self.slowest, slow)
             self._floor = self.slowest[0].nanos
+
+    def weighed(self, batch: Batch, memory: int) -> None:
+        """Record the private memory of a worker that runs a task of ``batch``."""
+        what = self.describe(batch.name(batch.first + batch.done)[0], WHOLE)
+        if what and memory > self.peaks.get(what, 0):
+            self.peaks[what] = memory
 
     def open_accounts(self, workers: int) -> None:
         """Make accounts for at least this many workers."""
@@ -235,7 +248,7 @@ class Ledger:
             # `bytes_out` has the bytes sent to ended processes, so their writers do not count.
             out += worker.writer.sent if worker.handle is not None else 0
         slowest = sorted(self.slowest, reverse=True)
-        return EngineReport(found, slowest, out, self.bytes_in, self.retries)
+        return EngineReport(found, slowest, dict(self.peaks), out, self.bytes_in, self.retries)
 
     def begin_trace(self) -> None:
         """Begin to keep events."""

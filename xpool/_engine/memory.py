@@ -3,15 +3,13 @@
 Guarded by the engine's lock.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
+from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
-from xpool._engine.jobs.scheduler import Scheduler
-from xpool._engine.reactor import Reactor
+from xpool._engine.answers import MemoryLimits, Parts
 from xpool._engine.worker_process import WorkerProcess
 from xpool._memory.system import Scope, fullest_scope, oom_kills
 
@@ -36,18 +34,6 @@ def private_memory(pid: int) -> int:
     return (resident - shared) * _PAGE
 
 
-class MemoryLimits(NamedTuple):
-    """Limits of memory; None: no limit.
-
-    ``worker``: most bytes of private memory of a worker.  ``high``, ``full``: fractions of the
-    machine's memory.  Above ``high``, tasks wait; above ``full``, the largest worker is ended.
-    """
-
-    worker: int | None = None
-    high: float | None = None
-    full: float | None = None
-
-
 class MemoryGuard:
     """Ends workers with too much memory; ``short`` is True while more than ``high`` is in use.
 
@@ -58,15 +44,14 @@ class MemoryGuard:
 
     def __init__(
         self,
-        reactor: Reactor,
-        workers: Sequence[WorkerProcess],
-        sched: Scheduler,
+        parts: Parts,
         limits: MemoryLimits,
         end: Callable[[WorkerProcess, str], object],
         again: Callable[[], object],
     ) -> None:
         self.short = False
-        self._reactor, self._workers, self._sched = reactor, workers, sched
+        self._reactor, self._workers, self._sched = parts.reactor, parts.workers, parts.sched
+        self._ledger = parts.ledger
         self._most, self._high, self._full = limits
         self._end, self._again = end, again
         self._ended: set[int] = set()  # the workers whose end is not handled yet
@@ -112,6 +97,8 @@ class MemoryGuard:
         if pid is None or not worker.state.serves:
             return
         bytes_ = private_memory(pid)
+        if worker.in_flight.held:
+            self._ledger.weighed(worker.in_flight.held[0], bytes_)
         if bytes_ > most * times:
             # In text such as "300MB", a megabyte is 1024**2 bytes.
             unit = 10**6 if most % 1024 else 2**20

@@ -64,9 +64,7 @@ class WorkerMonitor:
         self._checks = Alarms(reactor, self._check)
         self._overdue = Alarms(reactor, self._kill_overdue)
         self._start_limit = StartLimit(reactor, options.initializer_timeout, self.condemn)
-        self.guard = MemoryGuard(
-            reactor, self._workers, parts.sched, options.memory, self.condemn, self.give_idle
-        )
+        self.guard = MemoryGuard(parts, options.memory, self.condemn, self.give_idle)
 
     # -- a process comes and goes ------------------------------------------------------------------
 

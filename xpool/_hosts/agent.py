@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from xpool._engine.jobs.ranges import WHOLE
 from xpool._engine.launch import ForkServer
 from xpool._hosts import messages as m
 from xpool._hosts.agent_session import AgentSession
@@ -137,7 +138,7 @@ class Agent:
                 arena,
                 Relay(spec.pool, first),
             ),
-            lambda job, index: f"task {index}",
+            lambda job, index: "" if index == WHOLE else f"task {index}",
             config.options._replace(
                 processes=shared_processes(bound),
                 memory=config.options.memory._replace(full=memory_full),

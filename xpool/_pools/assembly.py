@@ -7,8 +7,8 @@ imports the modules of workers while the program imports its own.
 from __future__ import annotations
 
 from xpool._engine.answers import EngineOptions as EngineOptions
+from xpool._engine.answers import MemoryLimits
 from xpool._engine.engine import Engine as Engine
-from xpool._engine.memory import MemoryLimits
 from xpool._engine.relay import Relay as Relay
 from xpool._engine.worker_process import Recipe as Recipe
 from xpool._pickling.policy import pools as pools

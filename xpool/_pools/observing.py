@@ -11,7 +11,7 @@ import os
 import pickle
 import reprlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,7 +53,9 @@ class Report:
 
     ``bytes_to_workers`` and ``bytes_from_workers`` count bytes in pipes, and not large values,
     which lie in shared memory.  A running task counts when it is answered.  ``dropped_records``:
-    log records and warnings of workers that did not reach the program.
+    log records and warnings of workers that did not reach the program.  ``peaks``: with
+    ``worker_memory=``, the most bytes of private memory that a worker had while it ran a function,
+    by the function's name, as seen five times a second.
     """
 
     pool: str
@@ -68,6 +70,7 @@ class Report:
     bytes_from_workers: int
     workers: tuple[WorkerReport, ...]
     slowest: tuple[SlowTask, ...]
+    peaks: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = (
@@ -86,6 +89,7 @@ class Report:
             f"{s.seconds:8.3f} s  worker {s.worker}  {s.task}{s.item and ': '}{s.item}"
             for s in self.slowest
         ]
+        lines += [f"{_size(most)} of memory at most in {name}" for name, most in self.peaks.items()]
         return "\n".join(lines)
 
 
@@ -170,6 +174,7 @@ def report_of(pool: ObservedPool) -> Report:
             SlowTask(slow.nanos * 1e-9, slow.task, _sketch(slow), slow.worker)
             for slow in found.slowest
         ),
+        peaks=dict(sorted(found.peaks.items(), key=lambda one: one[1], reverse=True)),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool._calls.results import Job
+from xpool._engine.jobs.ranges import WHOLE
 from xpool._engine.launch import ForkServer, Launcher, import_for_arrays
 from xpool._engine.protocols import EngineProtocol
 from xpool._memory.system import default_processes
@@ -407,6 +408,8 @@ class Pool(BasePool):
 def describe(jobs: dict[int, Job], number: int, index: int) -> str:
     """Return the text that names a task in messages."""
     job = jobs.get(number)
+    if index == WHOLE:
+        return "" if job is None else job.label
     return f"task {index}" if job is None else job.describe(index)
 
 

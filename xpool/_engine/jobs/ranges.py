@@ -14,6 +14,9 @@ CALLS = 0
 """The job that stands for all calls.  Each item is a call, and its index is the number of the
 call's job, so consecutive calls are queued, sent and answered together like items of one job."""
 
+WHOLE = -1
+"""In place of an index: the text that names the function of a job, or "" if it is not known."""
+
 Item = Any
 """A pickled payload, in any form that the channel takes."""
 
