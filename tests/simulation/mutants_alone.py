@@ -92,3 +92,14 @@ def _(patch: Patch) -> None:
         monitor.give_idle = give  # type: ignore[method-assign]
 
     wrap(patch, WorkerMonitor, "_after_answers", after)
+
+
+@mutant("no task is given when one that was to run alone is dropped", pinned=6143)
+def _(patch: Patch) -> None:
+    def withdraw(original: Any, monitor: WorkerMonitor, *which: Any) -> None:
+        give = monitor.give_idle
+        monitor.give_idle = lambda *_: None  # type: ignore[method-assign]
+        original(monitor, *which)
+        monitor.give_idle = give  # type: ignore[method-assign]
+
+    wrap(patch, WorkerMonitor, "withdraw", withdraw)

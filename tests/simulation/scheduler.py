@@ -719,6 +719,8 @@ class SchedulerWorld(World):
                 self.wrong(f"idle are {list(sched.idle)}, wrong for worker {w}")
         if sched.queued - {sched.alone} != {q for q in (sched.shared, *sched.own) if q}:
             self.wrong(f"not the queues that have ranges: {sched.queued}")
+        if bool(sched.alone) != self.waits_alone():
+            self.wrong(f"that tasks wait to run alone is {bool(sched.alone)}")
         if (self.waits_alone() or self.lone_runs()) and sched.alone not in sched.queued:
             self.wrong("a task runs alone or waits for that, and does not hold up others")
 

@@ -401,6 +401,7 @@ class WorkerMonitor:
 
     def withdraw(self, job: int, index: int | None = None) -> None:
         """Drop the waiting tasks of a job that has ended, and stop its running ones."""
+        alone = self._sched.alone in self._sched.queued
         for w in self._sched.withdraw(job, index):
             worker = self._workers[w]
             # A condemned worker begins nothing more and cannot be recalled.
@@ -409,6 +410,8 @@ class WorkerMonitor:
                 self._check(worker)
                 # It may have been about to begin another task of the job.
                 self._checks.schedule_by(worker, self._reactor.now() + PAGE_SETTLE_SECONDS)
+        if alone:
+            self.give_idle()  # others may have waited for a dropped task that was to run alone
 
     def _check(self, worker: WorkerProcess) -> None:
         """Stop a worker's running task if it is due; schedule the next check."""

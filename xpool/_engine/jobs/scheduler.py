@@ -503,6 +503,7 @@ class Scheduler(Waiting):
         Returns the workers that hold such items; they will still answer them.
         """
         self.strike(job, index)
+        self.alone.front()  # removes an empty range, which would hold up others
         if self.lone is not None:
             self.queued.add(self.alone)
         holders = []
