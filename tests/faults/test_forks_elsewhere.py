@@ -341,6 +341,36 @@ def test_a_child_and_its_end(tmp_path, fork, context):
     scripts.run_ok([scripts.write(tmp_path / "forked.py", text), str(tmp_path)])
 
 
+AT_ONCE = """
+    import ctypes, os, signal, sys
+    import xpool
+
+    sys.setswitchinterval(100)  # seconds: a new thread runs when this one waits
+
+    if __name__ == "__main__":
+        pool = xpool.{kind}(1)
+        pid = {fork}()
+        if not pid:
+            signal.alarm(60)
+            pool.terminate()
+            pool.join()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        sys.setswitchinterval(0.005)
+        assert pool.apply(abs, (-1,)) == 1
+        pool.close()
+        pool.join()
+"""
+
+
+@pytest.mark.parametrize("kind", ["Pool", "ThreadPool"])
+@pytest.mark.parametrize("fork", ["ctypes.PyDLL(None).fork", "os.fork"])
+def test_a_fork_before_the_pools_thread_has_run(tmp_path, fork, kind):
+    """In the child, `join` does not wait for the thread, and does not take it for one to start."""
+    text = AT_ONCE.format(fork=fork, kind=kind)
+    scripts.run_ok([scripts.write(tmp_path / "at_once.py", text)])
+
+
 LATE = """
     import os
     from xpool._python import at_fork

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.clusters import agent, needs_runtime_env
-from support.forking import fork_from_now_on, forks
+from support.forking import MOST_OF_HOSTS, fork_from_now_on, forks
 from support.limits import WAIT
 
 from xpool import Pool, WorkerDied
@@ -40,7 +40,7 @@ def test_a_pool_while_driver_and_agents_fork(cluster, agents_fork):
     import xpool.ray
 
     large = b"x" * 1_000_000
-    with forks():
+    with forks(MOST_OF_HOSTS):
         for _ in range(2):
             hosts = xpool.ray.hosts(n=2, per_host=2, runtime_env=agents_fork)
             with Pool(hosts=hosts) as pool:

@@ -155,4 +155,5 @@ class Lifecycle:
             "make a pool of your own here"
         )
         self.finished.set()
+        self.thread = None  # it runs in the parent, and may not have begun there
         self._jobs.after_fork_in_child(self.failure)
