@@ -77,7 +77,7 @@ class Context(Protocol):
     names: set[Key]  # globals of the program that the object uses
     follow: bool  # whether `names` also gets those of objects that are pickled by name
     home: bool  # whether the receiver is the program, and this process its worker
-    spaces: dict[int, Any]  # globals that belong to no module, by id
+    spaces: dict[int, Any]  # globals that belong to no module, by id; at 0, places of objects
     tensors: Any  # the state of the reducers of tensors and arrays in this run, or None
     layout: Layout
     shared: dict[int, Block]  # the block in which a PickleBuffer lies, by the buffer's id

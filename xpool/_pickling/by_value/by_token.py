@@ -61,7 +61,7 @@ def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) ->
 def _reduce_object(pickler: Context, obj: object) -> Any:
     with registry.lock:
         if registry.known(obj) is None:
-            place = _place_of(obj)
+            place = _place_of(pickler, obj)
             if place is None:
                 return NotImplemented
             if origin_of(place[0]) == IMPORTED:
@@ -69,13 +69,18 @@ def _reduce_object(pickler: Context, obj: object) -> Any:
         return _make_object, (registry.token_of(obj),)
 
 
-def _place_of(obj: object) -> tuple[str, str] | None:
+def _place_of(pickler: Context, obj: object) -> tuple[str, str] | None:
     """Return the module of the program and the global that refers to an object, or None."""
-    for module in program_modules():
-        for name, value in list(namespace(module).items()):
-            if value is obj:
-                return module, name
-    return None
+    # Found once for a message, which may have many such objects.  No object has the id 0.
+    places = pickler.spaces.get(0)
+    if places is None:
+        places = pickler.spaces[0] = {}
+        for module in program_modules():
+            for name, value in list(namespace(module).items()):
+                if type(value) is object:
+                    places.setdefault(id(value), (module, name))
+    found: tuple[str, str] | None = places.get(id(obj))
+    return found
 
 
 def _make_object(token: str) -> object:
