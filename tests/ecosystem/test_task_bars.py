@@ -40,14 +40,6 @@ def task(x):
 
 
 @pytest.fixture
-def gate(tmp_path):
-    """A gate that holds tasks until the test opens it."""
-    made = Gate(tmp_path / "gate")
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def on_terminal(tmp_path, gate):
     """Return a function that starts a program on a terminal."""
     begun = []

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from support import work
-from support.waiting import Gate, Mailbox, eventually, pass_gate, post
+from support.waiting import Gate, eventually, pass_gate, post
 
 from xpool import CtxPool, P2PPool, Pool, TaskCancelled, WorkerDied
 from xpool._engine import memory
@@ -17,20 +17,6 @@ from xpool._engine import memory
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it takes /proc")
 
 MB = 1_000_000
-
-
-@pytest.fixture
-def box(tmp_path):
-    one = Mailbox(tmp_path / "box")
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def gate(tmp_path):
-    one = Gate(tmp_path / "gate")
-    yield one
-    one.close()
 
 
 @pytest.fixture
@@ -86,13 +72,13 @@ def _heavy(log, box, gate, *, keep=False):
     return os.getpid()
 
 
-def test_the_next_try_has_the_memory_of_all_workers(box, gate, weighed, tmp_path):
+def test_the_next_try_has_the_memory_of_all_workers(mailbox, gate, weighed, tmp_path):
     """The next try begins when no task runs, may have more than one worker, and others wait."""
     log = str(tmp_path / "log")
     with Pool(2, worker_memory=400 * MB) as pool:
-        heavy = pool.apply_async(_heavy, (log, box.path, gate.path), retries=1)
+        heavy = pool.apply_async(_heavy, (log, mailbox.path, gate.path), retries=1)
         others = pool.starmap_async(_short, [(log, x) for x in range(40)], 1)
-        box.line()
+        mailbox.line()
         late = pool.apply_async(_short, (log, "late"))
         n = len(weighed)
         eventually(lambda: sum(x > 400 * MB for x in weighed[n:]) > 3, "it is weighed")
@@ -112,12 +98,12 @@ def test_the_next_try_has_the_memory_of_all_workers(box, gate, weighed, tmp_path
     assert sum(line.startswith("end") for line in lines[:at]) * 2 == at
 
 
-def test_a_worker_that_keeps_the_memory_is_replaced(box, gate, weighed, tmp_path):
+def test_a_worker_that_keeps_the_memory_is_replaced(mailbox, gate, weighed, tmp_path):
     """It ends after the task, and no other task is lost."""
     log = str(tmp_path / "log")
     with Pool(2, worker_memory=400 * MB) as pool:
-        heavy = pool.apply_async(_heavy, (log, box.path, gate.path), {"keep": True}, retries=1)
-        box.line()
+        heavy = pool.apply_async(_heavy, (log, mailbox.path, gate.path), {"keep": True}, retries=1)
+        mailbox.line()
         others = pool.map_async(work.pid, range(40), 1)
         gate.open()
         assert heavy.get() not in others.get()
@@ -151,20 +137,20 @@ def _wait(box, gate):
     return os.getpid()
 
 
-def _killed(box, kills):
-    """The kernel kills the worker whose pid is next in the box."""
-    pid = int(box.line())
+def _killed(mailbox, kills):
+    """The kernel kills the worker whose pid is next in the mailbox."""
+    pid = int(mailbox.line())
     kills[0] += 1
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
-def test_the_kernel_kills_a_worker(box, gate, kills):
+def test_the_kernel_kills_a_worker(mailbox, gate, kills):
     """The kernel counts its kills; after one, the next try is alone."""
     with Pool(2) as pool:
-        heavy = pool.apply_async(_wait, (box.path, gate.path), retries=3)
-        _killed(box, kills)
-        box.line()
+        heavy = pool.apply_async(_wait, (mailbox.path, gate.path), retries=3)
+        _killed(mailbox, kills)
+        mailbox.line()
         other = pool.map_async(work.square, range(40), 1)
         assert pool.statistics()["running"] == 1
         assert not other.ready()
@@ -172,8 +158,8 @@ def test_the_kernel_kills_a_worker(box, gate, kills):
         heavy.get()
         assert other.get() == [x * x for x in range(40)]
         with pytest.raises(WorkerDied, match="The kernel ended it, because memory was short"):
-            lost = pool.apply_async(_wait, (box.path, gate.path))
-            _killed(box, kills)
+            lost = pool.apply_async(_wait, (mailbox.path, gate.path))
+            _killed(mailbox, kills)
             lost.get()
 
 
@@ -181,52 +167,52 @@ def _with_context(context, box, gate):
     return context, _wait(box, gate)
 
 
-def test_workers_with_contexts(box, gate, kills):
+def test_workers_with_contexts(mailbox, gate, kills):
     """The next try of a task of a `CtxPool` is alone, too."""
     with CtxPool(2, worker_contexts=["a", "b"]) as pool:
-        heavy = pool.apply_async(_with_context, (box.path, gate.path), retries=1)
-        _killed(box, kills)
-        box.line()
-        other = pool.apply_async(_with_context, (box.path, gate.path))
+        heavy = pool.apply_async(_with_context, (mailbox.path, gate.path), retries=1)
+        _killed(mailbox, kills)
+        mailbox.line()
+        other = pool.apply_async(_with_context, (mailbox.path, gate.path))
         assert pool.statistics()["running"] == 1
         assert pool.statistics()["waiting"] == 1
         gate.open()
         heavy.get()
-        box.line()
+        mailbox.line()
         gate.open()
         assert other.get()[0] in ("a", "b")
 
 
-def test_another_kill_is_no_lack_of_memory(box, gate, kills):
+def test_another_kill_is_no_lack_of_memory(mailbox, gate, kills):
     """After a SIGKILL that the kernel does not count, others run beside the next try."""
     with Pool(2) as pool:
-        heavy = pool.apply_async(_wait, (box.path, gate.path), retries=1)
-        os.kill(int(box.line()), signal.SIGKILL)
-        box.line()
+        heavy = pool.apply_async(_wait, (mailbox.path, gate.path), retries=1)
+        os.kill(int(mailbox.line()), signal.SIGKILL)
+        mailbox.line()
         assert pool.map(work.square, range(40), 1) == [x * x for x in range(40)]
         gate.open()
         heavy.get()
 
 
-def test_several_are_killed_at_once(box, gate, kills):
+def test_several_are_killed_at_once(mailbox, gate, kills):
     """Each of them runs alone afterwards, one after the other."""
     with Pool(3) as pool:
-        heavy = [pool.apply_async(_wait, (box.path, gate.path), retries=1) for _ in range(3)]
-        pids = [int(line) for line in box.lines(3)]
+        heavy = [pool.apply_async(_wait, (mailbox.path, gate.path), retries=1) for _ in range(3)]
+        pids = [int(line) for line in mailbox.lines(3)]
         kills[0] += 3
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for left in (3, 2, 1):
-            box.line()
+            mailbox.line()
             assert pool.statistics()["running"] == 1
-            assert box.empty()
+            assert mailbox.empty()
             assert sum(not one.ready() for one in heavy) == left
             gate.open()
         assert len([one.get() for one in heavy]) == 3
 
 
 @pytest.fixture
-def held_up(tmp_path, box, gate, kills):
+def held_up(tmp_path, mailbox, gate, kills):
     """A function that has a task wait until another one ends, and then run alone."""
     names = itertools.count()
     gates = []
@@ -234,12 +220,12 @@ def held_up(tmp_path, box, gate, kills):
     def hold(pool):
         own = Gate(tmp_path / f"gate {next(names)}")
         gates.append(own)
-        other = pool.apply_async(work.post_and_gate, (box.path, own.path))
-        box.line()
-        heavy = pool.apply_async(_wait, (box.path, gate.path), retries=1)
-        _killed(box, kills)
+        other = pool.apply_async(work.post_and_gate, (mailbox.path, own.path))
+        mailbox.line()
+        heavy = pool.apply_async(_wait, (mailbox.path, gate.path), retries=1)
+        _killed(mailbox, kills)
         eventually(lambda: pool._engine.sched.alone, "it waits until it can run alone")
-        late = pool.apply_async(_wait, (box.path, gate.path))
+        late = pool.apply_async(_wait, (mailbox.path, gate.path))
         assert pool.statistics()["running"] == 1 and pool.statistics()["waiting"] == 2
         return heavy, other, late, own
 
@@ -248,12 +234,12 @@ def held_up(tmp_path, box, gate, kills):
         one.close()
 
 
-def test_cancelled_while_it_waits(held_up, box, gate):
+def test_cancelled_while_it_waits(held_up, mailbox, gate):
     """If the task is cancelled, others go on."""
     with Pool(2) as pool:
         heavy, other, late, own = held_up(pool)
         heavy.cancel()
-        box.line()
+        mailbox.line()
         gate.open()
         late.get()
         own.open()
@@ -262,23 +248,23 @@ def test_cancelled_while_it_waits(held_up, box, gate):
             heavy.get()
 
 
-def test_cancelled_while_it_runs(held_up, box, gate):
+def test_cancelled_while_it_runs(held_up, mailbox, gate):
     """If the task is stopped, others go on."""
     with Pool(2) as pool:
         heavy, other, late, own = held_up(pool)
         own.open()
         other.get()
-        box.line()
+        mailbox.line()
         assert pool.statistics()["running"] == 1 and pool.statistics()["waiting"] == 1
         heavy.cancel()
-        box.line()
+        mailbox.line()
         gate.open()
         late.get()
         assert pool.map(work.square, range(8), 1) == [x * x for x in range(8)]
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_resized_while_it_waits(held_up, box, gate, size):
+def test_resized_while_it_waits(held_up, mailbox, gate, size):
     """The task runs alone in the pool of another size, too."""
     with Pool(2) as pool:
         heavy, other, late, own = held_up(pool)
@@ -323,14 +309,14 @@ def test_a_callback_that_waits_for_the_pool(held_up, gate):
         other.get()
 
 
-def test_tasks_of_certain_workers_run_again_beside_others(box, gate, kills):
+def test_tasks_of_certain_workers_run_again_beside_others(mailbox, gate, kills):
     """Tasks that are bound to a worker do not run alone, because they may wait for each other."""
     with P2PPool(2) as pool:
-        heavy = pool.apply_async(_wait, (box.path, gate.path), retries=1)
-        _killed(box, kills)
-        box.line()
-        other = pool.apply_async(_wait, (box.path, gate.path))
-        box.line()
+        heavy = pool.apply_async(_wait, (mailbox.path, gate.path), retries=1)
+        _killed(mailbox, kills)
+        mailbox.line()
+        other = pool.apply_async(_wait, (mailbox.path, gate.path))
+        mailbox.line()
         gate.open(2)
         heavy.get()
         other.get()

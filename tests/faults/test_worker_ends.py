@@ -314,6 +314,17 @@ def _free(end: WorkerEnd) -> None:
     end.context.path.unlink()
 
 
+@pytest.fixture
+def freeing(ends):
+    """A hook that removes the worker's lock file, and then records its end."""
+
+    def hook(end: WorkerEnd) -> None:
+        _free(end)
+        ends(end)
+
+    return hook
+
+
 RECYCLED = """
     import os, pathlib, sys
     import xpool
@@ -355,15 +366,10 @@ def test_before_the_replacement_starts(tmp_path):
     assert list((tmp_path / "locks").iterdir()) == []
 
 
-def test_many_deaths_at_once(tmp_path, ends):
+def test_many_deaths_at_once(tmp_path, ends, freeing):
     """After the deaths of all workers at once, each lock is free before the next process."""
-
-    def hook(end: WorkerEnd) -> None:
-        _free(end)
-        ends(end)
-
     contexts = [Locked(tmp_path, i) for i in range(8)]
-    with CtxPool(worker_contexts=contexts, on_worker_end=hook) as pool:
+    with CtxPool(worker_contexts=contexts, on_worker_end=freeing) as pool:
         for _ in range(3):
             pids = ready(pool, *(end.pid for end in ends))
             for pid in pids:
@@ -575,15 +581,10 @@ class Core(Locked):
         work.log_line(str(self.path) + ".exit", str(os.getpid()))
 
 
-def test_workers_that_share_a_process(tmp_path, ends):
+def test_workers_that_share_a_process(tmp_path, ends, freeing):
     """Each of the workers that share a process has a record, and its context's `exit` is called."""
-
-    def hook(end: WorkerEnd) -> None:
-        _free(end)
-        ends(end)
-
     contexts = [Core(tmp_path, i) for i in range(3)]
-    with CtxPool(worker_contexts=contexts, on_worker_end=hook) as pool:
+    with CtxPool(worker_contexts=contexts, on_worker_end=freeing) as pool:
         pid, *_ = pids = ready(pool)
         assert pids == [pid] * 3
         os.kill(pid, signal.SIGKILL)

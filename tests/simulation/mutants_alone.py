@@ -9,7 +9,7 @@ from xpool._engine.jobs.ranges import Terms
 from xpool._engine.jobs.scheduler import Scheduler, TaskRange
 from xpool._engine.monitor import WorkerMonitor
 
-from .mutants import Patch, mutant, wrap
+from .mutants import Patch, mutant, nothing, wrap
 
 __all__: list[str] = []
 
@@ -87,7 +87,7 @@ def _(patch: Patch) -> None:
     def after(original: Any, monitor: WorkerMonitor, worker: Any) -> None:
         give, sched = monitor.give_idle, monitor._sched
         if sched.alone in sched.queued:
-            monitor.give_idle = lambda *_: None  # type: ignore[method-assign]
+            monitor.give_idle = nothing  # type: ignore[method-assign]
         original(monitor, worker)
         monitor.give_idle = give  # type: ignore[method-assign]
 
@@ -98,7 +98,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def withdraw(original: Any, monitor: WorkerMonitor, *which: Any) -> None:
         give = monitor.give_idle
-        monitor.give_idle = lambda *_: None  # type: ignore[method-assign]
+        monitor.give_idle = nothing  # type: ignore[method-assign]
         original(monitor, *which)
         monitor.give_idle = give  # type: ignore[method-assign]
 

@@ -13,7 +13,7 @@ from xpool._pools.hooks import Result, Task
 from xpool._pools.input_reader import FlowControl
 from xpool._pools.job_table import JobTable
 from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
-from xpool._worker.callables import applied
+from xpool._worker.callables import applied, task_function
 from xpool.errors import TaskCancelled, XPoolError
 
 Put = Callable[[int, Any], int]
@@ -33,6 +33,25 @@ class Work(NamedTuple):
     func: Callable[..., Any]
     starred: bool = False
     chunked: bool = False
+
+
+def begin_work(pool: Any, job: Job, work: Work) -> tuple[Work, bool]:
+    """Show the job's progress, if asked for; return work that does what the job's options say
+    around each call, and whether it takes numbered items."""
+    fields: dict[str, Any] = {}
+    if job.options.seed is not None:
+        fields["seed"] = job.options.seed
+    if pool._files is not None:
+        fields["file"] = pool._files.of(job, job.label, pool._files.ITEM)
+    numbered = bool(fields)
+    if numbered:
+        fields.update(numbered=True, starred=work.starred)
+    if job.progress is not None and job.progress.begin(getattr(pool, "_engine", None)):
+        fields["above_bar"] = True
+    if not fields:
+        return work, False
+    starred = work.starred and not numbered
+    return Work(task_function(work.func, **fields), starred, work.chunked), numbered
 
 
 class HookedPool(Protocol):

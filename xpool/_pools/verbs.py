@@ -35,7 +35,7 @@ from xpool._engine.jobs.states import PoolStates
 from xpool._pools.input_reader import Fed, FlowControl, InputReader
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
-from xpool._pools.submitters import HookSubmitter, Put, Work
+from xpool._pools.submitters import HookSubmitter, Put, Work, begin_work
 from xpool._python.interrupt import by_handler, deliver, interruptible, pending, shielded
 from xpool._worker.callables import task_function
 from xpool.errors import OptionError
@@ -247,7 +247,7 @@ def _start_map(
 ) -> None:
     pool._life.enter(job, -(-len(items) // size))
     try:
-        work, numbered = _begin_work(pool, job, work)
+        work, numbered = begin_work(pool, job, work)
         if numbered:
             items = list(enumerate(items))
         if not items:
@@ -265,25 +265,6 @@ def _start_map(
         pool._submitter.map(job, work, chunks)
     except BaseException as exc:
         pool._submitter.give_up(job, exc)
-
-
-def _begin_work(pool: PoolOfVerbs, job: Job, work: Work) -> tuple[Work, bool]:
-    """Show the job's progress, if asked for; return work that does what the job's options say
-    around each call, and whether it takes numbered items."""
-    fields: dict[str, Any] = {}
-    if job.options.seed is not None:
-        fields["seed"] = job.options.seed
-    if pool._files is not None:
-        fields["file"] = pool._files.of(job, job.label, pool._files.ITEM)
-    numbered = bool(fields)
-    if numbered:
-        fields.update(numbered=True, starred=work.starred)
-    if job.progress is not None and job.progress.begin(getattr(pool, "_engine", None)):
-        fields["above_bar"] = True
-    if not fields:
-        return work, False
-    starred = work.starred and not numbered
-    return Work(task_function(work.func, **fields), starred, work.chunked), numbered
 
 
 def map_now(
@@ -384,7 +365,7 @@ def _begin_stream(
     """Begin to draw the input of an entered job.  Errors are raised by its results."""
     flow, jobs = job.flow, pool._jobs
     try:
-        work, numbered = _begin_work(pool, job, work)
+        work, numbered = begin_work(pool, job, work)
         put = pool._submitter.stream(job, work, flow)
         runs = job.runs if job.options.journal is None and not numbered else None
         put = job.around(_numbering(put, work.chunked, size) if numbered else put)

@@ -27,7 +27,7 @@ from xpool._pickling.frame import inline
 from xpool._pools.engine_submitter import EngineSubmitter
 from xpool._pools.input_reader import FlowControl, InputReader, room_for_results
 from xpool._pools.job_table import JobTable
-from xpool._pools.submitters import ITEM, HookSubmitter, Work
+from xpool._pools.submitters import ITEM, HookSubmitter, Work, begin_work
 from xpool._pools.thread_submitter import ThreadSubmitter
 from xpool._python.interrupt import shielded
 from xpool._python.waiters import Waiters
@@ -38,7 +38,6 @@ from xpool._worker.callables import (
     Yielding,
     applied,
     nothing,
-    task_function,
     values,
 )
 from xpool.errors import OptionError, ResultNotPicklable, WorkerDied
@@ -543,22 +542,14 @@ def _prepare(
     pool: Any, job: YieldStream, submitter: HookSubmitter, func: Callable[..., Any]
 ) -> None:
     yielding = Yielding(func, os.urandom(16))
-    called: Any = yielding
-    fields: dict[str, Any] = {}
-    if pool._files is not None:
-        job.numbered = True
-        fields.update(numbered=True, file=pool._files.of(job, job.label, pool._files.ITEM))
-    if job.progress is not None and job.progress.begin(getattr(pool, "_engine", None)):
-        fields["above_bar"] = True
-    if fields:
-        called = task_function(yielding, **fields)
+    work, job.numbered = begin_work(pool, job, Work(yielding))
     if isinstance(submitter, EngineSubmitter):
         job.ended, job.missing = encode(yielding.ended), encode(yielding.missing)
-        job.asking = _OfProcesses(job, submitter, Work(called))
+        job.asking = _OfProcesses(job, submitter, work)
     else:
         assert isinstance(submitter, ThreadSubmitter)
         job.ended, job.missing = yielding.ended, yielding.missing
-        job.asking = _OfThreads(job, submitter, Work(called), yielding)
+        job.asking = _OfThreads(job, submitter, work, yielding)
     forget = job.drop_function
 
     def end_of_job() -> None:
