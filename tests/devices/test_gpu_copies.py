@@ -40,9 +40,24 @@ def test_copy_mode(make_pool: Callable[..., Any], tmp_path: Any):
         assert torch.equal(back, torch.arange(float(LARGE)))
         pool.apply(tasks.change, (x,))
         assert not x.cpu().any()
+        for number, view in enumerate(views()):
+            found, strides = pool.apply(with_strides, (tasks.put(view),))
+            assert torch.equal(found, view)
+            assert strides == found.stride() == torch.empty_like(view).stride()
+            back = pool.apply(put_view, (number,))
+            assert torch.equal(back, view)
+            assert back.stride() == strides
         assert not gpu.unopened()
     finally:
         gpu.uninstall()
+
+
+def with_strides(x: Any) -> Any:
+    return x, x.stride()
+
+
+def put_view(number: int) -> Any:
+    return tasks.put(views()[number])
 
 
 # -- on a GPU ----------------------------------------------------------------------------------
