@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from types import TracebackType
 from typing import Any
 
@@ -95,3 +96,20 @@ def _say_where(exc: ModuleNotFoundError) -> None:
             f"On host {host}: the program's folder and path are not sent to hosts; install the "
             "module there, for example by runtime_env= of xpool.ray.hosts().",
         )
+
+
+def has_lost_gpu(exc: BaseException) -> bool:
+    """Whether a task's error has ended CUDA in this process, so that all later tasks would fail.
+
+    A kernel's failed assertion or wrong address does so; a lack of memory does not.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    if not any("CUDA error" in safe_repr(one, 500) for one in (exc, exc.__cause__)):
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

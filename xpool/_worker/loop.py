@@ -41,7 +41,7 @@ from xpool._worker.callables import (
     task_function,
     with_context,
 )
-from xpool._worker.failures import refusal, refused, traceback_of
+from xpool._worker.failures import has_lost_gpu, refusal, refused, traceback_of
 from xpool._worker.protocol import Inbox, Replies
 from xpool._worker.seeds import Seeds
 from xpool._worker.stopping import listen
@@ -179,6 +179,7 @@ class _Worker:
         self._poller.register(source.fd, select.POLLIN)
         self._spin: Spin | None = None
         self._likely = False  # whether the next task probably arrives at once
+        self._gpu_lost = False  # whether CUDA fails from now on in this process
         self._inbox = Inbox(replies, _closed, _WITHDRAWN)
         self._recurse: bool = config["is_recursive"]
         self._prefix: tuple[Any, ...] = ()
@@ -323,6 +324,8 @@ class _Worker:
             if last:
                 flush()  # the pool may be terminated as soon as all tasks are answered
             replies.answer(payload, error, last)
+            if error and self._gpu_lost:
+                raise SystemExit(1)
             del value  # after the answer: freeing a large tensor takes as long as sending it
 
     def _timed(self, func: Any, mode: int, payload: bytes | memoryview) -> _Answer:
@@ -372,6 +375,7 @@ class _Worker:
         except BaseException as exc:
             if self._prefix:
                 note_context(exc)
+            self._gpu_lost = has_lost_gpu(exc)
             error = BODY_ERROR
             if record is not None and isinstance(exc, record.retry_on):
                 error |= BODY_AGAIN
@@ -384,6 +388,7 @@ class _Worker:
         except SystemExit:
             raise
         except BaseException as exc:
+            self._gpu_lost = has_lost_gpu(exc)
             return refused(exc, value), BODY_ERROR, None
         return data, 0, value
 
