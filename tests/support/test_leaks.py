@@ -110,6 +110,28 @@ def test_shared_memory_of_a_dead_child():
         path.unlink()
 
 
+@pytest.mark.torch
+def test_files_that_cuda_keeps(monkeypatch):
+    """CUDA and torch keep files of shared GPU memory open until the process ends: no leaks."""
+    import torch
+
+    before = Snapshot.take()
+    unique = uuid.uuid4().int % 10**9
+    cudas = Path(f"/dev/shm/cuda.shm.0.{unique:x}.1")
+    counters = Path(f"/dev/shm/torch_{os.getpid()}_{unique}_0")
+    with cudas.open("x"):
+        counters.write_bytes(bytes(leaks.COUNTERS))
+        try:
+            assert before.leaks(0.1) == [str(counters)]
+            monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+            assert before.leaks(0.1) == []
+            counters.write_bytes(bytes(leaks.COUNTERS + 1))
+            assert before.leaks(0.1) == [str(counters)]
+        finally:
+            counters.unlink()
+            cudas.unlink()
+
+
 def test_shared_memory_of_strangers(monkeypatch):
     """A name is reported if our processes have it open, but not if only other programs do."""
     before = Snapshot.take()

@@ -46,6 +46,12 @@ ARENA = "/memfd:xpool-arena"
 
 SHM = "/dev/shm/"
 
+CUDAS = "cuda.shm."
+"""The start of the names of CUDA's own files, which a process opens when it first shares memory."""
+
+COUNTERS = 80_000
+"""The size of torch's file of counters for shared GPU memory (10,000 of 8 bytes), kept likewise."""
+
 _SELF = str(os.getpid())
 
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]+(?![0-9A-Za-z])")
@@ -165,15 +171,15 @@ def _name_in_shm(path: str) -> str:
 def descriptors() -> dict[int, str]:
     """Return the open descriptors of this process and their targets.
 
-    Two descriptors that xpool keeps until the process ends are left out: that of the shared memory,
-    and the one that is reserved for the imports that a failed task needs.
+    Descriptors that are kept until the process ends are left out: that of the shared memory, the
+    one that is reserved for the imports that a failed task needs, and CUDA's own.
     """
     found = {}
     kept = error_imports.kept_descriptor()
     for name in os.listdir("/proc/self/fd"):
         try:
             to = os.readlink(f"/proc/self/fd/{name}")
-            if not to.startswith(ARENA) and int(name) != kept:
+            if not to.startswith((ARENA, SHM + CUDAS)) and int(name) != kept:
                 found[int(name)] = to
         except OSError:
             continue  # it is closed now: `listdir` used it
@@ -284,10 +290,20 @@ class Snapshot:
         found = set[str]()
         for name in new:
             with contextlib.suppress(FileNotFoundError):  # the file has just been removed
-                ours = name in held or os.stat(SHM + name).st_ino in held
+                about = os.stat(SHM + name)
+                if name.startswith(CUDAS) or _counts_gpu_memory(name, about.st_size):
+                    continue
+                ours = name in held or about.st_ino in held
                 if ours or not _numbers.isdisjoint(_NUMBER.findall(name)):
                     found.add(SHM + name)
         return found
+
+
+def _counts_gpu_memory(name: str, size: int) -> bool:
+    if size != COUNTERS or not name.startswith("torch_"):
+        return False
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 def _staying(look: Callable[[], Iterable[T]], limit: float) -> list[T]:
