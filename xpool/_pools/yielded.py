@@ -418,7 +418,7 @@ class YieldStream(Stream):
         if payloads[n] == self.ended:
             yield None
         else:
-            why = "It ended while the generator waited in it."
+            why = "It ended, or resize() ended it, while the generator waited in it."
             task = self._place(one, place + n)
             yield _Answer(False, WorkerDied(None, None, one.place or 0, task, 0, why), 1)
 
