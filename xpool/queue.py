@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.context import BaseContext, assert_spawning
+from multiprocessing.reduction import DupFd
 from queue import Empty
 from types import TracebackType
 from typing import Any
@@ -219,8 +220,6 @@ class SimpleQueue:
     def __getstate__(self) -> tuple[Any, Any, bool]:
         assert_spawning(self)
         self._check_open()
-        from multiprocessing.reduction import DupFd
-
         return DupFd(self._reader.fileno()), DupFd(self._writer.fileno()), self._copy_tensor
 
     def __setstate__(self, state: tuple[Any, Any, bool]) -> None:

@@ -15,7 +15,7 @@ from xpool._calls.options import check_callable, check_count
 from xpool._pools.spawn import ProcessContext, Replicas
 from xpool._worker import replica
 from xpool._worker.entry import set_environment
-from xpool._worker.launch_shared import MpModelWrapper, MpSerialExecutor
+from xpool._worker.replica import MpModelWrapper, MpSerialExecutor
 from xpool.devices import DeviceContext, Host, devices
 from xpool.devices._frameworks import running_runtime
 from xpool.errors import OptionError

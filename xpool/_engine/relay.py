@@ -16,6 +16,7 @@ import stat
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -297,8 +298,6 @@ class Relay:
             )
 
     def _warn(self, shown: _Shown) -> None:
-        import warnings
-
         # Each worker sends a warning once; the program shows it only for the first worker.
         if shown.place in self._places:
             return

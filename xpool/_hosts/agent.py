@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import os
 import platform
 import sys
@@ -72,8 +73,6 @@ class AgentConfig(NamedTuple):
 def facts(modules: Sequence[str]) -> dict[str, str]:
     """Return the versions that must agree on all hosts, by name: Python's and those of xpool and
     ``modules``, as far as they are installed."""
-    import importlib.metadata
-
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("xpool", *modules):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import multiprocessing
 import os
 import weakref
 from collections.abc import Iterable, Iterator
@@ -108,6 +109,30 @@ class File:
             # Unlock explicitly: a process forked in between also has the open file.
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
+
+
+class FileOfAgent:
+    """A named `File` of a pool over hosts: the agent of each host keeps a copy."""
+
+    def __init__(self, name: str) -> None:
+        self.key = name
+
+    def pages(self) -> memoryview:
+        """Return the content of the file, as `File.pages` does.
+
+        Raises:
+            XPoolError: this process is not a worker on a host that has the file.
+        """
+        agent = multiprocessing.parent_process()
+        if agent is not None:
+            folder = f"/proc/{agent.pid}/fd"
+            for fd in os.listdir(folder):
+                path = f"{folder}/{fd}"
+                # The agent may close descriptors now.  The link is "/memfd:NAME (deleted)".
+                with contextlib.suppress(FileNotFoundError):
+                    if os.readlink(path).startswith(f"/memfd:{self.key} "):
+                        return File.at(path, os.stat(path).st_ino).pages()
+        raise XPoolError(f"{self.key} can be opened only in workers of the pool that sent it")
 
 
 def _close(fd: int, remove: str | None) -> None:

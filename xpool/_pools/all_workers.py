@@ -18,15 +18,16 @@ from xpool._calls.results import (
     exception_in,
     open_one,
 )
-from xpool._memory.anonymous_files import File
+from xpool._memory.anonymous_files import File, FileOfAgent
+from xpool._pickling.by_value.broadcast import Broadcast, publish
 from xpool._pools.engine_submitter import EngineSubmitter
 from xpool._pools.lifecycle import Lifecycle
 from xpool._python.interrupt import shielded
 from xpool._worker.callables import task_function
 from xpool.errors import OptionError, PeerLost, PoolClosed
+from xpool.pickle import encode
 
 if TYPE_CHECKING:
-    from xpool._pickling.by_value.broadcast import Broadcast
     from xpool._pickling.policy import Layout
     from xpool._pools.task_files import TaskFiles
     from xpool._pools.worker_group import WorkerGroup
@@ -163,10 +164,6 @@ class AllWorkers:
         return pids
 
     def broadcast(self, obj: Any) -> Broadcast:
-        from xpool._pickling.by_value.broadcast import Broadcast, publish
-        from xpool._worker.launch_shared import FileOfAgent
-        from xpool.pickle import encode
-
         self._life.check_running()
         packer = self._submitter.packer
         lessor, name = packer.layout.lessor, type(obj).__name__

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from xpool._calls.options import check_seconds
 from xpool._memory.anonymous_files import File
 from xpool._worker.callables import task_function
+from xpool.distributed._members import Join, in_group
 from xpool.errors import OptionError, PeerLost, WorkerDied
 
 ATTEMPTS = 3
@@ -101,8 +102,6 @@ class WorkerGroup:
             xpool.distributed.GroupTimeout: some workers did not join within ``timeout``.
             PoolClosed: the pool takes no more work.
         """
-        from xpool.distributed._members import Join
-
         for attempt in range(ATTEMPTS):
             self._failed = True
             self.generation += 1
@@ -136,8 +135,6 @@ class WorkerGroup:
 
     def wrap(self, func: Any) -> Any:
         """Return a function that runs ``func`` in the group; rebuild the group if it is broken."""
-        from xpool.distributed._members import in_group
-
         if self.broken:
             self.rebuild()
         return task_function(func, group=functools.partial(in_group, self.generation))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import multiprocessing
 import os
 import select
 import sys
@@ -450,8 +451,6 @@ def become(config: dict[str, Any], lifeline: int) -> None:
     """Set this process's name, key and ``__main__`` (as `multiprocessing` does), and its seeds."""
     if config["bare"]:
         # The fork server made this process, so multiprocessing does not know it yet.
-        import multiprocessing
-
         process = multiprocessing.current_process()
         process.name = config["name"]
         process._identity = (config["index"] + 1,)  # recipes read it

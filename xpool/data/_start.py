@@ -26,7 +26,7 @@ from xpool.data._ending import CLEANER, wait_for_ends
 from xpool.devices._frameworks import running_runtime
 
 _NEEDED = (
-    "multiprocessing.popen_fork", "xpool._pools.assembly", "xpool._worker.launch_shared",
+    "multiprocessing.popen_fork", "xpool._pools.assembly",
     "xpool._worker.loop", "xpool.data._batch_calls",
 )  # fmt: skip
 """Modules that a pool and its forked workers need."""

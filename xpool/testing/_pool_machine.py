@@ -24,6 +24,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
+from xpool._pools.process import Pool
 from xpool.testing._eventually import Gate
 from xpool.testing._expected_answers import Answer, Late, Spec, applied, in_time, submit
 from xpool.testing._leaks import Snapshot
@@ -72,9 +74,6 @@ class PoolStateMachine(RuleBasedStateMachine):
             limit: seconds after which a missing answer counts as a hang.
             examples, steps: the number of histories, and the largest number of rules in each.
         """
-        from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
-        from xpool._pools.process import Pool
-
         kind: type = pool if isinstance(pool, type) else type(None)
         if gets_context is None:
             gets_context = issubclass(kind, (CtxPool, CtxThreadPool))

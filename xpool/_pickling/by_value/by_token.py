@@ -8,6 +8,7 @@ pickles.
 from __future__ import annotations
 
 import sys
+import typing
 from typing import Any
 
 from xpool._pickling.by_value import registry
@@ -19,8 +20,6 @@ KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 
 
 def _lazy_typing() -> None:
-    import typing
-
     register(*(getattr(typing, kind) for kind in KINDS if hasattr(typing, kind)))(_reduce)
 
 

@@ -6,6 +6,7 @@ import builtins
 import functools
 import marshal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -341,7 +342,6 @@ LAZY["dataclasses"] = _lazy_dataclasses
 
 def _lazy_locks() -> None:
     """Register reducers for locks and thread-locals: in definitions and globals, they are new."""
-    import threading
 
     def reduce_lock(pickler: Context, obj: Any) -> Any:
         if pickler.group is not None:

@@ -30,6 +30,7 @@ import operator
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -671,8 +672,6 @@ def _tell() -> None:
     """Warn of rows that could not be set, once each; never raise, for a task would not run."""
     if not _problems:
         return
-    import warnings
-
     with _lock:
         texts = [one for one in dict.fromkeys(_problems) if one not in _told]
         _told.update(texts)

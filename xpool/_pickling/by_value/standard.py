@@ -7,6 +7,7 @@ global's name, so a pool with ``seed=`` draws the same numbers in each run.
 
 from __future__ import annotations
 
+import struct
 import sys
 from typing import Any
 
@@ -76,8 +77,6 @@ LAZY["torch._C"] = _lazy_torch
 
 
 def _lazy_struct() -> None:
-    import struct
-
     @register(struct.Struct)
     def reduce(pickler: Context, obj: Any) -> Any:
         return struct.Struct, (obj.format,)
