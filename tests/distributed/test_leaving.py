@@ -17,8 +17,8 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from xpool.distributed import GroupError, PeerLost, World
+from xpool.distributed._current import LEFT
 from xpool.distributed._meetings import Meetings
-from xpool.distributed._world_peers import LEFT
 from xpool.testing._eventually import eventually
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]

@@ -13,9 +13,8 @@ from xpool.distributed._current import current, get_cur_name, the_world
 from xpool.distributed._group_errors import NotAMember
 from xpool.distributed._meetings import meet
 from xpool.distributed._offers import Kind, Offers, not_found
-from xpool.distributed._remote_calls import call, send, sendable
+from xpool.distributed._remote_calls import RRef, call, send, sendable
 from xpool.distributed._rendezvous import check_timeout
-from xpool.distributed._rref import RRef
 
 
 class RpcGroup:

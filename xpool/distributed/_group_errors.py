@@ -9,10 +9,13 @@
     GroupKeyError      also KeyError       no such service or value, or its name is taken
 
 `torch.distributed` raises the classes in the middle column, and programs written for
-`machin.parallel` catch them.  A wrong value of an argument raises `OptionError`.
+`machin.parallel` catch them.  A wrong value of an argument raises `OptionError`.  Most errors of
+torch itself are plain `RuntimeError`: the functions here distinguish them by their texts.
 """
 
 from __future__ import annotations
+
+from torch.distributed import DistNetworkError
 
 from xpool import errors
 from xpool.errors import TimeoutError, XPoolError
@@ -43,3 +46,24 @@ class GroupKeyError(XPoolError, KeyError):
 
 for _one in (GroupError, NotAMember, PeerLost, GroupTimeout, GroupKeyError):
     _one.__module__ = "xpool.distributed"  # the public name, in pickles and tracebacks
+
+
+def connection_lost(exc: BaseException) -> bool:
+    """Whether a connection to another process has ended.
+
+    The texts of gloo and TensorPipe contain the path of a source file in a folder ``transport``.
+    A store at a TCP address raises `DistNetworkError`.
+    """
+    network = isinstance(exc, DistNetworkError) and not timed_out(exc)
+    return network or "transport" in str(exc) or "tensorpipe" in str(exc)
+
+
+def timed_out(exc: BaseException) -> bool:
+    # The first letter is left out: torch writes "Timed out" and "timed out".
+    text = str(exc)
+    return "imed out" in text or "imeout" in text
+
+
+def first_line(exc: BaseException) -> str:
+    """Return torch's text without the C++ stack trace."""
+    return str(exc).strip().partition("\n")[0].rstrip(". ")

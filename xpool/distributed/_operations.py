@@ -16,8 +16,15 @@ import torch
 import torch.distributed as dist
 
 from xpool.distributed._current import CurrentWorld
-from xpool.distributed._faults import connection_lost, first_line, timed_out
-from xpool.distributed._group_errors import GroupError, GroupTimeout, NotAMember, PeerLost
+from xpool.distributed._group_errors import (
+    GroupError,
+    GroupTimeout,
+    NotAMember,
+    PeerLost,
+    connection_lost,
+    first_line,
+    timed_out,
+)
 
 _ABORT_TAG = 0x7AB0  # the tag of a message that no rank sends
 _NEWS_SECONDS = 0.5  # how long a failed operation waits for the name of a process that died

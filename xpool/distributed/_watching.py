@@ -13,8 +13,7 @@ from typing import Any
 from torch.distributed import rpc
 from torch.futures import Future
 
-from xpool.distributed._current import current, the_world
-from xpool.distributed._world_peers import DIED, LEFT, Peers
+from xpool.distributed._current import DIED, LEFT, Peers, current, the_world
 
 Farewell = tuple[dict[Any, int], dict[Any, Any]]
 """The message of a process to another before it leaves: the number of collectives that have

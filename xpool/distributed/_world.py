@@ -15,15 +15,14 @@ import torch.distributed as dist
 import xpool.distributed._current as current
 import xpool.distributed._rendezvous as rendezvous
 import xpool.distributed._world_agent as agent
-from xpool.distributed._backends import check_backend
 from xpool.distributed._collective import CollectiveGroup
 from xpool.distributed._collective_group import RpcGroup
+from xpool.distributed._current import Peers
 from xpool.distributed._group_errors import GroupError, NotAMember, PeerLost
 from xpool.distributed._meetings import Meetings, meet
 from xpool.distributed._offers import Register
 from xpool.distributed._operations import explain
 from xpool.distributed._watching import FAREWELL_SECONDS, Farewell, Watchers, watch
-from xpool.distributed._world_peers import Peers
 from xpool.errors import OptionError
 
 _joined: dict[str, int] = {}  # number of worlds that this process has joined, by address
@@ -475,3 +474,28 @@ def _leave() -> None:
     world = get_world()
     if world is not None and world.started:
         world.stop(graceful=False)
+
+
+def check_backend(name: str, value: Any) -> None:
+    """Raise `OptionError`, with ``name`` as the argument's name, unless torch has the backend.
+
+    ``value`` may name a backend for each kind of device: ``"cpu:gloo,cuda:nccl"``.
+    """
+    known = [one for one in dist.Backend.backend_list if one != "undefined" and _is_built(one)]
+    parts = value.split(",") if isinstance(value, str) else [value]
+    for part in parts:
+        backend = part.rpartition(":")[2].lower() if isinstance(part, str) else part
+        if backend not in known:
+            hint = ""
+            if backend == "xla":
+                hint = "; import torch_xla.distributed.xla_backend before, which registers that one"
+            raise OptionError(
+                f"{name}={value!r}: this torch has no backend {backend!r}; it has "
+                f"{', '.join(known)}{hint}"
+            )
+
+
+def _is_built(backend: str) -> bool:
+    """Whether this build of torch has a backend; True for a backend of another package."""
+    ask = getattr(dist, f"is_{backend}_available", None)
+    return ask is None or bool(ask())
