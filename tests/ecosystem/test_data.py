@@ -462,7 +462,7 @@ def test_a_worker_imports_no_pools():
         ["-"],
         """
         import sys
-        import xpool.data._batch_calls
+        import xpool.data._loader_worker
         print([name for name in sys.modules if name.startswith(("xpool.pool", "xpool._pools"))])
         """,
     )

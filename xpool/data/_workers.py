@@ -17,19 +17,19 @@ from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
 from xpool._pools.p2p import P2PPool
 from xpool._pools.process import Pool
 from xpool._pools.thread import ThreadPool
-from xpool.data._batch_calls import (
+from xpool.data._lifetime import end_later, find_context
+from xpool.data._loader_worker import (
     AtStart,
+    WorkerCopy,
     after,
     begin,
     call,
     in_thread,
+    is_pipe,
     receive,
     with_copy,
     without_context,
 )  # fmt: skip
-from xpool.data._ending import end_later
-from xpool.data._loader_worker import WorkerCopy, is_pipe
-from xpool.data._start import find_context
 from xpool.data._worker_info import own_generators, use_threads
 from xpool.errors import OptionError
 

@@ -1,14 +1,18 @@
-"""Starts a loader's own worker processes: forks of the program, or of the fork server."""
+"""Starts a loader's own worker processes, forks of the program or of the fork server, and ends its
+pools in threads."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import multiprocessing
+import queue
 import socket
 import sys
 import threading
+import time
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,13 +25,13 @@ from xpool._engine.launch import (
     import_for_arrays,
     wanted_modules,
 )
+from xpool._pools.base import BasePool
 from xpool._pools.preloading import preload
-from xpool.data._ending import CLEANER, wait_for_ends
 from xpool.devices._frameworks import running_runtime
 
 _NEEDED = (
-    "multiprocessing.popen_fork", "xpool._pools.assembly",
-    "xpool._worker.loop", "xpool.data._batch_calls",
+    "multiprocessing.popen_fork", "xpool._pools.assembly", "xpool._worker.loop",
+    "xpool.data._loader_worker",
 )  # fmt: skip
 """Modules that a pool and its forked workers need."""
 
@@ -125,3 +129,40 @@ class _ForkedFirst:
             handle = self._forking.launch(boot, name, daemon, inherited)
         self._left -= 1
         return handle
+
+
+CLEANER = "xpool-DataLoader-cleaner"
+"""The name of these threads."""
+
+
+def end_later(pool: BasePool | None) -> Callable[[Iterable[Any]], None]:
+    """Return a function that makes a waiting thread cancel the given results and end the pool.
+
+    The garbage collector may call this function, in any thread and with any locks held.  So it only
+    puts the results into a `SimpleQueue`, which never waits.
+    """
+    orders: queue.SimpleQueue[Iterable[Any]] = queue.SimpleQueue()
+
+    def clean() -> None:
+        for result in orders.get():  # waits as long as the epoch or the loader lives
+            result.cancel()
+        if pool is not None:
+            pool.terminate()
+            pool.join()
+
+    thread = threading.Thread(target=clean, name=CLEANER, daemon=True)
+    thread.start()
+
+    def end(results: Iterable[Any]) -> None:
+        thread.is_ending = True  # type: ignore[attr-defined]
+        orders.put(results)
+
+    return end
+
+
+def wait_for_ends(seconds: float) -> None:
+    """Wait, at most ``seconds``, for the pools that the threads of `end_later` are ending."""
+    until = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if getattr(thread, "is_ending", False):
+            thread.join(max(0.0, until - time.monotonic()))
