@@ -14,9 +14,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from xpool.devices._numa import find_nodes, numa_node, read
 from xpool.devices._nvml import Gpu, find_gpus
-from xpool.devices._sysfs import Accelerator, find_amd, find_ascend, find_intel, find_neuron
+from xpool.devices._sysfs import (
+    Accelerator,
+    find_amd,
+    find_ascend,
+    find_intel,
+    find_neuron,
+    find_nodes,
+    numa_node,
+    read,
+)
 
 # The PCI vendor, and the generation of each of its devices, as sysfs writes them.
 _GOOGLE = "0x1ae0"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from xpool.devices._numa import numa_node
+from xpool.devices._sysfs import numa_node
 
 LIBRARY = "libnvidia-ml.so.1"
 

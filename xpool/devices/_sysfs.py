@@ -1,8 +1,9 @@
-"""Finds accelerators in the files of the kernel and its drivers, without opening them.
+"""Finds accelerators and NUMA nodes in the files of the kernel and its drivers, without opening
+them.
 
-Each function takes the parent of ``sys`` and ``dev``, and returns the devices in the order in which
-their runtime numbers them.  A container sees the sysfs of the whole machine but only its own files
-in ``/dev``, so devices without a file are left out.
+Each function `find_...` takes the parent of ``sys`` and ``dev``.  Those of accelerators return the
+devices in the order in which their runtime numbers them.  A container sees the sysfs of the whole
+machine but only its own files in ``/dev``, so devices without a file are left out.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from xpool.devices._numa import numa_node, read
 
 
 @dataclass(frozen=True)
@@ -101,3 +100,36 @@ def _numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
     """Yield the entries of a folder whose names are the prefix and a number, by the number."""
     found = ((path.name.removeprefix(prefix), path) for path in folder.glob(f"{prefix}[0-9]*"))
     yield from sorted((int(number), path) for number, path in found if number.isdigit())
+
+
+def find_nodes(root: Path) -> dict[int, tuple[int, ...]]:
+    nodes = {}
+    for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cpus = parse_cpulist(read(path / "cpulist"))
+        if cpus:
+            nodes[int(path.name[4:])] = cpus
+    return nodes
+
+
+def parse_cpulist(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list in sysfs's format, in which ``0-3,8`` is 0, 1, 2, 3, 8."""
+    cpus: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match:
+            cpus += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(cpus)
+
+
+def numa_node(pci: Path) -> int | None:
+    """Return the NUMA node of a PCI device, or None if the system does not know it (-1)."""
+    text = read(pci / "numa_node")
+    return int(text) if text.isdigit() else None
+
+
+def read(path: Path) -> str:
+    """Return the text of a small file, or an empty text if the file cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""  # a device may vanish at any time

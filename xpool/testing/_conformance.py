@@ -17,9 +17,9 @@ from typing import Any
 from xpool._pools.base import BasePool
 from xpool._pools.turns import TURN
 from xpool.testing._eventually import eventually
-from xpool.testing._expected_answers import Late, in_time
 from xpool.testing._leaks import Snapshot
-from xpool.testing._tasks import TaskError, perform
+from xpool.testing._pool_model import Late, in_time
+from xpool.testing._saboteurs import TaskError, perform
 
 QUICK = 0.5
 """Seconds that a non-blocking hook may take.  The limit is high for slow machines."""

@@ -27,10 +27,19 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
 from xpool._pools.process import Pool
 from xpool.testing._eventually import Gate
-from xpool.testing._expected_answers import Answer, Late, Spec, applied, in_time, submit
 from xpool.testing._leaks import Snapshot
-from xpool.testing._pool_model import DEATHS, HangLimit, PoolModel
-from xpool.testing._tasks import in_context, perform, perform_pair
+from xpool.testing._pool_model import (
+    DEATHS,
+    Answer,
+    HangLimit,
+    Late,
+    PoolModel,
+    Spec,
+    applied,
+    in_time,
+    submit,
+)
+from xpool.testing._saboteurs import in_context, perform, perform_pair
 
 _THREADS = 3
 _MIXED = st.lists(st.sampled_from(["value", "value", "value", "error", "large"]), max_size=9)

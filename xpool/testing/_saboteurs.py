@@ -1,6 +1,7 @@
 """Functions and objects that end their process at a chosen stage of a task.
 
-They are for tests of pools.  Any worker can import them, and they have no dependencies.  ::
+They are for tests of pools.  Any worker can import them, and they have no dependencies.  `perform`
+is the task of `_pool_machine` and `_conformance`.  ::
 
     result = pool.apply_async(*sabotage("run", "SIGKILL"))
     with pytest.raises(WorkerDied):
@@ -16,6 +17,8 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from xpool.testing._eventually import pass_gate
 
 EXITS = {
     "sys.exit": 3, "os._exit": 4, "SIGKILL": -signal.SIGKILL, "SIGSEGV": -signal.SIGSEGV,
@@ -141,3 +144,38 @@ def sabotage(stage: str, how: str) -> tuple[Callable[..., Any], tuple[Any, ...]]
     if how not in WAYS:
         raise ValueError(f"{how!r} is not one of {', '.join(WAYS)}")
     return STAGES[stage](how)
+
+
+class TaskError(Exception):
+    """The error of tasks that were told to raise one."""
+
+
+def perform(spec: tuple[str, int, str | None]) -> Any:
+    """Perform a specification: a kind of task, a number, and the path of a gate or None."""
+    what, number, path = spec
+    if what == "value":
+        return number
+    if what == "error":
+        raise TaskError(number)
+    if what == "pid":
+        return os.getpid()
+    if what == "held":
+        assert path is not None
+        pass_gate(path)
+        return number
+    if what == "large":
+        return bytes([number % 251]) * 300_000
+    if what == "unpicklable":
+        return threading.Lock()
+    end(what)
+    return None
+
+
+def perform_pair(number: int, spec: tuple[str, int, str | None]) -> Any:
+    """Do the same as `perform`, but take two arguments, for `starmap`."""
+    return perform(spec)
+
+
+def in_context(_context: Any, *args: Any) -> Any:
+    """Do the same as `perform` or `perform_pair`, for pools that pass a context to tasks."""
+    return perform(args[-1])
