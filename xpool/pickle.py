@@ -14,7 +14,6 @@ dill.  dill is imported when the C pickler meets an object that it cannot pickle
 from importlib import import_module
 from types import ModuleType
 
-from xpool._pickling import views
 from xpool._pickling.by_value import (
     by_token,
     classes,
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 # When these modules are imported, they register their reducers with the codec.
-_FAMILIES = (by_token, classes, exceptions, functions, sent, standard, views)
+_FAMILIES = (by_token, classes, exceptions, functions, sent, standard)
 
 # The modules of reducers that a program without torch or numpy never needs.
 LATE = {"torch": "xpool._pickling.tensors.dense", "numpy": "xpool._pickling.tensors.arrays"}

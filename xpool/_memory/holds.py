@@ -11,6 +11,8 @@ its holds are counted after the turn.
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 import threading
 from collections import deque
@@ -18,10 +20,44 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._memory.layout import ArenaFile
-from xpool._memory.pins import Pins
 from xpool._memory.region import Region
 from xpool._python.hidden import is_mine
 from xpool._python.interrupt import shielded, uninterrupted
+
+
+class Pins:
+    """The pipes to forked children, and the blocks that are held for each.
+
+    A forked child has the same memory, but no attachment.  The blocks that its parent held at the
+    fork must not be reused while the child may read them.  So the parent holds them once more until
+    the child ends or executes another program.  Either closes the child's end of a pipe.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, list[int]] = {}
+        self._poller = select.poll()
+
+    def __bool__(self) -> bool:
+        return bool(self._blocks)
+
+    def add(self, fd: int, numbers: list[int]) -> None:
+        """Add a child that has the other end of the pipe ``fd``, and the blocks held for it."""
+        self._blocks[fd] = numbers
+        self._poller.register(fd, 0)  # poll(2) always reports a hang-up
+
+    def take_ended(self) -> list[int]:
+        """Remove the children that have ended.  Return their blocks, once for each child."""
+        found: list[int] = []
+        for fd, _ in self._poller.poll(0) if self._blocks else ():
+            self._poller.unregister(fd)
+            os.close(fd)
+            found += self._blocks.pop(fd)
+        return found
+
+    def close(self) -> None:
+        """Close the parent's ends of the pipes, in a child."""
+        for fd in self._blocks:
+            os.close(fd)
 
 
 class Block:
@@ -229,7 +265,7 @@ class Holds:
                 self._mine[number] = 0
                 self._let_go(number)
 
-    # -- forks: see `pins` -------------------------------------------------------------------------
+    # -- forks: see `Pins` -------------------------------------------------------------------------
 
     def _pin(self, fd: int) -> None:
         held = list(self._counts)

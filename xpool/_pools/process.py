@@ -8,21 +8,29 @@ import multiprocessing
 import os
 import queue
 import reprlib
+import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from xpool._calls.options import check_context
 from xpool._calls.results import Job
 from xpool._engine.jobs.ranges import WHOLE
-from xpool._engine.launch import ForkServer, Launcher, import_for_arrays
+from xpool._engine.launch import (
+    ForkServer,
+    Launcher,
+    ProcessLauncher,
+    import_for_arrays,
+    wanted_modules,
+)
 from xpool._engine.protocols import EngineProtocol
 from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool, at_exit
 from xpool._pools.hooks import Result, Task
 from xpool._pools.pool_options import REFUSED_OVER_HOSTS, PoolOptions, takes
-from xpool._pools.start_methods import find_launcher, only_by_inheritance
 from xpool._pools.submitters import HookSubmitter
 from xpool._python.interrupt import shielded
-from xpool._python.server_process import occupy_streams
+from xpool._python.server_process import interpreter, occupy_streams
 from xpool._worker.worker_context import imported_by_worker
 from xpool.errors import OptionError
 
@@ -126,7 +134,7 @@ class Pool(BasePool):
 
     def _start_server(self) -> Launcher:
         """Start the fork server; while it imports, import the other parts of a pool."""
-        launcher = find_launcher(self.context)
+        launcher = _find_launcher(self.context)
         if isinstance(launcher, ForkServer):
             launcher.start()
         # After the server has started, so that both import at the same time.  Without garbage
@@ -183,7 +191,7 @@ class Pool(BasePool):
         """Make the engine: it has a private channel to each worker."""
         hosts = self._options.hosts
         if self._options.output == "files":
-            from xpool._pools.task_files import TaskFiles
+            from xpool._worker.output_files import TaskFiles
 
             self._files = TaskFiles(self.name)
             self.output_folder = self._files.folder
@@ -217,11 +225,11 @@ class Pool(BasePool):
             )
         except Exception as exc:  # of any object's own __reduce__
             if not launcher.inherits:
-                if not only_by_inheritance(exc):
+                if not _only_by_inheritance(exc):
                     raise
                 # Locks and queues of multiprocessing can be sent by its own contexts only.
                 method = self.context if isinstance(self.context, str) else None
-                launcher = find_launcher(multiprocessing.get_context(method))
+                launcher = _find_launcher(multiprocessing.get_context(method))
             inherited = self.initializer, self.initargs
             # Send the globals that the initializer uses: tasks must not set them again.
             blob = self._packer.pack_option("initializer", self.initializer)
@@ -411,6 +419,47 @@ def describe(jobs: dict[int, Job], number: int, index: int) -> str:
     if index == WHOLE:
         return "" if job is None else job.label
     return f"task {index}" if job is None else job.describe(index)
+
+
+def _find_launcher(context: BaseContext | str | None) -> Launcher:
+    """Return the launcher for the workers of a pool with this ``context=``."""
+    if hasattr(context, "launch"):  # a launcher of a loader
+        return cast(Launcher, context)
+    if context is None or context == "forkserver":
+        if sys.platform != "linux":
+            return ProcessLauncher(multiprocessing.get_context("spawn"))
+        return ForkServer.get(wanted_modules())
+    check_context("context", context)
+    if isinstance(context, str):
+        context = multiprocessing.get_context(context)
+    if context.get_start_method() == "fork":
+        _refuse_fork_of_runtime()
+        return ProcessLauncher(context)
+    interpreter(freeze_support=True)
+    return ProcessLauncher(context)
+
+
+def _refuse_fork_of_runtime() -> None:
+    if "torch" not in sys.modules:
+        return  # all such runtimes are torch's
+    from xpool.devices._frameworks import running_runtime  # only here: most programs never need it
+
+    runtime = running_runtime()
+    if runtime is not None:
+        raise OptionError(
+            f"context='fork': this process has started the {runtime} runtime, which does not "
+            "survive a fork; leave context out, or use 'spawn'"
+        )
+
+
+def _only_by_inheritance(exc: BaseException) -> bool:
+    """Whether pickling failed because multiprocessing can send the object only to a new process."""
+    cause: BaseException | None = exc
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and "inheritance" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 at_exit.append(ForkServer.stop_all)

@@ -41,7 +41,7 @@ from xpool._worker.callables import task_function
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
-    from xpool._pools.task_files import TaskFiles
+    from xpool._worker.output_files import TaskFiles
 
 It = TypeVar("It", bound=IMapIterator[Any])
 

@@ -1,18 +1,25 @@
 """Puts what a task prints into a file of its own: ``output="files"``.
 
 The file takes the place of the descriptors 1 and 2 while the task runs.  So it also gets what C
-code and child processes write, and what a logging handler of an earlier task writes.
+code and child processes write, and what a logging handler of an earlier task writes.  Workers call
+`output_to`; the pool names the files (`TaskFiles`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any
 
 from xpool._python.exits import flush
+
+if TYPE_CHECKING:
+    from xpool._calls.results import Job
 
 _MODE = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
 
@@ -67,3 +74,29 @@ def _flush() -> None:
 
     flush()
     ctypes.CDLL(None).fflush(None)
+
+
+class TaskFiles:
+    """A new folder, and the names of the tasks' files in it."""
+
+    # Ends of the names of the files of single items, and of single workers.
+    ITEM, WORKER = "-{number:06}", "-worker-{worker}"
+
+    def __init__(self, pool: str) -> None:
+        name = os.path.abspath(f"xpool-output/{time.strftime('%Y%m%d-%H%M%S')}-{_plain(pool)}")
+        for end in chain([""], (f"-{n}" for n in count(2))):
+            try:
+                os.makedirs(name + end)
+            except FileExistsError:
+                continue
+            self.folder = name + end
+            break
+
+    def of(self, job: Job, called: str, end: str = "") -> tuple[str, str]:
+        """Return the ``file`` of a `TaskFunction`; ``called`` names the function."""
+        return os.path.join(self.folder, f"{job.number:04}-{_plain(called)}"), end
+
+
+def _plain(name: str) -> str:
+    """Return the part of a text that a file's name may have."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:80] or "task"
