@@ -111,12 +111,33 @@ class _Later:
         return True
 
 
-class Processes:
+class _Pooled:
+    """Workers of a pool, which is the loader's own or was given to it."""
+
+    _pool: Any
+    _end: Callable[[Iterable[Any]], None]
+    size: int
+
+    def resize(self, size: int) -> None:
+        """Have another number of workers."""
+        self._pool.resize(size)
+        self.size = size
+
+    def end(self, results: Iterable[Any] = ()) -> None:
+        """Cancel these results, and end the workers if they are the loader's own."""
+        self._end(results)
+
+    def __del__(self) -> None:
+        # Ends persistent workers, and those of an epoch that could not begin.
+        if hasattr(self, "_end"):
+            self._end(())
+
+
+class Processes(_Pooled):
     """Worker processes, each with a copy of the loader's dataset."""
 
     def __init__(self, loader: Any, has_parts: bool) -> None:
         self._pool, self._ref, made = loader._given_pool, None, WorkerCopy(loader)
-        self._end: Callable[[Iterable[Any]], None]
         self.size = loader._size()
         if self._pool is None:
             self._pool = self._start(loader, P2PPool if has_parts else Pool, made)
@@ -161,20 +182,10 @@ class Processes:
         result.label = label
         return result
 
-    def resize(self, size: int) -> None:
-        """Have another number of workers."""
-        self._pool.resize(size)
-        self.size = size
-
     def end(self, results: Iterable[Any] = ()) -> None:
-        """Cancel these results, and end the workers if they are the loader's own."""
-        self._ref = None  # lets the workers drop the dataset
-        self._end(results)
-
-    def __del__(self) -> None:
-        # Ends persistent workers, and those of an epoch that could not begin.
-        if hasattr(self, "_end"):
-            self._end(())
+        """As `_Pooled.end`; let the workers drop the dataset."""
+        self._ref = None
+        super().end(results)
 
 
 _thread_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
@@ -193,7 +204,7 @@ def _join_threads() -> None:
 at_exit.append(_join_threads)
 
 
-class Threads:
+class Threads(_Pooled):
     """Worker threads, which share the loader's dataset.
 
     If each worker has its own part of the dataset, each gets a shallow copy of it.
@@ -230,19 +241,6 @@ class Threads:
             self._latest[shard] = result
         result.label = label
         return result
-
-    def resize(self, size: int) -> None:
-        """Have another number of threads."""
-        self._pool.resize(size)
-        self.size = size
-
-    def end(self, results: Iterable[Any] = ()) -> None:
-        """Cancel the results that have not begun, and end the threads if they are the loader's."""
-        self._end(results)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_end"):
-            self._end(())
 
 
 def _own(dataset: Any) -> Any:
