@@ -73,10 +73,8 @@ def _read(file: Any) -> bytearray | None:
 
 def serve() -> None:
     """Receive and run calls in the other process."""
-    from xpool._worker import main_module
-
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    main_module.install()
+    main.install_main()
     main.mark_worker()
     while (message := _read(source)) is not None:
         try:

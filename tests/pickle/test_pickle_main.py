@@ -295,7 +295,6 @@ import itertools, pickle, sys
 from xpool._pickling.by_value import classes, main, names, received, registry
 from xpool._pickling.by_value.sent import Book
 from xpool._pickling.policy import BY_PIPE
-from xpool._worker import main_module
 from xpool.pickle import decode, encode
 
 class Interrupt(BaseException): pass
@@ -311,7 +310,7 @@ def at_each_call(codes, act):
                 left -= 1
                 if left == -1:
                     raise Interrupt
-        main_module.install()
+        main.install_main()
         main.mark_worker()
         received._incoming.__init__()
         registry._by_id.clear()

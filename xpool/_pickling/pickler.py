@@ -9,7 +9,8 @@ whole object again, so that shared references and cycles are kept.
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from importlib import import_module
 from itertools import repeat
 from pickle import PickleBuffer, PicklingError
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from xpool._memory.buffers import same_bytes
 from xpool._memory.holds import Block
-from xpool._pickling import Key, diagnose, fallback, frame, reducers
+from xpool._pickling import Key, diagnose, frame, reducers
 from xpool._pickling.fastpath import SHORT
 from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout
 from xpool._python.interrupt import by_handler
@@ -422,10 +423,55 @@ def _by_dill(obj: Any, options: _Options, error: Exception) -> Pickled:
     raise diagnose.refusal(obj, error, fails, no_dill=without)
 
 
+_IN_MEMORY = (io.BytesIO, io.StringIO)
+_BUILT_IN = _ATOMS | {complex, bytearray, tuple, list, set, frozenset}
+
+
+@lru_cache(None)
+def _dill_pickler() -> Any:
+    """Return the class of dill's picklers that first call the reducers of xpool.
+
+    It gets all options as arguments, so it neither uses nor changes dill's global settings.
+
+    Raises:
+        ImportError: dill is not installed.
+    """
+    dill = import_module("dill")
+    capsule = type(import_module("datetime").datetime_CAPI)  # the type has no public name
+
+    class DillPickler(dill.Pickler):  # type: ignore[misc, name-defined]
+        def __init__(self, file: Any, recurse: bool, callback: Any) -> None:
+            super().__init__(
+                file, 5, buffer_callback=callback, byref=False, fmode=0, recurse=recurse
+            )
+            self.names: set[tuple[str, str]] = set()
+            self.spaces: dict[int, Any] = {}
+
+        def reducer_override(self, obj: Any) -> Any:
+            kind = type(obj)
+            if kind in _BUILT_IN:
+                return NotImplemented
+            if kind is dict:
+                # For the globals of __main__, dill would write a name that only dill can load.
+                return reducers.script.pickled_namespace(obj)
+            # dill would pickle the address of a capsule, and the path of a file to open it again.
+            if kind is capsule or (issubclass(kind, io.IOBase) and kind not in _IN_MEMORY):
+                raise TypeError(f"cannot pickle {kind.__name__!r} object")
+            answer = reducers.reducer_override(self, obj)
+            if answer is not NotImplemented or isinstance(obj, type):
+                return answer
+            if kind.__module__.partition(".")[0] == "numpy":
+                # dill's own reducers would copy arrays into the pickle.
+                return obj.__reduce_ex__(5)
+            return NotImplemented
+
+    return DillPickler
+
+
 def _run_dill(obj: Any, options: _Options) -> Any:
     file, buffers, shared = io.BytesIO(), list[PickleBuffer](), dict[int, Block]()
     callback = _placer(options.layout, buffers, shared)
-    slow = options.set_in(fallback.pickler_class()(file, options.recurse, callback))
+    slow = options.set_in(_dill_pickler()(file, options.recurse, callback))
     slow.buffers, slow.shared = buffers, shared
     try:
         slow.dump(obj)

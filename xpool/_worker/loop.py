@@ -21,7 +21,7 @@ from xpool._memory.holds import Block
 from xpool._pickling.by_value import received, registry, settings, standard
 from xpool._pickling.by_value.broadcast import Objects
 from xpool._pickling.by_value.exceptions import encode_exception
-from xpool._pickling.by_value.main import mark_worker
+from xpool._pickling.by_value.main import install_main, mark_worker
 from xpool._pickling.policy import BY_PIPE, Layout, share
 from xpool._python import error_imports
 from xpool._python.exits import flush
@@ -30,7 +30,6 @@ from xpool._wire.outbox import Outbox
 from xpool._wire.pipes import BlockingFrameReader, write_all
 from xpool._wire.spin import Spin
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, STOP, TASKS, TIMED, TO_WORKER, Mode
-from xpool._worker import main_module
 from xpool._worker.callables import (
     TaskFunction,
     bound,
@@ -462,7 +461,7 @@ def become(config: dict[str, Any], lifeline: int) -> None:
         if parent is not None:
             vars(multiprocessing.process)["_parent_process"] = parent(*config["parent"], lifeline)
     if not config["forked"]:
-        main_module.install(config["package"])
+        install_main(config["package"])
     seeds = Seeds(config["seed"])
     standard.seed_of = seeds.number
     received.after_calls[:] = [seeds.sow_again]

@@ -1,11 +1,14 @@
 """The role of this process: the program itself, or a worker that follows it.
 
 A *replica* is a process (a worker) whose ``__main__`` follows that of another process: messages of
-its parent set its definitions and globals (`received`).
+its parent set its definitions and globals (`received`).  Nothing of the script runs there.
 """
 
 from __future__ import annotations
 
+import builtins
+import sys
+import types
 from typing import Any
 
 from xpool._pickling.by_value.origin import MISSING, namespace, program_modules
@@ -54,3 +57,17 @@ def was_set_here(module: str, name: str) -> bool:
 def forget_initial(module: str, name: str) -> None:
     """Let the object go that a global of a fork referred to at first."""
     _state.initial.get(module, {}).pop(name, None)
+
+
+def install_main(package: str | None = None) -> None:
+    """Install a fresh, empty ``__main__``, with the ``__package__`` of the program's.
+
+    It has the same name as the program's, so a pickle that a task writes names ``__main__`` and can
+    be loaded in the next run of the program.
+    """
+    module = types.ModuleType("__main__")
+    module.__package__ = package
+    module.__dict__["__builtins__"] = builtins  # as in every module; torch's C code reads it
+    sys.modules["__main__"] = module
+    # A child of `multiprocessing` has run the script under this name.
+    sys.modules.pop("__mp_main__", None)
