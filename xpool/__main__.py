@@ -22,6 +22,7 @@ from typing import Any
 from xpool._engine.stacks import outside
 from xpool._pools.observing import as_stacks
 from xpool._pools.process import Pool
+from xpool.devices._host import Host, usable_cpus
 from xpool.errors import WorkerDied
 
 __all__ = ["main"]
@@ -78,8 +79,6 @@ def _workers() -> dict[str, Any]:
 
 
 def _processors(root: Path) -> dict[str, Any]:
-    from xpool.devices._host import usable_cpus
-
     found: dict[str, Any] = {"usable": len(usable_cpus()), "of": os.cpu_count()}
     # In cgroup v2: the allowed microseconds of each period or "max", then the period.
     quota = _read(root / "sys/fs/cgroup/cpu.max").split()
@@ -127,8 +126,6 @@ def _limits() -> dict[str, int | None]:
 
 
 def _devices(root: Path) -> dict[str, Any]:
-    from xpool.devices._host import Host
-
     host = Host.here(root)
     gpus = "NVML does not answer" if host.gpus is None else [str(gpu) for gpu in host.gpus]
     found = {"gpus": gpus, "tpu chips": [chip.generation for chip in host.chips]}

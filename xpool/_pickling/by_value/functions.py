@@ -321,20 +321,17 @@ def _lazy_dataclasses() -> None:
     """Register a reducer that pickles the markers in ``__dataclass_fields__`` by name."""
     import dataclasses
 
+    def reduce_mark(pickler: Context, obj: Any) -> Any:
+        for name, value in vars(dataclasses).items():
+            if value is obj:
+                return getattr, (dataclasses, name)
+        return NotImplemented
+
     marks = ("_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR", "MISSING", "KW_ONLY")
     for name in (*marks, "_HAS_DEFAULT_FACTORY"):
         mark = getattr(dataclasses, name, None)
         if mark is not None:
-            register(type(mark))(_reduce_mark)
-
-
-def _reduce_mark(pickler: Context, obj: Any) -> Any:
-    import dataclasses
-
-    for name, value in vars(dataclasses).items():
-        if value is obj:
-            return getattr, (dataclasses, name)
-    return NotImplemented
+            register(type(mark))(reduce_mark)
 
 
 LAZY["dataclasses"] = _lazy_dataclasses
