@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,7 @@ from xpool import CtxPool, TaskTimeout, WorkerDied, current_worker
 from xpool._engine import start_limit
 from xpool.devices import DeviceContext, devices
 
-pytestmark = pytest.mark.xla
-
-
-@pytest.fixture(autouse=True)
-def cpu_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use torch_xla's CPU client, and do not start it in this process."""
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    yield
-    torch_xla = sys.modules.get("torch_xla")
-    assert torch_xla is None or not torch_xla._XLAC._xla_runtime_is_initialized()
+pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("cpu_client")]
 
 
 def start(workers: int, per_process: int, **options: Any) -> CtxPool:

@@ -9,7 +9,6 @@ import functools
 import gc
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,19 +39,12 @@ from xpool.queue import SimpleQueue
 
 from . import handle_tasks as tasks
 
+pytestmark = pytest.mark.usefixtures("cpu_client")
+
 KINDS = [
     pytest.param("stand-in", marks=pytest.mark.torch),
     pytest.param("xla", marks=pytest.mark.xla),
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_runtime_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test may start torch_xla's runtime in this process."""
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    yield
-    torch_xla = sys.modules.get("torch_xla")
-    assert torch_xla is None or not torch_xla._XLAC._xla_runtime_is_initialized()
 
 
 def contexts(kind: str, count: int) -> Any:

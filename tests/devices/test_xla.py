@@ -20,18 +20,9 @@ from xpool import CtxPool, OptionError, WorkerDied, xla
 from xpool.devices import DeviceContext, devices
 from xpool.xla import MpModelWrapper, MpSerialExecutor
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("cpu_client")]
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def cpu_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use torch_xla's CPU client, and do not start it in this process."""
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    yield
-    torch_xla = sys.modules.get("torch_xla")
-    assert torch_xla is None or not torch_xla._XLAC._xla_runtime_is_initialized()
 
 
 @pytest.fixture(scope="module")
