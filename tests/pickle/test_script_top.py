@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support import scripts
 
-from xpool._pickling.by_value.origin import home_of
+from xpool._pickling.by_value.origin import home_of, is_installed
 from xpool._pickling.by_value.script_top import assigned_in
 
 PROBE = """
@@ -610,3 +610,22 @@ def test_calls_of_a_script_that_ran_before(tmp_path: Path) -> None:
             runpy.run_path({str(tmp_path)!r} + f"/{{name}}.py", run_name="__main__")
         """
     assert scripts.run_ok([scripts.write(tmp_path / "runner.py", runner)]) == ""
+
+
+def test_the_target_of_a_link_decides_whether_a_file_is_installed(tmp_path: Path):
+    """A link into site-packages leads to an installed file, and one out of it to the program's."""
+    own, installed = tmp_path / "own", tmp_path / "site-packages" / "package"
+    own.mkdir()
+    installed.mkdir(parents=True)
+    for folder in own, installed:
+        (folder / "module.py").touch()
+    assert is_installed(str(installed / "module.py"))
+    assert not is_installed(str(own / "module.py"))
+    (tmp_path / "link").symlink_to(installed)
+    (own / "linked.py").symlink_to(installed / "module.py")
+    assert is_installed(str(tmp_path / "link" / "module.py"))
+    assert is_installed(str(own / "linked.py"))
+    (installed.parent / "editable").symlink_to(own)
+    (installed / "linked.py").symlink_to(own / "module.py")
+    assert not is_installed(str(installed.parent / "editable" / "module.py"))
+    assert not is_installed(str(installed / "linked.py"))

@@ -163,10 +163,19 @@ def is_program(name: Any) -> bool:
 @functools.cache
 def is_installed(file: str) -> bool:
     """Whether a file belongs to Python or to an installed package."""
-    file = os.path.realpath(file)
-    parts = file.split(os.sep)
+    # A few thousand files are in a few hundred folders, and few files are links.
+    real = os.path.realpath(file) if os.path.islink(file) else file
+    return _has_installed(os.path.dirname(real))
+
+
+@functools.cache
+def _has_installed(folder: str) -> bool:
+    folder = os.path.realpath(folder)
+    parts = folder.split(os.sep)
     return (
-        "site-packages" in parts or "dist-packages" in parts or file.startswith(_STANDARD_LIBRARY)
+        "site-packages" in parts
+        or "dist-packages" in parts
+        or (folder + os.sep).startswith(_STANDARD_LIBRARY)
     )
 
 
