@@ -19,7 +19,6 @@ import importlib.util
 import os
 import sys
 import threading
-import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -198,6 +197,8 @@ def _size(stream: Any) -> tuple[int, int]:
 
 def _cut(text: str, columns: int) -> str:
     """Return the beginning of a text that takes at most so many columns of a terminal."""
+    import unicodedata  # late: most programs draw no bar
+
     shown = ""
     for one in filter(str.isprintable, text):
         if not unicodedata.combining(one):

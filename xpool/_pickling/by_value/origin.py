@@ -119,6 +119,21 @@ def main_now() -> tuple[Any, int]:
     return main, len(getattr(main, "__dict__", ()))
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object has now."""
+    # A lazy module is not loaded by this.
+    found = object.__getattribute__(value, "__dict__")
+    return found if type(found) is dict else {}
+
+
+def name_of(value: Any) -> str | None:
+    """Return the name of a module; None: it is another object."""
+    if not issubclass(type(value), ModuleType):
+        return None
+    name = attributes_of(value).get("__name__")
+    return name if type(name) is str else None
+
+
 def owner_of(key: Key) -> Any:
     """Return the class or function with the attribute that a path names; None: it is not here."""
     module, path = key

@@ -10,8 +10,8 @@ and only if the text compiles to that very code.
 """
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
+# A script with a short task waits for the import of this module, so it has few imports at the top.
 
-import ast
 import builtins
 import dis
 import functools
@@ -20,32 +20,24 @@ import linecache
 import re
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Set
 from importlib import import_module
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from xpool._pickling.by_value.origin import home_of
+from xpool._pickling.by_value.origin import attributes_of, home_of, name_of
 from xpool._pickling.by_value.reads import LOADS, inner
+
+if TYPE_CHECKING:
+    import ast
+
+    from xpool._pickling.by_value.effect_calls import Calls
 
 _future: Any = import_module("__future__")  # an import statement of it is a directive elsewhere
 
 _Chain = tuple[str, ...]
 """A name and the attributes behind it: ("torch", "backends", "cudnn", "benchmark")."""
-
-
-class Calls(NamedTuple):
-    """Calls for their effect, as a function of ``__main__`` whose body they are."""
-
-    package: str
-    """The large package whose calls these are: a worker makes them after its import; "": now."""
-
-    function: Callable[..., object]
-    """Takes the modules of the large package, so that to send it does not import them."""
-
-    args: tuple[ModuleType, ...]
 
 
 class Top(NamedTuple):
@@ -69,9 +61,9 @@ class _Known(NamedTuple):
     code: CodeType | None
     whole: bool = False  # whether the code is the whole program, and not a cell of a notebook
     sizes: tuple[int, int] = (0, 0)  # of `sys.modules` and of the namespace
-    statements: tuple[ast.stmt, ...] = ()  # the calls that stand alone
+    statements: tuple["ast.stmt", ...] = ()  # the calls that stand alone
     ended: int = 0  # so many of them have ended
-    made: tuple[ast.stmt, ...] = ()  # those that are in ``top.calls``
+    made: tuple["ast.stmt", ...] = ()  # those that are in ``top.calls``
     others: frozenset[tuple[str, str]] = frozenset()  # what the program's modules assign
     top: Top = Top()
 
@@ -152,13 +144,13 @@ def _top_of_main(is_program: Callable[[str], bool]) -> Top:
     new = tuple(one for one in statements[:ended] if one not in last.made)
     calls = last.top.calls
     if code is not None and new:
-        calls += tuple(_calls(code, namespace, new))
+        calls += tuple(_effect_calls().calls(code, namespace, new, _WITHOUT_EFFECT))
     top = Top(imports, calls, nones, tuple(sorted(assigned)))
     _last = _Known(namespace, code, whole, sizes, statements, ended, last.made + new, others, top)
     return top
 
 
-def _ended(statements: tuple[ast.stmt, ...], line: int) -> int:
+def _ended(statements: tuple["ast.stmt", ...], line: int) -> int:
     """Return the number of statements that have ended when a later one, of this line, runs."""
     return sum((one.end_lineno or 0) < line for one in statements)
 
@@ -292,14 +284,11 @@ def _annotated(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
 # -- calls for their effect ------------------------------------------------------------------------
 
 _CALL = re.compile(r"(?:^|;)[ \t]*(\w+)[\w. \t]*\(", re.MULTILINE)
-_FUTURE = functools.reduce(
-    int.__or__, (getattr(_future, name).compiler_flag for name in _future.all_feature_names)
-)
 
 
 def _statements(
     code: CodeType, namespace: dict[str, Any], is_program: Callable[[str], bool]
-) -> tuple[ast.stmt, ...]:
+) -> tuple["ast.stmt", ...]:
     """Return the calls of installed packages that stand alone at the top of a guarded script."""
     if "__name__" not in code.co_names or "__main__" not in code.co_consts:
         return ()
@@ -307,89 +296,12 @@ def _statements(
     names = namespace.keys() & _CALL.findall(text)  # without builtins
     roots = {name for name in names if _is_installed(name, namespace[name], is_program)}
     # Most scripts have no such call, and are not parsed.
-    found = _alone(code, text) if roots else ()
+    found = _effect_calls().alone(code, text) if roots else ()
     return tuple(one for root, one in found if root in roots)
 
 
-@functools.lru_cache(maxsize=2)
-def _alone(code: CodeType, text: str) -> tuple[tuple[str, ast.stmt], ...]:
-    """Return the first name and the tree of each call that stands alone.
-
-    There are none without a guard, or if the text is not that of the code.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python has shown them when it compiled the script
-        try:
-            tree = ast.parse(text, code.co_filename)
-            made = _compile(text, code)
-            # Before Python 3.12, lines are not part of the comparison.
-            if made != code or list(made.co_lines()) != list(code.co_lines()):
-                return ()
-        except (SyntaxError, ValueError):
-            return ()
-    if not any(map(_is_guard, _run_with(tree.body))):
-        return ()
-    return tuple(
-        (root, one)
-        for one in tree.body
-        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
-        if (root := _root_of(one.value.func)) is not None
-        if not _acts_outside(one.value)
-        if not any(isinstance(part, ast.NamedExpr) or _writes(part) for part in ast.walk(one))
-    )
-
-
-def _compile(source: str | ast.Module, like: CodeType) -> CodeType:
-    flags = like.co_flags & _FUTURE
-    made: CodeType = compile(source, like.co_filename, "exec", flags, dont_inherit=True)
-    return made
-
-
-def _run_with(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield statements and those in them that run when the module runs."""
-    for node in body:
-        yield node
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
-            yield from _run_with(ast.iter_child_nodes(node))
-
-
-def _is_guard(node: ast.AST) -> bool:
-    for test in ast.walk(node.test) if isinstance(node, ast.If) else ():
-        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):
-            sides = {ast.unparse(side) for side in (test.left, *test.comparators)}
-            if sides >= {"__name__", repr("__main__")}:
-                return True
-    return False
-
-
-_OUTSIDE = (
-    "save", "write", "dump", "to_", "download", "upload", "send", "post", "put", "delete", "remove",
-    "show", "run", "main", "Fire", "serve", "start", "set_start_method", "print", "log", "trace",
-    "debug", "info", "success", "warn", "error", "critical", "exception",
-)  # fmt: skip
-"""The beginnings of names of functions that act on something outside of the process."""
-
-
-def _writes(part: ast.AST) -> bool:
-    """Whether it is the mode of a file that is emptied."""
-    return isinstance(part, ast.keyword) and part.arg == "mode" and "'w" in ast.unparse(part)
-
-
-def _acts_outside(call: ast.Call) -> bool:
-    name = _name_of_call(call.func)
-    # ``logger.remove()`` and ``logger.remove(0)`` remove something of the package's own.
-    own = all(isinstance(one, ast.Constant) and type(one.value) is int for one in call.args)
-    return name.startswith(_OUTSIDE) and not (name == "remove" and own and not call.keywords)
-
-
-def _name_of_call(func: ast.expr) -> str:
-    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
-
-
-def _root_of(func: ast.expr) -> str | None:
-    while isinstance(func, ast.Attribute):
-        func = func.value
-    return func.id if isinstance(func, ast.Name) else None
+def _effect_calls() -> Any:  # imported late, because few scripts need it, and it imports `ast`
+    return import_module("xpool._pickling.by_value.effect_calls")
 
 
 def _is_installed(root: str, value: Any, is_program: Callable[[str], bool]) -> bool:
@@ -397,7 +309,7 @@ def _is_installed(root: str, value: Any, is_program: Callable[[str], bool]) -> b
 
     ``root``: its name in the script, which an object (`loguru.logger`) also has in its package.
     """
-    name = _name_of(value)
+    name = name_of(value)
     if name is None and issubclass(type(value), (FunctionType, BuiltinFunctionType, type)):
         name = value.__module__
     elif name is None:
@@ -407,27 +319,6 @@ def _is_installed(root: str, value: Any, is_program: Callable[[str], bool]) -> b
         return False
     top = name.partition(".")[0]
     return top != "xpool" and top not in sys.stdlib_module_names and not is_program(name)
-
-
-def _calls(
-    code: CodeType, namespace: dict[str, Any], statements: tuple[ast.stmt, ...]
-) -> Iterator[Calls]:
-    found: dict[str, tuple[dict[str, ModuleType], list[ast.stmt]]] = {}
-    for one in statements:
-        root = _root_of(one.value.func) or ""  # type: ignore[attr-defined]
-        value: Any = namespace.get(root)
-        package = (_name_of(value) or "").partition(".")[0]
-        large = package in _WITHOUT_EFFECT
-        modules, body = found.setdefault(package if large else "", ({}, []))
-        body.append(one)
-        if large:
-            modules[root] = value
-    for package, (modules, body) in found.items():
-        tree = ast.parse(f"def calls_of_the_script({', '.join(modules)}): pass")
-        tree.body[0].body = body  # type: ignore[attr-defined]
-        made = next(one for one in _compile(tree, code).co_consts if type(one) is CodeType)
-        function = FunctionType(made, namespace, "calls_of_the_script")
-        yield Calls(package, function, tuple(modules.values()))
 
 
 # -- names that begin as None ----------------------------------------------------------------------
@@ -460,7 +351,8 @@ def _nones(code: CodeType, prefix: str = "") -> frozenset[str]:
 # -- attributes of other packages' modules ---------------------------------------------------------
 
 
-def _pattern() -> re.Pattern[bytes]:
+@functools.cache
+def _assignment() -> re.Pattern[bytes]:
     """Return a pattern of the instructions of ``X.attr = value``, each as one byte."""
 
     def any_of(names: Iterable[str]) -> bytes:
@@ -476,13 +368,12 @@ def _pattern() -> re.Pattern[bytes]:
     return re.compile(loads + noise + b"*" + parts + b"(?:" + ends + b")", re.DOTALL)
 
 
-_ASSIGNS = _pattern()
 _STORE_ATTR = dis.opmap["STORE_ATTR"]
 # Of the text of a module, for a first look: to load the code of each would take much longer.
-_ASSIGNS_IN_TEXT = re.compile(
+_ASSIGNS_IN_TEXT = (
     rb"\n[ \t]*(?!self\.|cls\.)(\w+(?:\.\w+)+)[ \t]*(?:\*\*|//|<<|>>|[-+*/%&|^@])?=(?!=)"
 )
-_SETS_IN_TEXT = re.compile(rb"setattr\(\s*([\w.]+)\s*,\s*[\"'](\w+)")
+_SETS_IN_TEXT = rb"setattr\(\s*([\w.]+)\s*,\s*[\"'](\w+)"
 _NOT_SENT = frozenset({"sys", "os", "xpool"})
 """A worker has its own ``sys``, and the environment travels as a setting."""
 
@@ -496,7 +387,7 @@ def _chains(codes: Iterable[CodeType], roots: Set[str]) -> set[_Chain]:
             if roots.isdisjoint(one.co_names):
                 continue
             body = one.co_code
-            assigns = _STORE_ATTR in body and _ASSIGNS.search(body[::2]) is not None
+            assigns = _STORE_ATTR in body and _assignment().search(body[::2]) is not None
             if assigns or "setattr" in one.co_names:
                 found.update(chain for chain in _chains_in(one) if chain[0] in roots)
     return found
@@ -530,7 +421,7 @@ def _others(namespace: dict[str, Any], is_program: Callable[[str], bool]) -> set
     return {
         name
         for name, value in list(namespace.items())
-        if (module := _name_of(value)) is not None and not is_program(module)
+        if (module := name_of(value)) is not None and not is_program(module)
     }
 
 
@@ -540,27 +431,13 @@ def _resolved(chains: Iterable[_Chain], namespace: dict[str, Any]) -> set[tuple[
         value = namespace.get(root)
         for part in parts:
             # `getattr` could import a submodule.
-            value = None if _name_of(value) is None else _attributes_of(value).get(part)
-        name = _name_of(value)
+            value = None if name_of(value) is None else attributes_of(value).get(part)
+        name = name_of(value)
         if name is None or sys.modules.get(name) is not value:
             continue
         if name.partition(".")[0] not in _NOT_SENT:
             found.add((name, attribute))
     return found
-
-
-def _attributes_of(value: Any) -> dict[str, Any]:
-    # A lazy module is not loaded by this.
-    found = object.__getattribute__(value, "__dict__")
-    return found if type(found) is dict else {}
-
-
-def _name_of(value: Any) -> str | None:
-    """Return the name of a module; None: it is another object."""
-    if not issubclass(type(value), ModuleType):
-        return None
-    name = _attributes_of(value).get("__name__")
-    return name if type(name) is str else None
 
 
 def _assigned_by_modules(is_program: Callable[[str], bool]) -> set[tuple[str, str]]:
@@ -572,7 +449,7 @@ def _assigned_by_modules(is_program: Callable[[str], bool]) -> set[tuple[str, st
         if own is None:
             own = tops[top] = top not in sys.stdlib_module_names and is_program(top)
         if own and issubclass(type(module), ModuleType) and is_program(name):
-            namespace = _attributes_of(module)
+            namespace = attributes_of(module)
             size, chains = _of_modules.get(module, (-1, frozenset()))
             if size != len(namespace):
                 chains = _chains_of(module, namespace, is_program)
@@ -592,8 +469,8 @@ def _chains_of(
         spec: Any = namespace.get("__spec__")
         if spec.origin.endswith(".py"):
             text = spec.loader.get_data(spec.origin)
-            said = [one.split(b".") for one in _ASSIGNS_IN_TEXT.findall(text)]
-            said += [[*one.split(b"."), last] for one, last in _SETS_IN_TEXT.findall(text)]
+            said = [one.split(b".") for one in re.findall(_ASSIGNS_IN_TEXT, text)]
+            said += [[*one.split(b"."), last] for one, last in re.findall(_SETS_IN_TEXT, text)]
             chains = {tuple(map(bytes.decode, one)) for one in said}
             if all(one in found or one[0] not in others for one in chains):
                 return frozenset(found)

@@ -1,0 +1,139 @@
+"""Makes a function of the calls for their effect that stand alone at the top of a script.
+
+Imported late, because most scripts have no such call, and `ast` takes long to import.
+"""
+
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
+
+import ast
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Set
+from importlib import import_module
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from xpool._pickling.by_value.origin import name_of
+
+_future: Any = import_module("__future__")  # an import statement of it is a directive elsewhere
+_FUTURE = functools.reduce(
+    int.__or__, (getattr(_future, name).compiler_flag for name in _future.all_feature_names)
+)
+
+
+class Calls(NamedTuple):
+    """Calls for their effect, as a function of ``__main__`` whose body they are."""
+
+    package: str
+    """The large package whose calls these are: a worker makes them after its import; "": now."""
+
+    function: Callable[..., object]
+    """Takes the modules of the large package, so that to send it does not import them."""
+
+    args: tuple[ModuleType, ...]
+
+
+@functools.lru_cache(maxsize=2)
+def alone(code: CodeType, text: str) -> tuple[tuple[str, ast.stmt], ...]:
+    """Return the first name and the tree of each call that stands alone.
+
+    There are none without a guard, or if the text is not that of the code.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python has shown them when it compiled the script
+        try:
+            tree = ast.parse(text, code.co_filename)
+            made = _compile(text, code)
+            # Before Python 3.12, lines are not part of the comparison.
+            if made != code or list(made.co_lines()) != list(code.co_lines()):
+                return ()
+        except (SyntaxError, ValueError):
+            return ()
+    if not any(map(_is_guard, _run_with(tree.body))):
+        return ()
+    return tuple(
+        (root, one)
+        for one in tree.body
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
+        if (root := _root_of(one.value.func)) is not None
+        if not _acts_outside(one.value)
+        if not any(isinstance(part, ast.NamedExpr) or _writes(part) for part in ast.walk(one))
+    )
+
+
+def _compile(source: str | ast.Module, like: CodeType) -> CodeType:
+    flags = like.co_flags & _FUTURE
+    made: CodeType = compile(source, like.co_filename, "exec", flags, dont_inherit=True)
+    return made
+
+
+def _run_with(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield statements and those in them that run when the module runs."""
+    for node in body:
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
+            yield from _run_with(ast.iter_child_nodes(node))
+
+
+def _is_guard(node: ast.AST) -> bool:
+    for test in ast.walk(node.test) if isinstance(node, ast.If) else ():
+        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):
+            sides = {ast.unparse(side) for side in (test.left, *test.comparators)}
+            if sides >= {"__name__", repr("__main__")}:
+                return True
+    return False
+
+
+_OUTSIDE = (
+    "save", "write", "dump", "to_", "download", "upload", "send", "post", "put", "delete", "remove",
+    "show", "run", "main", "Fire", "serve", "start", "set_start_method", "print", "log", "trace",
+    "debug", "info", "success", "warn", "error", "critical", "exception",
+)  # fmt: skip
+"""The beginnings of names of functions that act on something outside of the process."""
+
+
+def _writes(part: ast.AST) -> bool:
+    """Whether it is the mode of a file that is emptied."""
+    return isinstance(part, ast.keyword) and part.arg == "mode" and "'w" in ast.unparse(part)
+
+
+def _acts_outside(call: ast.Call) -> bool:
+    name = _name_of_call(call.func)
+    # ``logger.remove()`` and ``logger.remove(0)`` remove something of the package's own.
+    own = all(isinstance(one, ast.Constant) and type(one.value) is int for one in call.args)
+    return name.startswith(_OUTSIDE) and not (name == "remove" and own and not call.keywords)
+
+
+def _name_of_call(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+
+
+def _root_of(func: ast.expr) -> str | None:
+    while isinstance(func, ast.Attribute):
+        func = func.value
+    return func.id if isinstance(func, ast.Name) else None
+
+
+def calls(
+    code: CodeType,
+    namespace: dict[str, Any],
+    statements: tuple[ast.stmt, ...],
+    packages: Set[str],
+) -> Iterator[Calls]:
+    """Yield a function that makes these calls, and one for each of these large packages."""
+    found: dict[str, tuple[dict[str, ModuleType], list[ast.stmt]]] = {}
+    for one in statements:
+        root = _root_of(one.value.func) or ""  # type: ignore[attr-defined]
+        value: Any = namespace.get(root)
+        package = (name_of(value) or "").partition(".")[0]
+        large = package in packages
+        modules, body = found.setdefault(package if large else "", ({}, []))
+        body.append(one)
+        if large:
+            modules[root] = value
+    for package, (modules, body) in found.items():
+        tree = ast.parse(f"def calls_of_the_script({', '.join(modules)}): pass")
+        tree.body[0].body = body  # type: ignore[attr-defined]
+        made = next(one for one in _compile(tree, code).co_consts if type(one) is CodeType)
+        function = FunctionType(made, namespace, "calls_of_the_script")
+        yield Calls(package, function, tuple(modules.values()))
