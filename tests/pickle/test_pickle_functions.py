@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -424,3 +425,25 @@ def test_a_cached_function_that_refers_to_itself(receiver: Receiver) -> None:
     fib.itself = fib  # type: ignore[attr-defined]
     assert receiver.call(fib, 10) == 89
     assert receiver.call(lambda: fib.itself is fib)  # type: ignore[attr-defined]
+
+
+def test_modules_that_import_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that names many modules, each of which has all others as globals, is pickled."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    names = [f"in_a_ring_{n}" for n in range(30)]
+    for name in names:
+        others = ", ".join(one for one in names if one != name)
+        (tmp_path / f"{name}.py").write_text(f"import {others}\nRATE = 1\n")
+    space: dict[str, Any] = {}
+    rates = ", ".join(f"{name}.RATE" for name in names)
+    exec(f"import {', '.join(names)}\ndef rates(): return [{rates}]", space)
+    program = types.ModuleType("has_a_ring")
+    vars(program).update(space, __name__=program.__name__)
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    rate = types.FunctionType(space["rates"].__code__, vars(program))
+    try:
+        assert again(rate)() == [1] * 30
+    finally:
+        for name in names:
+            del sys.modules[name]

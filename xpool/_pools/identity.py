@@ -27,7 +27,7 @@ from typing import Any
 from xpool._pickling.by_value.functions import annotations_of
 from xpool._pickling.by_value.names import ATOMS
 from xpool._pickling.by_value.origin import MAIN_NAMES, canonical, is_program
-from xpool._pickling.by_value.reads import use_of
+from xpool._pickling.by_value.reads import in_modules, use_of
 from xpool._pools.digests import hashed, marshalled
 from xpool._pools.program import (
     CODE,
@@ -67,15 +67,6 @@ class _Node:
         if name in self.parts:  # such as the code of a function and of one that it wraps
             digest = hashed(self.parts[name].encode(), digest.encode()).hex()
         self.parts[name] = digest
-
-
-class _Reader:
-    """A function whose globals are looked at, and how its code uses names."""
-
-    def __init__(self, node: _Node, label: str, code: CodeType) -> None:
-        self.node, self.label = node, label
-        self.use = use_of(code)
-        self.seen = set[int]()  # the `id` of each module whose globals are added
 
 
 class Identity(Values):
@@ -179,7 +170,7 @@ class Identity(Values):
         elif self._is_named(func):
             self._function(func)
         else:
-            self._filler(func)(node, _ROOT, func)
+            self._filler(func)(node, func)
         for name, value in beside.items():
             self._part(node, name, value)
 
@@ -206,13 +197,13 @@ class Identity(Values):
     def _is_named(self, obj: Any) -> bool:
         return self._is_free(id(obj), label_of(obj)) and is_found(obj)
 
-    def _named(self, obj: Any, fill: Callable[[_Node, str, Any], None]) -> bytes:
+    def _named(self, obj: Any, fill: Callable[[_Node, Any], None]) -> bytes:
         """Refer to a function or class by its name, or return the digest of one that has none."""
         label = label_of(obj)
         if self._is_named(obj):
-            return self._node(id(obj), label, obj, lambda node: fill(node, label, obj))
+            return self._node(id(obj), label, obj, lambda node: fill(node, obj))
         node = _Node(label)
-        fill(node, label, obj)
+        fill(node, obj)
         if isinstance(obj, FunctionType):
             self._codes.append((label, node.parts[f"the code of {label}"]))
         return hashed(b"nameless", repr(sorted(node.parts.items())).encode())
@@ -220,64 +211,63 @@ class Identity(Values):
     def _function(self, function: FunctionType) -> bytes:
         return self._named(function, self._filler(function))
 
-    def _filler(self, function: FunctionType) -> Callable[[_Node, str, Any], None]:
+    def _filler(self, function: FunctionType) -> Callable[[_Node, Any], None]:
         if is_program(function.__globals__.get("__name__")):
             return self._fill_function
         if is_program(function.__module__) or not is_found(function):
             return self._fill_closure  # made by a library's decorator
         return self._fill_installed
 
-    def _fill_function(self, node: _Node, label: str, function: Any) -> None:
-        self._fill_closure(node, label, function)
+    def _fill_function(self, node: _Node, function: Any) -> None:
+        self._fill_closure(node, function)
         code, values = function.__code__, function.__globals__
-        reader = _Reader(node, label, code)
-        for name in sorted(reader.use.names - OF_MODULES):
-            if name in values:
-                self._global(reader, values, name)
-            elif not is_standard(getattr(builtins, name, len)):
-                self._global(reader, vars(builtins), name)
+        use = use_of(code)
+        found = [
+            (values if name in values else vars(builtins), name, name in use.held)
+            for name in use.names
+            if name in values or not is_standard(getattr(builtins, name, len))
+        ]
+        modules = [(space[name], held) for space, name, held in found if _is_module(space[name])]
+        found += [(vars(one), name, held) for one, name, held in in_modules(modules, use)]
+        found.sort(key=lambda one: (str(one[0].get("__name__")), one[1]))
+        for space, name, held in found:
+            if name not in OF_MODULES:
+                self._global(node, space, name, held)
         for name in sorted(imported(code, values.get("__package__"))):
             self._import(name)
-        self._follow(node, label, annotations_of(function), values)
+        self._follow(node, annotations_of(function), values)
 
-    def _fill_closure(self, node: _Node, label: str, function: Any) -> None:
-        self._fill_installed(node, label, function)
+    def _fill_closure(self, node: _Node, function: Any) -> None:
+        self._fill_installed(node, function)
         code = function.__code__
         if function.__defaults__ or function.__kwdefaults__:
             given = function.__defaults__, function.__kwdefaults__
-            self._part(node, f"the defaults of {label}", given)
+            self._part(node, f"the defaults of {node.label}", given)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # the variable has no value yet
-                self._part(node, f"the variable {name} of {label}", cell.cell_contents)
+                self._part(node, f"the variable {name} of {node.label}", cell.cell_contents)
         for name, value in vars(function).items():
-            self._part(node, f"the attribute {name} of {label}", value)
+            self._part(node, f"the attribute {name} of {node.label}", value)
 
-    def _fill_installed(self, node: _Node, label: str, function: Any) -> None:
-        self._part(node, f"the code of {label}", function.__code__)
+    def _fill_installed(self, node: _Node, function: Any) -> None:
+        self._part(node, f"the code of {node.label}", function.__code__)
         self._installed(function.__globals__.get("__name__"))
 
-    def _global(self, reader: _Reader, values: dict[str, Any], name: str, dot: str = "") -> None:
-        """Refer to a global of a function; if it is a module of the program, also to its globals
-        whose names the function's code has, or to all of it."""
+    def _global(self, node: _Node, values: dict[str, Any], name: str, held: bool) -> None:
+        """Refer to a global of a function, and if it is a module that the function does more with
+        than to use its attributes, to all of it."""
         value, module = values[name], canonical(values.get("__name__"))
         label, key = f"the global {name} of {module}", (id(values), name)
-        # Check its type: `__class__` may be overridden, and may raise.
-        is_module = issubclass(type(value), ModuleType)
+        is_module = _is_module(value)
         said = ("module", canonical(value.__name__)) if is_module else value
         if values is globals_of(module) and self._is_free(key, label):
             self._node(key, label, values, lambda node: self._part(node, label, said))
         else:  # a copy of a module, or names that a library made for a generated function
-            self._part(reader.node, f"{label} in {reader.label}", said)
+            self._part(node, f"{label} in {node.label}", said)
         if is_module and not is_program(value.__name__):
             self._installed(value.__name__)
-        elif is_module:
-            if f"{dot}{name}" in reader.use.held:
-                self._part(reader.node, f"{label}, used in {reader.label}", value)
-            if id(value) not in reader.seen:
-                reader.seen.add(id(value))
-                inside = vars(value)
-                for attribute in sorted(reader.use.attributes & inside.keys() - OF_MODULES):
-                    self._global(reader, inside, attribute, ".")
+        elif is_module and held:
+            self._part(node, f"{label}, used in {node.label}", value)
 
     def _class(self, cls: type) -> bytes:
         if is_in_c(cls) or not is_program(cls.__module__):
@@ -285,8 +275,8 @@ class Identity(Values):
             return hashed(b"class", label_of(cls).encode("utf-8", "surrogatepass"))
         return self._named(cls, self._fill_class)
 
-    def _fill_class(self, node: _Node, label: str, cls: type) -> None:
-        self._part(node, f"the bases of {label}", (type(cls), *cls.__bases__))
+    def _fill_class(self, node: _Node, cls: type) -> None:
+        self._part(node, f"the bases of {node.label}", (type(cls), *cls.__bases__))
         # A library's metaclass may store anything in its classes.
         own = is_program(type(cls).__module__) or type(cls).__module__ in _METACLASSES
         for name, value in sorted(vars(cls).items()):
@@ -294,12 +284,12 @@ class Identity(Values):
                 continue
             dunder = name.startswith("__") and not isinstance(value, CODE)
             if own or not dunder or name.endswith("fields__"):
-                self._part(node, f"{label}.{name}", value)
+                self._part(node, f"{node.label}.{name}", value)
         if registered := {ref() for ref in registered_classes(cls)}:
-            self._part(node, f"what is registered with {label}", registered)
+            self._part(node, f"what is registered with {node.label}", registered)
         module = sys.modules.get(cls.__module__)
         names = getattr(module, "__dict__", {})
-        self._follow(node, label, vars(cls).get("__annotations__", {}), names)
+        self._follow(node, vars(cls).get("__annotations__", {}), names)
 
     def _module(self, module: ModuleType) -> bytes:
         """Refer to a module that is a value, such as an argument: any part of it may be used."""
@@ -349,14 +339,17 @@ class Identity(Values):
             label = f"the version of {found[0]}"
             self._node(label, label, None, lambda node: node.add(label, found[1]))
 
-    def _follow(
-        self, node: _Node, label: str, annotations: dict[str, Any], values: dict[str, Any]
-    ) -> None:
+    def _follow(self, node: _Node, annotations: dict[str, Any], values: dict[str, Any]) -> None:
         """Add the program's classes that annotations name: their methods may be called."""
         found = [values.get(one) if isinstance(one, str) else one for one in annotations.values()]
         classes = [one for one in found if isinstance(one, type) and is_program(one.__module__)]
         if classes:
-            self._part(node, f"the annotations of {label}", classes)
+            self._part(node, f"the annotations of {node.label}", classes)
+
+
+def _is_module(value: Any) -> bool:
+    # `__class__` may be overridden, and may raise.
+    return issubclass(type(value), ModuleType)
 
 
 _ROOT = "the function"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -108,23 +108,26 @@ def keys_of(function: FunctionType) -> set[Key]:
     found = {(module, name) for name in use.names}
     if use.whole:
         found.update((module, name) for name in list(values) if type(name) is str)
-    for name in use.names:
-        value = values.get(name)
-        if isinstance(value, ModuleType):
-            _add_module(value, name in use.held or use.whole, use, found, "")
+    modules = [
+        (value, name in use.held or use.whole)
+        for name in use.names
+        if isinstance(value := values.get(name), ModuleType)
+    ]
     for level, name, _ in use.imports:
         absolute = absolute_name(level, name, values.get("__package__"))
         imported = None if absolute is None else sys.modules.get(absolute)
         if imported is not None:
-            _add_module(imported, False, use, found, "")
+            modules.append((imported, False))
     if not _ANY_CLASS.isdisjoint(use.attributes):
         for one in {module, "__main__"}:
             classes = (name for name, value in list(namespace(one).items()) if _is_class(value))
             found.update((one, name) for name in classes)
     # `sys.modules["__main__"].rate`
     if "modules" in use.attributes and "__main__" in sys.modules:
-        _add_module(sys.modules["__main__"], False, use, found, "")
+        modules.append((sys.modules["__main__"], False))
         found.add(("__main__", "__getattr__"))
+    inside = in_modules(modules, use, expand=True)
+    found.update((canonical(one.__name__), name) for one, name, _ in inside)
     return found
 
 
@@ -162,21 +165,33 @@ def absolute_name(level: int, name: str, package: Any) -> str | None:
         return None
 
 
-def _add_module(module: ModuleType, whole: bool, use: Code, found: set[Key], seen: str) -> None:
-    """Add the globals of a module that code with a reference to it uses."""
-    adopt(module)
-    name = canonical(module.__name__)
-    if origin_of(module.__name__) == INSTALLED or name in seen.split("\0"):
-        return
-    inside = vars(module)
-    names = set(inside) if whole else use.attributes & inside.keys()
-    if whole or "__getattr__" in inside:
+def in_modules(
+    modules: Iterable[tuple[ModuleType, bool]], use: Code, expand: bool = False
+) -> Iterator[tuple[ModuleType, str, bool]]:
+    """Yield the globals of the program's modules that code with references to them uses.
+
+    With each comes its module, and whether the code does more with it than to use its attributes.
+
+    Args:
+        modules: those that the code refers to, each with the same fact about it.
+        expand: yield all globals of a module with which the code does more.
+    """
+    todo, seen = [*modules], set[tuple[int, bool]]()
+    for module, held in todo:
+        key = id(module), held and expand
+        adopt(module)
+        if key in seen or origin_of(module.__name__) == INSTALLED:
+            continue
+        seen.add(key)
+        inside = vars(module)
+        names = set(inside) if held and expand else use.attributes & inside.keys()
         names |= {"__getattr__"} & inside.keys()
-    for attribute in names:
-        found.add((name, attribute))
-        value = inside.get(attribute)
-        if isinstance(value, ModuleType):
-            _add_module(value, f".{attribute}" in use.held, use, found, f"{seen}\0{name}")
+        for name in names:
+            of_it = f".{name}" in use.held
+            yield module, name, of_it
+            # Not `isinstance`: `__class__` may be overridden, and may raise.
+            if issubclass(type(value := inside.get(name)), ModuleType):
+                todo.append((value, of_it))  # type: ignore[arg-type]
 
 
 def reads(obj: Any) -> set[Key]:
