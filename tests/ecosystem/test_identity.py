@@ -8,6 +8,7 @@ import json
 import sys
 import textwrap
 import types
+from importlib.util import spec_from_file_location
 
 import pytest
 from support.programs import PROGRAM
@@ -182,6 +183,45 @@ def test_modules_of_the_program(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+def test_a_module_that_a_finder_of_the_program_finds(tmp_path, monkeypatch):
+    """A module outside `sys.path`, as of a package in editable mode, is a part."""
+    file = tmp_path / "edited.py"
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return spec_from_file_location(name, file) if name == "edited_package" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    program = "def f(x):\n  import edited_package\n  return edited_package.K * x\n"
+    file.write_text("K = 1\n")
+    first = parts_of(program)
+    file.write_text("K = 2\n")
+    assert changes(first, parts_of(program)) == {"the module edited_package"}
+
+
+def test_names_that_are_imported_from_a_module(tmp_path, monkeypatch):
+    """``from a import b`` does not lead to another module that is called `b`. The function
+    `__getattr__` of a module that code uses is a part."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "imported_from.py").write_text("def imported_name(x): return x\n")
+    (tmp_path / "imported_name.py").write_text("K = 1\n")
+    parts = parts_of("def f(x):\n  from imported_from import imported_name\n  return x\n")
+    assert [name for name in parts if "module" in name] == ["the module imported_from"]
+    program = """
+        import sys, types
+        made = sys.modules["made_by_hand"] = types.ModuleType("made_by_hand")
+        made.__getattr__ = lambda name: 1
+        def f(x): return made.RATE * x
+    """
+    edited = program.replace("name: 1", "name: 2")
+    found = changes(parts_of(program), parts_of(edited))
+    del sys.modules["made_by_hand"]
+    assert "the global __getattr__ of made_by_hand" in found
+
+
 @pytest.mark.parametrize(
     ("code", "name"),
     [
@@ -310,6 +350,20 @@ def test_arrays_do_not_depend_on_earlier_ones():
     assert Identity().of_item(np.asfortranarray(array)) == digest
     unlike = [array.T, array.astype("i2"), array.astype(kind), array.ravel(), array[:0], array[0]]
     assert len({Identity().of_item(one)[0] for one in [array, *unlike]}) == 7
+
+
+def test_caches_in_classes_are_no_parts():
+    """What pickling an object, or combining flags, stores in a class is no part."""
+    program = """
+        import enum, pickle
+        class Box: pass
+        class Slots: __slots__ = ("x",)
+        class Access(enum.Flag): READ, WRITE = 1, 2
+        def f(x): return Box(), Slots(), Access.READ
+    """
+    used = textwrap.dedent(program) + "pickle.dumps([Box(), Slots(), Access.READ | Access.WRITE])\n"
+    assert not differ(program, used)
+    assert differ(program, program.replace("1, 2", "1, 4"))
 
 
 def test_registered_classes():

@@ -530,6 +530,11 @@ def write_blob(obj: Any, recurse: bool, blob: reducers.Blob) -> tuple[bytes, set
     return b"".join(result.chunks), result.names
 
 
+def description() -> reducers.Context:
+    """Return the state of a pickler for reducers whose results are not written."""
+    return _Options(_PLAIN, blob=reducers.Blob(), follow=False).pickler()
+
+
 def write_global(value: Any) -> Pickled:
     """Pickle a part of a definition."""
     return _pickle(value, _Options(_INLINE))

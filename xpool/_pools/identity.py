@@ -21,14 +21,13 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from xpool._pickling.by_value.functions import annotations_of
-from xpool._pickling.by_value.names import ATOMS
+from xpool._pickling.by_value.names import ATOMS, found_by_name
 from xpool._pickling.by_value.origin import MAIN_NAMES, canonical, is_program
 from xpool._pickling.by_value.reads import in_modules, use_of
-from xpool._pools.digests import hashed, marshalled
 from xpool._pools.program import (
     CODE,
     OF_CLASSES,
@@ -36,7 +35,6 @@ from xpool._pools.program import (
     attributes_of,
     globals_of,
     imported,
-    is_found,
     is_in_c,
     is_standard,
     label_of,
@@ -45,7 +43,7 @@ from xpool._pools.program import (
     version_of,
     wrapped_by,
 )
-from xpool._pools.values import Unknown, Values
+from xpool._pools.values import Unknown, Values, hashed, marshalled
 from xpool._python.hidden import registered_classes
 from xpool._python.interrupt import by_handler
 
@@ -75,9 +73,8 @@ class Identity(Values):
     def __init__(self) -> None:
         super().__init__()
         self._nodes: dict[str, _Node] = {}
-        self._labels: dict[Any, str] = {}  # labels of nodes, by their keys
-        self._todo: deque[tuple[_Node, Callable[[_Node], None]]] = deque()
-        self._held: list[Any] = []  # keeps the objects alive whose `id` is a key of `_labels`
+        self._held: dict[Any, Any] = {}  # by the keys of nodes; the `id` of these objects is in one
+        self._todo: deque[tuple[_Node, Callable[[_Node], Any]]] = deque()
         # These belong to the current node or item:
         self._leads_to: set[str] = set()
         self._codes: list[tuple[str, str]] = []  # labels and digests of functions without a name
@@ -95,21 +92,21 @@ class Identity(Values):
         if kind in ATOMS:  # takes a microsecond; a node takes five
             return hashed(marshalled(item)), {}
         node = _Node("")
-        found: list[bytes] = []
-        self._look(node, lambda node: found.append(self._value(item)))
-        parts = self._parts_of(node)
-        return found[0], parts
+        digest = self._look(node, lambda node: self._value(item))
+        return digest, self._parts_of(node)
 
     # -- nodes -------------------------------------------------------------------------------------
 
-    def _look(self, node: _Node, fill: Callable[[_Node], None]) -> None:
+    def _look(self, node: _Node, fill: Callable[[_Node], Any]) -> Any:
+        """Fill a node, and return what `fill` returns."""
         self._leads_to = node.leads_to
         try:
-            fill(node)
+            found = fill(node)
             # These parts only help to name what has changed: the part that led to each has it, too.
             for label, digest in sorted(self._codes):
                 place = "" if label == node.label else f" in {node.label}"
                 node.add(f"the code of {label}{place}", digest)
+            return found
         except Unknown as exc:
             node.unknown = exc
         finally:
@@ -132,13 +129,12 @@ class Identity(Values):
 
     def _is_free(self, key: Any, label: str) -> bool:
         """Whether no other object has this label, such as one that the program has replaced."""
-        return key in self._labels or label not in self._nodes
+        return key in self._held or label not in self._nodes
 
-    def _node(self, key: Any, label: str, held: Any, fill: Callable[[_Node], None]) -> bytes:
+    def _node(self, key: Any, label: str, held: Any, fill: Callable[[_Node], Any]) -> bytes:
         """Refer to a node, and make it if it is new."""
-        if key not in self._labels:
-            self._labels[key] = label
-            self._held.append(held)
+        if key not in self._held:
+            self._held[key] = held
             node = self._nodes[label] = _Node(label)
             self._todo.append((node, fill))
         self._leads_to.add(label)
@@ -168,7 +164,7 @@ class Identity(Values):
         if not isinstance(func, FunctionType):
             self._fill_object(node, func)
         elif self._is_named(func):
-            self._function(func)
+            self._named(func)
         else:
             self._filler(func)(node, func)
         for name, value in beside.items():
@@ -195,11 +191,11 @@ class Identity(Values):
     # -- functions, classes, modules, globals ------------------------------------------------------
 
     def _is_named(self, obj: Any) -> bool:
-        return self._is_free(id(obj), label_of(obj)) and is_found(obj)
+        return self._is_free(id(obj), label_of(obj)) and found_by_name(obj)
 
-    def _named(self, obj: Any, fill: Callable[[_Node, Any], None]) -> bytes:
+    def _named(self, obj: Any) -> bytes:
         """Refer to a function or class by its name, or return the digest of one that has none."""
-        label = label_of(obj)
+        label, fill = label_of(obj), self._filler(obj)
         if self._is_named(obj):
             return self._node(id(obj), label, obj, lambda node: fill(node, obj))
         node = _Node(label)
@@ -208,13 +204,24 @@ class Identity(Values):
             self._codes.append((label, node.parts[f"the code of {label}"]))
         return hashed(b"nameless", repr(sorted(node.parts.items())).encode())
 
-    def _function(self, function: FunctionType) -> bytes:
-        return self._named(function, self._filler(function))
+    def _defined(self, obj: Any) -> bytes | None:
+        if type(obj) is FunctionType:
+            return self._named(obj)
+        if isinstance(obj, type):
+            return self._class(obj)
+        if isinstance(obj, ModuleType):
+            return self._module(obj)
+        if type(obj) is BuiltinFunctionType and isinstance(obj.__self__, (ModuleType, type(None))):
+            self._installed(obj.__module__)
+            return hashed(b"builtin", f"{obj.__module__}.{obj.__qualname__}".encode())
+        return None
 
-    def _filler(self, function: FunctionType) -> Callable[[_Node, Any], None]:
+    def _filler(self, function: Any) -> Callable[[_Node, Any], None]:
+        if isinstance(function, type):
+            return self._fill_class
         if is_program(function.__globals__.get("__name__")):
             return self._fill_function
-        if is_program(function.__module__) or not is_found(function):
+        if is_program(function.__module__) or not found_by_name(function):
             return self._fill_closure  # made by a library's decorator
         return self._fill_installed
 
@@ -273,7 +280,7 @@ class Identity(Values):
         if is_in_c(cls) or not is_program(cls.__module__):
             self._installed(cls.__module__)
             return hashed(b"class", label_of(cls).encode("utf-8", "surrogatepass"))
-        return self._named(cls, self._fill_class)
+        return self._named(cls)
 
     def _fill_class(self, node: _Node, cls: type) -> None:
         self._part(node, f"the bases of {node.label}", (type(cls), *cls.__bases__))
@@ -310,7 +317,7 @@ class Identity(Values):
         Return whether there is a file of the program.
         """
         label = f"the module {name}"
-        if ("module", name) in self._labels:
+        if ("module", name) in self._held:
             self._leads_to.add(label)
             return True
         try:

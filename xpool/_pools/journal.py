@@ -23,7 +23,7 @@ from typing import Any
 from xpool._calls.options import check_callable
 from xpool._calls.results import PickledResult, Unopened
 from xpool._pools.identity import Identity
-from xpool._pools.program import name_of
+from xpool._pools.program import OF_CLASSES, name_of
 from xpool._pools.values import Unknown
 from xpool._python.interrupt import by_handler
 from xpool.errors import OptionError
@@ -220,7 +220,8 @@ class Journal:
                 )
             return
         rows = base.execute("SELECT name, digest FROM parts WHERE NOT of_items")
-        before: dict[str, str] = dict(rows.fetchall())
+        # Earlier versions of xpool have stored some of `OF_CLASSES`, too.
+        before = {name: one for name, one in rows if name.rpartition(".")[2] not in OF_CLASSES}
         if not before:
             raise OptionError(
                 f"{self.path} has results of version {written!r} of {name}: give that version=, or "

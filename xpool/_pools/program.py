@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
+from xpool._pickling.by_value.classes import CACHES
 from xpool._pickling.by_value.origin import (
     MAIN_NAMES,
     canonical,
     is_installed,
     is_program,
     namespace,
+    spec_of,
 )
 from xpool._pickling.by_value.reads import absolute_name, use_of
 
@@ -34,12 +36,13 @@ OF_MODULES = frozenset(
 )
 """Globals that every module has, and names that every class body has."""
 
-OF_CLASSES = frozenset(
+OF_CLASSES = CACHES | frozenset(
     {"__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__firstlineno__"}
     | {"__static_attributes__", "__annotations__", "__annotate__", "__annotate_func__"}
-    | {"__annotations_cache__", "__conditional_annotations__", "_abc_impl"}
+    | {"__conditional_annotations__", "_abc_impl", "_value2member_map_"}
 )
-"""Attributes of classes that do not affect what their objects do."""
+"""Attributes of classes that do not affect what their objects do.  Some are caches: a class of
+flags keeps the combinations that were used."""
 
 
 # -- modules of the program ------------------------------------------------------------------------
@@ -110,16 +113,9 @@ def module_code(name: str) -> tuple[CodeType | bytes, str | None] | None:
 
     For a module in C, the bytes of its file.  None: it is not the program's, or was not found.
     """
-    path, spec = None, None
-    parts = name.split(".")
-    for n in range(1, len(parts) + 1):
-        part = ".".join(parts[:n])
-        if part in sys.builtin_module_names or part in sys.stdlib_module_names:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(part, path)
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return None
+    spec = spec_of(name)
     if spec is None or spec.loader is None or spec.origin is None or name.startswith("xpool"):
         return None
     if is_installed(spec.origin):
@@ -177,14 +173,6 @@ def is_in_c(cls: type) -> bool:
         and cls.__module__ not in MAIN_NAMES
         and _CODE_TYPES.isdisjoint(map(type, vars(cls).values()))
     )
-
-
-def is_found(obj: Any) -> bool:
-    """Whether the name of a function or class leads to it."""
-    found: Any = sys.modules.get(obj.__module__)
-    for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is obj
 
 
 def name_of(func: Any) -> str:

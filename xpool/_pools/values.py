@@ -5,29 +5,24 @@ They depend on values, but not on addresses, or the order of sets.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import marshal
+import sys
 import threading
 import typing
 import weakref
 from collections.abc import Iterable, Iterator
 from pickle import PickleBuffer
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, MethodType
 from typing import Any
 
 import xpool.pickle  # noqa: F401  # registers the reducers
 from xpool._pickling.by_value.broadcast import Broadcast
 from xpool._pickling.by_value.by_token import KINDS
 from xpool._pickling.by_value.names import ATOMS
-from xpool._pickling.policy import Layout
-from xpool._pickling.reducers import Blob, reducer_override
-from xpool._pools.digests import (
-    PLAIN,
-    attributes_of_array,
-    bare,
-    hashed,
-    is_plain,
-    marshalled,
-)
+from xpool._pickling.pickler import description
+from xpool._pickling.reducers import reducer_override
 from xpool._pools.program import label_of, said, wrapped_by
 from xpool._python.hidden import module_of
 from xpool._python.interrupt import by_handler
@@ -45,23 +40,6 @@ class Unknown(Exception):
         self.part = ""
 
 
-class _Context:
-    """The attributes of a pickler that reducers use."""
-
-    recurse = False
-    follow = False
-
-    def __init__(self) -> None:
-        self.blob = Blob()  # the state of a lock does not count
-        self.group = None
-        self.home = False
-        self.names: set[tuple[str, str]] = set()
-        self.spaces: dict[int, Any] = {}
-        self.tensors: Any = None
-        self.layout = Layout(out_of_band=False)
-        self.shared: dict[int, Any] = {}
-
-
 class Values:
     """Digests of objects by what they consist of.
 
@@ -69,26 +47,16 @@ class Values:
     """
 
     def __init__(self) -> None:
-        self._memo: dict[int, bytes] = {}
-        self._alive: list[Any] = []  # keeps the objects alive whose `id` is a key of `_memo`
+        self._memo: dict[int, tuple[bytes, Any]] = {}  # by `id`: digests, and the objects
         self._above: dict[int, int] = {}
 
     def _forget(self) -> None:
         # Values may change, and an `id` may be reused.
         self._memo.clear()
-        self._alive.clear()
         self._above.clear()
 
-    def _function(self, function: FunctionType) -> bytes:
-        raise NotImplementedError
-
-    def _class(self, cls: type) -> bytes:
-        raise NotImplementedError
-
-    def _module(self, module: ModuleType) -> bytes:
-        raise NotImplementedError
-
-    def _installed(self, module: Any) -> None:
+    def _defined(self, obj: Any) -> bytes | None:
+        """Return the digest of a function, class or module; None: it is none."""
         raise NotImplementedError
 
     def _value(self, obj: Any) -> bytes:
@@ -98,7 +66,7 @@ class Values:
             return hashed(marshalled(obj))
         known = self._memo.get(id(obj))
         if known is not None:
-            return known
+            return known[0]
         if id(obj) in self._above:  # the object holds itself
             return hashed(b"above", str(len(self._above) - self._above[id(obj)]).encode())
         self._above[id(obj)] = len(self._above)
@@ -114,8 +82,7 @@ class Values:
             raise Unknown(f"a {label_of(kind)} ({exc})") from exc
         finally:
             del self._above[id(obj)]
-        self._memo[id(obj)] = digest
-        self._alive.append(obj)
+        self._memo[id(obj)] = digest, obj
         return digest
 
     def _values(self, name: bytes, objects: Iterable[Any]) -> bytes:
@@ -130,21 +97,15 @@ class Values:
             return self._values(kind.__name__.encode(), obj)
         if kind is set or kind is frozenset:
             return hashed(kind.__name__.encode(), *sorted(map(self._value, obj)))
-        if kind is FunctionType:
-            return self._function(obj)
-        if isinstance(obj, type):
-            return self._class(obj)
-        if isinstance(obj, ModuleType):
-            return self._module(obj)
+        defined = self._defined(obj)
+        if defined is not None:
+            return defined
         if kind is CodeType:
             return self._values(b"code", said(obj))
         if kind is PickleBuffer:
             return hashed(b"buffer", obj.raw())
         if kind is bytearray:
             return hashed(b"bytearray", obj)
-        if kind is BuiltinFunctionType and isinstance(obj.__self__, (ModuleType, type(None))):
-            self._installed(obj.__module__)
-            return hashed(b"builtin", f"{obj.__module__}.{obj.__qualname__}".encode())
         if kind is MethodType:
             return self._values(b"method", (obj.__func__, obj.__self__))
         if kind is Broadcast:  # by its content, since its reference differs in each run
@@ -171,7 +132,7 @@ class Values:
         return self._values(b"reduced", (*reduced[:3], *rest))
 
     def _reduced(self, obj: Any) -> Any:
-        found = reducer_override(_Context(), obj)
+        found = reducer_override(description(), obj)
         if found is NotImplemented:
             found = obj.__reduce_ex__(5)
         if not isinstance(found, (str, tuple)):
@@ -192,3 +153,92 @@ _WITHOUT_VALUE: tuple[type, ...] = (
     threading.local,
 )
 """Classes of objects without a value of their own, or with another value in each thread."""
+
+
+# -- plain values, arrays and tensors --------------------------------------------------------------
+
+
+PLAIN = ATOMS | {list, tuple, dict}
+
+_OF_NUMPY = frozenset(
+    {"_mmap", "filename", "offset", "mode"}  # of `numpy.memmap`
+    | {"_mask", "_sharedmask", "_hardmask", "_fill_value", "_isfield", "_baseclass", "_optinfo"}
+    | {"_basedict"}
+)
+"""Attributes of numpy's subclasses: their reducers give those that are values."""
+
+
+def hashed(*parts: Any) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        # Include the length, so that the same bytes, divided differently, give another digest.
+        digest.update(b"%d " % memoryview(part).nbytes)
+        digest.update(part)
+    return digest.digest()[:16]
+
+
+def marshalled(obj: Any) -> bytes:
+    # Version 0 has no references, so equal values give equal bytes.
+    return marshal.dumps(obj, 0)
+
+
+def is_plain(obj: Any) -> bool:
+    """Whether an object consists of lists, tuples, dicts and atoms alone, at most 20 levels deep.
+
+    It checks level by level, since a call for each of a million rows would take seconds.
+    """
+    level: list[Any] = [obj]
+    for _ in range(20):
+        inside: list[Any] = []
+        for one in level:
+            inside += one
+            if type(one) is dict:
+                inside += one.values()
+        kinds = set(map(type, inside))
+        if not kinds <= PLAIN:
+            return False
+        if kinds <= ATOMS:
+            return True
+        level = [one for one in inside if type(one) not in ATOMS]
+        # If an object occurs twice, `marshal` would write it twice.
+        if len(set(map(id, level))) < len(level):
+            return False
+    return False
+
+
+def bare(obj: Any) -> tuple[Any, ...] | None:
+    """Return the dtype, shape, device and bytes of a plain array or tensor; None: it is none.
+
+    Its pickle would not do: its form depends on what the process has pickled before.
+    """
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    content: Any = b""
+    if numpy is not None and type(obj) is numpy.ndarray:
+        if obj.dtype.hasobject:
+            return None
+        if obj.nbytes:
+            content = numpy.ascontiguousarray(obj).reshape(-1).view(numpy.uint8)
+        dtype = obj.dtype
+        # The string of other dtypes, such as those with fields, says too little.
+        if dtype.kind in "biufcmMSU" and dtype.type.__module__ == "numpy" and not dtype.metadata:
+            dtype = dtype.str
+        return dtype, obj.shape, "", content
+    if torch is None or type(obj) is not torch.Tensor or obj.layout is not torch.strided:
+        return None
+    if obj.__dict__ or obj.requires_grad or obj.is_quantized or obj.is_nested or obj.is_meta:
+        return None
+    if any(getattr(obj, "names", ())):
+        return None
+    if obj.numel():
+        plain = obj.detach().cpu().resolve_conj().resolve_neg()
+        content = plain.reshape(-1).contiguous().view(torch.uint8).numpy()
+    return str(obj.dtype), tuple(obj.shape), str(obj.device), content
+
+
+def attributes_of_array(array: Any) -> dict[str, Any]:
+    """Return the attributes that a program has given to an array of a subclass."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(array, numpy.ndarray):
+        return {}
+    found = getattr(array, "__dict__", {})
+    return {name: value for name, value in found.items() if name not in _OF_NUMPY}

@@ -296,10 +296,10 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
     return state
 
 
-# Attributes that Python sets in a class when the class or an instance is first pickled.
-_CACHES = frozenset({"__slotnames__", "__annotations_cache__"})
+CACHES = frozenset({"__slotnames__", "__annotations_cache__"})
+"""Attributes that Python sets in a class when the class or an instance is first pickled."""
 
-_MADE_BY_PYTHON = _CACHES | {
+_MADE_BY_PYTHON = CACHES | {
     "__module__", "__qualname__", "__slots__", "__orig_bases__", "__class__", "__dict__",
     "__weakref__",
     "_abc_impl", "__classcell__", "__classdictcell__", "_xpool_registered",

@@ -199,15 +199,20 @@ def _is_importable(name: str) -> bool:
     module: Any = sys.modules.get(name)
     if module is None:
         return True  # an import will tell
-    path, spec = None, None
-    parts = name.split(".")
-    for n in range(1, len(parts) + 1):
-        part = ".".join(parts[:n])
-        spec = _find_spec(part, path)
-        if spec is None:
-            return False
-        path = spec.submodule_search_locations
+    spec = spec_of(name)
     return spec is not None and _same_file(spec, module)
+
+
+def spec_of(name: str) -> Any:
+    """Return the spec of a module, without importing it or its packages; None: there is none."""
+    package, path = name.rpartition(".")[0], None
+    if package:
+        above = spec_of(package)
+        if above is None:
+            return None
+        # Finders search `sys.path` for None, but nothing is below a module that is no package.
+        path = above.submodule_search_locations or []
+    return _find_spec(name, path)
 
 
 def _find_spec(name: str, path: Any) -> Any:
