@@ -449,13 +449,13 @@ def test_what_code_assigns() -> None:
 
     namespace = {"json": json, "sys": sys, "warnings": warnings, "value": 1}
     code = compile(ASSIGNS, "script.py", "exec")
-    assert assigned_in(code, namespace, lambda name: False) == {
+    assert assigned_in([code], namespace, lambda name: False) == {
         *[("json.decoder", name) for name in ("plain", "FLAGS", "method")],
         *[("json", name) for name in ("first", "second", "set", "loop")],
         ("json.encoder", "c_make_encoder"),
         ("warnings", "body"),
     }
-    assert assigned_in(code, namespace, lambda name: name != "warnings") == {("warnings", "body")}
+    assert assigned_in([code], namespace, lambda name: name != "warnings") == {("warnings", "body")}
 
 
 def test_a_console(preamble: str) -> None:

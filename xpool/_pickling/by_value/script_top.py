@@ -101,13 +101,13 @@ def nones_of(module_name: str) -> frozenset[str]:
 
 
 def assigned_in(
-    code: CodeType, namespace: dict[str, Any], is_program: Callable[[str], bool]
+    codes: Iterable[CodeType], namespace: dict[str, Any], is_program: Callable[[str], bool]
 ) -> set[tuple[str, str]]:
-    """Return the (module, attribute) pairs to which this code, or code in it, assigns.
+    """Return the (module, attribute) pairs to which these codes, or code in them, assign.
 
-    ``namespace`` has the globals of the code.  Modules of the program are left out.
+    ``namespace`` has the globals of the codes.  Modules of the program are left out.
     """
-    return _resolved(_chains([code], _others(namespace, is_program)), namespace)
+    return _resolved(_chains(codes, _others(namespace, is_program)), namespace)
 
 
 # -- the running top level -------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _top_of_main(is_program: Callable[[str], bool]) -> Top:
         statements = _statements(code, namespace, is_program)
     else:
         codes += _functions(namespace)  # of earlier cells
-    assigned = others | _resolved(_chains(codes, _others(namespace, is_program)), namespace)
+    assigned = others | assigned_in(codes, namespace, is_program)
     ended = _ended(statements, line)
     new = tuple(one for one in statements[:ended] if one not in last.made)
     calls = last.top.calls
