@@ -150,7 +150,7 @@ class AgentEngine:
             for w, run in enumerate(self.runs)
             if run is not None and self.sched.surplus(w, self.began[w])
             for one in self.sched.in_flight[w].held
-            if not one.withdrawn and one.seq + one.taken > self.began[w]
+            if one.bound is None and not one.withdrawn and one.seq + one.taken > self.began[w]
             and one.name(one.first + one.taken - 1) in permitted
         ]  # fmt: skip
 

@@ -512,9 +512,7 @@ class SchedulerWorld(World):
             for i, (task, batch) in enumerate(worker.given)
             if i >= max(worker.began, worker.answered) and i - batch.seq < batch.taken
         ]
-        surplus = bool(unbegun) and not any(
-            self.bound[task] is not None for task, _ in worker.given[worker.answered :]
-        )
+        surplus = any(self.bound[task] is None for task, _ in unbegun)
         if surplus != self.sched.surplus(w, worker.began):
             self.wrong(f"surplus of worker {w} is {not surplus}, and it has not begun {unbegun}")
         before = self.overtaken(w)

@@ -425,11 +425,11 @@ class Scheduler(Waiting):
 
     def surplus(self, w: int, began: int) -> bool:
         """Return whether the worker holds items that it has not begun and others could run."""
-        held = self.in_flight[w].held
-        # No other worker could run bound items.
-        if any(g.bound is not None for g in held):
-            return False
-        return any(max(began, g.seq + g.done) < g.seq + g.taken for g in held)
+        return any(
+            # No other worker could run bound items.
+            g.bound is None and max(began, g.seq + g.done) < g.seq + g.taken
+            for g in self.in_flight[w].held
+        )
 
     def overtaken(self, w: int, began: int) -> bool:
         """Return whether an item that waits for worker ``w`` has a higher priority than one that it
