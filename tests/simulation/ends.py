@@ -46,7 +46,7 @@ class EndsWorld(EngineWorld):
 
     def hook_returns(self) -> None:
         """A call of the hook returns."""
-        end, told = self.running.pop(self.below(len(self.running)))
+        end, told = self.running.pop(self.draw.hook.below(len(self.running)))
         self.note(f"{self.now:.6f}", "the hook of worker", end.worker, "returns")
         told()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -118,10 +117,10 @@ class _Call:
         self.job = task_range.first
         self.slot: Any = None
         self.begun = False
-        self.impatient = world.chance(0.3)
+        self.impatient = world.draw.callers.chance(0.3)
 
     def may_go_on(self) -> bool:
-        if self.impatient and self.world.chance(0.05):
+        if self.impatient and self.world.draw.callers.chance(0.05):
             return True
         return (
             not self.begun
@@ -142,7 +141,7 @@ class _Call:
             events = self.slot.poller.poll(0)
             if not engine._submission.receive_direct(self.slot, job, events):
                 self.slot = None
-        if self.slot is None or (self.impatient and self.world.chance(0.5)):
+        if self.slot is None or (self.impatient and self.world.draw.callers.chance(0.5)):
             engine._submission.let_go(job)
             self.world.calls.remove(self)
             self.world.deliver()
@@ -157,25 +156,25 @@ class EngineWorld(World):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.now = 1000.0
-        self.kernel = Kernel(self, cuts=self.chance(0.5))
-        self.pipe_size = self.one_of([64, 300, 4096, 65536])
-        self.box_size = self.one_of([96, 160, 512])
-        self.deaths = self.one_of([0.0, 0.0, 0.02, 0.1])
-        self.deafness = self.one_of([0.0, 0.3])
-        self.refusals = self.one_of([0.0, 0.0, 0.2])
-        self.bad_starts = self.one_of([0.0, 0.0, 0.15, 0.6])
+        self.kernel = Kernel(self, cuts=self.draw.pipes.chance(0.5))
+        self.pipe_size = self.draw.pipes.one_of([64, 300, 4096, 65536])
+        self.box_size = self.draw.pipes.one_of([96, 160, 512])
+        self.deaths = self.draw.faults.one_of([0.0, 0.0, 0.02, 0.1])
+        self.deafness = self.draw.faults.one_of([0.0, 0.3])
+        self.refusals = self.draw.starts.one_of([0.0, 0.0, 0.2])
+        self.bad_starts = self.draw.starts.one_of([0.0, 0.0, 0.15, 0.6])
         # Rare events: a worker stops just after it announced a task; the pool shrinks and grows
         # while a worker's start has failed.
-        self.theme = self.one_of(["", "", "", "", "", "", "", "", "stopped", "places"])
+        self.theme = self.draw.themes.one_of(["", "", "", "", "", "", "", "", "stopped", "places"])
         if self.theme:
             self.deaths = 0.3
         if self.theme == "places":
             self.refusals, self.bad_starts = 0.2, 0.3
-        self.pace = self.one_of([2e-6, 5e-5, 1e-3])
-        self.violent_end = self.chance(0.25)
+        self.pace = self.draw.time.one_of([2e-6, 5e-5, 1e-3])
+        self.violent_end = self.draw.ends.chance(0.25)
         self.rooms: list[_Room] = []
-        n = self.one_of([1, 2, 2, 3])
-        siblings = self.one_of([(), (), (), [[0, 1]], [range(n)]]) if n > 1 else ()
+        n = self.draw.pool.one_of([1, 2, 2, 3])
+        siblings = self.draw.pool.one_of([(), (), (), [[0, 1]], [range(n)]]) if n > 1 else ()
         # No real process has these: the engine reads processor times under /proc.
         self.pids = itertools.count(LARGEST_PID + 1)
         self.workers: list[Worker] = []
@@ -185,7 +184,7 @@ class EngineWorld(World):
         self.refused_at: dict[int, float] = {}  # refused starts that the engine must retry later
         self.resizing = False
         self.launching = False  # others go on while a process is started
-        self.resizes = 0.0 if siblings else self.one_of([0.0, 0.0, 0.02, 0.1])
+        self.resizes = 0.0 if siblings else self.draw.resizes.one_of([0.0, 0.0, 0.02, 0.1])
         if self.theme == "places" and not siblings:
             self.resizes = 0.2
         launcher: Any = None
@@ -194,17 +193,17 @@ class EngineWorld(World):
             Recipe(launcher, self.config, "world"),
             lambda job, index: f"task {index} of job {job}",
             EngineOptions(
-                lifetime=None if siblings else self.one_of([None, None, 1, 2, 7]),
+                lifetime=None if siblings else self.draw.lifetimes.one_of([None, None, 1, 2, 7]),
                 processes=siblings,
                 on_end=self.on_end,
             ),
             System(SimReactor(self), functools.partial(SimWorker, self), no_thread),
         )
-        self.engine._monitor.answers._chance = random.Random(seed).random
+        self.engine._monitor.answers._chance = self.draw.pauses.random
         self.spy()
-        # Decided by the seed without a random draw, as below.
-        self.ranked = seed % 4 == 2
-        if seed % 5 == 3:
+        self.ranked = self.draw.priorities.chance(0.25)
+        self.bounded = self.draw.rooms.chance(1 / 3)  # whether streams wait for room for results
+        if self.draw.memory.chance(0.2):
             self.engine._monitor.guard.ran_out = self.ran_out  # type: ignore[method-assign]
         self.overtaken: list[tuple[int, int]] = []
         self.overtaken_since = self.now
@@ -220,9 +219,9 @@ class EngineWorld(World):
         self.calls: list[_Call] = []
         self.cancellable: list[int] = []  # calls, answered ones too
         self.jobs = 0
-        self.spread = self.one_of([0.0, 0.005, 0.05])
+        self.spread = self.draw.time.one_of([0.0, 0.005, 0.05])
         self.next_job = self.now + self.spread
-        self.jobs_wanted = 1 + self.below(6)
+        self.jobs_wanted = 1 + self.draw.verbs.below(6)
         self.unshared: tuple[list[int], list[tuple[int, int]]] = [], []
         self.unshared_since = self.check_at = self.now
         self.over = False  # retired or terminated
@@ -230,7 +229,7 @@ class EngineWorld(World):
         self.turns = 0
         # Whether tasks are requested. Of requested batches in workers: the number of tasks that the
         # worker had begun, and the time.
-        self.asks = self.chance(0.25)
+        self.asks = self.draw.asks.chance(0.25)
         self.asked: list[tuple[Batch, int, int, float]] = []
 
     # -- the play --------------------------------------------------------------------------------
@@ -268,21 +267,21 @@ class EngineWorld(World):
         deadline = None if timeout is None else self.now + timeout
         self.stop_if_wrong()
         self.check_idle()
-        eager = self.one_of([0.2, 0.6, 0.95])
+        eager = self.draw.order.one_of([0.2, 0.6, 0.95])
         while True:
             self.turns += 1
             if self.turns > MOST_TURNS:
                 self.wrong("the history does not end")
             found = ready()
-            if found and self.chance(eager):
-                self.draw.shuffle(found)
+            if found and self.draw.order.chance(eager):
+                self.draw.order.shuffle(found)
                 return found
             if deadline is not None and self.now >= deadline:
                 return found
             acts = self.acts()
             if acts:
-                self.pass_time(self.pace * self.draw.random())
-                self.one_of(acts)()
+                self.pass_time(self.draw.time.up_to(self.pace))
+                self.draw.order.one_of(acts)()
             elif found:
                 return found
             else:
@@ -304,17 +303,17 @@ class EngineWorld(World):
             if self.to_feed:
                 acts.append(self.feed)
             acts += [room.change for room in self.rooms if not room.is_there]
-            if self.rooms and self.chance(0.05):
-                acts.append(self.one_of(self.rooms).change)
-            if acts and self.deaths and self.chance(self.deaths):
+            if self.rooms and self.draw.rooms.chance(0.05):
+                acts.append(self.draw.rooms.one_of(self.rooms).change)
+            if acts and self.deaths and self.draw.faults.chance(self.deaths):
                 acts.append(self.accident)
-            if acts and self.resizes and self.chance(self.resizes):
+            if acts and self.resizes and self.draw.resizes.chance(self.resizes):
                 acts.append(self.resize)
-            if self.cancellable and self.chance(0.01):
+            if self.cancellable and self.draw.cancels.chance(0.01):
                 acts.append(self.cancel)
-            if self.asks and self.unanswered and not self.calls and self.chance(0.05):
+            if self.asks and self.unanswered and not self.calls and self.draw.asks.chance(0.05):
                 acts.append(self.ask)
-            if self.violent_end and self.jobs > 1 and self.chance(0.02):
+            if self.violent_end and self.jobs > 1 and self.draw.ends.chance(0.02):
                 acts.append(self.terminate)
         return acts
 
@@ -324,11 +323,11 @@ class EngineWorld(World):
             return  # no start of a process within another
         self.launching = True
         resizing, self.resizing = self.resizing, False
-        for _ in range(self.one_of([0, 0, 1, 5])):
+        for _ in range(self.draw.order.one_of([0, 0, 1, 5])):
             acts = self.acts()
             if acts:
-                self.pass_time(self.pace * self.draw.random())
-                self.one_of(acts)()
+                self.pass_time(self.draw.time.up_to(self.pace))
+                self.draw.order.one_of(acts)()
         self.launching, self.resizing = False, resizing
 
     def wait_for_something(self, deadline: float | None) -> None:
@@ -373,19 +372,22 @@ class EngineWorld(World):
 
     def submit(self) -> None:
         """Submit a call, a call that waits, a map, or the beginning of a stream."""
-        kind = self.one_of(["calls", "wait", "wait", "map", "map", "map", "stream", "bound"])
-        n = self.one_of([1, 3, 10, 40]) if kind in ("map", "stream") else 1
-        retries = self.one_of([0, 0, 1, 2])
-        takes = self.one_of([1e-6, 5e-5, 1e-3, 0.02, 0.0, 0.0, 0.0])
+        kind = self.draw.verbs.one_of(
+            ["calls", "wait", "wait", "map", "map", "map", "stream", "bound"]
+        )
+        n = self.draw.verbs.one_of([1, 3, 10, 40]) if kind in ("map", "stream") else 1
+        retries = self.draw.retries.one_of([0, 0, 1, 2])
+        takes = self.draw.tasks.one_of([1e-6, 5e-5, 1e-3, 0.02, 0.0, 0.0, 0.0])
         bound: int | None = None
         if kind == "bound":
-            bound = self.one_of([-1, *range(self.engine.sched.size)])
-        limited = self.theme == "stopped" or self.chance(0.25)
-        limit = Limit(self.one_of([0.01, 0.1]), self.chance(0.5)) if limited else None
-        for _ in range(self.one_of([1, 1, 4, 25]) if kind == "calls" else 1):
+            bound = self.draw.bound.one_of([-1, *range(self.engine.sched.size)])
+        limit, draw = None, self.draw.limits
+        if self.theme == "stopped" or draw.chance(0.25):
+            limit = Limit(draw.one_of([0.01, 0.1]), draw.chance(0.5))
+        for _ in range(self.draw.verbs.one_of([1, 1, 4, 25]) if kind == "calls" else 1):
             self.jobs += 1
             self.submit_one(kind, n, retries, takes, bound, limit)
-        self.next_job = self.now + self.spread * self.draw.random()
+        self.next_job = self.now + self.draw.time.up_to(self.spread)
 
     def submit_one(
         self, kind: str, n: int, retries: int, takes: float, bound: int | None, limit: Limit | None
@@ -402,8 +404,7 @@ class EngineWorld(World):
         terms = Terms(retries, limit, priority=self.priority(job))
         if func:
             task_range = TaskRange(job, func, 0, items, bound, terms)
-            # Decided by the seed without a random draw; most streams have no such limit.
-            if kind == "stream" and self.seed % 3 == 0:
+            if kind == "stream" and self.bounded:
                 self.rooms.append(_Room(self, job))
                 task_range.may_run = self.rooms[-1].may_run
             self.engine.submit(task_range)
@@ -431,29 +432,32 @@ class EngineWorld(World):
         task = self.known[job, index] = _Known()
         self.unanswered[job, index] = None
         task.retries, task.bound = retries, bound
-        task.takes = (takes or self.one_of([1e-6, 1e-6, 5e-4, 5e-3])) * (0.5 + self.draw.random())
-        if self.chance(0.04) or (self.ranked and index == 0 and job % 3 == 1):
+        draw = self.draw.tasks
+        takes = takes or draw.one_of([1e-6, 1e-6, 5e-4, 5e-3])
+        task.takes = takes * (0.5 + draw.random())
+        long = 0.15 if self.ranked else 0.04  # other tasks are to wait behind it
+        if draw.chance(long) or (self.ranked and index == 0 and job % 3 == 1):
             task.takes = 0.3
-        if self.deaths and self.chance(0.06):
-            task.deadly = 1 + self.below(3)
-        task.error = self.chance(0.1)
-        if self.chance(0.1):
-            task.fails = 1 + self.below(3)
-        task.large = self.one_of([0, 0, 0, 0, 0, 60, 300])
-        huge = self.pipe_size >= 4096 and self.chance(0.003)
-        padding = 70_000 if huge else self.one_of([0, 0, 0, 40, 400])
+        if self.deaths and self.draw.faults.chance(0.06):
+            task.deadly = 1 + self.draw.faults.below(3)
+        task.error = draw.chance(0.1)
+        if draw.chance(0.1):
+            task.fails = 1 + draw.below(3)
+        task.large = self.draw.payloads.one_of([0, 0, 0, 0, 0, 60, 300])
+        huge = self.pipe_size >= 4096 and self.draw.payloads.chance(0.003)
+        padding = 70_000 if huge else self.draw.payloads.one_of([0, 0, 0, 40, 400])
         payload = self.payloads[job, index] = b"%d.%d." % (job, index) + bytes(padding)
         return payload
 
     def append(self) -> None:
         """The input reader of a stream draws more items, or reaches the end."""
-        job = self.one_of(list(self.open))
+        job = self.draw.streams.one_of(list(self.open))
         task_range = self.open[job]
         index = 1 + max(i for j, i in self.known if j == job)
-        if index > 30 or self.chance(0.3):
+        if index > 30 or self.draw.streams.chance(0.3):
             del self.open[job]
             return
-        for _ in range(1 + self.below(3)):
+        for _ in range(1 + self.draw.streams.below(3)):
             task_range.items.append(self.new_task(job, index, task_range.terms.retries, 1e-4, None))
             index += 1
             if not task_range.queued or self.engine.sched.idle:
@@ -462,11 +466,11 @@ class EngineWorld(World):
 
     def feed(self) -> None:
         """An input reader calls `feed`, as it decided earlier."""
-        self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
+        self.engine.feed(self.to_feed.pop(self.draw.streams.below(len(self.to_feed))))
 
     def cancel(self) -> None:
         """Cancel a call in any state, or its result before it arrives."""
-        job = self.one_of(self.cancellable)
+        job = self.draw.cancels.one_of(self.cancellable)
         self.cancellable.remove(job)
         waiting = [call for call in self.calls if call.job == job and not call.begun]
         if (job, 0) in self.unanswered and not waiting:
@@ -476,7 +480,7 @@ class EngineWorld(World):
 
     def ask(self) -> None:
         """The client of the engine requests the unbegun tasks of a job or of all calls."""
-        job = self.one_of(list(self.unanswered))[0]
+        job = self.draw.asks.one_of(list(self.unanswered))[0]
         if job in self.open:
             return
         job = job if self.funcs[job] else CALLS
@@ -511,11 +515,14 @@ class EngineWorld(World):
         """No worker keeps tasks that were requested."""
         sched, direct = self.engine.sched, self.engine._direct
         left = []
+        alive = {worker.index for worker in self.workers}
         for batch, w, began, since in self.asked:
             in_flight, slot = sched.in_flight[w], self.engine.workers[w]
             if batch not in in_flight.held or slot.handle is None or in_flight.paused:
                 continue
-            if slot.box.began != began or slot in direct or slot.state is not WorkerStates.READY:
+            free = slot.state is WorkerStates.READY and slot not in direct
+            # What a dead worker holds is handed back when the engine learns of the death.
+            if slot.box.began != began or not free or w not in alive:
                 began, since = slot.box.began, self.now
             wanted = not batch.withdrawn and batch.seq + batch.taken > began
             if wanted and sched.surplus(w, began):
@@ -526,7 +533,7 @@ class EngineWorld(World):
 
     def resize(self) -> None:
         """Change the number of workers."""
-        size = 1 + self.below(MOST_WORKERS)
+        size = 1 + self.draw.resizes.below(MOST_WORKERS)
         self.note(f"{self.now:.6f}", "resize to", size)
         bound = any(task.bound is not None for task in map(self.known.get, self.unanswered) if task)
         nested, self.resizing = self.resizing, True
@@ -595,7 +602,7 @@ class EngineWorld(World):
         if task.answers > 1:
             self.wrong(f"task {index} of job {job} is answered twice")
         del self.unanswered[job, index]
-        if self.chance(0.02) and not self.over:
+        if self.draw.cancels.chance(0.02) and not self.over:
             # One failure may make the whole job useless to its caller.
             self.note("withdraw job", job)
             self.withdrawn.add(job)
@@ -638,7 +645,7 @@ class EngineWorld(World):
         """Whether the system refuses a new process now."""
         if self.now < self.refused_at.pop(index, 0.0) + SYSTEM_PAUSE:
             self.wrong(f"the refused start of worker {index} is tried again at once")
-        refused = self.chance(self.refusals)
+        refused = self.draw.starts.chance(self.refusals)
         if refused and not self.resizing and index < self.engine.sched.size:
             self.refused_at[index] = self.now
             self.failed_starts[index] += 1
@@ -646,11 +653,11 @@ class EngineWorld(World):
 
     def start_takes(self) -> float:
         """Return the seconds that a worker takes to import and initialize."""
-        return 0.02 * self.draw.random()
+        return self.draw.starts.up_to(0.02)
 
     def fails_to_start(self) -> bool:
         """Whether the initializer raises."""
-        return self.chance(self.bad_starts)
+        return self.draw.starts.chance(self.bad_starts)
 
     def task_of(self, payload: bytes) -> Task:
         """Return the task of a payload."""
@@ -682,8 +689,8 @@ class EngineWorld(World):
         if task.begun <= task.fails:
             plan.error = plan.again = True
         if task.begun <= task.deadly:
-            plan.rings = self.chance(0.3)
-            plan.code = 3 if plan.rings else self.one_of([-9, -11, 0])
+            plan.rings = self.draw.faults.chance(0.3)
+            plan.code = 3 if plan.rings else self.draw.faults.one_of([-9, -11, 0])
         return plan
 
     def finishes(self, plan: _Plan) -> None:
@@ -703,8 +710,8 @@ class EngineWorld(World):
         among = [one for one in self.workers if one.at_door or not stopped]
         if not among:
             return
-        worker = self.one_of(among)
-        how = 1 if stopped else self.below(8)
+        worker = self.draw.faults.one_of(among)
+        how = 1 if stopped else self.draw.faults.below(8)
         if how == 0 and worker.handle.news.writing:
             self.note(f"{self.now:.6f}", "nobody can tell of worker", worker.index, "any more")
             worker.handle.news.writing = False
@@ -738,7 +745,7 @@ class EngineWorld(World):
 
     def report(self) -> None:
         """Report a death to the parent."""
-        handle, code = self.reports.pop(self.below(len(self.reports)))
+        handle, code = self.reports.pop(self.draw.reports.below(len(self.reports)))
         if handle.news.writing:
             handle._worker.reported = code
             handle.news.writing = False

@@ -105,7 +105,8 @@ class AgentEngine:
 
     def put_direct(self, task_range: TaskRange) -> Any:
         self.submit(task_range)
-        return self if self.world.chance(0.5) else None  # any object stands for the worker
+        # Any object stands for the worker.
+        return self if self.world.draw.agents.chance(0.5) else None
 
     def learn(self, mode: int, payload: Any) -> int:
         self.learned += 1
@@ -119,7 +120,7 @@ class AgentEngine:
         for w in self.sched.withdraw(job, index):
             run, found = self.runs[w], self.sched.running(w, self.began[w])
             if run is not None and found is not None and found[0].withdrawn:
-                self.world.later(0.1 * self.world.draw.random(), self._stop, w, run)
+                self.world.later(self.world.draw.agents.up_to(0.1), self._stop, w, run)
         self._give()
 
     def give_back(self, job: int, items: range) -> None:
@@ -165,7 +166,8 @@ class AgentEngine:
         self.unsaid = [0] * len(self.gone)
         self.sched.clear()
         for w, run in enumerate(self.runs):
-            takes = self.world.one_of([STOP_GRACE, STOP_GRACE * self.world.draw.random()])
+            draw = self.world.draw.agents
+            takes = draw.one_of([STOP_GRACE, draw.up_to(STOP_GRACE)])
             self.world.later(takes, self._stop, w, run)
 
     def statistics(self) -> dict[str, Any]:
@@ -182,7 +184,7 @@ class AgentEngine:
     # -- workers -----------------------------------------------------------------------------------
 
     def _start(self, w: int) -> None:
-        self.world.later(0.05 * self.world.draw.random(), self._ready, w)
+        self.world.later(self.world.draw.agents.up_to(0.05), self._ready, w)
 
     def _ready(self, w: int) -> None:
         if not self.host.alive:
@@ -265,10 +267,10 @@ class AgentEngine:
         assert found is not None
         batch, position = found
         last = position + 1 == len(batch.items)
-        if run.ends_in == "value" and not last and self.world.chance(0.5):
+        if run.ends_in == "value" and not last and self.world.draw.agents.chance(0.5):
             self.unsaid[w] += 1
             # The real engine finds answers in the outbox (`EngineWorld` checks this).
-            self.world.later(0.1 * self.world.draw.random(), self._find, w)
+            self.world.later(self.world.draw.agents.up_to(0.1), self._find, w)
         else:
             self.unsaid[w] += run.ends_in == "value"
             self._say(w)
@@ -281,7 +283,7 @@ class AgentEngine:
         self._give()
 
     def _result(self, batch: Batch, index: int, ok: bool | None, value: Any) -> None:
-        if not batch.withdrawn or self.world.chance(0.5):
+        if not batch.withdrawn or self.world.draw.agents.chance(0.5):
             name = batch.name(index)
             self.results.append((*name, (ok, False if ok is None else value)))
             self.host.news()
@@ -369,8 +371,8 @@ class Host:
         self.idle: tuple[tuple[int, int], float] | None = None  # an idle worker, and since when
         # Workers with unbegun tasks, with the number of begun ones, and since when.
         self.sat_on: dict[tuple[int, int], float] = {}
-        self.rate = world.one_of([1.0, 1 / 1.02, 1.02])
-        self.offset = 1000 * world.draw.random()
+        self.rate = world.draw.clocks.one_of([1.0, 1 / 1.02, 1.02])
+        self.offset = world.draw.clocks.up_to(1000)
         self.engine = AgentEngine(world, self, workers)
         self.session = AgentSession(self.engine, world.lease, self.clock())  # type: ignore[arg-type]
         self.over = False
@@ -424,8 +426,8 @@ class Host:
         else:
             self._collect()
             self._reply()
-            takes = self.world.one_of([self.world.pace, DIRECT_SECONDS])
-            self.world.later(takes * self.world.draw.random(), self._end_turn, one)
+            takes = self.world.draw.agents.up_to(self.world.pace, DIRECT_SECONDS)
+            self.world.later(takes, self._end_turn, one)
 
     def _end_turn(self, one: tuple[int, Callable[..., None]]) -> None:
         """The call's thread now waits for any news, not only for its task's answer."""
@@ -459,7 +461,7 @@ class Host:
         """The engine has news; take it after a moment."""
         if not self._noticed:
             self._noticed = True
-            self.world.later(self.world.pace * self.world.draw.random(), self._take)
+            self.world.later(self.world.draw.agents.up_to(self.world.pace), self._take)
 
     def _take(self) -> None:
         """Send the engine's answers."""
@@ -469,8 +471,8 @@ class Host:
         self._collect()
         self._reply()
         if self.over and self.engine.ended:
-            lingers = self.world.one_of([self.world.pace, 3.0])
-            self.world.later(lingers * self.world.draw.random(), self.world.dies, self)
+            lingers = self.world.draw.agents.up_to(self.world.pace, 3.0)
+            self.world.later(lingers, self.world.dies, self)
 
     def _collect(self) -> None:
         if self.session.collect() and self.engine.cost != self._said:

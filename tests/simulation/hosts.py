@@ -92,14 +92,14 @@ class HostWorld(World):
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = itertools.count()
         self.turns = 0
-        self.lease = self.one_of([8.0, 10.0])
-        self.latency = self.one_of([1e-4, 2e-3, 2e-3, 0.05])
-        self.losses = self.one_of([0.0, 0.0, 0.02, 0.1])
-        self.accidents = self.one_of([0.0, 0.003, 0.02, 0.05])
-        self.deaths = self.one_of([0.0, 0.1])
+        self.lease = self.draw.network.one_of([8.0, 10.0])
+        self.latency = self.draw.network.one_of([1e-4, 2e-3, 2e-3, 0.05])
+        self.losses = self.draw.network.one_of([0.0, 0.0, 0.02, 0.1])
+        self.accidents = self.draw.faults.one_of([0.0, 0.003, 0.02, 0.05])
+        self.deaths = self.draw.deaths.one_of([0.0, 0.1])
         # Rare events: a host that was declared dead still works; tasks are bound to one worker;
         # large messages wait for room; long tasks follow many short ones.
-        self.theme = self.one_of(
+        self.theme = self.draw.themes.one_of(
             ["", "", "", "", "", "", "cut off", "bound", "no room", "wrong guess"]
         )
         if self.theme == "no room":
@@ -107,12 +107,12 @@ class HostWorld(World):
         elif self.theme == "wrong guess":
             self.losses = self.accidents = self.deaths = 0.0
         elif self.theme:
-            self.accidents, self.deaths = 0.05, self.one_of([0.0, 0.5])
-        self.pace = self.one_of([1e-5, 1e-3])
-        self.eager = self.one_of([0.2, 0.6, 0.95])
-        self.stalls = 5.0 if self.chance(0.05) else 0.0  # seconds; the driver is stopped
-        self.first_hosts = self.one_of([1, 1, 2, 2, 3, 4])
-        self.late_hosts = self.one_of([0, 0, 0, 1])
+            self.accidents, self.deaths = 0.05, self.draw.themes.one_of([0.0, 0.5])
+        self.pace = self.draw.order.one_of([1e-5, 1e-3])
+        self.eager = self.draw.order.one_of([0.2, 0.6, 0.95])
+        self.stalls = 5.0 * self.draw.stalls.chance(0.05)  # seconds; the driver is stopped
+        self.first_hosts = self.draw.hosts.one_of([1, 1, 2, 2, 3, 4])
+        self.late_hosts = self.draw.hosts.one_of([0, 0, 0, 1])
         self.events = Events(self)
         self.hosts: dict[int, Host] = {}  # hosts with an agent
         self.sizes: list[int] = []  # the number of workers of each host
@@ -132,11 +132,12 @@ class HostWorld(World):
         self.calls: list[int] = []
         self.jobs = 0
         self.half_withdrawn = 0  # jobs whose function is forgotten, but not yet withdrawn
-        self.jobs_wanted = 1 + self.below(6) + (25 if self.theme == "wrong guess" else 0)
-        self.spread = self.one_of([1e-3, 0.1, 2.0])
-        self.violent_end = self.chance(0.15)
-        self.early_close = self.chance(0.05)
-        self.driver_dies = self.chance(0.1)
+        self.jobs_wanted = 1 + self.draw.verbs.below(6) + (25 if self.theme == "wrong guess" else 0)
+        self.ranked = self.draw.priorities.chance(0.25)
+        self.spread = self.draw.time.one_of([1e-3, 0.1, 2.0])
+        self.violent_end = self.draw.ends.chance(0.15)
+        self.early_close = self.draw.ends.chance(0.05)
+        self.driver_dies = self.draw.ends.chance(0.1)
         self.over = self.ended_violently = self.driver_is_dead = False
         self.closed_at: float | None = None
         self.progress = self.now
@@ -147,7 +148,7 @@ class HostWorld(World):
             now=self.clock,
             events=self.events,
         )
-        self.engine.service.random.seed(seed)
+        self.engine.service.random = self.draw.pauses  # type: ignore[assignment]
         self.spy()
 
     def clock(self) -> float:
@@ -168,20 +169,20 @@ class HostWorld(World):
 
     def trip(self) -> float:
         """Return the time that a message takes."""
-        return self.latency * (0.5 + self.draw.random())
+        return self.latency * (0.5 + self.draw.network.random())
 
     def wait_for_room(self, messages: Sequence[Any]) -> float:
         """Return how long large messages wait before they are sent."""
-        if self.theme != "no room" or self.over or not messages or self.chance(0.5):
+        if self.theme != "no room" or self.over or not messages or self.draw.room.chance(0.5):
             return 0.0
-        return self.lease * self.draw.random()
+        return self.draw.room.up_to(self.lease)
 
     def others_until(self, events: deque[Any], timeout: float | None) -> None:
         """Process events while the driver's thread waits."""
         deadline = None if timeout is None else self.now + timeout
         self.stop_if_wrong()
         self.check_policy()
-        while not events or (self.soon() and not self.chance(self.eager)):
+        while not events or (self.soon() and not self.draw.order.chance(self.eager)):
             if deadline is not None and (not self.heap or self.heap[0][0] > deadline):
                 self.now = max(self.now, deadline)
                 return
@@ -231,9 +232,9 @@ class HostWorld(World):
     def play(self) -> None:
         engine = self.engine
         engine.start_missing()
-        self.later(self.spread * self.draw.random(), self.act)
+        self.later(self.draw.time.up_to(self.spread), self.act)
         while not engine.ended:
-            engine.wait(None if self.chance(0.9) else self.draw.random())
+            engine.wait(None if self.draw.time.chance(0.9) else self.draw.time.random())
             if self.driver_is_dead:
                 self.let_agents_end()
                 return
@@ -270,12 +271,12 @@ class HostWorld(World):
 
     def place(self) -> int:
         """Let a host join later or never; return its number of workers."""
-        number, workers = len(self.sizes), self.one_of([1, 1, 2, 2, 3, 8])
+        number, workers = len(self.sizes), self.draw.hosts.one_of([1, 1, 2, 2, 3, 8])
         self.sizes.append(workers)
-        if self.chance(0.15):
-            self.later(self.one_of([2.0, 60.0]) * self.draw.random(), self.comes_not, number)
+        if self.draw.hosts.chance(0.15):
+            self.later(self.draw.hosts.up_to(2.0, 60.0), self.comes_not, number)
         else:
-            self.later(self.one_of([0.001, 0.5]) * self.draw.random(), self.comes, number)
+            self.later(self.draw.hosts.up_to(0.001, 0.5), self.comes, number)
         return workers
 
     def comes(self, number: int) -> None:
@@ -306,38 +307,38 @@ class HostWorld(World):
             self.progress = self.now
             host.alive = False
             host.engine.kill()
-            self.later(self.one_of([0.0, 0.01, 3.0]) * self.draw.random(), self.tell_dead, host)
+            self.later(self.draw.faults.up_to(0.0, 0.01, 3.0), self.tell_dead, host)
 
     def tell_dead(self, host: Host) -> None:
         """Tell the driver that a host is dead, rightly or wrongly, perhaps twice."""
-        if not host.told_dead or self.chance(0.1):
+        if not host.told_dead or self.draw.faults.chance(0.1):
             host.told_dead = True
             self.note(self.at, host.name, "is said to be dead")
             self.tell(f.Dead(host.number, "it is gone"))
 
     def accident(self, host: Host) -> None:
         """A host dies, becomes unreachable for a while, or begins to drain."""
-        how = self.below(8)
+        how = self.draw.faults.below(8)
         if self.theme == "cut off":
             self.note(self.at, host.name, "is cut off")
             host.whole_at = self.now + 30
             host.trouble(host.whole_at)
-            self.later(8 * self.draw.random(), self.tell_dead, host)
+            self.later(self.draw.faults.up_to(8), self.tell_dead, host)
         elif how < 2:
             self.dies(host)
         elif how == 2:
             self.note(self.at, host.name, "is going to go")
             self.tell(f.Draining(host.number))
-            self.later(self.one_of([3.0, 30.0]) * self.draw.random(), self.dies, host)
+            self.later(self.draw.faults.up_to(3.0, 30.0), self.dies, host)
         else:
-            seconds = self.one_of([0.1, 1.0, 5.0, 30.0]) * self.draw.random()
-            if self.chance(0.3):  # it returns just after its lease has ended
-                seconds = self.lease + 2 * self.draw.random()
+            seconds = self.draw.faults.up_to(0.1, 1.0, 5.0, 30.0)
+            if self.draw.faults.chance(0.3):  # it returns just after its lease has ended
+                seconds = self.lease + self.draw.faults.up_to(2)
             self.note(self.at, host.name, "is out of reach for", f"{seconds:.6f} s")
             host.whole_at = max(host.whole_at, self.now + seconds)
             host.trouble(host.whole_at)
-            if self.chance(0.5):
-                self.later(seconds * self.draw.random(), self.tell_dead, host)
+            if self.draw.faults.chance(0.5):
+                self.later(self.draw.faults.up_to(seconds), self.tell_dead, host)
 
     # -- callers -----------------------------------------------------------------------------------
 
@@ -356,23 +357,23 @@ class HostWorld(World):
             acts.append(self.feed)
         # Without progress no caller gives up, which would hide a hang.
         quiet = self.now > self.progress + 3
-        if self.calls and not quiet and self.chance(0.05):
+        if self.calls and not quiet and self.draw.cancels.chance(0.05):
             acts.append(self.cancel)
-        if self.late_hosts and self.jobs and self.chance(0.3):
+        if self.late_hosts and self.jobs and self.draw.hosts.chance(0.3):
             self.late_hosts -= 1
             acts.append(self.one_more)
         if self.jobs > 1 and not quiet:
-            if self.violent_end and self.chance(0.1):
+            if self.violent_end and self.draw.ends.chance(0.1):
                 acts = [self.terminate]
-            elif self.early_close and self.chance(0.1):
+            elif self.early_close and self.draw.ends.chance(0.1):
                 acts = [self.close]
-            elif self.driver_dies and self.chance(0.1):
+            elif self.driver_dies and self.draw.ends.chance(0.1):
                 acts = [self.die]
-            elif self.chance(0.01):
+            elif self.draw.cancels.chance(0.01):
                 acts.append(self.withdraw)
         if acts:
-            self.one_of(acts)()
-        self.later((self.spread if acts else 0.1) * self.draw.random(), self.act)
+            self.draw.order.one_of(acts)()
+        self.later((self.spread if acts else 0.1) * self.draw.time.random(), self.act)
 
     def die(self) -> None:
         """The driver is killed."""
@@ -382,10 +383,12 @@ class HostWorld(World):
 
     def submit(self) -> None:
         """Submit calls, a map, the beginning of a stream, or a bound task."""
-        kind = self.one_of(["calls", "calls", "map", "map", "map", "stream", "bound", "bound"])
-        n = self.one_of([1, 3, 10, 40, 200]) if kind in ("map", "stream") else 1
-        retries = self.one_of([0, 0, 1, 2, 3])
-        takes = self.one_of([1e-4, 1e-3, 0.02, 0.02, 0.3, 3.0, 20.0, 0.0])
+        kind = self.draw.verbs.one_of(
+            ["calls", "calls", "map", "map", "map", "stream", "bound", "bound"]
+        )
+        n = self.draw.verbs.one_of([1, 3, 10, 40, 200]) if kind in ("map", "stream") else 1
+        retries = self.draw.retries.one_of([0, 0, 1, 2, 3])
+        takes = self.draw.tasks.one_of([1e-4, 1e-3, 0.02, 0.02, 0.3, 3.0, 20.0, 0.0])
         if takes >= 0.3:
             n = min(n, 40 if takes < 20 else 3)
         if self.theme == "cut off":
@@ -394,14 +397,14 @@ class HostWorld(World):
             kind, n, retries = "bound", 1, 3
         elif self.theme == "wrong guess":
             kind, n = ("map", 40) if self.jobs else ("calls", 1)
-            takes = self.one_of([0.02, 0.2, 3.0]) if self.jobs else 1e-4
+            takes = self.draw.tasks.one_of([0.02, 0.2, 3.0]) if self.jobs else 1e-4
         bound = None
         if kind == "bound":
-            bound = self.one_of([-1, -1, *range(len(self.engine.sched.table.host_of))])
-        large = self.chance(0.1)
+            bound = self.draw.bound.one_of([-1, -1, *range(len(self.engine.sched.table.host_of))])
+        large = self.draw.payloads.chance(0.1)
         self.note(self.at, "somebody submits", kind, "of", n, "tasks of", takes, "s,", retries,
                   "retries, bound to", bound, "large" if large else "")  # fmt: skip
-        several = self.one_of([1, 4, 25]) if kind in ("calls", "bound") else 1
+        several = self.draw.verbs.one_of([1, 4, 25]) if kind in ("calls", "bound") else 1
         for _ in range(25 if self.theme == "wrong guess" and not self.jobs else several):
             self.jobs += 1
             self.submit_one(kind, n, retries, takes, bound, large)
@@ -412,13 +415,12 @@ class HostWorld(World):
         """Submit a job."""
         job = self.jobs
         items = [self.new_task(job, i, retries, takes, bound, large) for i in range(n)]
-        # Decided by the seed without a random draw.
-        priority = (0, 2, -1, 0.5)[job // 3 * 7 % 4] if self.seed % 4 == 2 else 0
+        priority = (0, 2, -1, 0.5)[job // 3 * 7 % 4] if self.ranked else 0
         terms = Terms(retries, priority=priority)
         if kind == "calls":
             self.calls.append(job)
             self.funcs[job] = 0
-            if self.chance(0.5):
+            if self.draw.verbs.chance(0.5):
                 self.engine.call(TaskRange(CALLS, 0, job, items, None, terms))
             else:
                 self.engine.submit_call(job, items[0], terms)
@@ -441,28 +443,29 @@ class HostWorld(World):
         task = self.known[job, index] = _Known()
         self.unanswered[job, index] = None
         task.retries, task.bound = retries, bound
-        task.takes = (takes or self.one_of([1e-4, 0.01, 2.0])) * (0.5 + self.draw.random())
-        if self.deaths and self.chance(self.deaths):
-            task.deadly = self.one_of([1, 1, 2, 9])
+        draw = self.draw.tasks
+        task.takes = (takes or draw.one_of([1e-4, 0.01, 2.0])) * (0.5 + draw.random())
+        if self.deaths and self.draw.deaths.chance(self.deaths):
+            task.deadly = self.draw.deaths.one_of([1, 1, 2, 9])
         if self.theme == "wrong guess" and takes < 1e-3:
             task.takes = takes  # the estimate is based on these
-        task.error = self.chance(0.05)
-        if self.chance(0.5 if self.theme == "bound" else 0.05):
-            task.fails = 1 + self.below(3)
+        task.error = draw.chance(0.05)
+        if draw.chance(0.5 if self.theme == "bound" else 0.05):
+            task.fails = 1 + draw.below(3)
         payload = Payload(b"%d.%d" % (job, index))
         payload.task = job, index
-        payload.size = LARGE if large else self.one_of([20, 20, 300_000])
+        payload.size = LARGE if large else self.draw.payloads.one_of([20, 20, 300_000])
         return payload
 
     def append(self) -> None:
         """The input reader of a stream draws more items, or reaches the end."""
-        job = self.one_of(list(self.open))
+        job = self.draw.streams.one_of(list(self.open))
         task_range = self.open[job]
         index = task_range.first + len(task_range.items)
-        if index > 60 or self.chance(0.2):
+        if index > 60 or self.draw.streams.chance(0.2):
             del self.open[job]
             return
-        for _ in range(1 + self.below(8)):
+        for _ in range(1 + self.draw.streams.below(8)):
             item = self.new_task(job, index, task_range.terms.retries, 0.01, None, False)
             task_range.items.append(item)
             index += 1
@@ -473,11 +476,11 @@ class HostWorld(World):
     def feed(self) -> None:
         """An input reader calls `feed`, as it decided earlier."""
         self.progress = self.now  # a slow input reader is no hang
-        self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
+        self.engine.feed(self.to_feed.pop(self.draw.streams.below(len(self.to_feed))))
 
     def cancel(self) -> None:
         """Cancel a call in any state."""
-        job = self.one_of(self.calls)
+        job = self.draw.cancels.one_of(self.calls)
         self.calls.remove(job)
         if (job, 0) in self.unanswered:
             self.note(self.at, "call", job, "is cancelled")
@@ -489,17 +492,17 @@ class HostWorld(World):
         jobs = [job for job in {job for job, _ in self.left()} if job not in self.calls]
         if not jobs:
             return
-        job = self.one_of(sorted(jobs))
+        job = self.draw.cancels.one_of(sorted(jobs))
         self.note(self.at, "job", job, "is withdrawn")
         self.withdrawn.add(job)
         self.open.pop(job, None)
         self.to_feed = [one for one in self.to_feed if one.job != job]
         place = (job,) if self.funcs[job] else (CALLS, job)
-        if self.funcs[job] and self.chance(0.5):
+        if self.funcs[job] and self.draw.cancels.chance(0.5):
             self.forget(job)
             # As in the pool, other threads may act in between.
             self.half_withdrawn += 1
-            self.later(0.01 * self.draw.random(), self.withdraw_rest, *place)
+            self.later(self.draw.cancels.up_to(0.01), self.withdraw_rest, *place)
             return
         self.engine.withdraw(*place)
         if self.funcs[job]:

@@ -49,7 +49,7 @@ class Mutant:
 MUTANTS: list[Mutant] = []
 
 PINNED: dict[Mutant, int] = {}
-"""Former bugs that few histories show, each with the seed of one."""
+"""Bugs that few histories show, each with the seed of one."""
 
 
 def mutant(
@@ -253,7 +253,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "give_idle", give_idle)
 
 
-@mutant("a call of a higher priority waits until a worker has answered", pinned=13622)
+@mutant("a call of a higher priority waits until a worker has answered", pinned=1693)
 def _(patch: Patch) -> None:
     def submit_call(original: Any, submission: Submission, *what: Any) -> None:
         monitor = submission._monitor
@@ -265,7 +265,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Submission, "submit_call", submit_call)
 
 
-@mutant("a stream without room for results holds up lower priorities", pinned=8754)
+@mutant("a stream without room for results holds up lower priorities", pinned=2513)
 def _(patch: Patch) -> None:
     patch.setattr(RangeQueue, "_first_below", nothing)
 
@@ -714,7 +714,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("an ending worker with tasks in hand is not checked", pinned=11931)
+@mutant("an ending worker with tasks in hand is not checked", pinned=7049)
 def _(patch: Patch) -> None:
     def after(original: Any, monitor: WorkerMonitor, worker: WorkerProcess) -> None:
         if worker.state is WorkerStates.READY:
@@ -727,7 +727,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("failed starts of a dismissed worker still count", pinned=799)
+@mutant("failed starts of a dismissed worker still count", pinned=196)
 def _(patch: Patch) -> None:
     def look(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
         policy = replacement._policy
@@ -740,7 +740,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "_look_at_end", look)
 
 
-@mutant("a task gets the shortest limit of its worker's tasks", pinned=575)
+@mutant("a task gets the shortest limit of its worker's tasks", pinned=107)
 def _(patch: Patch) -> None:
     def standstill(
         original: Any, deadlines: Deadlines, held: Any, running: Any, seen: Any, limit: float,

@@ -74,7 +74,7 @@ class _Always(dict[Any, float]):
         return math.inf
 
 
-@mutant("a task runs alone once and then beside others", "scheduler")
+@mutant("a task runs alone once and then beside others", "scheduler", 35735)
 def _(patch: Patch) -> None:
     def after(original: Any, terms: Terms, killed: bool, alone: bool) -> Any:
         return original(terms, killed, alone)._replace(alone=alone)
@@ -94,7 +94,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("no task is given when one that was to run alone is dropped", pinned=6143)
+@mutant("no task is given when one that was to run alone is dropped", pinned=3827)
 def _(patch: Patch) -> None:
     def withdraw(original: Any, monitor: WorkerMonitor, *which: Any) -> None:
         give = monitor.give_idle

@@ -36,7 +36,7 @@ class Trip:
         """Report the call's outcome to the driver, unless it has one already."""
         if not self.over:
             self.over = True
-            if self.hold and type(event) is f.Replied and self.world.chance(0.8):
+            if self.hold and type(event) is f.Replied and self.world.draw.callers.chance(0.8):
                 self.world.caller_receives(event)
             else:  # by the engine's thread, because the answer took too long
                 self.world.tell(event)
@@ -77,11 +77,11 @@ class SimFleet:
 
     def _go(self, trip: Trip, arrive: Callable[[bool], None]) -> None:
         world = self.world
-        fate = world.draw.random()
+        fate = world.draw.network.random()
         if fate < world.losses:  # lost on the way there or back
             trip.host.trouble(world.now + 4 * world.latency)
-            world.later(world.latency * 4 * world.draw.random(), trip.fail)
-            if world.chance(0.5):
+            world.later(world.draw.network.up_to(world.latency * 4), trip.fail)
+            if world.draw.network.chance(0.5):
                 self._carry(trip, arrive, False)
             return
         self._carry(trip, arrive, True)
@@ -90,21 +90,21 @@ class SimFleet:
 
     def _carry(self, trip: Trip, arrive: Callable[[bool], None], answers: bool) -> None:
         world = self.world
-        late = 20 if world.chance(world.losses) else 1
+        late = 20 if world.draw.network.chance(world.losses) else 1
         world.later(world.trip() * late, self._arrive, trip, arrive, answers)
 
     def _arrive(self, trip: Trip, arrive: Callable[[bool], None], answers: bool) -> None:
         world, host = self.world, trip.host
-        if world.chance(world.accidents):
+        if world.draw.faults.chance(world.accidents):
             world.accident(host)
         if not host.alive:
             if answers:
                 world.later(world.latency, trip.fail)
         elif world.now < host.whole_at:
-            if answers and world.chance(0.5):
+            if answers and world.draw.network.chance(0.5):
                 world.later(world.trip() * 4, trip.fail)
-                answers = world.chance(0.5)
-            if world.chance(0.5):
+                answers = world.draw.network.chance(0.5)
+            if world.draw.network.chance(0.5):
                 world.later(host.whole_at - world.now + world.trip(),
                             self._arrive, trip, arrive, answers)  # fmt: skip
             elif answers:
@@ -118,7 +118,7 @@ class SimFleet:
 
         def arrive() -> None:
             if world.now < host.whole_at:
-                if world.chance(0.5):
+                if world.draw.network.chance(0.5):
                     world.later(world.trip(), trip.fail)
                 else:
                     world.later(host.whole_at - world.now + world.trip(), arrive)

@@ -65,7 +65,7 @@ class _Fed(deque[bytes]):
 
     def __len__(self) -> int:
         n = super().__len__()
-        if not n and self.task_range is not None and self.world.chance(0.3):
+        if not n and self.task_range is not None and self.world.draw.streams.chance(0.3):
             self.world.append(self.task_range)
         return n
 
@@ -78,16 +78,18 @@ class SchedulerWorld(World):
     def __init__(self, seed: int, events: int = 36) -> None:
         super().__init__(seed)
         self.events = events
-        n = 1 + self.below(4)
+        n = 1 + self.draw.pool.below(4)
         self.sched = Scheduler(n)
-        self.sched.sizes.cost = self.one_of([float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 3e-3, 0.1])
-        self.lifetime = self.one_of([None, None, 1, 3, 8])
+        self.sched.sizes.cost = self.draw.pool.one_of(
+            [float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 3e-3, 0.1]
+        )
+        self.lifetime = self.draw.pool.one_of([None, None, 1, 3, 8])
         self.workers = [_Worker(self.lifetime) for _ in range(n)]
-        self.priorities = self.one_of([[0], [0], [0, 1], [0, -0.5, 3, 10**30, 7]])
+        self.priorities = self.draw.priorities.one_of([[0], [0], [0, 1], [0, -0.5, 3, 10**30, 7]])
         self.ranks: dict[int, float] = {}  # priorities by job
         # The model: waiting tasks by queue and task range; None is the shared queue.
         self.queues: dict[int | None, list[Entry]] = {q: [] for q in (None, ALONE, *range(n))}
-        self.lonely = self.one_of([0.0, 0.3, 0.8])  # how many of the lost ones run alone
+        self.lonely = self.draw.alone.one_of([0.0, 0.3, 0.8])  # how many of the lost ones run alone
         self.lone: set[Task] = set()  # those that run alone from now on
         self.before: set[Task] = set()  # bound ones that go before the first of these
         self.retries: dict[Task, int] = {}
@@ -108,7 +110,7 @@ class SchedulerWorld(World):
 
     def play(self) -> None:
         for w in range(len(self.workers)):
-            if self.chance(0.8):
+            if self.draw.pool.chance(0.8):
                 self.sched.ready(w, self.lifetime)
             else:
                 self.workers[w].alive = False
@@ -120,7 +122,7 @@ class SchedulerWorld(World):
             self.cancel,
         ]  # fmt: skip
         for i in range(self.events):
-            self.one_of(kinds)()
+            self.draw.order.one_of(kinds)()
             self.tell()
             if i % 3 == 0:  # a wrong state stays wrong
                 self.check()
@@ -135,22 +137,22 @@ class SchedulerWorld(World):
         if self.jobs == 6:
             return
         self.jobs += 1
-        job, n = self.jobs, self.one_of([1, 1, 2, 5, 12])
+        job, n = self.jobs, self.draw.verbs.one_of([1, 1, 2, 5, 12])
         bound: int | None = None
-        if self.chance(0.25):
+        if self.draw.bound.chance(0.25):
             n = 1
             bound = self.sched.least_loaded()
             self.check_least(bound)
-        retries = self.one_of([0, 0, 1, 2, 4] if self.lonely else [0, 0, 1, 2])
+        retries = self.draw.retries.one_of([0, 0, 1, 2, 4] if self.lonely else [0, 0, 1, 2])
         tasks = [(job, i) for i in range(n)]
         for task in tasks:
             self.retries[task], self.bound[task] = retries, bound
-        self.ranks[job] = priority = self.one_of(self.priorities)
+        self.ranks[job] = priority = self.draw.priorities.one_of(self.priorities)
         task_range = TaskRange(job, 0, 0, (), bound, Terms(retries, priority=priority))
         task_range.items = items = _Fed(self, [self.payload(task) for task in tasks])
         self.note("submit", job, "of", n, "bound to", bound, "retries", retries,
                   "priority", priority)  # fmt: skip
-        if n == 1 and bound is None and self.chance(0.5):
+        if n == 1 and bound is None and self.draw.verbs.chance(0.5):
             waits = any(tasks for queue in self.queues.values() for _, tasks in queue)
             waits = waits or self.lone_runs()
             idle = list(self.sched.idle)
@@ -167,7 +169,7 @@ class SchedulerWorld(World):
         self.sched.put(task_range)
         entry = (task_range, tasks)
         self.enter(bound, entry)
-        if bound is None and self.chance(0.3):
+        if bound is None and self.draw.streams.chance(0.3):
             self.open[job] = entry
             items.task_range = task_range
 
@@ -193,8 +195,8 @@ class SchedulerWorld(World):
     def feed(self) -> None:
         """Draw more of a stream, and tell the scheduler if necessary."""
         if self.open:
-            job = self.one_of(list(self.open))
-            for _ in range(1 + self.below(3)):
+            job = self.draw.streams.one_of(list(self.open))
+            for _ in range(1 + self.draw.streams.below(3)):
                 self.append(self.open[job][0])
         self.tell()
 
@@ -276,9 +278,10 @@ class SchedulerWorld(World):
     def lone_runs(self) -> bool:
         """Whether a worker has a task that runs alone."""
         return any(
-            task in self.lone
+            task in self.lone and i - batch.seq < batch.taken
             for worker in self.workers if worker.alive
-            for task, _ in worker.given[worker.answered :]
+            for i, (task, batch) in enumerate(worker.given)
+            if i >= worker.answered
         )  # fmt: skip
 
     def may_get(self, w: int) -> bool:
@@ -378,7 +381,7 @@ class SchedulerWorld(World):
             busy = self.busy()
             if not busy:
                 return
-            w = self.one_of(busy)
+            w = self.draw.order.one_of(busy)
         worker = self.workers[w]
         if worker.finished < worker.began:
             return
@@ -404,7 +407,7 @@ class SchedulerWorld(World):
         """A worker finishes its task."""
         busy = self.busy()
         if busy:
-            w = self.one_of(busy)
+            w = self.draw.order.one_of(busy)
             worker = self.workers[w]
             self.begin(w)
             if worker.finished < worker.began:
@@ -416,7 +419,7 @@ class SchedulerWorld(World):
             some = [w for w, x in enumerate(self.workers) if x.alive and x.answered < x.finished]
             if not some:
                 return
-            w = self.one_of(some)
+            w = self.draw.order.one_of(some)
         worker = self.workers[w]
         at = worker.answered
         task, batch = worker.given[at]
@@ -429,13 +432,13 @@ class SchedulerWorld(World):
         ):
             n += 1
         if not skipped:
-            n = 1 + self.below(n)
+            n = 1 + self.draw.order.below(n)
         self.note("worker", w, "skipped" if skipped else "answers", n, "from", task)
         if skipped:
             self.skipped(w, at, n)
         else:
             before = self.sched.sizes.cost
-            seconds = n * self.one_of([1e-6, 3e-5, 2e-4, 3e-3, 0.01])
+            seconds = n * self.draw.time.one_of([1e-6, 3e-5, 2e-4, 3e-3, 0.01])
             got, first = self.sched.answered(w, n, seconds)
             if got is not batch or (got.job, first) != task:
                 self.wrong(f"answers of {task} count as answers of {got.job, first}")
@@ -503,7 +506,7 @@ class SchedulerWorld(World):
 
     def look(self) -> None:
         """The engine checks a silent worker, which holds tasks or did before."""
-        w = self.below(len(self.workers))
+        w = self.draw.recalls.below(len(self.workers))
         worker, in_flight = self.workers[w], self.sched.in_flight[w]
         if not worker.alive:
             return
@@ -543,7 +546,7 @@ class SchedulerWorld(World):
             self.note("worker", w, "is to begin nothing from", worker.began)
             self.sched.pause(w)
             worker.told = worker.began
-            if self.chance(0.5):
+            if self.draw.recalls.chance(0.5):
                 worker.limit = worker.told
 
     # -- deaths ----------------------------------------------------------------------------------
@@ -551,8 +554,8 @@ class SchedulerWorld(World):
     def death(self) -> None:
         """A worker dies in any state."""
         alive = [w for w, x in enumerate(self.workers) if x.alive]
-        if alive and self.chance(0.5):
-            w = self.one_of(alive)
+        if alive and self.draw.faults.chance(0.5):
+            w = self.draw.faults.one_of(alive)
             self.note("worker", w, "dies")
             # The engine finds finished tasks in its outbox.
             while self.workers[w].alive and self.workers[w].answered < self.workers[w].finished:
@@ -590,17 +593,17 @@ class SchedulerWorld(World):
             if lost[0].terms.retries > 0:
                 self.note(running, "is run again")
                 self.retries[running] -= 1
-                alone = self.bound[running] is None and self.chance(self.lonely)
+                alone = self.bound[running] is None and self.draw.alone.chance(self.lonely)
                 if alone:
                     self.note(running, "runs alone from now on")
-                if self.chance(0.5):
+                if self.draw.retries.chance(0.5):
                     self.run_again(lost, running, alone)
                     self.put_back([running])
                 elif self.unwanted(running):
                     self.run_again(lost, running, alone, self.clock + 1)
                     self.end(running, "withdrawn")
                 else:
-                    when = self.clock + 1 + self.below(3)
+                    when = self.clock + 1 + self.draw.retries.below(3)
                     self.run_again(lost, running, alone, when)
                     self.later.append((when, len(self._history), running))
             else:
@@ -618,7 +621,7 @@ class SchedulerWorld(World):
         """A new process is ready at a dead worker's place."""
         dead = [w for w, x in enumerate(self.workers) if not x.alive]
         if dead:
-            w = self.one_of(dead)
+            w = self.draw.faults.one_of(dead)
             self.note("worker", w, "is ready")
             self.workers[w] = _Worker(self.lifetime)
             self.sched.ready(w, self.lifetime)
@@ -636,8 +639,8 @@ class SchedulerWorld(World):
 
     def withdraw(self) -> None:
         """A job has failed: its waiting tasks are dropped."""
-        if self.jobs and self.chance(0.15):
-            job = 1 + self.below(self.jobs)
+        if self.jobs and self.draw.cancels.chance(0.15):
+            job = 1 + self.draw.cancels.below(self.jobs)
             self.note("withdraw", job)
             holders = [
                 w
@@ -664,9 +667,9 @@ class SchedulerWorld(World):
         """Cancel one of several calls that wait or are sent together."""
         running = [task for task in self.retries if task not in self.ended]
         running = [task for task in running if not self.unwanted(task)]
-        if not running or self.chance(0.5):
+        if not running or self.draw.cancels.chance(0.5):
             return
-        task = self.one_of(running)
+        task = self.draw.cancels.one_of(running)
         self.note("cancel", task)
         holders = [
             w

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
+
+from .draws import Streams
 
 __all__ = ["Passing", "Reader", "SimulationFailed", "World", "search"]
-
-T = TypeVar("T")
 
 
 class SimulationFailed(AssertionError):
@@ -36,7 +35,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.draw = random.Random(seed)
+        self.draw = Streams(seed)
         self.verdict: SimulationFailed | None = None  # the first failure; see `wrong`
         self._history: list[tuple[Any, ...]] = []
 
@@ -79,18 +78,6 @@ class World:
         """Raise the verdict, if there is one. Worlds call this at each turn."""
         if self.verdict is not None:
             raise self.verdict
-
-    def chance(self, probability: float) -> bool:
-        """Return true with this probability."""
-        return self.draw.random() < probability
-
-    def one_of(self, options: list[T]) -> T:
-        """Return one of the options; a little faster than `random.choice`."""
-        return options[int(self.draw.random() * len(options))]
-
-    def below(self, n: int) -> int:
-        """Return a number from 0 to n - 1."""
-        return int(self.draw.random() * n)
 
 
 class Reader:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from xpool._engine import start_limit
 from xpool._engine import worker_process as worker
 from xpool._engine.worker_process import processor_times
 
-from . import mutants_alone  # noqa: F401 - it adds to MUTANTS
+from . import mutants_alone, mutants_scheduler  # noqa: F401 - they add to MUTANTS
+from .draws import Draws
 from .ends import EndsWorld
 from .engine import EngineWorld
 from .hosts import HostWorld
@@ -31,6 +33,11 @@ WORLDS: list[type[World]] = [SchedulerWorld, EngineWorld, EndsWorld, HostWorld]
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 
 
+def by_name(name: str) -> type[World]:
+    """Return the world of this name."""
+    return next(world for world in WORLDS if world.name == name)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("turn", range(DEEP))
 def test_histories_go_well(world, turn):
@@ -46,21 +53,70 @@ def test_histories_that_went_wrong(mutant: Mutant, monkeypatch: pytest.MonkeyPat
     If only the second part fails, a change has given this seed another history. Then search a new
     seed by `python -m tests.simulation engine --seeds 20000 --mutant NAME`.
     """
-    seed = PINNED[mutant]
-    assert search(EngineWorld, [seed]) is None
+    seed, world = PINNED[mutant], by_name(mutant.world)
+    assert search(world, [seed]) is None
     mutant.seed(monkeypatch)
-    assert search(EngineWorld, [seed]) is not None, f"seed {seed} no longer shows that {mutant}"
+    assert search(world, [seed]) is not None, f"seed {seed} no longer shows that {mutant}"
+
+
+def story(world: type[World], seed: int) -> list[str]:
+    """Run a history; return its events."""
+    one = world(seed)
+    one.run()
+    return one.history()
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_seed_is_a_history(world):
     """The same seed gives the same history each time."""
-    stories = []
-    for _ in range(2):
-        one = world(7)
-        one.run()
-        stories.append(one.history())
-    assert stories[0] == stories[1] and len(stories[0]) > 5
+    assert story(world, 7) == story(world, 7)
+    assert len(story(world, 7)) > 5
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_draws_for_a_new_concern_change_no_history(world, monkeypatch):
+    """If each event draws for a new concern too, the history is as before."""
+    before, note = story(world, 7), World.note
+
+    def noting(self: World, *what: Any) -> None:
+        self.draw.something_new.random()
+        note(self, *what)
+
+    monkeypatch.setattr(World, "note", noting)
+    assert story(world, 7) == before
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_draws_for_one_concern_leave_those_for_others(world, monkeypatch):
+    """One more draw for a concern changes no number that is drawn for another."""
+    drawn: dict[str, list[float]] = {}
+    one_more = ""
+    init = Draws.__init__
+
+    def recording(self: Draws, seed: str) -> None:
+        init(self, seed)
+        concern = seed.partition("/")[2]
+        numbers, number = drawn.setdefault(concern, []), self.random
+        if concern == one_more:
+            number()
+
+        def random() -> float:
+            numbers.append(number())
+            return numbers[-1]
+
+        self.random = random  # type: ignore[method-assign]
+
+    monkeypatch.setattr(Draws, "__init__", recording)
+    story(world, 7)
+    before = drawn
+    assert len(before) > 8
+    for one_more in before:
+        drawn = {}
+        story(world, 7)
+        for concern, numbers in before.items():
+            both = list(zip(drawn.get(concern, []), numbers))
+            same = all(one == other for one, other in both)
+            assert same == (concern != one_more or not both), f"{concern} after {one_more}"
 
 
 def test_no_history_depends_on_a_process_of_this_machine(monkeypatch):
@@ -82,8 +138,7 @@ def test_no_history_depends_on_a_process_of_this_machine(monkeypatch):
 def test_seeded_bugs_are_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch):
     """Each planted bug is found, with a seed and its history."""
     mutant.seed(monkeypatch)
-    world = {kind.name: kind for kind in WORLDS}[mutant.world]
-    found = search(world, range(4 * HISTORIES[mutant.world]))
+    found = search(by_name(mutant.world), range(4 * HISTORIES[mutant.world]))
     assert found is not None, f"no history shows that {mutant.name}"
     assert str(found.seed) in str(found) and "--seeds" not in str(found)
 

@@ -85,7 +85,8 @@ class Kernel:
         self.pages: list[Page] = []
 
     def _some(self, n: int) -> int:
-        return 1 + self.world.below(n) if self.cuts and n > 1 and self.world.chance(0.3) else n
+        draw = self.world.draw.pipes
+        return 1 + draw.below(n) if self.cuts and n > 1 and draw.chance(0.3) else n
 
     def put(self, pipe: Pipe, data: bytes | memoryview) -> int:
         """Write some of the data; 0 without room."""
@@ -187,7 +188,7 @@ class Page:
 
     def store(self, by_parent: bool, memory: Any, key: Any, value: Any) -> None:
         """Store for one side; the other side sees it later."""
-        due = self._world.now + SEEN_WITHIN * self._world.draw.random()
+        due = self._world.now + self._world.draw.pages.up_to(SEEN_WITHIN)
         self._pending.append((by_parent, due, memory, key, value))
 
     def show(self, by_parent: bool | None = None) -> None:

@@ -106,7 +106,7 @@ class Worker:
         self.alive = True
         self.doomed: int | None = None  # the exit code with which it will end
         # SIGTERM has no effect: it is stopped, or in C code.
-        self.deaf = world.chance(world.deafness)
+        self.deaf = world.draw.faults.chance(world.deafness)
         self.asked = False  # the stop signal has come and is not handled yet
         self.reported: int | None = None
         self.started: list[tuple[int, int]] = []  # tasks, in order
@@ -184,7 +184,7 @@ class Worker:
         self.ready = True
         if len(self.siblings) > 1:
             yield lambda: all(one.ready for one in self.siblings)
-        self._replies.ready(world.chance(0.5))
+        self._replies.ready(world.draw.starts.chance(0.5))
         yield from self._write()
         self.greeted = True
         world.failed_starts[self.index] = 0
