@@ -233,6 +233,17 @@ def _(patch: Patch) -> None:
     wrap(patch, Terms, "after_failure", after)
 
 
+@mutant("a call that is given without queueing counts as one without a priority", "scheduler", 5955)
+def _(patch: Patch) -> None:
+    def start(original: Any, sched: Scheduler, task_range: Any) -> Any:
+        ranked = sched.ranked
+        found = original(sched, task_range)
+        sched.ranked = ranked
+        return found
+
+    wrap(patch, Scheduler, "start", start)
+
+
 @mutant("a worker keeps tasks that others go before", "scheduler")
 def _(patch: Patch) -> None:
     patch.setattr(Scheduler, "overtaken", lambda sched, w, began: False)

@@ -216,6 +216,8 @@ class Scheduler(Waiting):
         # Waiting items must not be overtaken, whichever worker they are for.
         if self.queued or not self.idle:
             return None
+        if task_range.terms.priority:
+            self.ranked = True
         w = next(reversed(self.idle))
         batch = Batch(task_range, list(task_range.items), self.in_flight[w].sent)
         self._hold(w, batch)
