@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xpool import InternalError
@@ -81,23 +81,6 @@ def test_short_tasks_come_in_batches():
     assert len(sched.next_batches()[0][1].items) == 10
 
 
-def test_idle_workers_divide_a_batch():
-    """A single batch of tasks is divided among all idle workers."""
-    sched = ready(3)
-    sched.sizes.cost = 1e-6
-    sched.put(task_range(n=8))
-    batches = sched.next_batches()
-    assert [len(batch.items) for _, batch in batches] == [3, 3, 2] and not sched.waiting()
-    for w, batch in batches[:2]:
-        sched.answered(w, len(batch.items))
-    # The third worker is busy. A part is left for it, because it may finish first.
-    sched.put(task_range(n=8))
-    assert [len(batch.items) for _, batch in sched.next_batches()] == [3, 2]
-    sched = ready(3)  # their duration is unknown
-    sched.put(task_range(n=8))
-    assert [len(batch.items) for _, batch in sched.next_batches()] == [1, 1, 1]
-
-
 def test_long_tasks_are_not_held():
     """A worker that runs a long task holds no other task."""
     sched = ready(1)
@@ -152,18 +135,6 @@ def test_the_highest_priority_is_next():
     assert jobs_in_order(sched) == expected
 
 
-def test_a_task_that_is_put_back_keeps_its_place_among_its_equals():
-    """A task that a dead worker had not begun goes before its equals, not before higher ones."""
-    sched = ready(1)
-    for job, priority in enumerate([1, 1, 0, 2], 1):
-        sched.put(task_range(job, 2, priority=priority))
-        if job == 1:
-            sched.next_batches()
-    sched.gone(0, began=0)
-    sched.ready(0, None)
-    assert jobs_in_order(sched) == [4, 4, 1, 1, 2, 2, 3, 3]
-
-
 def test_streams_without_room_let_lower_priorities_go_first():
     """Tasks of 2,000 streams that have no room for results hold up none of a lower priority."""
     sched, room = ready(1), []
@@ -182,25 +153,6 @@ def test_streams_without_room_let_lower_priorities_go_first():
     sched.put(task_range(2003))
     room.append(1)
     assert jobs_in_order(sched) == [*range(2000, 0, -1), 2003]
-
-
-def test_a_task_is_not_held_behind_one_of_a_lower_priority():
-    """A worker that holds tasks gets none of a higher priority: the first that is free gets it."""
-    sched = ready(1)
-    sched.sizes.cost = 1e-3
-    sched.put(task_range(1, 100))
-    sched.next_batches()
-    assert sched.refill(0) and not sched.overtaken(0, began=1)
-    sched.put(task_range(2, priority=1))
-    assert sched.refill(0) == [] and sched.overtaken(0, began=1)
-    sched.pause(0)
-    sched.take_back(0, 1)
-    assert not sched.overtaken(0, began=1)
-    sched.answered(0, 1)
-    sched.skipped(0, sched.in_flight[0].size)
-    sched.resume(0)
-    assert [batch.job for _, batch in sched.next_batches()] == [2]
-    assert sched.refill(0)[0].first == 1
 
 
 class Counted(float):
@@ -236,47 +188,6 @@ def test_different_priorities_cost_their_logarithm(different):
     assert Counted.comparisons < 10_000 * 5 * different.bit_length()
 
 
-def test_a_death_costs_the_task_that_was_begun():
-    """After a death, the begun task is lost. The tasks behind it wait again, in front."""
-    sched = ready(1)
-    sched.sizes.cost = 1e-6
-    sched.put(task_range(n=8))
-    sched.next_batches()
-    sched.answered(0, 3)
-    batch, position = sched.gone(0, began=4)
-    assert batch.first + position == 3
-    assert sched.waiting() == 4 and sched.shared.front().first == 4
-
-
-def test_a_death_before_a_task_was_begun_costs_nothing():
-    """A worker that has begun no task loses none by its death."""
-    sched = ready(1)
-    sched.put(task_range(n=2))
-    sched.next_batches()
-    assert sched.gone(0, began=0) is None
-    assert sched.waiting() == 2 and sched.shared.front().first == 0
-
-
-def test_a_bound_task_waits_for_its_worker():
-    """A task bound to a worker waits for that worker's replacement."""
-    sched = ready(2)
-    sched.put(task_range(n=1, bound=1))
-    assert [w for w, _ in sched.next_batches()] == [1]
-    sched.gone(1, began=0)
-    assert sched.next_batches() == []
-    sched.ready(1, None)
-    assert [w for w, _ in sched.next_batches()] == [1]
-
-
-def test_least_loaded_counts_what_waits():
-    """A task is bound to the worker with the fewest held and waiting tasks."""
-    sched = ready(3)
-    for _ in range(7):
-        sched.put(task_range(bound=sched.least_loaded()))
-    counts = [sum(len(s.items) for s in own) for own in sched.own]
-    assert sorted(counts) == [2, 2, 3]
-
-
 def test_a_stream_of_single_tasks_goes_round():
     """Tasks that come one after the other go to the worker that has been idle longest."""
     for bind in (False, True):
@@ -303,48 +214,6 @@ def test_a_caller_that_waits_gets_the_same_worker():
         assert takers == [2, 2, 2, 2]
 
 
-def test_a_lifetime_is_not_exceeded():
-    """A worker with a lifetime of three tasks gets three."""
-    sched = ready(1, lifetime=3)
-    sched.sizes.cost = 1e-6
-    sched.put(task_range(n=10))
-    assert len(sched.next_batches()[0][1].items) == 3
-    assert not sched.in_flight[0].accepting and sched.refill(0) == []
-
-
-def test_taking_back():
-    """Tasks that a paused worker has not begun wait again. Its skipped answers have no other
-    effect."""
-    sched = ready(2)
-    sched.sizes.cost = 1e-6
-    sched.retire(1)
-    sched.put(task_range(n=8))
-    sched.next_batches()
-    sched.answered(0, 1)
-    assert sched.surplus(0, began=2)
-    sched.pause(0)
-    assert sched.take_back(0, 3) == 1 and sched.waiting() == 5
-    sched.answered(0, 1)
-    sched.skipped(0, 2)  # the third task, which the worker was about to begin, waits again too
-    assert sched.waiting() == 6 and sched.in_flight[0].size == 0
-    sched.resume(0)
-    assert 0 in sched.idle
-
-
-def test_withdrawing():
-    """Waiting tasks of a withdrawn job are removed. Held tasks and other jobs stay."""
-    sched = ready(1)
-    sched.put(task_range(job=1, n=3))
-    sched.put(task_range(job=2, n=2))
-    sched.put(task_range(job=1, n=1, bound=0))
-    sched.next_batches()
-    sched.withdraw(1)
-    assert sched.waiting() == 2 and sched.in_flight[0].size == 1
-    sched.answered(0, 1, 2 * LONG_SECONDS)
-    assert [g.job for g in sched.refill(0)] == [2]
-    assert sched.least_loaded() == 0
-
-
 def run_alone(sched, job=1):
     """Have the only item of a worker run alone, and return the worker that gets it."""
     sched.put(task_range(job, retries=1))
@@ -353,24 +222,6 @@ def run_alone(sched, job=1):
     sched.ready(w, None)
     sched.again(*lost, alone=True)
     return w
-
-
-def test_a_task_runs_alone():
-    """It is given when no worker has a task, whatever waits, and nothing is given beside it."""
-    sched = ready(3)
-    sched.put(task_range(2))
-    [(other, _)] = sched.next_batches()
-    run_alone(sched)
-    sched.put(task_range(3, n=5, priority=9))
-    assert sched.next_batches() == [] == sched.refill(other)
-    assert sched.waiting() == 6
-    sched.answered(other, 1)
-    [(w, batch)] = sched.next_batches()
-    assert batch.job == 1 and batch.terms.alone
-    assert sched.next_batches() == []
-    assert sched.start(task_range(4)) is None
-    sched.answered(w, 1)
-    assert [batch.job for _, batch in sched.next_batches()] == [3, 3, 3]
 
 
 def test_bound_tasks_that_wait_for_each_other():
@@ -415,50 +266,6 @@ def test_withdrawing_beside_a_task_that_runs_alone():
     assert [batch.job for _, batch in sched.next_batches()] == [3]
 
 
-def test_held_tasks_of_a_withdrawn_job_are_not_queued_again():
-    """Held tasks of a withdrawn job never wait again, whatever their worker does."""
-    for event in ("death", "back", "skipped", "again"):
-        sched = ready(1)
-        sched.sizes.cost = 1e-6
-        sched.put(task_range(job=1, n=4, retries=3))
-        sched.put(task_range(job=2, n=4))
-        sched.next_batches()
-        sched.refill(0)
-        assert sched.withdraw(1) == [0]
-        held = {batch.job: batch.withdrawn for batch in sched.in_flight[0].held}
-        assert held == {1: True, 2: False}
-        if event == "death":
-            lost = sched.gone(0, began=1)
-            assert lost is not None
-            sched.again(*lost)
-            assert {s.job for s in sched.shared} == {2}
-        elif event == "back":
-            sched.pause(0)
-            sched.take_back(0, 1)
-        elif event == "skipped":
-            sched.skipped(0, 2)
-        else:
-            batch, _ = sched.answered(0, 1)
-            sched.again(batch, 0, when=1.0)
-            assert sched.due(2.0) is None
-        assert 1 not in {s.job for s in sched.shared}
-
-
-def test_withdrawing_a_task_that_waits_for_its_retry():
-    """A withdrawn job's task that waits for its retry is removed. Those of other jobs stay."""
-    sched = ready(1)
-    for job in (1, 2):
-        sched.put(task_range(job=job, retries=1))
-    sched.sizes.cost = 1e-6
-    sched.next_batches()
-    sched.refill(0)
-    for when in (5.0, 4.0):
-        batch, _ = sched.answered(0, 1)
-        sched.again(batch, 0, when=when)
-    assert sched.withdraw(1) == [] and sched.waiting() == 1
-    assert sched.due(9.0) is None and [s.job for s in sched.shared] == [2]
-
-
 def test_a_second_try_waits_its_time():
     """A retry waits for its time, then goes first. It has one retry less and keeps its limit."""
     sched = ready(1)
@@ -495,25 +302,6 @@ def test_second_tries_come_in_the_order_of_their_times():
     assert order == [1, 2, 0] and sched.due(9.0) is None
     sched.clear()
     assert sched.waiting() == 0
-
-
-def test_the_running_item():
-    """The running item is the last begun one, until it is answered."""
-    sched = ready(1)
-    sched.sizes.cost = 1e-6
-    sched.put(task_range(job=1, n=2))
-    sched.put(task_range(job=2, n=2))
-    sched.next_batches()
-    sched.refill(0)
-    first, second = sched.in_flight[0].held
-    assert sched.running(0, began=0) is None
-    assert sched.running(0, began=2) == (first, 1)
-    assert sched.running(0, began=3) == (second, 0)
-    sched.answered(0, 2)
-    assert sched.running(0, began=2) is None
-    assert sched.running(0, began=3) == (second, 0)
-    sched.answered(0, 2)
-    assert sched.running(0, began=4) is None
 
 
 def test_deaths_in_a_row():
@@ -566,57 +354,6 @@ def test_an_answer_without_a_task():
     """An answer that no task waits for raises InternalError."""
     with pytest.raises(InternalError, match="did not hold"):
         ready(1).answered(0, 1)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32))
-def test_every_item_is_answered_once(seed):
-    """If workers answer, die, skip and return in any order, each item still ends exactly once."""
-    draw = random.Random(seed)
-    workers = draw.randint(1, 4)
-    total = draw.randint(1, 60)
-    sched = ready(workers)
-    sched.sizes.cost = draw.choice([float("inf"), 1e-6, 1e-3])
-    sched.put(task_range(n=total, retries=draw.randint(0, 1)))
-    ended: list[int] = []
-    limits: dict[int, int] = {}
-
-    for _ in range(5_000):
-        if len(ended) == total:
-            break
-        sched.next_batches()
-        w = draw.randrange(workers)
-        in_flight = sched.in_flight[w]
-        event = draw.random()
-        if event < 0.1:
-            lost = sched.gone(w, in_flight.answered + (in_flight.size > 0 and draw.random() < 0.5))
-            limits.pop(w, None)
-            if lost is not None:
-                batch, position = lost
-                if batch.terms.retries:
-                    sched.again(batch, position)
-                else:
-                    ended.append(batch.first + position)
-            sched.ready(w, None)
-        elif event < 0.3 and w not in limits and sched.surplus(w, in_flight.answered + 1):
-            limits[w] = in_flight.answered + 1
-            sched.pause(w)
-            # The worker may have been about to begin the next item, and then keeps it.
-            sched.take_back(w, limits[w] + draw.randint(0, 1))
-        elif in_flight.size:
-            if in_flight.answered >= limits.get(w, in_flight.sent):
-                sched.skipped(w, in_flight.size)
-            else:
-                batch = in_flight.held[0]
-                n = 1 if w in limits else draw.randint(1, len(batch.items) - batch.done)
-                _, first = sched.answered(w, n, 1e-6)
-                ended.extend(range(first, first + n))
-            if w in limits and not in_flight.size:
-                del limits[w]
-                sched.resume(w)
-            if w not in limits:
-                sched.refill(w)
-    assert sorted(ended) == list(range(total))
 
 
 def test_a_range_whose_results_have_no_room_waits():
