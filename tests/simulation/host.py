@@ -479,6 +479,11 @@ class Host:
             self._said = self.engine.cost
             self.session.say(m.Status(self._said, self.engine.statistics()))
 
+    def holds_bound(self) -> bool:
+        """Whether a worker holds a bound task; the engine takes nothing back from that worker."""
+        in_flight = self.engine.sched.in_flight
+        return any(one.bound is not None for its in in_flight for one in its.held)
+
     def longest_idle(self) -> tuple[int, int, int] | None:
         """Return the worker that is idle for longest, its deaths and its begun tasks."""
         sched = self.engine.sched

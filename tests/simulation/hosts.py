@@ -708,7 +708,7 @@ class HostWorld(World):
         shared = sum(batch.nbytes for batch in batches if batch.items.bound is None)
         bound = sum(batch.nbytes for batch in batches) - shared
         largest = max((batch.nbytes for batch in batches if len(batch.items.items) == 1), default=0)
-        most = policy.STAGED_BYTES + BATCH_BYTES + (1 + host.workers) * largest
+        most = policy.AHEAD_BYTES + BATCH_BYTES + (1 + host.workers) * largest
         if shared > most or shared + bound > most + host.workers * largest:
             self.wrong(f"{shared} bytes are at host {host.number}, and {bound} for its workers")
 
@@ -756,7 +756,7 @@ class HostWorld(World):
             its = sched.table.hosts.get(number)
             if (
                 not waits or its is None or not its.accepting or host.over
-                or self.now < host.good_from
+                or self.now < host.good_from or host.holds_bound()
             ):  # fmt: skip
                 host.starved = None
                 continue

@@ -1,8 +1,9 @@
 """Pools over thousands of hosts: the real policy, hosts as queues, virtual time.
 
 `HostScheduler` is real. A host is a queue in front of its workers. A message takes half a round
-trip. The driver is busy for `CALL` seconds with each call and for `ITEM` seconds with each task, as
-measured with real hosts. See docs/dev/scale.md::
+trip, and the arguments of tasks leave the driver through one network at `UPLINK`. The driver is
+busy for `CALL` seconds with each call and for `ITEM` seconds with each task, as measured with real
+hosts. See docs/dev/scale.md::
 
     python -m tests.simulation.scale 1000 10000
 """
@@ -15,16 +16,18 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from xpool._engine.jobs.ranges import TaskRange, Terms
+from xpool._engine.jobs.scheduler import BatchSizes
 from xpool._hosts import messages as m
-from xpool._hosts.conversation import CALLS_IN_FLIGHT
+from xpool._hosts.conversation import CALL_BYTES, CALLS_IN_FLIGHT
 from xpool._hosts.hosts_scheduler import HostScheduler, Message
+from xpool._hosts.link import Link
 from xpool._hosts.service import BEAT_SECONDS
 
-__all__ = ["Cluster", "Outcome"]
+__all__ = ["Cluster", "Outcome", "UPLINK"]
 
 ITEM = 5e-6
 """Seconds that the driver needs for each task (200,000 a second)."""
@@ -32,18 +35,23 @@ ITEM = 5e-6
 CALL = 150e-6
 """Seconds that the driver needs for each call of an agent and its reply."""
 
+UPLINK = 1.25e9
+"""Bytes a second from the driver to all hosts."""
+
 WORKERS = 64
 
 
 class Outcome(NamedTuple):
     """The result of a run.
 
-    ``busy``: the share of time that workers work until no task waits; ``tail``: seconds from then
-    to the end; ``lost``: tasks that were permitted to the lost host and not answered; ``begun``:
-    those of them that it had begun; ``sent``: how often a task was sent to a host, on average;
-    ``policy``: seconds of the real scheduler for a task.
+    ``seconds``: from the beginning to the last answer; ``busy``: the share of time that workers
+    work until no task waits; ``tail``: seconds from then to the end; ``lost``: tasks that were
+    permitted to the lost host and not answered; ``begun``: those of them that it had begun;
+    ``sent``: how often a task was sent to a host, on average; ``policy``: seconds of the real
+    scheduler for a task.
     """
 
+    seconds: float
     busy: float
     tail: float
     lost: int
@@ -52,10 +60,24 @@ class Outcome(NamedTuple):
     policy: float
 
 
+class Sized(bytes):
+    """Arguments of a task, of which only the number of bytes matters."""
+
+    def __new__(cls, nbytes: int) -> Sized:
+        one = super().__new__(cls)
+        one.nbytes = nbytes
+        return one
+
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+
 class _Host:
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.cluster, self.number = cluster, number
-        self.free = WORKERS
+        self.free = cluster.workers
         self.staged: dict[int, m.Stage] = {}
         self.kept = 0
         self.waiting: deque[tuple[int, int]] = deque()  # batch, and index of a task
@@ -63,6 +85,8 @@ class _Host:
         self.may_reply = 0.0  # when there is a call to reply to
         self.replying = self.gone = False
         self.begun: dict[int, float] = {}  # running tasks, and since when
+        self.arrives = 0.0  # when the last message arrives here
+        self.sizes, self.said = BatchSizes(), 0.0  # the cost of a task here, and as it was told
 
     def told(self, messages: list[Any]) -> None:
         for message in messages:
@@ -97,7 +121,7 @@ class _Host:
             index = self.waiting.popleft()[1]
             self.free -= 1
             self.begun[index] = cluster.now
-            takes = cluster.length * (0.5 + cluster.draw.random())
+            takes = cluster.takes(index)
             cluster.at(cluster.now + takes, self.end, index, takes)
 
     def end(self, index: int, takes: float) -> None:
@@ -105,6 +129,7 @@ class _Host:
             return
         self.free += 1
         del self.begun[index]
+        self.sizes.note(takes)
         self.cluster.worked(takes)
         self.say(index)
         self.begin()
@@ -119,35 +144,48 @@ class _Host:
         self.replying = False
         if not self.gone:
             cluster, news, self.news = self.cluster, self.news, []
+            if not cluster.cost and not self.said / 2 <= self.sizes.cost <= self.said * 2:
+                self.said = self.sizes.cost
+                news.append(m.Status(self.said, {}))
             self.may_reply = cluster.now + cluster.trip / CALLS_IN_FLIGHT
             cluster.at(cluster.now + cluster.trip / 2, cluster.heard, self.number, news)
 
 
 class Cluster:
-    """One driver and its hosts, with one job of tasks that take about ``length`` seconds.
+    """One driver and its hosts, with one job of tasks.
 
     Args:
-        hosts: how many, of 64 workers each.
-        length: seconds of a task, on average.
+        hosts: how many.
+        length: seconds of a task, on average, or of each task.
         trip: seconds of a round trip.
-        each: tasks for each worker.
-        loses: whether a host goes when half of the tasks are done.
-        cost: seconds of a task that the driver expects, if not ``length``.
+        each: tasks for each worker, if ``length`` is an average.
+        loses: the part of the tasks (0 to 1) after which a host goes; None: none goes.
+        cost: seconds of a task that the driver expects, if not the average; 0: as hosts measure it.
+        workers: of each host.
+        nbytes: of the arguments of a task.
+        sched: the policy.
     """
 
     def __init__(
         self,
         hosts: int,
-        length: float,
+        length: float | Sequence[float],
         trip: float,
-        each: float,
-        loses: bool = True,
+        each: float = 0.0,
+        loses: float | None = 0.5,
         cost: float | None = None,
+        workers: int = WORKERS,
+        nbytes: int = 0,
+        sched: HostScheduler | None = None,
     ) -> None:
         self.length, self.trip, self.loses = length, trip, loses
+        self.workers, self.nbytes = workers, nbytes
         self.draw = random.Random(hosts)
-        self.now = self.driver_free = 0.0
-        self.tasks = int(hosts * WORKERS * each)
+        self.now = self.driver_free = self.uplink_free = 0.0
+        if isinstance(length, float):
+            self.tasks, self.cost = int(hosts * workers * each), cost or length
+        else:
+            self.tasks, self.cost = len(length), cost or 0.0
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.serial = itertools.count()
         self.hosts = [_Host(self, number) for number in range(hosts)]
@@ -158,27 +196,36 @@ class Cluster:
         self.drained_at = self.worked_then = 0.0
         self.lost = self.begun = self.sent = 0
         self.policy = 0.0
-        self.sched = HostScheduler()
-        self.sched.quotas.cost = length if cost is None else cost
+        self.sched = HostScheduler() if sched is None else sched
+        if self.cost:
+            self.sched.quotas.cost = self.cost
         for number in range(hosts):
-            self.sched.expect(number, WORKERS)
+            self.sched.expect(number, workers)
             self.sched.join(number)
 
     def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
         """Schedule a call."""
         heapq.heappush(self.heap, (when, next(self.serial), call, args))
 
+    def takes(self, index: int) -> float:
+        """Return the seconds of a task."""
+        if isinstance(self.length, float):
+            return self.length * (0.5 + self.draw.random())
+        return self.length[index]
+
     def run(self) -> Outcome:
         """Run the job; return the result."""
-        self.sched.put(TaskRange(1, 0, 0, [b"task"] * self.tasks, terms=Terms(retries=1)))
+        items = [Sized(self.nbytes)] * self.tasks
+        self.sched.put(TaskRange(1, 0, 0, items, terms=Terms(retries=1)))
         self.at(0.0, self.turn)
         if len(self.hosts) * CALL < BEAT_SECONDS:
             self.at(BEAT_SECONDS, self.beat)
         while self.done < self.tasks:
             self.now, _, call, args = heapq.heappop(self.heap)
             call(*args)
-        all_of_it = len(self.hosts) * WORKERS * self.drained_at
+        all_of_it = len(self.hosts) * self.workers * self.drained_at
         return Outcome(
+            self.now,
             self.worked_then / all_of_it,
             self.now - self.drained_at,
             self.lost,
@@ -216,14 +263,16 @@ class Cluster:
         began = time.thread_time()
         for number, news in inbox:
             for message in news:
-                if type(message) is m.Given:
+                if type(message) is m.Status:
+                    self.sched.quotas.cost = message.cost
+                elif type(message) is m.Given:
                     self.sched.given(number, message.batches)
                 elif type(message) is m.Unbegun:
                     given += self.sched.unbegun(number, *message)
                 elif self.sched.answered(number, 1, message, 1):
                     self.done += 1
             busy += ITEM * len(news)
-        if self.loses and self.done >= self.tasks / 2:
+        if self.loses is not None and self.done >= self.tasks * self.loses:
             self.lose()
         messages: dict[int, list[Any]] = {}
         for number, message in itertools.chain(looked, given, self.sched.give()):
@@ -236,15 +285,33 @@ class Cluster:
         self.policy += time.thread_time() - began
         self.driver_free = max(self.now, self.driver_free) + busy
         for number, its in messages.items():
-            self.driver_free += CALL
-            self.at(self.driver_free + self.trip / 2, self.hosts[number].told, its)
+            self.send(self.hosts[number], its)
         if not self.drained_at and not self.sched.queued and not self.sched.table.with_staged:
             running = (self.now - at for host in self.hosts for at in host.begun.values())
             self.drained_at, self.worked_then = self.now, self.work + sum(running)
 
+    def send(self, host: _Host, messages: list[Any]) -> None:
+        """Send messages in order, in calls as `Conversation` makes them."""
+        link = Link()
+        for one in messages:
+            link.queue(one)
+        while link.has_unsent:
+            its = link.take(CALL_BYTES, self.weight)[1]
+            self.driver_free += CALL
+            leaves = self.driver_free
+            if any(map(self.weight, its)):
+                leaves = max(leaves, self.uplink_free) + sum(map(self.weight, its)) / UPLINK
+                self.uplink_free = leaves
+            host.arrives = max(host.arrives, leaves + self.trip / 2)
+            self.at(host.arrives, host.told, its)
+
+    def weight(self, message: Any) -> int:
+        """Return the bytes of a message."""
+        return len(message.items) * self.nbytes if type(message) is m.Stage else 0
+
     def lose(self) -> None:
         """Lose a host."""
-        self.loses = False
+        self.loses = None
         host = self.hosts[-1]
         host.gone = True
         lost = self.sched.lost(host.number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .scale import WORKERS, Cluster
+from .scale import UPLINK, WORKERS, Cluster
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 
@@ -29,12 +29,20 @@ def test_a_lost_host_loses_permitted_tasks():
 
 def test_the_last_tasks_are_shared():
     """When no task waits, idle hosts get staged and unbegun tasks of others."""
-    outcome = Cluster(20, 0.05, 0.002, each=10.0, loses=False).run()
+    outcome = Cluster(20, 0.05, 0.002, each=10.0, loses=None).run()
     assert outcome.tail < 0.3
 
 
 def test_few_tasks_are_sent_twice():
     """A task takes twenty times as long as the driver expects, as where arrays have to arrive."""
-    outcome = Cluster(2, 0.02, 0.002, each=50.0, loses=False, cost=0.001).run()
+    outcome = Cluster(2, 0.02, 0.002, each=50.0, loses=None, cost=0.001).run()
     assert outcome.tail < 1.2  # a worker's 50 tasks
     assert outcome.sent < 1.2
+
+
+def test_arguments_do_not_delay_permissions():
+    """The arguments of later tasks are not sent to a host before it may begin the tasks it has."""
+    outcome = Cluster(20, 0.01, 0.002, each=60.0, loses=None, workers=8, nbytes=100_000).run()
+    least = 9_600 * 100_000 / UPLINK  # seconds in which all arguments leave the driver
+    assert outcome.seconds < 1.15 * least
+    assert outcome.sent < 1.05

@@ -108,7 +108,6 @@ class HostTable:
         self.with_staged: dict[int, None] = {}
         # Hosts that were permitted more than their workers run at once, without a recall under way.
         self.recallable: dict[int, None] = {}
-        self.unfilled: dict[int, None] = {}  # hosts that can have more staged
         self.with_bound: dict[int, None] = {}  # hosts with a worker that bound items wait for
         self.unwatched: dict[int, None] = {}
         """Hosts that were permitted more than their workers run at once.  The caller removes each
@@ -129,7 +128,6 @@ class HostTable:
         host.accepting = True
         self.workers += host.workers
         self.with_capacity[host.number] = None
-        self.unfilled[host.number] = None
 
     def refuse(self, host: HostState) -> None:
         """Note that a host is leaving."""
@@ -138,9 +136,7 @@ class HostTable:
         self.with_capacity.pop(host.number, None)
 
     def remove(self, number: int) -> HostState:
-        for its in (
-            self.with_staged, self.recallable, self.unfilled, self.with_bound, self.unwatched,
-        ):  # fmt: skip
+        for its in (self.with_staged, self.recallable, self.with_bound, self.unwatched):
             its.pop(number, None)
         host = self.hosts.pop(number)
         for w in range(host.first, host.first + host.workers):
@@ -183,7 +179,6 @@ class HostTable:
             place = bisect.bisect_left if in_front else bisect.bisect_right
             staged.insert(place(staged, -priority, key=lambda one: -one.priority), batch)
         host.staged_items += batch.left
-        self.unfilled[host.number] = None
         self.update_donors(host)
 
     def permit(self, host: HostState, batch: StagedBatch) -> None:
@@ -219,8 +214,6 @@ class HostTable:
             host.recallable.pop(batch.number, None)
             host.recalled.pop(batch.number, None)
             host.nbytes -= batch.nbytes
-            if host.accepting:
-                self.unfilled[host.number] = None
         self.update_donors(host)
 
     def runs(self, job: int, index: int | None = None) -> bool:

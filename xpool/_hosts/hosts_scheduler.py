@@ -74,7 +74,6 @@ class HostScheduler(Waiting):
         found: list[Message] = []
         if host.staged:
             self._drop(host, list(host.staged), found)
-        self.table.unfilled.pop(number, None)
         return found
 
     def lost(self, number: int) -> list[Lost]:
@@ -129,17 +128,15 @@ class HostScheduler(Waiting):
                     break
                 host = table.hosts[number]
                 room = self.quotas.room(host)
-                if room <= 0 and number not in table.with_bound:
-                    del table.with_capacity[number]  # the next answer adds it again
-                    continue
                 batch = self._next(host, room, found)
                 if batch is not None:
                     self._permit(host, batch, found)
                     table.with_capacity.move_to_end(number)
                     permitted = True
-        # Each host gets one batch in turn, so that the first does not get all waiting items.
-        while table.unfilled and self._stage_ahead(table.hosts[next(iter(table.unfilled))], found):
-            continue
+                elif room <= 0:
+                    self._stage_ahead(host, found)
+                    if number not in table.with_bound:
+                        del table.with_capacity[number]  # the next answer adds it again
         return found
 
     def _next(self, host: HostState, room: int, found: list[Message]) -> StagedBatch | None:
@@ -156,7 +153,6 @@ class HostScheduler(Waiting):
             if host.staged[0].left <= room:
                 batch = host.staged.popleft()
                 host.staged_items -= batch.left
-                self.table.unfilled[host.number] = None
                 self.table.update_donors(host)
                 return batch
             if host.ahead >= host.workers:
@@ -233,7 +229,6 @@ class HostScheduler(Waiting):
             host.staged_items -= batch.left
             host.nbytes -= batch.nbytes
             self.put_back(batch.items)
-        self.table.unfilled[host.number] = None
         self.table.update_donors(host)
         found.append((host.number, Drop([batch.number for batch in batches])))
 
@@ -247,18 +242,16 @@ class HostScheduler(Waiting):
         else:
             found.append((host.number, Go([batch.number])))
 
-    def _stage_ahead(self, host: HostState, found: list[Message]) -> bool:
-        """Stage a batch at a host, if it has room; return whether items may be left for others."""
+    def _stage_ahead(self, host: HostState, found: list[Message]) -> None:
+        """Stage items at a host that has no room for more permitted ones."""
         # The last items stay in the queue, for the hosts that are the first to have room.
-        first = self.shared.first()
-        if math.isinf(self.quotas.cost) or first is None or len(first.items) <= self.table.workers:
-            return False
-        del self.table.unfilled[host.number]
-        most = self.quotas.room_staged(host)
-        batch = self._stage(host, self.shared, most, found) if most > 0 else None
-        if batch is not None:
+        while (
+            (most := self.quotas.room_staged(host)) > 0
+            and (first := self.shared.first()) is not None
+            and len(first.items) > self.table.workers
+            and (batch := self._stage(host, self.shared, most, found)) is not None
+        ):
             self.table.keep(host, batch)
-        return True
 
     def _stage(
         self, host: HostState, queue: RangeQueue, most: int, found: list[Message]

@@ -1,8 +1,9 @@
 """How many items are permitted to a host and staged there: numbers only.
 
 A host is permitted one item for each of its workers, and beyond these the items that its workers
-finish in `AHEAD_SECONDS`, since the next permission takes a round trip.  Items for `STAGED_SECONDS`
-are staged there, but not more than `STAGED_BYTES`.
+finish in `AHEAD_SECONDS`, since the next permission takes a round trip.  Long items are not
+permitted ahead: then one item for each worker is staged, so that it is there when the worker is
+free.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from xpool._hosts.holdings import HostState
 AHEAD_SECONDS = 0.05
 """Seconds of work that a host may begin without another message of the driver."""
 
-STAGED_SECONDS = 1.0
-STAGED_BYTES = 64 * 1024 * 1024
-"""The most that is staged at a host: in seconds of its work, and in bytes."""
+AHEAD_BYTES = 64 * 1024 * 1024
+"""A host that holds as many bytes gets only what its workers run at once."""
 
 BATCH_SECONDS = 0.004
 """Seconds of work in a batch: of one worker if the batch is bound to it, otherwise of all workers
@@ -55,7 +55,7 @@ class Quotas:
 
     def extra(self, host: HostState) -> int:
         """Return how many items each worker of a host may hold besides the one that it runs."""
-        if self.cost > LONG_SECONDS or host.nbytes >= STAGED_BYTES:
+        if self.cost > LONG_SECONDS or host.nbytes >= AHEAD_BYTES:
             return 0
         return min(MOST_AHEAD, math.ceil(AHEAD_SECONDS / self.cost))
 
@@ -72,6 +72,6 @@ class Quotas:
 
     def room_staged(self, host: HostState) -> int:
         """Return how many more items may be staged at a host."""
-        if math.isinf(self.cost) or host.nbytes >= STAGED_BYTES:
+        if not LONG_SECONDS < self.cost < math.inf or host.nbytes >= AHEAD_BYTES:
             return 0
-        return host.workers * math.ceil(STAGED_SECONDS / self.cost) - host.staged_items
+        return host.workers - host.staged_items
