@@ -90,11 +90,12 @@ class HostService:
             self._wake()
 
     def next_time(self) -> float | None:
-        """Return the time of the next timer; None: there is none.  Also called without the lock."""
-        return self._timers.next()
+        """Return the time of the next timer or retry; None: there is none.  Needs no lock."""
+        times = self._timers.next(), self.sched.later.next()
+        return min((when for when in times if when is not None), default=None)
 
     def due(self) -> None:
-        """Run the timers that are due; fail the pool if no host is left."""
+        """Run the timers and queue the retries that are due; fail the pool if no host is left."""
         for call in self._timers.due(self._now()):
             call()
         self.sched.due(self._now())
@@ -289,10 +290,8 @@ class HostService:
         return found
 
     def _pause(self, tries: int) -> float:
-        """Return when a task runs again after this number of tries; set a timer for it."""
-        when = self._now() + back_off(tries, self.random.random())
-        self.at(when, lambda: None)
-        return when
+        """Return when a task runs again after this number of tries."""
+        return self._now() + back_off(tries, self.random.random())
 
     # -- ends of hosts and of the pool -------------------------------------------------------------
 
@@ -345,7 +344,6 @@ class HostService:
         for lost in self.sched.lost(number):
             if lost.again and not self.ending:
                 self.sched.put_again(lost.item, False, over)
-                self.at(over, lambda: None)
             else:
                 job, index = lost.name
                 worker = -1 if lost.item.bound is None else lost.item.bound
