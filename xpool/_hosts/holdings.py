@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of, piece
@@ -117,12 +116,11 @@ class HostTable:
         self.bound_ahead: list[int] = []  # number of permitted items bound to each worker
         self._functions: dict[int, tuple[int, Any]] = {}
 
-    def expect(self, number: int, workers: int) -> HostState:
+    def expect(self, number: int, workers: int) -> None:
         """Add a host that will join; its workers get the next indices."""
-        host = self.hosts[number] = HostState(number, len(self.host_of), workers)
+        self.hosts[number] = HostState(number, len(self.host_of), workers)
         self.host_of += [number] * workers
         self.bound_ahead += [0] * workers
-        return host
 
     def accept(self, host: HostState) -> None:
         host.accepting = True
@@ -147,14 +145,6 @@ class HostTable:
         """Whether the host of a worker is in service or expected."""
         host = self.hosts.get(self.host_of[worker])
         return host is not None and not host.leaving
-
-    def least_loaded(self, waiting: Sequence[int]) -> int | None:
-        """Return the worker with the fewest items bound to it; None: no host is in service.
-
-        ``waiting``: the number of items that wait for each worker.
-        """
-        there = filter(self.is_there, range(len(self.host_of)))
-        return min(there, key=lambda w: (self.bound_ahead[w] + waiting[w], w), default=None)
 
     def update_donors(self, host: HostState) -> None:
         """Note whether other hosts may get staged or permitted batches of a host."""

@@ -102,7 +102,8 @@ class HostScheduler(Waiting):
 
     def least_loaded(self) -> int | None:
         """Return the worker with the fewest items bound to it; None: no host is in service."""
-        return self.table.least_loaded([queue.bound for queue in self.own])
+        ahead, there = self.table.bound_ahead, filter(self.table.is_there, range(len(self.own)))
+        return min(there, key=lambda w: (ahead[w] + self.own[w].bound, w), default=None)
 
     # -- work goes out -----------------------------------------------------------------------------
 
