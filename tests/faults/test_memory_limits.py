@@ -23,6 +23,7 @@ from xpool import (
 )
 from xpool._engine import memory
 from xpool._engine.answers import MemoryLimits
+from xpool._engine.jobs.scheduler import Scheduler
 from xpool._memory import system
 from xpool._memory.system import Scope
 
@@ -118,7 +119,7 @@ def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
 
     monkeypatch.setattr(memory, "fullest_scope", lambda: Scope(10 << 30, int(used[0] * (10 << 30))))
     full = MemoryLimits(full=0.9)
-    parts = SimpleNamespace(workers=workers, sched=None, reactor=reactor, ledger=None)
+    parts = SimpleNamespace(workers=workers, sched=Scheduler(4), reactor=reactor, ledger=None)
     memory.MemoryGuard(parts, full, end, lambda: None)
     assert ended == []
     used[0] = 0.95

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from . import mutants_alone, mutants_scheduler  # noqa: F401 - they add to MUTANTS
+from . import mutants_alone, mutants_heavy, mutants_scheduler  # noqa: F401 - add to MUTANTS
 from .ends import EndsWorld
 from .engine import EngineWorld
 from .hosts import HostWorld

@@ -55,6 +55,17 @@ def no_thread(call: Callable[[], object], name: str) -> bool:
     return False
 
 
+_NEED = 100
+"""Bytes that a heavy task needs."""
+
+
+class _Peaks(dict[str, int]):
+    """The memory that each function was seen to take."""
+
+    def get(self, name: str, default: Any = None) -> int:
+        return _NEED
+
+
 class _Plan:
     """The outcome of one run of a task."""
 
@@ -205,6 +216,10 @@ class EngineWorld(World):
         self.bounded = self.draw.rooms.chance(1 / 3)  # whether streams wait for room for results
         if self.draw.memory.chance(0.2):
             self.engine._monitor.guard.ran_out = self.ran_out  # type: ignore[method-assign]
+        self.heavy = self.draw.heavy.chance(0.1)
+        if self.heavy:
+            self.deaths = self.deaths or 0.1
+            self.engine.ledger.peaks = _Peaks()
         self.overtaken: list[tuple[int, int]] = []
         self.overtaken_since = self.now
         self.limits: dict[int, Limit] = {}  # of jobs with a limit
@@ -313,6 +328,8 @@ class EngineWorld(World):
                 acts.append(self.cancel)
             if self.asks and self.unanswered and not self.calls and self.draw.asks.chance(0.05):
                 acts.append(self.ask)
+            if self.heavy and self.engine.sched.heavy.needs and self.draw.heavy.chance(0.05):
+                acts.append(self.measure)
             if self.violent_end and self.jobs > 1 and self.draw.ends.chance(0.02):
                 acts.append(self.terminate)
         return acts
@@ -743,6 +760,13 @@ class EngineWorld(World):
         pid = next(slot.pid for slot in ended)
         return "The kernel ended it." if code is not None and pid and pid % 2 else ""
 
+    def measure(self) -> None:
+        """Measure the memory, as the engine's guard does."""
+        free = self.draw.heavy.one_of([0, 150, 150, 400])
+        self.note(f"{self.now:.6f}", free, "bytes are free, and a heavy task needs", _NEED)
+        self.engine.sched.measured(free, None, {})
+        self.engine._monitor.give_idle()
+
     def report(self) -> None:
         """Report a death to the parent."""
         handle, code = self.reports.pop(self.draw.reports.below(len(self.reports)))
@@ -843,6 +867,12 @@ class EngineWorld(World):
             self.wrong(f"{len(held)} batches are in flight beside one that is to run alone")
         if sched.alone in sched.queued and held:
             return
+        # A heavy task that waits for memory holds up others, but not if none of its kind runs.
+        needs = sched.heavy.needs
+        if any(sched.heavy.name(batch) in needs for batch in held):
+            first = next((one for one in sched.shared if one.items), None)
+            if first is None or self.ranked or sched.heavy.name(first) in needs:
+                return
         if waits and sched.idle and not (self.over or self.engine.failure):
             self.wrong(f"worker {next(iter(sched.idle))} is idle, and job {waits[0]} waits")
 

@@ -79,7 +79,7 @@ class SchedulerWorld(World):
         super().__init__(seed)
         self.events = events
         n = 1 + self.draw.pool.below(4)
-        self.sched = Scheduler(n)
+        self.sched = Scheduler(n, lambda job, index: self.function(job))
         self.sched.sizes.cost = self.draw.pool.one_of(
             [float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 3e-3, 0.1]
         )
@@ -92,6 +92,13 @@ class SchedulerWorld(World):
         self.lonely = self.draw.alone.one_of([0.0, 0.3, 0.8])  # how many of the lost ones run alone
         self.lone: set[Task] = set()  # those that run alone from now on
         self.before: set[Task] = set()  # bound ones that go before the first of these
+        # Whether the functions of those are heavy afterwards.
+        self.heavy = self.lonely > 0.0 and self.draw.heavy.chance(1 / 3)
+        self.needs: dict[str, float] = {}  # by heavy function
+        # By worker: the function, what it needed at the start, the most memory so far.
+        self.latest: dict[int, tuple[str, float, float]] = {}
+        self.free = self.limits = 0.0
+        self.sizes: dict[int, int] = {}
         self.retries: dict[Task, int] = {}
         self.bound: dict[Task, int | None] = {}
         self.open: dict[
@@ -116,6 +123,7 @@ class SchedulerWorld(World):
                 self.workers[w].alive = False
         kinds = [
             *([self.death, self.begin, self.answer] if self.lonely > 0.5 else []),
+            *([self.weigh, self.answer, self.become_heavy] if self.heavy else []),
             self.submit, self.submit, self.feed, self.batches, self.batches,
             self.begin, self.finish, self.finish, self.answer, self.answer, self.answer,
             self.look, self.look, self.death, self.revive, self.withdraw, self.due,
@@ -154,7 +162,7 @@ class SchedulerWorld(World):
                   "priority", priority)  # fmt: skip
         if n == 1 and bound is None and self.draw.verbs.chance(0.5):
             waits = any(tasks for queue in self.queues.values() for _, tasks in queue)
-            waits = waits or self.lone_runs()
+            waits = waits or self.lone_runs() or bool(self.needs)
             idle = list(self.sched.idle)
             found = self.sched.start(task_range)
             if found is not None:
@@ -237,7 +245,9 @@ class SchedulerWorld(World):
 
     def overtaken(self, w: int) -> bool:
         """Whether a task that waits for a worker goes before one that it has not begun."""
-        first, worker = max(self.highest(w), self.highest(None)), self.workers[w]
+        first, worker = self.highest(w), self.workers[w]
+        if self.shared_may_run(w, later=True):
+            first = max(first, self.highest(None))
         return any(
             self.ranks[task[0]] < first
             for i, (task, batch) in enumerate(worker.given)
@@ -262,10 +272,12 @@ class SchedulerWorld(World):
         """Give waiting tasks to idle workers."""
         idle = list(self.sched.idle)
         among = len(self.workers)
+        all_idle = len(idle) == among and not self.needs
+        self.settle(idle)
         for w, batch in self.sched.next_batches():
             if w not in idle:
                 self.wrong(f"worker {w} got a batch while it was not idle")
-            left = among - idle.index(w) if len(idle) == among else among
+            left = among - idle.index(w) if all_idle else among
             self.given(w, batch, left)
         for w in self.sched.idle:
             if self.may_get(w):
@@ -289,7 +301,7 @@ class SchedulerWorld(World):
         if self.lone_runs():
             return False
         if not self.waits_alone():
-            return any(tasks for q in (w, None) for _, tasks in self.queues[q])
+            return any(tasks for _, tasks in self.queues[w]) or self.shared_may_run(w)
         if not any(map(self.holds, range(len(self.workers)))):
             return True
         first = next((tasks[0] for _, tasks in self.queues[w] if tasks), None)
@@ -305,6 +317,48 @@ class SchedulerWorld(World):
         elif self.waits_alone() and tasks[0] not in self.before:
             self.wrong(f"worker {w} gets {tasks} before a task that waits to run alone")
 
+    @staticmethod
+    def function(job: int) -> str:
+        return f"function {job % 2}"
+
+    def shared_may_run(self, w: int, later: bool = False) -> bool:
+        """Whether a worker may get the first task that waits for any; ``later``: when it has
+        answered all."""
+        first = next((tasks for _, tasks in self.queues[None] if tasks), None)
+        return first is not None and self.has_memory(w, first, later)
+
+    def has_memory(self, w: int, tasks: list[Task], later: bool = False) -> bool:
+        """Whether a worker may get the first of some tasks, which are for any worker."""
+        need = self.needs.get(self.function(tasks[0][0]), 0.0)
+        if self.holds(w) and not later:
+            return not need and w not in self.latest
+        heavy = [v for v in self.latest if self.holds(v) and self.latest[v][0] in self.needs]
+        heavy = [v for v in heavy if v != w]
+        needs = {v: max(self.needs[self.latest[v][0]], self.latest[v][1]) for v in heavy}
+        needs[w] = need
+        if not need or not sum(needs[v] for v in heavy):
+            return True
+        growth = sum(max(0.0, its - self.sizes.get(v, 0)) for v, its in needs.items())
+        return growth <= self.free and sum(needs.values()) <= self.limits
+
+    def check_memory(self, w: int, tasks: list[Task], shared: bool) -> None:
+        """A heavy task is given to an idle worker if the memory is enough, by itself."""
+        if shared and not self.has_memory(w, tasks):
+            self.wrong(f"worker {w} gets {tasks}; {self.latest} need {self.needs} of {self.free}")
+        name = self.function(tasks[0][0])
+        if shared and name in self.needs and len(tasks) > 1:
+            self.wrong(f"worker {w} gets {tasks} of a heavy function")
+        self.latest.pop(w, None)
+        if name in self.needs:
+            self.latest[w] = name, self.needs[name], 0.0
+
+    def settle(self, workers: list[int]) -> None:
+        """The tasks of these workers have ended: their functions may need less."""
+        for w in workers if self.needs else ():
+            name, _, seen = self.latest.pop(w, ("", 0.0, 0.0))
+            if name in self.needs:
+                self.needs[name] = max(seen, 0.75 * self.needs[name])
+
     def given(self, w: int, batch: Batch, among: int = 0) -> None:
         """Check a batch and give it to the worker; ``among``: workers that divide the handful, 0:
         all."""
@@ -317,7 +371,8 @@ class SchedulerWorld(World):
             self.wrong(f"recalled worker {w} got {tasks}")
         if batch.seq != len(worker.given):
             self.wrong(f"seq {batch.seq} for item {len(worker.given)} of worker {w}")
-        own = any(t for _, t in self.queues[w]) and self.highest(w) >= self.highest(None)
+        own = any(t for _, t in self.queues[w])
+        own = own and (self.highest(w) >= self.highest(None) or not self.shared_may_run(w))
         self.check_alone(w, tasks)
         queue = self.queues[w] if own or self.waits_alone() else self.queues[None]
         if tasks[0] in self.lone:
@@ -335,6 +390,7 @@ class SchedulerWorld(World):
                 self.wrong(f"task {task} has the payload of another")
         among = among or len(self.workers)
         self.check_handful(w, batch, len(queue[0][1]), queue is self.queues[None], among)
+        self.check_memory(w, tasks, queue is self.queues[None])
         del queue[0][1][: len(tasks)]
         if not queue[0][1]:
             queue.pop(0)
@@ -352,6 +408,8 @@ class SchedulerWorld(World):
             else max(1, min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / cost)))
         )
         worker = self.workers[w]
+        if shared and self.function(batch.job) in self.needs:
+            handful = 1
 
         def allowed(waiting: int) -> int:
             most = min(handful, waiting)
@@ -490,10 +548,12 @@ class SchedulerWorld(World):
                 most = 1 + ahead
             else:
                 most = max(most, 1 + min(ahead, waiting // (n * len(self.workers))))
+        if not self.holds(w):
+            self.settle([w])
         batches = self.sched.refill(w)
         for batch in batches:
             self.given(w, batch)
-        if self.sched.alone in self.sched.queued:
+        if self.sched.holds_back:
             self.batches()
         if batches and held + len(batches) > most:
             self.wrong(f"worker {w} holds {held} and {len(batches)} messages of {cost} s a task")
@@ -583,6 +643,7 @@ class SchedulerWorld(World):
         found = None if lost is None else (lost[0].job, lost[0].first + lost[1])
         if found != running:
             self.wrong(f"worker {w} was running {running}, and {found} counts as lost")
+        worker.alive = False
         for _, tasks in reversed(back):
             self.put_back(tasks)
         if lost is not None and running is not None:
@@ -608,14 +669,63 @@ class SchedulerWorld(World):
                     self.later.append((when, len(self._history), running))
             else:
                 self.end(running, "lost")
-        worker.alive = False
 
     def run_again(
         self, lost: tuple[Batch, int], task: Task, alone: bool, when: float | None = None
     ) -> None:
+        if alone and self.heavy:
+            self.ran_out(lost, task)
         self.sched.again(*lost, when=when, alone=alone)
         if alone:
             self.lone.add(task)
+
+    def ran_out(self, lost: tuple[Batch, int], task: Task) -> None:
+        """The function of a task becomes heavy."""
+        name, peak = self.function(task[0]), self.draw.heavy.one_of([0, 10, 40, 100])
+        self.note(name, "needs", peak)
+        self.sched.ran_out(*lost, {name: peak})
+        if not self.needs:
+            self.free = self.limits = 0.0
+        self.needs[name] = max(peak, self.needs.get(name, 0.0))
+        for v, worker in enumerate(self.workers):
+            runs = self.function(worker.given[worker.answered][0][0]) if self.holds(v) else ""
+            if runs == name and v not in self.latest:
+                self.latest[v] = name, 0.0, 0.0
+
+    def become_heavy(self) -> None:
+        """A function becomes heavy, whatever runs at that moment."""
+        runs = [w for w in range(len(self.workers)) if self.holds(w)]
+        if runs and self.draw.heavy.chance(0.5):
+            worker = self.workers[self.draw.heavy.one_of(runs)]
+            task, batch = worker.given[worker.answered]
+            self.ran_out((batch, batch.done), task)
+
+    def weigh(self) -> None:
+        """The engine measures the memory."""
+        sched, n = self.sched, len(self.workers)
+        self.sizes = {w: self.draw.heavy.below(100) for w in range(n)}
+        each = self.draw.heavy.one_of([None, None, 30, 90])
+        self.free = self.draw.heavy.one_of([0, 30, 100, 300])
+        runs = [w for w in range(n) if self.holds(w)]
+        for w in runs:
+            if w in self.latest:
+                sched.heavy.weighed(w, self.sizes[w])
+                name, start, seen = self.latest[w]
+                self.latest[w] = name, start, max(seen, self.sizes[w])
+                if name in self.needs:
+                    self.needs[name] = max(self.needs[name], self.sizes[w])
+        others = sum(w not in self.latest for w in runs)
+        self.limits = math.inf if each is None else each * (n - others)
+        self.note("needs are", self.needs, "of", self.free, "free; workers have", self.sizes)
+        if sched.alone not in sched.queued and not any(t in self.lone for *_, t in self.later):
+            for name, need in list(self.needs.items()):
+                growth = sum(max(0.0, need - size) for size in self.sizes.values())
+                if growth <= self.free and n * need <= self.limits:
+                    del self.needs[name]
+            if not self.needs:
+                self.latest.clear()
+        sched.measured(self.free, each, self.sizes)
+        self.batches()
 
     def revive(self, w: int | None = None) -> None:
         """A new process is ready at a dead worker's place."""
@@ -706,8 +816,8 @@ class SchedulerWorld(World):
     def check(self) -> None:
         """Compare the scheduler's state with the model's."""
         sched = self.sched
-        queued = sum(len(tasks) for q in self.queues.values() for _, tasks in q)
-        if sched.waiting() != queued + len(self.later):
+        waiting = sum(len(tasks) for q in self.queues.values() for _, tasks in q)
+        if sched.waiting() != waiting + len(self.later):
             self.wrong(f"{sched.waiting()} items wait; in the model {self.queues}")
         for w, (worker, in_flight) in enumerate(zip(self.workers, sched.in_flight)):
             if sched.own[w].bound != sum(len(tasks) for _, tasks in self.queues[w]):
@@ -718,7 +828,10 @@ class SchedulerWorld(World):
             able = in_flight.accepting and not in_flight.held
             if able != (w in sched.idle) or (able and not worker.alive):
                 self.wrong(f"idle are {list(sched.idle)}, wrong for worker {w}")
-        if sched.queued - {sched.alone} != {q for q in (sched.shared, *sched.own) if q}:
+        if sched.heavy.needs != self.needs or (sched.heavy in sched.queued) != bool(self.needs):
+            self.wrong(f"heavy are {sched.heavy.needs}; in the model {self.needs}")
+        queued = {q for q in (sched.shared, *sched.own) if q}
+        if sched.queued - {sched.alone, sched.heavy} != queued:
             self.wrong(f"not the queues that have ranges: {sched.queued}")
         if bool(sched.alone) != self.waits_alone():
             self.wrong(f"that tasks wait to run alone is {bool(sched.alone)}")

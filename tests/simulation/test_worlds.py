@@ -14,7 +14,7 @@ from xpool._engine import start_limit
 from xpool._engine import worker_process as worker
 from xpool._engine.worker_process import processor_times
 
-from . import mutants_alone, mutants_scheduler  # noqa: F401 - they add to MUTANTS
+from . import mutants_alone, mutants_heavy, mutants_scheduler  # noqa: F401 - add to MUTANTS
 from .draws import Draws
 from .ends import EndsWorld
 from .engine import EngineWorld

@@ -254,6 +254,8 @@ class Answers:
         if self._hands_back:
             self._result(batch, batch.first + position, None, killed)
             return
+        if alone:
+            self._sched.ran_out(batch, position, self._ledger.peaks)
         when = self._reactor.now() + back_off(batch.terms.tries + 1, self._chance())
         self._sched.again(batch, position, killed=killed, when=when, alone=alone)
         self._ledger.retried(batch, batch.first + position)

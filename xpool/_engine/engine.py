@@ -82,7 +82,7 @@ class Engine:
         self._reactor, self._make_worker, self._aside = system
         self._starting = False  # a thread starts the processes that are due
         self._trouble: BaseException | None = None  # why that thread has failed
-        self.sched = Scheduler(workers)
+        self.sched = Scheduler(workers, describe)
         self.idle = self.sched.idle
         self.workers: list[WorkerProcess] = []
         self._add_workers(workers)

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable
 
 from xpool._engine.answers import MemoryLimits, Parts
 from xpool._engine.worker_process import WorkerProcess
-from xpool._memory.system import Scope, fullest_scope, oom_kills
+from xpool._memory.system import Scope, available_memory, fullest_scope, oom_kills
 
 POLL_SECONDS = 0.2
 """Seconds between two checks."""
 
 LARGE_PART = 0.02
 """Fraction of the machine's memory.  A worker with less is not ended when the machine is full."""
+
+USABLE = 0.95
+"""Fraction of the machine's memory that heavy tasks may use together with all other programs."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -37,9 +40,10 @@ def private_memory(pid: int) -> int:
 class MemoryGuard:
     """Ends workers with too much memory; ``short`` is True while more than ``high`` is in use.
 
-    A worker whose task runs alone may have as much as all workers.  ``end(worker, remark)`` ends a
-    worker; ``again()`` sends waiting tasks.  The guard polls, because the system has no event for
-    memory in use.
+    A worker whose task runs alone may have as much as all workers.  After a death for lack of
+    memory, the guard measures what heavy tasks need and may have (`HeavyFunctions`).
+    ``end(worker, remark)`` ends a worker; ``again()`` sends waiting tasks.  The guard polls,
+    because the system has no event for memory in use.
     """
 
     def __init__(
@@ -56,23 +60,29 @@ class MemoryGuard:
         self._end, self._again = end, again
         self._ended: set[int] = set()  # the workers whose end is not handled yet
         self._kills = oom_kills()
-        if limits != MemoryLimits():
+        self._polls = self._limited = limits != MemoryLimits()
+        if self._polls:
             self._look()
 
     def _look(self) -> None:
-        if self._most is not None:
-            for worker in self._workers:
-                alone = worker.index == self._sched.lone and worker.in_flight.held
-                self._weigh(worker, self._most, self._sched.size if alone else 1)
+        held_back = bool(self._sched.heavy.needs)
+        if self._most is not None or held_back:
+            sizes = {worker.index: self._weigh(worker) for worker in self._workers}
+            if held_back:
+                free = available_memory(self._high or USABLE)
+                self._sched.measured(free, self._most, sizes)
         scope = None if self._high is None and self._full is None else fullest_scope()
         used = 0.0 if scope is None else scope.part
         if self._high is not None:
             before, self.short = self.short, used > self._high
-            if before:
-                self._again()  # also while memory is short: one task may run if none does
+            held_back |= before
+        if held_back:
+            self._again()  # also while memory is short: one task may run if none does
         if scope is not None and self._full is not None and used > self._full:
             self._end_largest(scope)
-        self._reactor.call_at(self._reactor.now() + POLL_SECONDS, self._look)
+        self._polls = self._limited or bool(self._sched.heavy.needs)
+        if self._polls:
+            self._reactor.call_at(self._reactor.now() + POLL_SECONDS, self._look)
 
     def is_above(self, worker: WorkerProcess) -> bool:
         """Whether a worker has more than a worker may have."""
@@ -89,26 +99,42 @@ class MemoryGuard:
             return min(ours.items())[1].remark
         if exitcode == -signal.SIGKILL and self._kills < oom_kills():
             self._kills += 1  # the kernel may have killed several before the first is handled
+            if not self._polls:
+                self._polls = True
+                self._reactor.call_at(self._reactor.now(), self._look)
             return "The kernel ended it, because memory was short."
         return ""
 
-    def _weigh(self, worker: WorkerProcess, most: int, times: int) -> None:
+    def _weigh(self, worker: WorkerProcess) -> int:
+        """Return a worker's private memory, and end the worker if that is too much."""
         pid = worker.pid
         if pid is None or not worker.state.serves:
-            return
-        bytes_ = private_memory(pid)
-        if worker.in_flight.held:
+            return 0
+        bytes_, sched, limit = private_memory(pid), self._sched, self._most
+        runs = bool(worker.in_flight.held)
+        if runs:
             self._ledger.weighed(worker.in_flight.held[0], bytes_)
-        if bytes_ > most * times:
+            if sched.heavy.has_heavy(worker.index):
+                sched.heavy.weighed(worker.index, bytes_)
+        if limit is None:
+            return bytes_
+        times = sched.size if runs and worker.index == sched.lone else 1
+        most = limit * times
+        if runs and times == 1:
+            most = sched.heavy.limit(worker.index, limit, sched.size)
+        if bytes_ > most:
             # In text such as "300MB", a megabyte is 1024**2 bytes.
-            unit = 10**6 if most % 1024 else 2**20
+            unit = 10**6 if limit % 1024 else 2**20
+            more = f", and {times} times as much for a task alone" if times > 1 else ""
+            if times == 1 and most > limit:
+                more = f", and {most / unit:.4g} MB for this function, of which fewer tasks run"
             self._ended.add(worker.index)
             self._end(
                 worker,
                 f"The pool ended it, because it had {bytes_ / unit:.0f} MB of private memory, and "
-                f"worker_memory= allows {most / unit:.4g} MB"
-                f"{f', and {times} times as much for a task alone' if times > 1 else ''}.",
+                f"worker_memory= allows {limit / unit:.4g} MB{more}.",
             )
+        return bytes_
 
     def _end_largest(self, scope: Scope) -> None:
         living = [s for s in self._workers if s.pid is not None and s.state.serves]

@@ -224,21 +224,21 @@ class WorkerMonitor:
             # It continues with what it holds, and its next answers may wait in its outbox.
             if w in self._multi_item and worker.state is not WorkerStates.CONDEMNED:
                 self._looks.schedule_by(worker, self._reactor.now() + OUTBOX_POLL_SECONDS)
-            if self._sched.alone in self._sched.queued:
+            if self._sched.holds_back:
                 self.give_idle()
             return
         if self._sched.queued:
+            # A process that has kept the memory of a task that might have more than others ends.
+            if not size and self._sched.had_more(w) and self.guard.is_above(worker):
+                self.retire(worker)
             # While memory is short, one task runs at a time.
-            if self.guard.short or self._sched.alone in self._sched.queued:
-                # A process that has kept the memory of a task that ran alone ends.
-                if w == self._sched.lone and not size and self.guard.is_above(worker):
-                    self.retire(worker)
+            alone = self.guard.short or self._sched.alone in self._sched.queued
+            for batch in () if alone else self._sched.refill(w):
+                self._give(worker, batch)
+            if alone or self._sched.holds_back:
                 self.give_idle()
-                if worker.state is not WorkerStates.READY:
-                    return
-            else:
-                for batch in self._sched.refill(w):
-                    self._give(worker, batch)
+            if worker.state is not WorkerStates.READY:
+                return
             size = in_flight.sent - in_flight.answered
         # It has run all tasks that a process may run (`maxtasksperchild`).
         if not size and in_flight.left == 0:
@@ -401,7 +401,7 @@ class WorkerMonitor:
 
     def withdraw(self, job: int, index: int | None = None) -> None:
         """Drop the waiting tasks of a job that has ended, and stop its running ones."""
-        alone = self._sched.alone in self._sched.queued
+        holds_back = self._sched.holds_back
         for w in self._sched.withdraw(job, index):
             worker = self._workers[w]
             # A condemned worker begins nothing more and cannot be recalled.
@@ -410,8 +410,8 @@ class WorkerMonitor:
                 self._check(worker)
                 # It may have been about to begin another task of the job.
                 self._checks.schedule_by(worker, self._reactor.now() + PAGE_SETTLE_SECONDS)
-        if alone:
-            self.give_idle()  # others may have waited for a dropped task that was to run alone
+        if holds_back:
+            self.give_idle()  # others may have waited for a dropped task
 
     def _check(self, worker: WorkerProcess) -> None:
         """Stop a worker's running task if it is due; schedule the next check."""

@@ -66,9 +66,12 @@ def default_processes() -> int:
     return cores
 
 
-def available_memory() -> int:
-    """Return how many bytes this process may still use, by the machine and by its cgroups."""
-    return max(0, min(total - used for total, used in _scopes()))
+def available_memory(part: float = 1.0) -> int:
+    """Return how many bytes this process may still use, by the machine and by its cgroups.
+
+    ``part``: from 0 to 1; the rest of each memory stays unused.
+    """
+    return max(0, min(int(total * part) - used for total, used in _scopes()))
 
 
 def fullest_scope() -> Scope:

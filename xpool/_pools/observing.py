@@ -56,8 +56,8 @@ class Report:
     ``bytes_to_workers`` and ``bytes_from_workers`` count bytes in pipes, and not large values,
     which lie in shared memory.  A running task counts when it is answered.  ``dropped_records``:
     log records and warnings of workers that did not reach the program.  ``peaks``: with
-    ``worker_memory=``, the most bytes of private memory that a worker had while it ran a function,
-    by the function's name, as seen five times a second.
+    ``worker_memory=``, or after a death for lack of memory, the most bytes of private memory that a
+    worker had while it ran a function, by the function's name, as seen five times a second.
     """
 
     pool: str

@@ -20,7 +20,8 @@ Items to be retried wait in a heap until their time; the caller supplies the clo
 
 An item whose worker has died for lack of memory is retried **alone**.  While it waits, workers get
 only bound items that came before it.  When no worker holds anything, it is given, and nothing else
-is until it has ended.
+is until it has ended.  Later items of its function, and those behind them, wait for memory: see
+`heavy`.
 
 The engine's lock guards all of it, except `TaskRange.items`, to which an input reader appends
 without it.
@@ -31,8 +32,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+from xpool._engine.jobs.heavy import HeavyFunctions
 from xpool._engine.jobs.ranges import CALLS, Batch, Item, Limit, TaskRange, Terms, covers, piece
 from xpool._engine.jobs.waiting import RangeQueue, Waiting
 from xpool.errors import InternalError
@@ -131,15 +133,21 @@ class InFlight:
 
 
 class Scheduler(Waiting):
-    """The queues of waiting items, and what each worker holds."""
+    """The queues of waiting items, and what each worker holds.
 
-    def __init__(self, workers: int) -> None:
+    ``describe(job, WHOLE)`` names the function of a job; "": not known.
+    """
+
+    def __init__(
+        self, workers: int, describe: Callable[[int, int], str] = lambda job, index: ""
+    ) -> None:
         super().__init__(workers)
         self.size = workers  # workers from this index on get no more tasks: see `resize`
         self.in_flight = [InFlight() for _ in range(workers)]
         self.lone: int | None = None  # the worker that has an item that runs alone
         # When such an item began to wait: the last index by worker and job of the bound items.
         self._before: dict[tuple[int, int], int] = {}
+        self.heavy = HeavyFunctions(self.queued, describe)
         # Ready workers with nothing in flight, longest idle first.  Input readers test it for truth
         # without the lock.
         self.idle: dict[int, None] = {}
@@ -195,9 +203,12 @@ class Scheduler(Waiting):
         order = list(self.idle)
         if newest:
             order.reverse()
+        heavy = bool(self.heavy.needs)
+        if heavy:
+            self.heavy.settle(order)
         if self.alone in self.queued and any(one.held for one in self.in_flight):
             order = [w for w in order if self.own[w]]
-        all_idle = len(order) == self.size and most is None
+        all_idle = len(order) == self.size and most is None and not heavy
         for i, w in enumerate(order):
             if not self.queued or len(batches) == most:
                 break
@@ -206,6 +217,10 @@ class Scheduler(Waiting):
                 batches.append((w, batch))
                 if w == self.lone:
                     break
+        if heavy and batches and len(batches) != most:
+            # The next item may be one that a worker may have for which the first needed too much.
+            most = None if most is None else most - len(batches)
+            batches += self.next_batches(newest, most)
         return batches
 
     def start(self, task_range: TaskRange) -> tuple[int, Batch] | None:
@@ -238,6 +253,8 @@ class Scheduler(Waiting):
         in_flight = self.in_flight[w]
         batches: list[Batch] = []
         held = in_flight.held
+        if self.heavy.needs and not held:
+            self.heavy.settle((w,))
         while self.queued and in_flight.accepting and len(held) < self._most_held(w):
             batch = self._cut(w, self.size)
             if batch is None:
@@ -274,11 +291,17 @@ class Scheduler(Waiting):
                     # Another worker may be free before this one has run what it holds.
                     return None
                 n = self._most_items(in_flight, len(task_range.items), queue is self.shared, among)
+                if self.heavy.needs and queue is self.shared:
+                    n = self._most_by_memory(w, task_range, n)
+                    if not n:
+                        continue
                 items = queue.take(n, MOST_BYTES)
                 batch = Batch(task_range, items, in_flight.sent)
                 # `take` has moved the start of the range behind these items.
                 batch.first -= len(items)
                 self._hold(w, batch)
+                if self.heavy.needs:
+                    self.heavy.given(w, batch)
                 if queue is self.alone:
                     self.lone = w
                     self.queued.add(queue)  # so that nothing is given without a look at it
@@ -300,6 +323,47 @@ class Scheduler(Waiting):
         if task_range is None or task_range.first > self._before.get((w, task_range.job), -1):
             return ()
         return (self.own[w],)
+
+    def _most_by_memory(self, w: int, task_range: TaskRange, n: int) -> int:
+        """Return how many of ``n`` items a worker may have in its next batch; 0: they wait."""
+        if not self.heavy.may_begin(w, task_range, self._holding()):
+            return 0
+        # Each of several calls may have another function.
+        heavy = task_range.job == CALLS or self.heavy.name(task_range) in self.heavy.needs
+        return 1 if heavy else n
+
+    def _holding(self, besides: int | None = None) -> list[int]:
+        """Return the workers that have items; ``besides``: not this one."""
+        return [v for v, one in enumerate(self.in_flight) if one.held and v != besides]
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether what a worker may get depends on what the others hold."""
+        return self.alone in self.queued or bool(self.heavy.needs)
+
+    def ran_out(self, batch: Batch, position: int, peaks: Mapping[str, int]) -> None:
+        """Record that an item's worker has died for lack of memory; its function is heavy now.
+
+        ``peaks``: the most bytes of a worker by function.
+        """
+        item = piece(batch, position, position + 1)
+        held = [(w, one.held[0]) for w, one in enumerate(self.in_flight) if one.held]
+        self.heavy.add(item, peaks.get(self.heavy.name(item), 0), held)
+
+    def measured(self, free: float, each: int | None, sizes: Mapping[int, int]) -> None:
+        """Record the machine's free memory, the limit of each worker, and what each has."""
+        limits = math.inf
+        if each is not None:
+            others = sum(not self.heavy.has_heavy(w) for w in self._holding())
+            limits = each * max(0, self.size - others)
+        self.heavy.measured(free, limits, sizes)
+        # Until then, the need of its function may not be known.
+        if self.alone not in self.queued and not any(one.terms.alone for one in self.later):
+            self.heavy.forget(self.size)
+
+    def had_more(self, w: int) -> bool:
+        """Whether the latest item of a worker may have had more memory than one of others may."""
+        return (w == self.lone and self.alone in self.queued) or self.heavy.has_heavy(w)
 
     def put_back(self, task_range: TaskRange) -> None:
         """Queue a task range in front of those of its priority: its items have waited before."""
@@ -438,8 +502,16 @@ class Scheduler(Waiting):
         holds and has not begun."""
         if not (self.ranked and self.queued):
             return False
-        first, second = map(RangeQueue.first, self._queues(w))
-        task_range = first or second
+        task_range = None
+        for queue in reversed(self._queues(w)):
+            first = queue.first()
+            # A heavy item may not have enough memory even when the worker has answered all.
+            if first is not None and (
+                queue is not self.shared
+                or not self.heavy.needs
+                or self.heavy.may_begin(w, first, self._holding(besides=w))
+            ):
+                task_range = first
         return task_range is not None and any(
             g.terms.priority < task_range.terms.priority
             and max(began, g.seq + g.done) < g.seq + g.taken
@@ -523,6 +595,7 @@ class Scheduler(Waiting):
         """Drop all items, waiting and in flight: the pool ends."""
         super().clear()
         self.lone = None
+        self.heavy.clear()
         for w, in_flight in enumerate(self.in_flight):
             self.retire(w)
             in_flight.held.clear()

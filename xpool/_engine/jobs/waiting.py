@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
+from typing import Any
 
 from xpool._engine.jobs.ranges import CALLS, Item, TaskRange, Terms, covers, piece
 from xpool._engine.jobs.time_queue import TimeQueue
@@ -24,7 +25,7 @@ class RangeQueue:
     number of items in ranges that are bound to a worker.
     """
 
-    def __init__(self, busy: set[RangeQueue]) -> None:
+    def __init__(self, busy: set[Any]) -> None:
         # The line from which `take` takes, and its priority.  It is empty only if all are.
         self._ranges: deque[TaskRange] = deque()
         self._priority: float = 0
@@ -217,7 +218,8 @@ class Waiting:
 
     def __init__(self, workers: int) -> None:
         # Those of `shared`, `own` and `alone` that have ranges; `alone` also while its item runs.
-        self.queued: set[RangeQueue] = set()
+        # `Scheduler.heavy` while a function is heavy, so that no call goes past the queues.
+        self.queued: set[Any] = set()
         self.shared = RangeQueue(self.queued)
         self.alone = RangeQueue(self.queued)
         self.own: list[RangeQueue] = []

@@ -1,0 +1,309 @@
+"""After a death for lack of memory, tasks of that function begin if the memory is enough."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support import work
+from support.waiting import eventually, pass_gate, post
+
+from xpool import Pool, WorkerDied
+from xpool._engine import memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it takes /proc")
+
+MB = 1_000_000
+
+
+class Machine:
+    """The memory of the machine, which the test decides."""
+
+    def __init__(self) -> None:
+        self.kills = 0
+        self.free = 10_000 * MB
+        self.sizes: dict[int, int] = {}  # by pid
+
+    def kill(self, pid: int) -> None:
+        """The kernel kills a process for lack of memory."""
+        self.kills += 1
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    one = Machine()
+    monkeypatch.setattr(memory, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(memory, "oom_kills", lambda: one.kills)
+    monkeypatch.setattr(memory, "available_memory", lambda part: one.free)
+    monkeypatch.setattr(memory, "private_memory", lambda pid: one.sizes.get(pid, 10 * MB))
+    return one
+
+
+def _heavy(one):
+    box, gate, x = one
+    post(box, str(os.getpid()))
+    pass_gate(gate)
+    return x
+
+
+def _heavy_of(pool):
+    return pool._engine.sched.heavy
+
+
+@pytest.fixture
+def tight(machine, mailbox, gate):
+    """A function that has a task die for lack of memory; later, tasks need 1000 MB more than their
+    workers have, and so many MB are free."""
+
+    def make(pool, free):
+        pool.map(work.square, range(8), 1)  # all workers have started
+        machine.free = 0
+        result = pool.apply_async(_heavy, ((mailbox.path, gate.path, 0),), retries=1)
+        machine.kill(int(mailbox.line()))
+        pid = int(mailbox.line())
+        machine.sizes[pid] = 1010 * MB
+        heavy = _heavy_of(pool)
+        eventually(lambda: heavy.needs == {"_heavy()": 1010 * MB}, "its memory is measured")
+        gate.open()
+        result.get()
+        machine.sizes.clear()
+        eventually(lambda: {*heavy._sizes.values()} == {10 * MB}, "all workers have ended it")
+        machine.free = free * MB
+        eventually(lambda: heavy._free == machine.free, "it is measured")
+
+    return make
+
+
+def _items(mailbox, gate, n):
+    return [(mailbox.path, gate.path, x) for x in range(n)]
+
+
+@pytest.fixture
+def begun(machine, mailbox):
+    """A function that waits until so many tasks have begun, and until their memory is measured."""
+
+    def wait(pool, n, size=1010):
+        pids = [int(line) for line in mailbox.lines(n)]
+        machine.sizes |= dict.fromkeys(pids, size * MB)
+        workers = [one.index for one in pool.report().workers if one.pid in pids]
+        latest = _heavy_of(pool)._latest
+        seen = [size * MB] * n
+        eventually(lambda: [latest.get(w, (0, 0, 0))[2] for w in workers] == seen, "it is measured")
+        return pids
+
+    return wait
+
+
+def _running(pool, n):
+    eventually(lambda: pool.statistics()["running"] == n, f"{n} tasks run")
+
+
+@pytest.mark.parametrize("verb", ["map", "imap", "apply", "threads"])
+def test_as_many_as_fit_run_at_a_time(machine, mailbox, gate, tight, begun, verb):
+    """Where three tasks fit in the free memory, three of four workers run one."""
+    with Pool(4) as pool:
+        tight(pool, free=3100)
+        items = _items(mailbox, gate, 9)
+        found: Any
+        if verb == "map":
+            found = pool.map_async(_heavy, items, chunksize=1)
+        elif verb == "imap":
+            found = pool.imap(_heavy, items)
+        elif verb == "apply":
+            found = [pool.apply_async(_heavy, (one,)) for one in items]
+        else:
+            callers = ThreadPoolExecutor(9)
+            found = [callers.submit(pool.apply, _heavy, (one,)) for one in items]
+        _running(pool, 3)
+        machine.free = 100 * MB  # as soon as the three have taken it
+        pids = begun(pool, 3)
+        assert len(set(pids)) == 3
+        for _ in range(6):
+            assert pool.statistics()["running"] == 3
+            assert mailbox.empty()
+            gate.open()
+            assert begun(pool, 1)[0] in pids
+        for left in (2, 1, 0):
+            gate.open()
+            _running(pool, left)
+        if verb == "map":
+            got = found.get()
+        elif verb == "threads":
+            got = [one.result() for one in found]
+            callers.shutdown()
+        else:
+            got = list(found) if verb == "imap" else [one.get() for one in found]
+        assert got == list(range(9))
+        assert pool.report().deaths == 1
+
+
+def test_one_runs_whatever_is_free(machine, mailbox, gate, tight, begun):
+    """Without free memory, one task runs at a time, and others begin when there is some."""
+    with Pool(4) as pool:
+        tight(pool, free=0)
+        found = pool.map_async(_heavy, _items(mailbox, gate, 5), chunksize=1)
+        late = pool.apply_async(work.square, (3,))
+        for left in (2, 1, 0):
+            begun(pool, 1)
+            assert pool.statistics()["running"] == 1 and not late.ready()
+            if left:
+                gate.open()
+        machine.free = 1000 * MB
+        _running(pool, 2)
+        machine.free = 0
+        begun(pool, 1)
+        assert pool.statistics()["running"] == 2 and not late.ready()
+        machine.free = 4000 * MB  # enough for all
+        mailbox.line()
+        assert late.get() == 9
+        eventually(lambda: not _heavy_of(pool).needs, "the function is as others")
+        gate.open(3)
+        assert found.get() == list(range(5))
+
+
+def test_the_expected_memory_falls(mailbox, gate, tight):
+    """After one large task among small ones, all workers soon run tasks again."""
+    with Pool(3) as pool:
+        tight(pool, free=1000)
+        gate.open(50)
+        assert pool.map(_heavy, _items(mailbox, gate, 50), chunksize=1) == list(range(50))
+        eventually(lambda: not _heavy_of(pool).needs, "the function is as others")
+        mailbox.lines(50)
+        found = pool.map_async(_heavy, _items(mailbox, gate, 3), chunksize=1)
+        assert len(set(mailbox.lines(3))) == 3
+        gate.open(3)
+        found.get()
+
+
+def test_other_functions_and_bound_tasks(mailbox, gate, tight):
+    """Tasks of other functions, and those of `run_all`, begin beside a heavy one."""
+    with Pool(3) as pool:
+        tight(pool, free=0)
+        first = pool.apply_async(_heavy, ((mailbox.path, gate.path, 1),))
+        mailbox.line()
+        assert pool.map(work.square, range(40), 1) == [x * x for x in range(40)]
+        assert [pool.apply(work.square, (x,)) for x in range(5)] == [0, 1, 4, 9, 16]
+        everywhere = ThreadPoolExecutor(1)
+        every = everywhere.submit(pool.run_all, _heavy, (mailbox.path, gate.path, 2))
+        mailbox.lines(2)
+        gate.open(4)
+        assert first.get() == 1 and every.result() == [2] * 3
+        everywhere.shutdown()
+
+
+@pytest.mark.parametrize("end", ["kill", "kill idle", "cancel", "resize", "grow"])
+def test_changes_while_tasks_wait(mailbox, gate, tight, end):
+    """The waiting tasks are done, whatever happens to workers and other tasks."""
+    with Pool(3) as pool:
+        tight(pool, free=0)
+        found = [pool.apply_async(_heavy, (one,), retries=3) for one in _items(mailbox, gate, 6)]
+        pid = int(mailbox.line())
+        dropped = None
+        if end == "kill":
+            os.kill(pid, signal.SIGKILL)
+        elif end == "kill idle":
+            idle = next(one.pid for one in pool.report().workers if one.pid != pid)
+            os.kill(idle, signal.SIGKILL)
+        elif end == "cancel":
+            dropped = found.pop(1)
+            assert dropped.cancel()
+            found.pop(0).cancel()
+            mailbox.line()
+            assert pool.statistics()["running"] == 1
+        else:
+            pool.resize(1 if end == "resize" else 5)
+        gate.open(8)
+        assert [one.get() for one in found] == list(range(6))[-len(found) :]
+
+
+@pytest.mark.parametrize("lifetime", [None, 1])
+def test_closed_while_tasks_wait(mailbox, gate, tight, lifetime):
+    """A closed pool ends after them, also if each process runs one task."""
+    pool = Pool(2, maxtasksperchild=lifetime)
+    tight(pool, free=0)
+    found = pool.map_async(_heavy, _items(mailbox, gate, 4), chunksize=1)
+    mailbox.line()
+    pool.close()
+    gate.open(4)
+    pool.join()
+    assert found.get() == list(range(4))
+
+
+def test_terminated_while_tasks_wait(mailbox, gate, tight):
+    """The tasks fail, and the pool ends."""
+    with Pool(2) as pool:
+        tight(pool, free=0)
+        found = pool.map_async(_heavy, _items(mailbox, gate, 4), chunksize=1)
+        mailbox.line()
+        pool.terminate()
+        pool.join()
+        assert found.ready() and not found.successful()
+
+
+def test_without_retries_nothing_changes(machine, mailbox, gate):
+    """A task that is not retried makes its function no heavy one."""
+    with Pool(2) as pool:
+        machine.free = 0
+        lost = pool.apply_async(_heavy, ((mailbox.path, gate.path, 0),))
+        machine.kill(int(mailbox.line()))
+        with pytest.raises(WorkerDied, match="The kernel ended it"):
+            lost.get()
+        found = pool.map_async(_heavy, _items(mailbox, gate, 4), chunksize=1)
+        assert len(set(mailbox.lines(2))) == 2
+        gate.open(4)
+        found.get()
+        assert not _heavy_of(pool).needs
+
+
+def _swell(box, gate, x, size=300):
+    block = bytearray(size * MB)
+    post(box, str(os.getpid()))
+    pass_gate(gate)
+    return x if block else 0
+
+
+def test_workers_divide_the_limits_of_all(mailbox, gate, monkeypatch):
+    """Where a worker may have 200 MB, tasks of 300 MB run two at a time in four workers."""
+    monkeypatch.setattr(memory, "POLL_SECONDS", 0.01)
+    with Pool(4, worker_memory=200 * MB) as pool:
+        first = pool.apply_async(_swell, (mailbox.path, gate.path, 7), retries=1)
+        eventually(lambda: pool.report().deaths == 1, "its worker is ended")
+        eventually(lambda: pool.report().peaks["_swell()"] > 300 * MB, "it runs again")
+        gate.open()
+        assert first.get() == 7
+        while not mailbox.empty():  # the first try may have posted
+            mailbox.line()
+        found = pool.starmap_async(_swell, [(mailbox.path, gate.path, x) for x in range(6)], 1)
+        latest = _heavy_of(pool)._latest
+        for _ in range(3):
+            mailbox.lines(2)
+            eventually(lambda: all(seen > 300 * MB for *_, seen in latest.values()), "measured")
+            assert pool.statistics()["running"] == 2 and mailbox.empty()
+            gate.open(2)
+        assert found.get() == list(range(6))
+        assert pool.map(work.square, range(20), 1) == [x * x for x in range(20)]
+        assert pool.report().deaths == 1
+
+
+def _runs_twice(pool, mailbox, gate, deaths, size):
+    """Run a task whose worker is ended, and which then runs alone."""
+    result = pool.apply_async(_swell, (mailbox.path, gate.path, size, size), retries=1)
+    eventually(lambda: pool.report().deaths == deaths, "its worker is ended")
+    eventually(lambda: pool.report().peaks["_swell()"] > size * MB, "it runs again")
+    gate.open()
+    assert result.get() == size
+
+
+def test_a_larger_task_of_such_a_function(mailbox, gate, monkeypatch):
+    """If it needs more than its part of all limits, it runs again alone."""
+    monkeypatch.setattr(memory, "POLL_SECONDS", 0.01)
+    with Pool(4, worker_memory=200 * MB) as pool:
+        _runs_twice(pool, mailbox, gate, 1, 300)
+        _runs_twice(pool, mailbox, gate, 2, 600)
+        with pytest.raises(WorkerDied, match="MB for this function, of which fewer tasks run"):
+            pool.apply(_swell, (mailbox.path, gate.path, 3, 1000))
