@@ -95,7 +95,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("no task is given when a heavy one is dropped", pinned=5928)
+@mutant("no task is given when a heavy one is dropped", pinned=3827)
 def _(patch: Patch) -> None:
     def withdraw(original: Any, monitor: WorkerMonitor, *which: Any) -> None:
         give, sched = monitor.give_idle, monitor._sched
