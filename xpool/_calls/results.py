@@ -21,9 +21,20 @@ from xpool.errors import TaskCancelled, TimeoutError
 
 T = TypeVar("T")
 
-# If `local.blocking` is set, it is called before the thread waits for a result.  A thread that runs
-# callbacks then lets another thread run the next ones (see xpool._pools.callbacks).
-local = threading.local()
+
+class _OfThread(threading.local):
+    """What a thread that runs callbacks has set (see xpool._pools.callbacks).
+
+    ``blocking`` is called before the thread waits for a result: another thread then runs the next
+    callbacks.  ``caller`` is the object for which it runs them.
+    """
+
+    # Of the class, because to look up an attribute that is missing takes a microsecond.
+    blocking: Any = None
+    caller: Any = None
+
+
+local = _OfThread()
 
 
 _NOT_SENT = (
@@ -84,10 +95,9 @@ def exception_in(failure: BaseException | PickledResult) -> BaseException:
 
 
 def about_to_block() -> None:
-    """Call `local.blocking`, because this thread is about to wait."""
+    """Call `_OfThread.blocking`, because this thread is about to wait."""
     at_fork.notice_fork()
-    blocking = getattr(local, "blocking", None)
-    if blocking is not None:
+    if (blocking := local.blocking) is not None:
         blocking()
 
 

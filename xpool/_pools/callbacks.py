@@ -60,11 +60,11 @@ class Callbacks:
 
     def runs_here(self) -> bool:
         """Whether the calling thread is one of them."""
-        return getattr(local, "caller", None) in (self.program, self.futures, self.ends)
+        return local.caller in (self.program, self.futures, self.ends)
 
     def handles_end(self) -> bool:
         """Whether this thread is in an ``on_worker_end=``, for which the pool's end waits."""
-        return getattr(local, "caller", None) is self.ends
+        return local.caller is self.ends
 
     def for_ends(
         self, hook: Callable[[WorkerEnd], object], contexts: Sequence[Any]
@@ -93,7 +93,7 @@ class Callbacks:
 
 def calling_back() -> Callbacks | None:
     """Return the callbacks of the pool whose futures the calling thread completes, or None."""
-    caller: _Caller | None = getattr(local, "caller", None)
+    caller: _Caller | None = local.caller
     if caller is None or caller is not caller.owner.futures:
         return None
     return caller.owner

@@ -42,24 +42,26 @@ class Waiters(list[Any]):
 
     def wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
         """Wait, at most ``timeout`` seconds, until ``there()`` is true.  Return its last value."""
-        deadline = deadline_of(timeout)
-        while not there():
-            left = LOST_SIGNAL
+        deadline, left = None if timeout is None else deadline_of(timeout), LOST_SIGNAL
+        while True:
             if deadline is not None:
                 left = min(deadline - time.monotonic(), LOST_SIGNAL)
-                if left <= 0:
-                    return False
             # Each turn needs a new lock, because the last one may be released late.
             lock = threading.Lock()
             lock.acquire()
             # Register before checking, so that a wake between the two is not lost.
             self.append(lock)
             try:
-                if not there():
-                    lock.acquire(timeout=left)
+                if there():
+                    return True
+                if left <= 0:
+                    return False
+                lock.acquire(True, left)
             finally:
-                self._remove(lock)
-        return True
+                if self:  # else `wake` has removed it
+                    self._remove(lock)
+            if there():
+                return True
 
     @contextlib.contextmanager
     def listening(self, bell: Any) -> Iterator[None]:
@@ -71,9 +73,8 @@ class Waiters(list[Any]):
             self._remove(bell)
 
     def _remove(self, lock: Any) -> None:
-        if self:  # else `wake` has removed it
-            with contextlib.suppress(ValueError):  # `wake` may remove it at the same time
-                self.remove(lock)
+        with contextlib.suppress(ValueError):  # `wake` has removed it
+            self.remove(lock)
 
     def wake(self) -> None:
         """Make all waiters check again."""
@@ -151,9 +152,10 @@ class TaskQueue:
         # No signal handler may raise between the two calls: if a lock is removed, but not released,
         # its thread waits for ever.
         try:
-            self._idle.pop().release()
+            if self._idle:
+                self._idle.pop().release()
         except IndexError:
-            return  # no thread waits
+            return  # another thread has woken it
 
     def get(self) -> Any:
         """Wait for the next item, remove and return it.  The main thread must not call this,
@@ -162,14 +164,15 @@ class TaskQueue:
         higher, lower = self.higher, self.lower
         lock: Any = None
         while True:
-            # A check before would not help, because another thread may take the item after it.
             try:
-                return self.get_nowait() if higher else first.popleft()
+                if first and not higher:
+                    return first.popleft()
+                if last and not higher:
+                    return last.popleft()
+                if higher or lower:
+                    return self.get_nowait()
             except IndexError:
-                try:
-                    return self.get_nowait() if lower else last.popleft()
-                except IndexError:
-                    pass
+                continue  # another thread has taken it
             if lock is None:
                 lock = threading.Lock()
                 lock.acquire()
