@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from queue import SimpleQueue
 
@@ -10,6 +11,7 @@ from support.limits import WAIT
 
 from xpool import ThreadPool
 from xpool._calls.streams import Stream
+from xpool.errors import WorkerDied
 
 pytestmark = pytest.mark.xpool_only
 
@@ -134,3 +136,15 @@ def test_a_delivery_that_raises_delivers_what_others_left(
             arrived.set()
         assert end.get(timeout=WAIT)
         results.cancel()
+
+
+def test_an_item_that_exits_names_its_function() -> None:
+    """The error of an item that calls `sys.exit` names the function of the map."""
+
+    def leave(n: int) -> None:
+        sys.exit(n)
+
+    with ThreadPool(1) as pool:
+        with pytest.raises(WorkerDied, match="leave") as caught:
+            pool.map(leave, [3])
+        assert caught.value.exitcode == 3

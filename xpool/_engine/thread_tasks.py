@@ -22,23 +22,23 @@ from xpool.errors import WorkerDied
 class Source:
     """Consecutive tasks of a job, from which several threads take at once.
 
-    A task calls ``func(*before, item)``; the first item has index ``first``.  If ``last`` is true,
+    A task calls ``call(func, item)``; the first item has index ``first``.  If ``last`` is true,
     threads run waiting calls and maps before the next task of this source.  They run tasks of a
     priority above 0 before the next task of any source.
     """
 
-    __slots__ = ("before", "first", "func", "items", "job", "last", "places")
+    __slots__ = ("call", "first", "func", "items", "job", "last", "places")
 
     def __init__(
         self,
         job: Job,
+        call: Callable[[Callable[..., Any], Any], Any],
         func: Callable[..., Any],
-        before: tuple[Any, ...],
         items: Sequence[Any],
         first: int = 0,
         last: bool = False,
     ) -> None:
-        self.job, self.func, self.before = job, func, before
+        self.job, self.call, self.func = job, call, func
         self.items, self.first, self.last = items, first, last
         # `next` of a counter is atomic, so no two threads get the same place.
         self.places = itertools.count()

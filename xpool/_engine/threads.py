@@ -25,7 +25,7 @@ from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.stacks import Whereabouts
 from xpool._engine.thread_tasks import HeldTask, HeldTasks, Places, PoolThread, Source, SourceQueue
 from xpool._python.starting import PromptThread
-from xpool._worker.callables import item_of, with_context
+from xpool._worker.callables import bound, item_of, with_context
 from xpool._worker.stopping import stack_of
 from xpool._worker.worker_context import WorkerInfo, enter, exited, leave
 from xpool.errors import TaskTimeout, WorkerStartFailed
@@ -269,38 +269,38 @@ class ThreadWorkers:
 
     def _run_source(self, me: PoolThread, source: Source) -> None:
         """Run and answer tasks of a source; return if it has no more, or if `get` must choose."""
-        answer, first, options = self._answer, self.tasks.first, self._options
-        higher = self.tasks.higher
-        threads = self._places.threads
-        job, items, places = source.job, source.items, source.places
-        func, before = source.func, source.before
-        if options.contexts is not None:
-            func, before = with_context(options.contexts[me.index], func, before)
-        me.job = job.number
+        answer, calls, higher = self._answer, self.tasks.first, self.tasks.higher
+        threads, lifetime = self._places.threads, self._options.lifetime
+        contexts = self._options.contexts
+        job, items, places, first = source.job, source.items, source.places, source.first
+        call, func, last, tasks = source.call, source.func, source.last, len(items)
+        if contexts is not None:
+            func = bound(func, contexts[me.index])
+        number = me.job = job.number
         while True:
             place = next(places)
-            if place >= len(items) or job.settled:
+            if place >= tasks or job.settled:
                 me.source = None
                 break
             ok = True
             try:
-                value = func(*before, items[place])
+                value = call(func, items[place])
             except SystemExit as exc:
-                ok, value = False, exited(exc, func)
+                ok, value = False, exited(exc, source.func)
             except BaseException as exc:
                 ok, value = False, exc
             me.done += 1
-            answer(job.number, source.first + place, ok, value)
+            answer(number, first + place, ok, value)
             del value  # before the next task makes another one
-            if (source.last and first) or higher:
+            if (last and calls) or higher:
                 me.source = None
                 self.tasks.put_source_back(source)
                 break
-            if me.left or me.done == options.lifetime or len(threads) > self._size:
+            if me.left or me.done == lifetime or len(threads) > self._size:
                 break
         me.job = 0
         # The traceback of an error keeps this frame, and its variables.
-        del source, job, items, func, before
+        del source, job, items, func
 
     # -- in the engine's thread, or a caller's -----------------------------------------------------
 

@@ -155,23 +155,27 @@ def _deliverer(
     waiting: deque[tuple[int, int, bool, Any]] = deque()
     delivering = threading.Lock()
 
+    acquire, release = delivering.acquire, delivering.release
+
     def answer(number: int, index: int, ok: bool, value: Any) -> None:
         waiting.append((number, index, ok, value))
-        deliver_waiting()
-
-    def deliver_waiting() -> None:
+        error: BaseException | None = None
         # Check again after the release: a thread that found the lock taken relies on this thread.
-        while waiting and delivering.acquire(False):
+        while waiting and acquire(False):
             result = None
             try:
                 if waiting:
                     result = waiting.popleft()
                     deliver(*result)
-            except BaseException:
-                delivering.release()
-                deliver_waiting()  # the results that other threads have left meanwhile
-                raise
-            delivering.release()
+            except BaseException as exc:
+                # Raised below, after the results that other threads have left meanwhile.
+                error = exc
+            release()
             del result  # now: this may run a finalizer, which may wait for another result
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
 
     return answer

@@ -32,16 +32,16 @@ class ThreadSubmitter(HookSubmitter):
             return
         # Snapshots: a list may change while threads take from it, and a generator runs code.
         items = chunks if isinstance(chunks, (range, tuple, list)) else list(chunks)
-        call, before = applied(*work)
-        self._threads.put(Source(job, call, before, items), len(items))
+        call, (func,) = applied(*work)
+        self._threads.put(Source(job, call, func, items), len(items))
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
         """Return the function that submits a task of the stream; it does not hold the pool."""
         if job.options.plain:
-            threads, (call, before) = self._threads, applied(*work)
+            threads, (call, (func,)) = self._threads, applied(*work)
 
             def put_run(index: int, items: list[Any]) -> int:
-                threads.put(Source(job, call, before, items, index, last=True), len(items))
+                threads.put(Source(job, call, func, items, index, last=True), len(items))
                 return 0
 
             job.runs = Runs(lambda items: items, put_run)
