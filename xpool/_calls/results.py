@@ -374,8 +374,9 @@ class MapResult(AsyncResult[list[T]]):
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False
+        tasks = value.count if isinstance(value, PickledResult) else 1
         if self.progress is not None:
-            self.progress.add(tasks_in(value))
+            self.progress.add(tasks)
         if not ok and self.options.returns_errors:
             self._pieces[index] = value if isinstance(value, PickledResult) else Unopened(value)
         elif not ok:
@@ -385,7 +386,7 @@ class MapResult(AsyncResult[list[T]]):
             self._pieces.clear()
         elif self._success:
             self._pieces[index] = value
-        self._left -= tasks_in(value)
+        self._left -= tasks
         self.settled = self._left == 0
         return self.settled
 

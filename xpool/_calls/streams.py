@@ -39,8 +39,6 @@ _SMALL = frozenset((int, float, bool, type(None)))
 def weigh(value: Any) -> int:
     """Return the approximate size of an answer in bytes.  This runs no code of the user."""
     kind = type(value)
-    if kind in _SMALL:
-        return BOOKKEEPING
     if isinstance(value, PickledResult):
         return value.nbytes + value.count * BOOKKEEPING
     if kind in (bytes, bytearray, str):
@@ -345,7 +343,8 @@ class IMapIterator(Iterator[T]):
 
         The caller gets the answers of ``place`` tasks before this one.
         """
-        weight = weigh(value)
+        # Most answers are small: that saves a call.
+        weight = BOOKKEEPING if type(value) in _SMALL else weigh(value)
         # Counted before the answer can be taken, so that `bytes_out` is never larger.
         self.buffer.bytes_in += weight
         self._arrived[place] = ok, value, weight, index

@@ -315,7 +315,7 @@ def imap(
     pool._life.check_running()
     pool._submitter.check(work.func)
     size = check_chunksize(chunksize)
-    if check_flag("yields", yields) and size > 1:
+    if yields is not False and check_flag("yields", yields) and size > 1:
         raise OptionError(
             "chunksize= says how many items a task has, and with yields=True each item has tasks "
             "of its own; leave one of them out"
@@ -332,7 +332,7 @@ def imap(
         results.taken, results.chunksize = flow.handed_out, size
     else:
         results.opened = flow.handed_out
-    if isinstance(iterable, Fed):
+    if type(iterable) is Fed:
         iterable.bind(flow)
     results.total, results.returns_errors = _length(iterable), options.returns_errors
     results.items_per_task, results.with_index = size, with_index
@@ -355,7 +355,9 @@ def imap(
     except BaseException:
         job.release()  # ends the thread of a journal
         raise
-    _begin_stream(pool, job, Work(work.func, work.starred, size > 1), iterable, size)
+    if size > 1:
+        work = work._replace(chunked=True)
+    _begin_stream(pool, job, work, iterable, size)
     return results
 
 
