@@ -316,6 +316,15 @@ def test_other_workers():
     assert len({line.partition(":")[2] for line in lines}) == 1, lines
 
 
+def test_how_many_workers():
+    """The loader has no more workers than it may, for steps of any length."""
+    lines = run_example("how_many_workers.py", "--slow=0.005").splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["slow steps", "fast steps"]
+    for line in lines:
+        found, most = map(int, re.findall(r"(\d+) (?:of|workers)", line))
+        assert 1 <= found <= most, line
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="worker_memory takes /proc")
 @pytest.mark.parametrize(("largest", "ends"), [(500, "loaded"), (1000, "WorkerDied")])
 def test_out_of_memory(largest: int, ends: str):

@@ -103,13 +103,17 @@ def has_lost_gpu(exc: BaseException) -> bool:
 
     A kernel's failed assertion or wrong address does so; a lack of memory does not.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    if not any("CUDA error" in _text(one) for one in (exc, exc.__cause__)):
         return False
-    if not any("CUDA error" in safe_repr(one, 500) for one in (exc, exc.__cause__)):
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is None or not cuda.is_initialized():
         return False
     try:
-        torch.cuda.synchronize()
+        cuda.synchronize()
     except RuntimeError:
         return True
     return False
+
+
+def _text(exc: BaseException | None) -> str:
+    return safe_repr(exc, 500) if isinstance(exc, RuntimeError) else ""
