@@ -25,8 +25,8 @@ VALUES = [(n, i) for n in LENGTHS for i in range(n)]
 
 @pytest.fixture
 def pool(pool, kind):
-    """A pool, unless its threads have contexts."""
-    if kind.name == "ctxthread":
+    """A pool, unless its kind refuses generators."""
+    if kind.name in ("ctxthread", "hosts"):
         pytest.skip("refused: see test_refused")
     return pool
 
@@ -34,7 +34,7 @@ def pool(pool, kind):
 @pytest.fixture
 def one(kind, make_pool):
     """A pool of one worker."""
-    if kind.name == "ctxthread":
+    if kind.name in ("ctxthread", "hosts"):
         pytest.skip("refused: see test_refused")
     return make_pool(kind, 1)
 

@@ -391,4 +391,10 @@ def _(patch: Patch) -> None:
 
 @mutant("the driver does not wake up for a retry")
 def _(patch: Patch) -> None:
-    patch.setattr(HostService, "next_time", lambda service: service._timers.next())
+    def pause(original: Any, service: HostService, tries: int) -> float:
+        service.at = nothing  # type: ignore[method-assign]
+        when: float = original(service, tries)
+        del service.at
+        return when
+
+    wrap(patch, HostService, "_pause", pause)

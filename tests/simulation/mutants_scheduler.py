@@ -72,7 +72,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "_most_items", most_items)
 
 
-@mutant("tasks that a worker holds beside a bound one are not taken back", "hosts", 10081)
+@mutant("tasks that a worker holds beside a bound one are not taken back", "scheduler", 378)
 def _(patch: Patch) -> None:
     def surplus(original: Any, sched: Scheduler, w: int, began: int) -> bool:
         bound = any(batch.bound is not None for batch in sched.in_flight[w].held)

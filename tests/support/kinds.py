@@ -142,6 +142,8 @@ elif OVER_HOSTS:
     without = {
         "test_workers_are_children_that_leave": "workers are children of their host's agent",
         "test_workers_have_a_parent": "the parent of workers is their host's agent",
+        "test_deleted_without_close": "workers are children of their host's agent",
+        "test_short_tasks_one_after_the_other_use_all_workers": "their host's agent chooses one",
         "test_a_retry_keeps_the_priority": "tasks that a host may begin already go first",
         "test_calls_that_wait": "their host's agent knows what waits",
         "test_what_a_worker_holds_is_overtaken": "their host's agent knows what workers hold",

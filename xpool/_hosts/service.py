@@ -90,12 +90,11 @@ class HostService:
             self._wake()
 
     def next_time(self) -> float | None:
-        """Return the time of the next timer or retry; None: there is none.  Needs no lock."""
-        times = self._timers.next(), self.sched.later.next()
-        return min((when for when in times if when is not None), default=None)
+        """Return the time of the next timer; None: there is none.  Also called without the lock."""
+        return self._timers.next()
 
     def due(self) -> None:
-        """Run the timers and queue the retries that are due; fail the pool if no host is left."""
+        """Run the timers that are due; fail the pool if no host is left."""
         for call in self._timers.due(self._now()):
             call()
         self.sched.due(self._now())
@@ -290,8 +289,10 @@ class HostService:
         return found
 
     def _pause(self, tries: int) -> float:
-        """Return when a task runs again after this number of tries."""
-        return self._now() + back_off(tries, self.random.random())
+        """Return when a task runs again after this number of tries; set a timer for it."""
+        when = self._now() + back_off(tries, self.random.random())
+        self.at(when, lambda: None)
+        return when
 
     # -- ends of hosts and of the pool -------------------------------------------------------------
 
@@ -344,6 +345,7 @@ class HostService:
         for lost in self.sched.lost(number):
             if lost.again and not self.ending:
                 self.sched.put_again(lost.item, False, over)
+                self.at(over, lambda: None)
             else:
                 job, index = lost.name
                 worker = -1 if lost.item.bound is None else lost.item.bound
