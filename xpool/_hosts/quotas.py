@@ -61,9 +61,7 @@ class Quotas:
 
     def most_ahead(self, host: HostState) -> int:
         """Return the most items, not bound to a worker, that may be permitted to a host."""
-        # The first answer may be that of the shortest item, so few are permitted ahead at first.
-        few = 2 * host.workers + host.answers
-        most = min(MOST_AHEAD, few, host.workers * (1 + self.extra(host)))
+        most = min(MOST_AHEAD, host.workers * (1 + self.extra(host)))
         if host.pace is not None:
             most = min(most, host.pace)
         return max(host.workers, most)
