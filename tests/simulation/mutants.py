@@ -71,6 +71,19 @@ def wrap(patch: Patch, cls: type, name: str, wrapper: Callable[..., Any]) -> Non
     patch.setattr(cls, name, lambda *args, **kwds: wrapper(original, *args, **kwds))
 
 
+def give_none(patch: Patch, name: str, when: Callable[[Scheduler], bool]) -> None:
+    """Let a method of the monitor give no waiting task to idle workers, if ``when`` is true."""
+
+    def silent(original: Any, monitor: WorkerMonitor, *which: Any) -> None:
+        give = monitor.give_idle
+        if when(monitor._sched):
+            monitor.give_idle = nothing  # type: ignore[method-assign]
+        original(monitor, *which)
+        monitor.give_idle = give  # type: ignore[method-assign]
+
+    wrap(patch, WorkerMonitor, name, silent)
+
+
 def nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from xpool._engine.jobs.ranges import Terms
 from xpool._engine.jobs.scheduler import Scheduler, TaskRange
-from xpool._engine.monitor import WorkerMonitor
 
-from .mutants import Patch, mutant, nothing, wrap
+from .mutants import Patch, give_none, mutant, wrap
 
 __all__: list[str] = []
 
@@ -84,22 +83,9 @@ def _(patch: Patch) -> None:
 
 @mutant("no task is given when a worker that held up one alone is free")
 def _(patch: Patch) -> None:
-    def after(original: Any, monitor: WorkerMonitor, worker: Any) -> None:
-        give, sched = monitor.give_idle, monitor._sched
-        if sched.alone in sched.queued:
-            monitor.give_idle = nothing  # type: ignore[method-assign]
-        original(monitor, worker)
-        monitor.give_idle = give  # type: ignore[method-assign]
-
-    wrap(patch, WorkerMonitor, "_after_answers", after)
+    give_none(patch, "_after_answers", lambda sched: sched.alone in sched.queued)
 
 
 @mutant("no task is given when one that was to run alone is dropped", pinned=3827)
 def _(patch: Patch) -> None:
-    def withdraw(original: Any, monitor: WorkerMonitor, *which: Any) -> None:
-        give = monitor.give_idle
-        monitor.give_idle = nothing  # type: ignore[method-assign]
-        original(monitor, *which)
-        monitor.give_idle = give  # type: ignore[method-assign]
-
-    wrap(patch, WorkerMonitor, "withdraw", withdraw)
+    give_none(patch, "withdraw", lambda sched: True)

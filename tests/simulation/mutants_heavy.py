@@ -7,9 +7,8 @@ from typing import Any
 from xpool._engine.jobs import heavy
 from xpool._engine.jobs.heavy import HeavyFunctions
 from xpool._engine.jobs.scheduler import Scheduler
-from xpool._engine.monitor import WorkerMonitor
 
-from .mutants import Patch, mutant, nothing, wrap
+from .mutants import Patch, give_none, mutant, nothing, wrap
 
 __all__: list[str] = []
 
@@ -85,23 +84,9 @@ def _(patch: Patch) -> None:
 
 @mutant("no task is given when a heavy one has ended")
 def _(patch: Patch) -> None:
-    def after(original: Any, monitor: WorkerMonitor, worker: Any) -> None:
-        give, sched = monitor.give_idle, monitor._sched
-        if sched.heavy in sched.queued:
-            monitor.give_idle = nothing  # type: ignore[method-assign]
-        original(monitor, worker)
-        monitor.give_idle = give  # type: ignore[method-assign]
-
-    wrap(patch, WorkerMonitor, "_after_answers", after)
+    give_none(patch, "_after_answers", lambda sched: sched.heavy in sched.queued)
 
 
 @mutant("no task is given when a heavy one is dropped", pinned=3827)
 def _(patch: Patch) -> None:
-    def withdraw(original: Any, monitor: WorkerMonitor, *which: Any) -> None:
-        give, sched = monitor.give_idle, monitor._sched
-        if sched.heavy in sched.queued:
-            monitor.give_idle = nothing  # type: ignore[method-assign]
-        original(monitor, *which)
-        monitor.give_idle = give  # type: ignore[method-assign]
-
-    wrap(patch, WorkerMonitor, "withdraw", withdraw)
+    give_none(patch, "withdraw", lambda sched: sched.heavy in sched.queued)
