@@ -882,3 +882,56 @@ def test_computed_attributes_of_the_script(tmp_path):
     """A worker's first lookup in the script uses the script's own ``__getattr__``."""
     out = scripts.run_ok([scripts.write(tmp_path / "computed.py", COMPUTED)])
     assert out == "[42, None, 42]\n"
+
+
+IMPORTS = """
+import sys
+import warnings
+
+sys.path.insert(0, FOLDER)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import loud
+    import louder
+import xpool
+
+def read(x):
+    return loud.LIMIT + x
+
+def annotated(x, kind: loud = None):
+    return x
+
+def late(x):
+    import latest
+    return x
+
+def own(x):
+    warnings.warn("of the task")
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    with xpool.Pool(1, context=CONTEXT) as pool:
+        print(pool.apply(read, (1,)), pool.apply(annotated, (2,)))
+        print(pool.apply(louder.same, (louder.Kind(),)).__class__.__name__)
+    with xpool.Pool(1, context=CONTEXT) as pool:
+        print(pool.map(type, [louder.Kind()])[0].__name__)
+        for func in (late, own):
+            try:
+                pool.apply(func, (1,))
+            except Warning as error:
+                print(repr(error))
+"""
+
+
+@pytest.mark.parametrize("context", [None, *also("spawn", "forkserver")])
+def test_imports_for_a_message_warn_of_nothing(tmp_path, context):
+    """A program has imported its packages before it makes warnings errors; a worker has not."""
+    for name in ("loud", "louder", "latest"):
+        (tmp_path / f"{name}.py").write_text(
+            f"import warnings\nwarnings.warn('import {name}')\nLIMIT = 3\n"
+            "def same(x): return x\nclass Kind: pass\n"
+        )
+    text = IMPORTS.replace("FOLDER", repr(str(tmp_path))).replace("CONTEXT", repr(context))
+    out = scripts.run_ok([scripts.write(tmp_path / "warns.py", text)])
+    errors = "UserWarning('import latest')\nUserWarning('of the task')\n"
+    assert out == f"4 2\nKind\nKind\n{errors}"

@@ -21,8 +21,9 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.fixture(autouse=True)
-def no_threads_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_threads_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture

@@ -368,7 +368,9 @@ AT_ONCE = """
 def test_a_fork_before_the_pools_thread_has_run(tmp_path, fork, kind):
     """In the child, `join` does not wait for the thread, and does not take it for one to start."""
     text = AT_ONCE.format(fork=fork, kind=kind)
-    scripts.run_ok([scripts.write(tmp_path / "at_once.py", text)])
+    file = scripts.write(tmp_path / "at_once.py", text)
+    # Python 3.12 warns of forks of a process with threads.
+    scripts.run_ok(["-W", "ignore:This process:DeprecationWarning", file])
 
 
 LATE = """

@@ -267,11 +267,18 @@ def _swell(box, gate, x, size=560):
     return x if block else 0
 
 
+def _skip_with_cuda() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda is not None:
+        pytest.skip("a worker that imports CUDA's torch needs more memory than these limits allow")
+
+
 def test_workers_divide_the_limits_of_all(mailbox, gate, monkeypatch):
     """Where a worker may have 400 MB, tasks of 560 MB run two at a time in four workers.
 
     A worker that has imported torch needs up to 200 MB more.
     """
+    _skip_with_cuda()
     monkeypatch.setattr(memory, "POLL_SECONDS", 0.01)
     with Pool(4, worker_memory=400 * MB) as pool:
         first = pool.apply_async(_swell, (mailbox.path, gate.path, 7), retries=1)
@@ -304,6 +311,7 @@ def _runs_twice(pool, mailbox, gate, deaths, size):
 
 def test_a_larger_task_of_such_a_function(mailbox, gate, monkeypatch):
     """If it needs more than its part of all limits, it runs again alone."""
+    _skip_with_cuda()
     monkeypatch.setattr(memory, "POLL_SECONDS", 0.01)
     with Pool(4, worker_memory=400 * MB) as pool:
         _runs_twice(pool, mailbox, gate, 1, 560)

@@ -137,5 +137,6 @@ def install(folder: str | None = None) -> None:
 def uninstall() -> None:
     """Remove the simulation."""
     REDUCERS.pop(OnGpu, None)
+    os.environ.pop(FOLDER, None)  # tests on a real GPU ask for it
     reductions.reduce_tensor, cuda.identity, cuda._identities, torch.cuda.synchronize = _before
     cuda._shared.clear()

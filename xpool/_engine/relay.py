@@ -71,7 +71,7 @@ class Relay:
 
     ``first``: the index in the pool of the engine's first worker.
 
-    `add`, `finish` and `begin` are called with the engine's lock held.
+    `add`, `finish`, `is_needed` and `begin` are called with the engine's lock held.
     """
 
     def __init__(self, name: str, first: int = 0) -> None:
@@ -133,10 +133,12 @@ class Relay:
         self.begin()
 
     def is_needed(self) -> bool:
-        """Whether a packet can be read, while no thread reads; ends of sockets do not count.
+        """Whether the thread is needed: a packet can be read.  Ends of sockets do not count.
 
         Most workers end without having sent anything.
         """
+        if self._thread is not None:  # `finish` has started it, and it may read the same events
+            return True
         needed = False
         for fd, events in self._poller.poll(0):
             channel = self._channels.get(fd)

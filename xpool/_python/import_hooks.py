@@ -11,13 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 IMPORTER = "<frozen importlib._bootstrap>"
 """The file name, in frames and tracebacks, of the code that runs an import."""
 
+_SYSTEM = ("importlib", "importlib._bootstrap", "importlib._bootstrap_external")
 _waiting: dict[str, list[Callable[[Any], object]]] = {}
+_before: list[Callable[[FrameType], object]] = []
 
 
 def when_imported(name: str, call: Callable[[Any], object]) -> None:
@@ -26,6 +28,20 @@ def when_imported(name: str, call: Callable[[Any], object]) -> None:
         call(sys.modules[name])
         return
     _waiting.setdefault(name, []).append(call)
+    _install()
+
+
+def before_imports(call: Callable[[FrameType], object]) -> None:
+    """Call ``call(frame)`` before each import of a module that is not loaded, from now on.
+
+    The frame is that of the code that needs the module.
+    """
+    if call not in _before:
+        _before.append(call)
+    _install()
+
+
+def _install() -> None:
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
 
@@ -63,6 +79,11 @@ class _Finder:
         name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find a module with registered functions.  The import system calls this."""
+        for call in _before:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_globals.get("__name__") in _SYSTEM:
+                frame = frame.f_back
+            call(frame)
         if name not in _waiting:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

@@ -205,6 +205,8 @@ class _Worker:
             initializer, initargs = inherited
         else:  # `multiprocessing` has sent the arguments
             initializer, initargs = sent, inherited[1]
+        if settings.ignores:
+            settings.imports_done()
         if initializer is not None:
             initializer(*initargs)
 
@@ -352,6 +354,8 @@ class _Worker:
                     received.prepare(state, *buffers)
                 func = record.called
             task = decode(payload)
+            if settings.ignores:
+                settings.imports_done()
             if mode == Mode.EACH:
                 value = one(func, task)
             elif mode == Mode.CALL:

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from xpool._python import error_imports
 from xpool.testing._eventually import eventually, wait_gone
@@ -176,10 +176,12 @@ def descriptors() -> dict[int, str]:
     """
     found = {}
     kept = error_imports.kept_descriptor()
+    cudas = ("/dev/nvidia", "anon_inode:[eventfd]") if _has_started_cuda() else ()
+    ignored = (ARENA, SHM + CUDAS, *cudas)
     for name in os.listdir("/proc/self/fd"):
         try:
             to = os.readlink(f"/proc/self/fd/{name}")
-            if not to.startswith((ARENA, SHM + CUDAS)) and int(name) != kept:
+            if not to.startswith(ignored) and int(name) != kept:
                 found[int(name)] = to
         except OSError:
             continue  # it is closed now: `listdir` used it
@@ -300,10 +302,12 @@ class Snapshot:
 
 
 def _counts_gpu_memory(name: str, size: int) -> bool:
-    if size != COUNTERS or not name.startswith("torch_"):
-        return False
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
+    return size == COUNTERS and name.startswith("torch_") and _has_started_cuda()
+
+
+def _has_started_cuda() -> bool:
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    return hasattr(cuda, "is_initialized") and bool(cuda.is_initialized())
 
 
 def _staying(look: Callable[[], Iterable[T]], limit: float) -> list[T]:

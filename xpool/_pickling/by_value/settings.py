@@ -33,6 +33,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple
 
 from xpool._pickling.by_value.settings_rows import (
@@ -48,7 +49,7 @@ from xpool._pickling.by_value.settings_rows import (
     Umask,
 )
 from xpool._python.at_fork import renew
-from xpool._python.import_hooks import is_initializing, when_imported
+from xpool._python.import_hooks import before_imports, is_initializing, when_imported
 from xpool._python.interrupt import uninterrupted
 from xpool._python.worker_local import process_is_shared
 
@@ -519,6 +520,20 @@ def begin_worker(serials: dict[str, Any]) -> None:
             taken.before, taken.known = first, True
             if serial:
                 _process.serials[name] = serial
+    before_imports(_ignore_warnings)
+
+
+def _ignore_warnings(frame: FrameType) -> None:
+    """Ignore warnings until `imports_done` if reading a message imports a module."""
+    is_read, needs = False, frame
+    while needs.f_back and str(needs.f_globals.get("__name__")).startswith("xpool._pickling."):
+        is_read, needs = True, needs.f_back
+    if is_read and needs.f_globals.get("__name__") == "xpool._worker.loop":
+        _filters.ignore_all()
+
+
+ignores = _filters.ignores
+"""Not empty while warnings are ignored, until `imports_done`."""
 
 
 def receive(rows: Iterable[tuple[str, int, Any]], keep: Collection[str] = ()) -> None:
@@ -567,7 +582,7 @@ def imports_done() -> None:
     """Restore what imports have changed since `receive`: called when the task has been read.
 
     Reading a task may import a package, which adds warning filters and sets levels of loggers.  The
-    program has set its own after its import of that package.
+    program has set its own after its import of that package.  Warnings of that import are ignored.
     """
     with _lock:
         _filters.restore()

@@ -339,7 +339,12 @@ class Filters(Row):
         ),
     )
 
+    IGNORE = ("ignore", None, Warning, None, 0)
+    """The first filter while this process imports what a message needs.  The program has seen the
+    warnings of its own imports, or has changed its filters since then."""
+
     def __init__(self) -> None:
+        self.ignores: list[Any] = []  # `IGNORE` while it may be among the filters
         self._set: list[Any] = []  # all filters of the row; None: its category does not exist yet
         self.missing: dict[int, Any] = {}  # those, by their place
         self._order: list[Any] = []
@@ -353,8 +358,10 @@ class Filters(Row):
     def value(self, token: Any) -> Any:
         return tuple(
             (action, _pattern(text), (kind.__module__, kind.__qualname__), _pattern(place), line)
-            for action, text, kind, place, line in token
-            if isinstance(kind, type) and "<" not in kind.__qualname__  # not made in a function
+            for one in token
+            for action, text, kind, place, line in [one]
+            # Not made in a function.
+            if isinstance(kind, type) and "<" not in kind.__qualname__ and one is not self.IGNORE
         )
 
     def before(self, module: Any) -> Any:
@@ -392,6 +399,13 @@ class Filters(Row):
         sys.modules["warnings"].resetwarnings()
         _of_warnings()[:] = filters
 
+    def ignore_all(self) -> None:
+        """Ignore all warnings until `restore` is called."""
+        here = _of_warnings()
+        if not any(one is self.IGNORE for one in here):
+            self.ignores[:] = [self.IGNORE]
+            here.insert(0, self.IGNORE)
+
     def note(self) -> None:
         """Remember the order, for `restore`."""
         if "warnings" in sys.modules:
@@ -399,6 +413,9 @@ class Filters(Row):
 
     def restore(self) -> None:
         """Put the filters that were there at `note`, and are there now, back into their order."""
+        if self.ignores:
+            self.ignores.clear()
+            _of_warnings()[:] = [one for one in _of_warnings() if one is not self.IGNORE]
         if not self._order or self._order == (here := _of_warnings()):
             return
         order = iter([one for one in self._order if one in here])
