@@ -935,3 +935,56 @@ def test_imports_for_a_message_warn_of_nothing(tmp_path, context):
     out = scripts.run_ok([scripts.write(tmp_path / "warns.py", text)])
     errors = "UserWarning('import latest')\nUserWarning('of the task')\n"
     assert out == f"4 2\nKind\nKind\n{errors}"
+
+
+UNLOADABLE = """
+import functools
+import os
+import traceback
+import xpool
+
+PROGRAM = os.getpid()
+
+def make(pid):
+    if os.getpid() != pid:
+        raise ValueError("made in the program alone")
+    return Odd()
+
+class Odd:
+    def __reduce__(self):
+        return make, (PROGRAM,)
+
+def wrap(func):
+    @functools.wraps(func)
+    def wrapper(*args):
+        return func(*args)
+    wrapper.odd = odd
+    return wrapper
+
+odd = Odd()
+
+@wrap
+def wrapped(x):
+    return x
+
+def reads(x):
+    return odd
+
+def calls(x):
+    return wrapped(x)
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        for func in reads, wrapped, calls:
+            try:
+                pool.apply(func, (1,))
+            except Exception as error:
+                print("ValueError while it was loaded: made in the program alone" in
+                      "".join(traceback.format_exception(error)))
+"""
+
+
+def test_a_global_that_a_worker_cannot_load_says_why(tmp_path):
+    """The error has the reason, also if the message itself is what needs the global."""
+    out = scripts.run_ok([scripts.write(tmp_path / "unloadable.py", UNLOADABLE)])
+    assert out == "True\n" * 3

@@ -408,7 +408,7 @@ def missing_global(exc: BaseException) -> str | None:
     if isinstance(exc, AttributeError) and name is None:
         match = _NOT_FOUND.match(str(exc))  # of an unpickler
         if match and main.is_replica():
-            return _not_named(match[1])
+            return _not_sent(match[2], match[1])
     if isinstance(exc, AttributeError):
         return _attribute(exc, name) or _global_left_none(exc)
     if not isinstance(exc, NameError) or not isinstance(name, str):
@@ -440,14 +440,18 @@ def _attribute(exc: AttributeError, name: Any) -> str | None:
         ):
             return _explained(key)
     if owner is sys.modules.get("__main__") and isinstance(name, str) and main.is_replica():
-        return _not_named(name)
+        return _not_sent("__main__", name)
     return None
 
 
-_NOT_FOUND = re.compile(r"Can't get attribute '([^']+)' on <module '__main__'")
+_NOT_FOUND = re.compile(r"Can't get attribute '([^']+)' on <module '([^']+)'")
 
 
-def _not_named(name: str) -> str:
+def _not_sent(module: str, name: str) -> str | None:
+    if (key := (module, name)) in _incoming.missing:
+        return _explained(key)
+    if module != "__main__":
+        return None
     return (
         f"The global {name!r} of __main__ was not sent to this worker, because no function of "
         "its tasks names it. Name it in the function, or pass it as an argument."
