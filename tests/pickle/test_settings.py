@@ -549,6 +549,16 @@ def test_only_the_loggers_that_changed_are_changed(pair: Pair) -> None:
     assert pair.worker.get("logging.getLogger('a.b').disabled")
 
 
+def test_attributes_of_loggers_are_looked_at(pair: Pair) -> None:
+    """A new attribute of the root or of a logger with others arrives, and so does a new value."""
+    pair.both("import logging")
+    for text in ("one.run = 3", "one.other = 4", "one.run = 5", "root.run = 6"):
+        pair.program.run(f"one, root = logging.getLogger('one'), logging.getLogger(); {text}")
+        pair.deliver()
+    look = "vars(logging.getLogger('one')).get"
+    assert pair.worker.get(f"[{look}('run'), {look}('other'), logging.root.run]") == [5, 4, 6]
+
+
 def test_a_package_makes_its_logger_with_a_class_of_its_own(pair: Pair) -> None:
     """A level waits for its logger, so `receive` does not make a logger that its package makes."""
     pair.program.run("import logging; logging.getLogger('top').setLevel(11)")

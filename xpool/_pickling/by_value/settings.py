@@ -439,7 +439,7 @@ def _look() -> Snapshot:
         found = _found.get(key)
         if found is None:
             if len(_found) > _KNOWN:
-                _found.clear()
+                del _found[next(iter(_found))]  # not all: threads may take turns with two
             found = _found[key] = Snapshot(next(_serials), rows)
         sources = list(_sources.values())
         awaited = {row.module for row in TABLE if row.module and row.name not in _sources}

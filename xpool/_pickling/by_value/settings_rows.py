@@ -438,8 +438,9 @@ class Loggers(Row):
     """Levels, `propagate` and `disabled` of loggers that are not as made, and `logging.disable`.
 
     Each change of a level clears the caches of all loggers, so a mark in the root's cache tells
-    whether there was one.  `propagate` and handlers of the root and of the program's own loggers
-    are looked at each time; those of packages, which may have hundreds, after such a change.
+    whether there was one.  `propagate`, handlers and attributes of the root, of the program's own
+    loggers, and of those with attributes that are named after no module, are looked at each time;
+    those of other loggers, which may be hundreds, after such a change.
     """
 
     name, module, default = "levels of loggers", "logging", (0, ())
@@ -461,8 +462,10 @@ class Loggers(Row):
             stamp, count, holders, held, own = self._scan
             if _SEEN not in cache or len(loggers) != count or holders(loggers) != held:
                 return None
-            for one, propagate, handlers in own:
+            for one, propagate, handlers, size, attributes in own:
                 if one.propagate is not propagate or one.handlers != handlers:
+                    return None
+                if len(vars(one)) != size or (attributes and _own(one) != attributes):
                     return None
             return stamp
 
@@ -488,8 +491,16 @@ class Loggers(Row):
             itemgetter(*holders) if holders else lambda _: None,
             itemgetter(*holders)(found) if holders else None,
             [
-                (one, one.propagate, list(one.handlers))
-                for one in (root, *(real[name] for name in real if is_program(name)))
+                (one, one.propagate, list(one.handlers), len(vars(one)), _own(one))
+                for one in (
+                    root,
+                    *(
+                        one
+                        for name, one in real.items()
+                        if is_program(name)
+                        or (ways[name][-1] and name.partition(".")[0] not in sys.modules)
+                    ),
+                )
             ],
         )
         return stamp
@@ -560,8 +571,12 @@ def _way_of(logger: Any) -> tuple[Any, ...]:
     handlers = tuple(
         (type(one).__module__, type(one).__qualname__, _simple(one)) for one in logger.handlers
     )
-    own = tuple(one for one in _simple(logger) if one[0] not in _OF_LOGGERS)
-    return logger.level, bool(logger.propagate), bool(logger.disabled), handlers, own
+    return logger.level, bool(logger.propagate), bool(logger.disabled), handlers, _own(logger)
+
+
+def _own(logger: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the attributes of a logger that are the program's."""
+    return tuple(one for one in _simple(logger) if one[0] not in _OF_LOGGERS)
 
 
 def _simple(obj: Any) -> tuple[tuple[str, Any], ...]:
