@@ -260,9 +260,9 @@ def _place(job: Job) -> tuple[int, int | None]:
 
 def terms_of(options: TaskOptions) -> Terms:
     """Return the terms on which workers get a task with these options."""
+    if options.plain:
+        return ONCE
     limit = None
     if options.timeout is not None:
         limit = Limit(options.timeout, issubclass(TaskTimeout, options.retry_on))
-    elif not (options.retries or options.priority):
-        return ONCE
     return Terms(options.retries, limit, priority=options.priority)
