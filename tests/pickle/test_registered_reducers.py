@@ -137,6 +137,30 @@ def test_registered_arrays_and_tensors(tmp_path):
     assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""
 
 
+REPLACED = """
+    from multiprocessing.reduction import ForkingPickler
+    import xpool
+
+    class Plain:
+        def __init__(self, v):
+            self.v = v
+
+    def same(x):
+        return x
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            for step in 1, 10, 100:
+                ForkingPickler.register(Plain, lambda obj, step=step: (Plain, (obj.v + step,)))
+                assert pool.apply(same, (Plain(0),)).v == 2 * step, step
+"""
+
+
+def test_a_reducer_in_place_of_another(tmp_path):
+    """The next task's result is pickled by the reducer that the program has now."""
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", REPLACED)]) == ""
+
+
 CODECS = """
     import codecs
     import xpool

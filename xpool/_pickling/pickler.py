@@ -216,16 +216,17 @@ def encode(
         result = _pickle(obj, _Options(layout, recurse, home=home))
     else:
         try:
-            pickler = _at_rest.pop()  # it belongs to this thread until `_rest` puts it back
+            pickler = _at_rest.pop()  # it belongs to this thread until `_at_once` puts it back
             pickler.layout = layout
         except IndexError:
             pickler = _FastPickler(layout)
         pickler.home = home
         try:
-            pickler.dump(obj)
+            _dump(pickler, obj)
         # A failed pickler is not put back, because it may be in the middle of an object.
-        except Exception as error:
-            if by_handler(error):
+        except BaseException as error:
+            _forget(pickler)
+            if not isinstance(error, Exception) or by_handler(error):
                 raise
             result = _pickle(obj, _Options(layout, home=home), error)
         else:
@@ -245,37 +246,26 @@ def _at_once(pickler: _FastPickler, told: frozenset[Key]) -> bytes | memoryview 
     chunks, buffers, layout = pickler.chunks, pickler.buffers, pickler.layout
     data: bytes | memoryview
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    preface = _preface(pickler, layout, pickler.home, told)
+    preface = reducers.script.preface(pickler, layout, pickler.home, told)
     if preface is not None:
-        chunks = [data := preface[0] + data[2:]]  # without the opcode PROTO
-        buffers[:0] = preface[1]
-    if pickler.names:
-        pickler.names.clear()
+        state, blocks = preface
+        data = state + data[2:]  # without the opcode PROTO
+        buffers[:0] = blocks
+    pickler.names.clear()
     small = len(data) < INLINE_BELOW
     if buffers or not (small or layout.lessor is None):
-        data = frame.pack(chunks, buffers, layout, pickler.shared)
+        data = frame.pack((data,), buffers, layout, pickler.shared)
         # Cleared now, because they hold memory.
         pickler.buffers.clear()
         pickler.shared.clear()
     if small:  # after a larger message, the pickler would keep too much memory
-        _rest(pickler)
+        pickler.tensors = None
+        pickler.spaces.clear()
+        chunks.clear()
+        pickler.clear_memo()
+        # Appended last, because another thread may now use it.
+        _at_rest.append(pickler)
     return data
-
-
-def _preface(
-    pickled: Any, layout: Layout, home: bool, told: frozenset[Key]
-) -> tuple[bytes, list[PickleBuffer]] | None:
-    """Return the state that a message needs and its buffers, or None if it needs none.
-
-    ``pickled``: a pickler or a `Pickled`, with the names and the blocks of the message.
-    """
-    names = pickled.names
-    if reducers.everyone and layout.book is not None:
-        names = names | reducers.everyone
-    if home or told.issuperset(names):
-        return None
-    found: tuple[bytes, list[PickleBuffer]] = reducers.script.preface(pickled, names, layout)
-    return found
 
 
 def _forget(pickler: Any) -> None:
@@ -286,17 +276,6 @@ def _forget(pickler: Any) -> None:
     pickler.buffers.clear()
     pickler.shared.clear()
     pickler.clear_memo()
-
-
-def _rest(pickler: _FastPickler) -> None:
-    if pickler.tensors is not None:
-        pickler.tensors = None
-    if pickler.spaces:
-        pickler.spaces.clear()
-    pickler.chunks.clear()
-    pickler.clear_memo()
-    # Appended last, because another thread may now use it.
-    _at_rest.append(pickler)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
@@ -502,7 +481,7 @@ def _message(
     result: Pickled, layout: Layout, home: bool, told: frozenset[Key] = frozenset()
 ) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
-    preface = _preface(result, layout, home, told)
+    preface = reducers.script.preface(result, layout, home, told)
     if preface is not None:
         chunks = [preface[0], chunks[0][2:], *chunks[1:]]  # without the opcode PROTO
         buffers = [*preface[1], *buffers]
@@ -543,3 +522,13 @@ def write_global(value: Any) -> Pickled:
 def write_group(value: Any, group: reducers.Group, out_of_band: bool) -> Pickled:
     """Pickle globals.  With ``out_of_band``, large buffers are not copied into the pickle."""
     return _pickle(value, _Options(_COPY if out_of_band else _INLINE, group=group))
+
+
+def write_values(
+    keys: tuple[Key, ...], values: list[Any], named: dict[int, Key], out_of_band: bool
+) -> Pickled:
+    """Pickle the values of a group: of one global its value, of several a list."""
+    own = {id(value): key for key, value in zip(keys, values, strict=True)}
+    return write_group(
+        values if len(values) > 1 else values[0], reducers.Group(own, named), out_of_band
+    )

@@ -10,6 +10,7 @@ each other, and classes whose methods use ``super()``, need no special case.
 
 from __future__ import annotations
 
+import copyreg
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -160,9 +161,10 @@ def register(*types: type) -> Callable[[Reducer], Reducer]:
 
 def reducer_override(pickler: Any, obj: Any) -> Any:
     kind = type(obj)
-    reduce = registered.of_program(kind)
-    if reduce is not None:
-        return reduce(obj)
+    if kind in registered.forking or kind in copyreg.dispatch_table:
+        reduce = registered.of_program(kind)
+        if reduce is not None:
+            return reduce(obj)
     reducer = REDUCERS.get(kind) or _find(kind)
     return NotImplemented if reducer is None else reducer(pickler, obj)
 

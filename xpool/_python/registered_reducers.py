@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import sys
 import types
 from collections.abc import Callable
+from multiprocessing import reduction
 from typing import Any
 
 # These types are in the table only because Python 2 could not pickle them.
 _AS_USUAL = {types.MethodType, type(list.append), type(int.__add__), functools.partial}
 _OWNERS = ("multiprocessing", "torch.multiprocessing")
 
-_forking: dict[type, Callable[[Any], Any]] = {}  # the table of `multiprocessing`, once it is there
-_forking_is_found = False
+# Undocumented, but in every Python from 3.3 to 3.15.  The documented `dispatch_table` of an
+# instance is a copy, and making one for each object would be too slow.
+forking: dict[type, Callable[[Any], Any]] = getattr(reduction.ForkingPickler, "_extra_reducers", {})
+"""The table of `multiprocessing`."""
+
 _own: set[Any] = set()  # reducers of `multiprocessing` and torch in it
 
 
 def of_program(kind: type) -> Callable[[Any], Any] | None:
-    """Return the reducer that the program has registered for exactly this type, if any.
-
-    A table of `multiprocessing` is known from the first call of another function here on.
-    """
-    reduce = _forking.get(kind)
+    """Return the reducer that the program has registered for exactly this type, if any."""
+    reduce = forking.get(kind)
     if reduce is None or reduce in _own or _is_own(reduce):
         return copyreg.dispatch_table.get(kind)
     return reduce
@@ -37,50 +37,26 @@ def of_program(kind: type) -> Callable[[Any], Any] | None:
 
 def of_multiprocessing(kind: type) -> Callable[[Any, Any], Any] | None:
     """Return the reducer for objects of exactly this type, if `multiprocessing` has one."""
-    reduce = _forking_table().get(kind)
-    if reduce is None and kind.__module__ == "socket":
-        from multiprocessing import reduction  # noqa: F401  # it registers one
-
-        reduce = _forking_table().get(kind)
+    reduce = forking.get(kind)
     if reduce is None or kind in _AS_USUAL or kind.__module__.partition(".")[0] == "torch":
         return None
     return functools.partial(_reduce, reduce)
 
 
+def tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return copies of the two tables, to compare them later."""
+    return dict(copyreg.dispatch_table), dict(forking)
+
+
 def registrations() -> list[tuple[Callable[..., object], type, Any]]:
     """Return registrations of functions: the function that made it, the type, the reducer."""
-    tables: list[tuple[Callable[..., object], Any]] = [(copyreg.pickle, copyreg.dispatch_table)]
-    if _forking_table():
-        tables.append((sys.modules["multiprocessing.reduction"].register, _forking))
+    found = (copyreg.pickle, copyreg.dispatch_table), (reduction.register, forking)
     return [
         (register, kind, reduce)
-        for register, table in tables
+        for register, table in found
         for kind, reduce in list(table.items())
         if isinstance(reduce, types.FunctionType)
     ]
-
-
-def tables() -> tuple[dict[Any, Any], int]:
-    """Return what changes when the program registers a reducer."""
-    global _known
-    if _known != copyreg.dispatch_table:
-        _known = dict(copyreg.dispatch_table)
-    return _known, len(_forking if _forking_is_found else _forking_table())
-
-
-_known: dict[Any, Any] = {}  # a copy of the table of `copyreg`
-
-
-def _forking_table() -> dict[type, Callable[[Any], Any]]:
-    global _forking, _forking_is_found
-    # A program that registers a reducer has imported the module.
-    if not _forking_is_found and "multiprocessing.reduction" in sys.modules:
-        from multiprocessing.reduction import ForkingPickler
-
-        # Undocumented, but in every Python from 3.3 to 3.15.  The documented `dispatch_table` of an
-        # instance is a copy, and making one for each object would be too slow.
-        _forking, _forking_is_found = getattr(ForkingPickler, "_extra_reducers", {}), True
-    return _forking
 
 
 def _is_own(reduce: Any) -> bool:

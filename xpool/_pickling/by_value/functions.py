@@ -13,7 +13,7 @@ from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xpool._pickling.by_value.names import name_for, static_modules
+from xpool._pickling.by_value.names import is_simple, name_for, static_modules
 from xpool._pickling.by_value.origin import (
     IMPORTED,
     SENT,
@@ -98,6 +98,19 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
 
 
 _ATTRIBUTES = ("__defaults__", "__kwdefaults__", "__doc__", "__qualname__", "__type_params__")
+
+
+def parts_of_function(function: Any) -> tuple[Any, ...]:
+    """Return what tells whether a function without state has changed."""
+    kwdefaults = function.__kwdefaults__
+    return (
+        function.__code__,
+        function.__defaults__,
+        kwdefaults,
+        function.__doc__,
+        None if kwdefaults is None else dict(kwdefaults),
+        is_simple(function),
+    )
 
 
 def annotations_of(obj: Any) -> dict[str, Any]:

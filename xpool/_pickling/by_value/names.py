@@ -44,7 +44,7 @@ def mark_static_module(module: ModuleType) -> None:
 
 def found_by_name(obj: Any) -> bool:
     """Whether the name of a function or class leads to it here."""
-    return found_here(obj.__module__, _path_of(obj)) is obj
+    return found_here(obj.__module__, getattr(obj, "__qualname__", None) or obj.__name__) is obj
 
 
 def goes_by_name(obj: Any) -> bool:
@@ -61,7 +61,7 @@ def name_for(pickler: Context, obj: Any) -> Any:
     that it cannot import, before it loads the pickle.
     """
     module = obj.__module__
-    path = _path_of(obj)
+    path = getattr(obj, "__qualname__", None) or obj.__name__
     known = origins.get(module)
     if known is not None and known[1] != SENT and module not in static_modules:
         # The usual case: the short way to the same answer.
@@ -146,11 +146,6 @@ def of_program(token: str, module: str, path: str) -> Any:
     """
     entry = registry.lookup(token)
     return _get(module, path) if entry is None else entry.ref()
-
-
-def _path_of(obj: Any) -> str:
-    path: str = getattr(obj, "__qualname__", None) or obj.__name__
-    return path
 
 
 def _get(module_name: str, path: str) -> Any:

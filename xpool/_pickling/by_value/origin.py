@@ -113,12 +113,6 @@ def namespace(module: str) -> dict[str, Any]:
     return found
 
 
-def main_now() -> tuple[Any, int]:
-    """Return ``__main__`` and the number of its globals."""
-    main = sys.modules.get("__main__")
-    return main, len(getattr(main, "__dict__", ()))
-
-
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes that an object has now."""
     # A lazy module is not loaded by this.

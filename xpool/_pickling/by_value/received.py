@@ -47,10 +47,9 @@ from xpool._pickling.by_value.sent import (
     VALUES,
     Entry,
     place_of,
-    write_values,
 )
 from xpool._pickling.by_value.standard import is_generator
-from xpool._pickling.pickler import decode
+from xpool._pickling.pickler import decode, write_values
 from xpool._pickling.reducers import builder
 from xpool._python import at_fork
 from xpool._python.import_hooks import when_imported

@@ -42,7 +42,7 @@ from typing import Any
 from xpool._memory.holds import Block
 from xpool._pickling import Key, reducers
 from xpool._pickling.by_value import checks, classes, registered_calls, registry, settings
-from xpool._pickling.by_value.functions import annotations_of, marshalled
+from xpool._pickling.by_value.functions import annotations_of, marshalled, parts_of_function
 from xpool._pickling.by_value.names import ATOMS, found_by_name, is_simple
 from xpool._pickling.by_value.origin import (
     IMPORTED,
@@ -55,7 +55,6 @@ from xpool._pickling.by_value.origin import (
     home_of,
     is_imported,
     is_program,
-    main_now,
     namespace,
     origin_of,
     owner_of,
@@ -65,7 +64,7 @@ from xpool._pickling.by_value.reads import is_open, of_annotations, reads
 from xpool._pickling.by_value.registered_calls import CALLS, registered
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.frame import PREPARE, preparation
-from xpool._pickling.pickler import Pickled, write_global, write_group
+from xpool._pickling.pickler import Pickled, write_global, write_group, write_values
 from xpool._pickling.policy import INLINE_BELOW, Layout
 from xpool._pickling.reducers import Group, in_place
 from xpool._python import at_fork, registered_reducers
@@ -173,8 +172,8 @@ class Book:
         self._settings: settings.Snapshot | None = None
         self._imports: tuple[str, ...] = ()
         self._generation = 0  # of the origins of modules
-        self._torn = False  # whether the last change was not completed
-        self._calls: Any = None  # which of `registered`, and which reducers, it has looked at
+        self._torn = True  # whether the last change was not completed
+        self._looked_at: Any = None  # the calls of `registered`, and the reducers of the program
         self._nones: dict[str, frozenset[str]] = {}
         # What is compared for each message:
         self._same: list[tuple[Any, str, Any]] = []
@@ -182,7 +181,7 @@ class Book:
         self._functions: list[tuple[Any, Any, Any, Any]] = []
         self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
         self._registrations: Any = None  # of abstract base classes
-        self._main: Any = None
+        self._main: tuple[dict[str, Any], int] = {}, 0  # the globals of `__main__`; their number
         self._tuples: set[int] = set()  # ids of globals that are tuples
         self._stateless: list[Any] = []  # the objects of `_named`
         self._changing: list[tuple[type, Any]] = []  # classes with parts that may change in place
@@ -199,12 +198,15 @@ class Book:
         """Let all objects of the program go."""
         self._nodes, self._same, self._ids, self._functions = {}, [], [], []
         self._classes, self._changing, self._small, self._large = [], [], [], []
-        self.told, self._state = frozenset(), None
+        self.told, self._state, self._main, self._torn = frozenset(), None, ({}, 0), True
 
     # -- comparing --------------------------------------------------------------------------------
 
     def _holds(self) -> bool:
         """Whether all globals are the same objects, and what cannot be compared so is equal."""
+        main, count = self._main
+        if len(main) != count or any(map(vars, self._stateless)):
+            return False
         for holder, name, value in self._same:
             if holder.get(name, MISSING) is not value:
                 return False
@@ -223,8 +225,6 @@ class Book:
             if [*map(id, vars(cls).values())] != ids or cls.__bases__ != bases:
                 return False
         if self._classes and get_cache_token() != self._registrations:
-            return False
-        if main_now() != self._main or any(map(vars, self._stateless)):
             return False
         for cls, definition in self._changing:
             if classes.definition_of(cls) is not definition:
@@ -286,20 +286,23 @@ class Book:
     def state(self, names: Iterable[Key], layout: Layout) -> _State:
         """Return the state for a message that uses these names.  The caller holds `_lock`."""
         now = settings.snapshot()
+        looked_at = [*registered], copyreg.dispatch_table, registered_reducers.forking
+        known = not self._torn and self.told.issuperset(names) and looked_at == self._looked_at
+        changed = not (known and self._holds())
+        if not (changed or self._large) and now is self._settings and self._state is not None:
+            return self._state
+        # Another object after each change of `sys.path` and of the working folder.
         generation = renew_origins(now)
         if generation != self._generation:
-            self._generation, self._torn = generation, True
+            self._generation, self._torn, known, changed = generation, True, False, True
             for node in self._nodes.values():
                 if node.kind == _NAMED:
                     node.id = 0  # it is looked at again
-        calls = tuple(registered), registered_reducers.tables()
-        anew = self._torn or not self.told.issuperset(names) or calls != self._calls
-        changed = anew or not self._holds()
         self._made.clear()
         # Torn until all is consistent: a signal handler may raise in code of the program that runs.
         if changed:
             self._torn = True
-            self._find(layout, self.told.union(names, self._of_all() if anew else ()))
+            self._find(layout, self.told.union(names, () if known else self._of_all()))
         if self._large and not self._compare_large(frozenset(names)):
             changed = self._torn = True
             self._find(layout, self.told)
@@ -317,8 +320,9 @@ class Book:
         self._nones["__main__"] = top.nones
         self._imports = top.imports
         registered_calls.look_at_script(top.calls)
+        tables = registered_reducers.tables()
         registered_calls.look_at_reducers()
-        self._calls = tuple(registered), registered_reducers.tables()
+        self._looked_at = [*registered], *tables
         found = {key for key in top.assigned if key[0].partition(".")[0] not in _OF_WORKERS}
         found.update((CALLS, name) for name in registered)
         return found
@@ -352,7 +356,11 @@ class Book:
             defined = isinstance(value, (FunctionType, type))
             unchanged = (
                 (old.kind in (_GONE, _PLAIN, _NAMED) and not defined)
-                or (old.kind == _FUNCTION and old.parts == _parts_of(value) and not is_open(value))
+                or (
+                    old.kind == _FUNCTION
+                    and old.parts == parts_of_function(value)
+                    and not is_open(value)
+                )
                 or (old.kind == _DATA and old.large)
             )
             if unchanged:
@@ -399,7 +407,7 @@ class Book:
 
     def _function(self, key: Key, function: FunctionType) -> _Node:
         node = _Node(_FUNCTION, function, reads(function))
-        node.parts = _parts_of(function)
+        node.parts = parts_of_function(function)
         annotations = annotations_of(function)
         written = b""
         if annotations:
@@ -598,7 +606,9 @@ class Book:
         self._same, self._ids, self._functions = [], [], []
         self._classes, self._changing, self._small, self._large = [], [], [], []
         self._used = {}
-        self._registrations, self._main = get_cache_token(), main_now()
+        main = namespace("__main__")
+        self._registrations, self._main = get_cache_token(), (main, len(main))
+        self._same.append((sys.modules, "__main__", sys.modules.get("__main__", MISSING)))
         large = set[Key]()
         for group in self._groups.values():
             if group.kind == PLACED:
@@ -719,21 +729,6 @@ def _script_top() -> Any:  # imported late, because few workers send, and it imp
     return import_module("xpool._pickling.by_value.script_top")
 
 
-# -- parts ---------------------------------------------------------------------------------------
-
-
-def _parts_of(function: Any) -> tuple[Any, ...]:
-    kwdefaults = function.__kwdefaults__
-    return (
-        function.__code__,
-        function.__defaults__,
-        kwdefaults,
-        function.__doc__,
-        None if kwdefaults is None else dict(kwdefaults),
-        is_simple(function),
-    )
-
-
 def place_of(key: Key) -> tuple[Any, str]:
     """Return the namespace (or None) in which a global or attribute is, and its name there."""
     module, path = key
@@ -742,14 +737,6 @@ def place_of(key: Key) -> tuple[Any, str]:
     if "." not in path:
         return namespace(module), path
     return getattr(owner_of(key), "__dict__", None), path.rpartition(".")[2]
-
-
-def write_values(
-    keys: tuple[Key, ...], values: list[Any], named: dict[int, Key], out_of_band: bool
-) -> Pickled:
-    """Pickle the values of a group: of one global its value, of several a list."""
-    own = {id(value): key for key, value in zip(keys, values, strict=True)}
-    return write_group(values if len(values) > 1 else values[0], Group(own, named), out_of_band)
 
 
 def _value_of(key: Key) -> Any:
@@ -778,13 +765,21 @@ class _Program:
         return NotImplemented
 
     def preface(
-        self, pickler: Any, names: set[Key], layout: Layout
-    ) -> tuple[bytes, list[PickleBuffer]]:
-        """Return the beginning of a message that uses these names, and its buffers."""
+        self, pickled: Any, layout: Layout, home: bool, told: frozenset[Key]
+    ) -> tuple[bytes, list[PickleBuffer]] | None:
+        """Return the state that a message needs and its buffers, or None if it needs none.
+
+        ``pickled``: a pickler or a `Pickled`, with the names and the blocks of the message.
+        """
+        names = pickled.names
+        if reducers.everyone and layout.book is not None:
+            names = names | reducers.everyone
+        if home or told.issuperset(names):
+            return None
         book = layout.book or _outgoing.anyone
         with _lock:
             state = book.state(names, layout)
-        buffers = [in_place(pickler, token) for token in state.tokens] if state.tokens else []
+        buffers = [in_place(pickled, token) for token in state.tokens] if state.tokens else []
         return state if layout.out_of_band else state.by_name, buffers
 
 

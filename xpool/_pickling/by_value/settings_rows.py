@@ -176,19 +176,25 @@ class Folder(_Started):
 
     def __init__(self) -> None:
         self._calls = 0
-        self._ask: Callable[[], bytes | None] = _folder
+        self._ask: Callable[[], bytes | None] | None = None
 
     def open(self, module: Any) -> Callable[[], Any]:
-        return self._peek
+        return self._ask or self._count
 
-    def _peek(self) -> bytes | None:
+    def _count(self) -> bytes | None:
         self._calls += 1
         if self._calls == _SHORT_PROGRAM and os.name == "posix" and not is_free_threaded():
             self._ask = folder_asker()
-        return self._ask() or _folder()  # None: it was removed, or its path is too long
+            return None  # so that the row is opened again
+        return _folder()
+
+    def keep(self, token: Any) -> Any:
+        # None: it was removed, or its path is too long.  This equals no token, so it is read again.
+        return object() if token is None else token
 
     def value(self, token: Any) -> Any:
-        return None if token is None else os.fsdecode(token)
+        folder = token if isinstance(token, bytes) else _folder()
+        return None if folder is None else os.fsdecode(folder)
 
     def set(self, module: Any, value: Any, last: Any) -> None:
         if value is not None and value != self.value(_folder()):
