@@ -477,6 +477,7 @@ def _(patch: Patch) -> None:
 @mutant("a death during a caller's turn is forgotten")
 def _(patch: Patch) -> None:
     def end(original: Any, direct: DirectReceive, job: int) -> None:
+        direct.await_end = nothing
         original(direct, job)
 
     wrap(patch, DirectReceive, "end", end)

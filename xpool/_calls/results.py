@@ -227,7 +227,10 @@ class AsyncResult(Job, Generic[T]):
                     "where each worker is"
                 )
         if not self._opened:
-            self._open()
+            if self.options.waits:  # no other thread has this result
+                self._open_now()
+            else:
+                self._open()
         if self.progress is not None:
             self.progress.wait()
         if self._success:
@@ -260,9 +263,6 @@ class AsyncResult(Job, Generic[T]):
     def _open(self) -> None:
         if self._opened:
             return
-        if self.options.waits:  # no other thread has this result
-            self._open_now()
-            return
         # Held while the first caller unpickles the value.  Reentrant, because code that unpickling
         # runs, or a signal handler, may ask for this result.  Made here, by an atomic operation,
         # because many results need no lock.
@@ -280,9 +280,6 @@ class AsyncResult(Job, Generic[T]):
             if by_handler(exc):
                 raise
             success, value = False, exc
-        self._settle(success, value)
-
-    def _settle(self, success: bool, value: Any) -> None:
         self._success, self._value, self._opened = success, value, True
 
     def _unpack(self, value: Any) -> Any:
@@ -327,9 +324,10 @@ class AsyncResult(Job, Generic[T]):
     def complete(self) -> None:
         """Leave the job table and wake the callers, after the callback."""
         pool = self._pool
-        if pool is not None:
-            pool._jobs.remove(self)
-        self.release()
+        if pool is None:
+            self.release()
+        else:
+            pool._jobs.complete(self, call_back=False)
 
     def call_back(self) -> None:
         """Run the callback for the result or error; it may raise.  Called once before `release`."""
@@ -413,8 +411,8 @@ class MapResult(AsyncResult[list[T]]):
                     out.append(task)
         return out
 
-    def _settle(self, success: bool, value: Any) -> None:
-        super()._settle(success, value)
+    def _open_now(self) -> None:
+        super()._open_now()
         self._pieces = {}  # frees the pickled answers
 
     def fail(self, exc: BaseException | PickledResult) -> None:

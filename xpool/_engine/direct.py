@@ -11,6 +11,7 @@ Called with the engine's lock held.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.reactor import Reactor
@@ -27,6 +28,7 @@ class DirectReceive:
         self._jobs: dict[int, int] = {}  # by worker
         self.muted: set[int] = set()  # workers whose pipe does not wake the engine's thread
         self._ended: set[int] = set()  # workers whose sentinel's event is handled after the turn
+        self.await_end: Callable[[WorkerProcess], object]  # listens to a sentinel: `Replacement`'s
 
     def __contains__(self, worker: WorkerProcess) -> bool:
         return worker.index in self._jobs
@@ -49,21 +51,20 @@ class DirectReceive:
         if worker.index in self.muted and worker.index not in self._jobs:
             self._mute(worker, False)
 
-    def end(self, job: int) -> WorkerProcess | None:
-        """End a turn; return the worker if its sentinel's event was postponed."""
+    def end(self, job: int) -> None:
+        """End the turn of the caller that receives the answer of this job, if it is not over."""
         turn = self.turns.pop(job, None)
         if turn is None:
-            return None
+            return
         worker = turn[0]
         del self._jobs[worker.index]
         in_flight = worker.in_flight
         if in_flight.sent > in_flight.answered or worker.state is not WorkerStates.READY:
             # The engine's thread receives the worker's other answers.
             self._mute(worker, False)
-        if worker.index not in self._ended:
-            return None
-        self._ended.remove(worker.index)
-        return worker
+        if worker.index in self._ended:
+            self._ended.remove(worker.index)
+            self.await_end(worker)
 
     def of_this_thread(self) -> list[int]:
         """Return the jobs for which the calling thread polls already.

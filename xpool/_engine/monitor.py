@@ -15,7 +15,7 @@ from xpool._engine.answers import Answers, EngineOptions, Parts
 from xpool._engine.direct import DirectReceive
 from xpool._engine.dispatcher import Dispatcher
 from xpool._engine.jobs.deadlines import Act, WorkerProgress
-from xpool._engine.jobs.scheduler import CALLS, Batch, TaskRange
+from xpool._engine.jobs.scheduler import CALLS, Batch
 from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.memory import MemoryGuard
 from xpool._engine.reactor import Alarms
@@ -51,7 +51,7 @@ class WorkerMonitor:
     ) -> None:
         self.stopped = False  # terminated: no message is sent or received any more
         self.lifetime = options.lifetime  # tasks that a process may run
-        self._workers, self._sched, self._reactor = parts.workers, parts.sched, parts.reactor
+        self.workers, self._sched, self._reactor = parts.workers, parts.sched, parts.reactor
         self._dispatcher, self._direct, self._ledger = dispatcher, direct, parts.ledger
         self.answers = Answers(parts, self.give_idle, hands_back=options.hands_back)
         # Workers with two or more items in flight, which are checked when they are silent.
@@ -116,25 +116,31 @@ class WorkerMonitor:
         self.stopped = True
         self._sched.clear()
         self._multi_item.clear()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.cancel_timers(serving=True)
 
     # -- messages in -------------------------------------------------------------------------------
 
     def receive(self, worker: WorkerProcess) -> None:
         """Receive a worker's messages, and give it its next tasks in the same step."""
-        frames = worker.reader.frames()
+        frames, box = worker.reader.frames(), worker.box
         # The `try` covers only the reading of the worker's data.  An exception in what follows is a
         # bug of the engine, not an invalid message of the worker.
         while worker.protocol_error is None:
             kind = ENDED
             try:
                 for head, body in frames:
+                    if self.stopped:  # `terminate` has answered all jobs
+                        continue
+                    # At least one of the two differs if the page was filled with zeros or 0xFF.
+                    if box.words[LIMIT] != box.limit or box.words[HEAD] != box.head:
+                        raise ValueError("it wrote over its parent's words in the shared page")
                     _, kind, errors, _, count, mark, nanos = head
-                    if not self.stopped:  # else `terminate` has answered all jobs
-                        self._understand(worker, kind, errors, count, body, mark, nanos)
-                        break
-                    kind = ENDED
+                    if kind == ANSWER:
+                        self.answers.announced(worker, errors, count, body, mark, nanos)
+                    else:
+                        self._understand(worker, kind, count, body)
+                    break
             except Exception as exc:
                 self.distrust(worker, exc)
                 return
@@ -157,27 +163,14 @@ class WorkerMonitor:
             self._reactor.remove(reader.fd)
 
     def _understand(
-        self,
-        worker: WorkerProcess,
-        kind: int,
-        errors: int,
-        count: int,
-        body: bytes | memoryview,
-        mark: int,
-        nanos: int,
+        self, worker: WorkerProcess, kind: int, count: int, body: bytes | memoryview
     ) -> None:
-        """Record what one message says about this worker; do not act on it yet.
+        """Record what a message other than answers says about this worker; do not act on it yet.
 
         Raises:
             Exception: of any type, if the worker has sent an invalid message.
         """
-        box = worker.box
-        # At least one of the two differs if the page was filled with zeros or with 0xFF.
-        if box.words[LIMIT] != box.limit or box.words[HEAD] != box.head:
-            raise ValueError("it wrote over its parent's words in the shared page")
-        if kind == ANSWER:
-            self.answers.announced(worker, errors, count, body, mark, nanos)
-        elif kind == READY:
+        if kind == READY:
             # A greeting of another size comes from another version.
             wire, mapped = GREETING.unpack(body) if len(body) == GREETING.size else (0, True)
             if wire != WIRE:
@@ -234,7 +227,7 @@ class WorkerMonitor:
             # While memory is short, one task runs at a time.
             alone = self.guard.short or self._sched.alone in self._sched.queued
             for batch in () if alone else self._sched.refill(w):
-                self._give(worker, batch)
+                self.give(worker, batch)
             if alone or self._sched.holds_back:
                 self.give_idle()
             if worker.state is not WorkerStates.READY:
@@ -277,38 +270,20 @@ class WorkerMonitor:
             most = 1  # else no task would run while memory is short
         if self._direct.muted and self._sched.queued:
             for w in self._direct.muted.intersection(self._sched.idle):
-                if self._workers[w].poller.poll(0):  # as in `give_direct`
-                    self.receive(self._workers[w])
+                if self.workers[w].poller.poll(0):  # as in `Submission.put_direct`
+                    self.receive(self.workers[w])
         for w, batch in self._sched.next_batches(direct_job != 0, most):
-            worker = self._workers[w]
-            # Begin the turn before `_give`, which unmutes a pipe that no caller polls.
+            worker = self.workers[w]
             if direct_job and batch.job == CALLS and batch.first == direct_job:
                 self._direct.begin(worker, direct_job)
-            self._give(worker, batch)
+            else:
+                self._direct.given(worker)
+            self.give(worker, batch)
         if self._sched.ranked and self._sched.queued:
             self._look_soon()  # some may hold tasks that the waiting ones overtake
 
-    def give_direct(self, call: TaskRange) -> WorkerProcess | None:
-        """Send a call to an idle worker; this thread receives the answer.  None: none is idle."""
-        if self.guard.short:
-            return None
-        if self._sched.idle:
-            worker = self._workers[next(reversed(self._sched.idle))]
-            # A thread that a task left behind may have written to the pipe after the answer.  Here,
-            # such data end the worker; later, they would be read as part of the next answer.
-            if worker.poller.poll(0):
-                self.receive(worker)
-        given = self._sched.start(call)
-        if given is None:
-            return None
-        worker = self._workers[given[0]]
-        self._direct.begin(worker, call.first)
-        self._give(worker, given[1])
-        return worker
-
-    def _give(self, worker: WorkerProcess, batch: Batch) -> None:
-        if worker.index in self._direct.muted:
-            self._direct.given(worker)
+    def give(self, worker: WorkerProcess, batch: Batch) -> None:
+        """Send a batch to a worker whose pipe is watched, by the engine's thread or by a caller."""
         self._dispatcher.send_batch(worker, batch)
         # The earliest time at which one of the new tasks can exceed its limit.
         limit = batch.terms.limit
@@ -332,7 +307,7 @@ class WorkerMonitor:
         if self._multi_item:
             when = self._reactor.now() + PAGE_SETTLE_SECONDS
             for w in self._multi_item:
-                self._looks.schedule_by(self._workers[w], when)
+                self._looks.schedule_by(self.workers[w], when)
 
     def _look(self, worker: WorkerProcess) -> None:
         """Check a worker with several tasks that was silent for a while.
@@ -395,7 +370,7 @@ class WorkerMonitor:
             held = self._sched.in_flight[w].held
             if any(batch.job == job and batch.first in items for batch in held):
                 self._give_back_requests.setdefault(w, []).append((job, items))
-                self._looks.schedule_by(self._workers[w], self._reactor.now() + PAGE_SETTLE_SECONDS)
+                self._looks.schedule_by(self.workers[w], self._reactor.now() + PAGE_SETTLE_SECONDS)
 
     # -- deadlines ---------------------------------------------------------------------------------
 
@@ -403,7 +378,7 @@ class WorkerMonitor:
         """Drop the waiting tasks of a job that has ended, and stop its running ones."""
         holds_back = self._sched.holds_back
         for w in self._sched.withdraw(job, index):
-            worker = self._workers[w]
+            worker = self.workers[w]
             # A condemned worker begins nothing more and cannot be recalled.
             if worker.state is not WorkerStates.CONDEMNED:
                 self.recall(worker, worker.box.began)

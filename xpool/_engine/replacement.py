@@ -150,6 +150,7 @@ class Replacement:
         self._maintenance, self._policy = parts.maintenance, parts.policy
         self._ledger, self._answers = parts.ledger, monitor.answers
         self._dispatcher, self._direct, self._monitor = dispatcher, direct, monitor
+        direct.await_end = self._await_end
         reactor = parts.reactor
         self._kills = Alarms(reactor, lambda worker: worker.kill(), serving=False)
         self._restarts = Alarms(reactor, self.due.append, serving=False)
@@ -299,12 +300,6 @@ class Replacement:
         gone = self.ending and all(one.state is WorkerStates.ABSENT for one in self._workers)
         # Read this last: another thread, which has failed to start a process, adds to it first.
         return gone and not self._untold
-
-    def let_go(self, job: int) -> None:
-        """End the turn of the caller that receives the answer of this job."""
-        worker = self._direct.end(job)
-        if worker is not None:
-            self._await_end(worker)
 
     def _look_at_end(self, worker: WorkerProcess, silent: bool = False) -> None:
         """Handle an event of the sentinel: a pid, or the end of the process.

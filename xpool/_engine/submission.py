@@ -120,11 +120,22 @@ class Submission:
         with self.lock:
             if self._direct.turns:
                 self.leave_signal_handler()
-            if task_range.bound is None and not self._replacement.ending:
+            sched, monitor = self._sched, self._monitor
+            hindered = self._replacement.ending or monitor.guard.short
+            if sched.idle and task_range.bound is None and not hindered:
+                worker = monitor.workers[next(reversed(sched.idle))]
+                # A thread that a task left behind may have written to the pipe after the answer.
+                # Here, such data end the worker; later, they would be read as part of the next
+                # answer.
+                if worker.poller.poll(0):
+                    monitor.receive(worker)
                 # An idle worker gets the call without queueing.  Otherwise the call is queued, and
                 # this thread receives the answer only if `_put` sends the call now.
-                worker = self._monitor.give_direct(task_range)
-                if worker is not None:
+                given = sched.start(task_range)
+                if given is not None:
+                    worker = monitor.workers[given[0]]
+                    self._direct.begin(worker, number)
+                    monitor.give(worker, given[1])
                     return worker
             self._put((task_range,), number)
             return self._direct.worker_of(number)
@@ -148,17 +159,17 @@ class Submission:
             if held and held[0].name(held[0].first) == (job, 0):
                 return True
             # Answered: another thread may receive from this worker from now on.
-            self._replacement.let_go(job)
+            self._direct.end(job)
             return False
 
     def let_go(self, job: int) -> None:
         """Leave the answer of this job to the engine's thread."""
         with self.lock:
-            self._replacement.let_go(job)
+            self._direct.end(job)
 
     def leave_signal_handler(self) -> None:
         """Under the lock: leave the answers that this thread waits for to the engine's thread."""
         # A signal handler has interrupted this thread's wait in `call`.  The wait continues only
         # after the handler, but the handler may itself wait for that worker's answer or end.
         for job in self._direct.of_this_thread():
-            self._replacement.let_go(job)
+            self._direct.end(job)

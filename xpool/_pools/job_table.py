@@ -45,7 +45,8 @@ class JobTable:
 
     def enter(self, job: Job, tasks: int) -> bool:
         """Add a job of this many tasks; return False if the pool accepts no more."""
-        at_fork.notice_fork()
+        if not at_fork.known[0]:
+            at_fork.notice_fork()
         with self.lock:
             if self.accepting:
                 self.unanswered[job.number] = job
@@ -117,23 +118,20 @@ class JobTable:
             if isinstance(job, Stream) and Stream.end(job, length):
                 self.complete(job)
 
-    def complete(self, job: Job) -> None:
-        """Have the callback of an answered job called, or release its callers now."""
-        if job.has_callback:
+    def complete(self, job: Job, call_back: bool = True) -> None:
+        """Have the callback of an answered job called; if it has none, or without ``call_back``,
+        remove the job and release its callers."""
+        if call_back and job.has_callback:
             assert isinstance(job, AsyncResult)
             (self.callbacks.futures if job.is_future else self.callbacks.program).add(job)
-        else:
-            self.remove(job)
-            job.release()
-
-    def remove(self, job: Job) -> None:
-        """Remove an answered job; the engine's thread checks whether it was the last."""
+            return
         if job.drop_function is not None:
             job.drop_function()
             job.drop_function = None
         self.unanswered.pop(job.number, None)
         if not self.accepting:
-            self.wake()
+            self.wake()  # the engine's thread checks whether it was the last job
+        job.release()
 
     def fail(
         self, jobs: Iterable[Job], exc: BaseException | PickledResult, call_back: bool = True
@@ -150,11 +148,7 @@ class JobTable:
                 failed += 1
                 job.fail(_own(exc))
                 self.counts["failed"] += 1
-                if call_back or job.is_future:
-                    self.complete(job)
-                else:
-                    self.remove(job)
-                    job.release()
+                self.complete(job, call_back or job.is_future)
         return failed
 
     # -- ending ------------------------------------------------------------------------------------

@@ -19,12 +19,12 @@ from typing import Any
 
 _unused = False  # whether `fork_unused` is forking
 
-# 1 in a process in which the functions ``in_child`` were called.  A child of a fork gets a 0.
-_known = mmap.mmap(-1, 1, **({"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}))
-_known[0] = 1
+known = mmap.mmap(-1, 1, **({"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}))
+"""1 in a process in which the functions ``in_child`` were called.  A child of a fork gets a 0."""
+known[0] = 1
 if sys.platform == "linux":
     with contextlib.suppress(OSError):  # a system without it, on which such a fork is not noticed
-        _known.madvise(18)  # MADV_WIPEONFORK (linux/mman.h)
+        known.madvise(18)  # MADV_WIPEONFORK (linux/mman.h)
 
 
 def at_fork(
@@ -78,7 +78,7 @@ def notice_fork() -> None:
     Some servers fork in this way, such as uWSGI.  Then no registered function was called, and
     threads of the parent would be waited for.  Verbs call this before they lock or wait.
     """
-    if not _known[0]:
+    if not known[0]:
         import ctypes  # imported here because few programs need it
 
         _imp.acquire_lock()  # as before a fork; the call releases it
@@ -86,7 +86,7 @@ def notice_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    _known[0] = 1
+    known[0] = 1
 
 
 def renew(namespace: dict[str, Any], **makers: Callable[[], Any]) -> None:
