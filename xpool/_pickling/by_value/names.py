@@ -63,7 +63,14 @@ def name_for(pickler: Context, obj: Any) -> Any:
     module = obj.__module__
     path = getattr(obj, "__qualname__", None) or obj.__name__
     known = origins.get(module)
-    if known is not None and known[1] != SENT and module not in static_modules:
+    if (
+        known is not None
+        and module not in static_modules
+        and (
+            known[1] != SENT
+            or not (pickler.recurse or pickler.home or pickler.blob or pickler.group)
+        )
+    ):
         # The usual case: the short way to the same answer.
         here = sys.modules.get(module)
         if here is known[0] and here.__dict__.get(path) is obj:

@@ -31,7 +31,7 @@ MISSING: Any = object()
 """Takes the place of a global that does not exist."""
 
 origins: dict[str, tuple[Any, int]] = {}
-"""By name: the module, and its origin.  Neither name of the main module is in it."""
+"""By name: the module, and its origin.  `__mp_main__` is not in it."""
 
 _holds_for: tuple[Any, list[str], str] = None, [], ""  # settings, `sys.path`, working folder
 _generation = 0  # how often the origins were found again
@@ -66,11 +66,11 @@ def origin_of(name: Any) -> int:
         return known[1]
     if name in loose and name not in sys.modules:
         return SENT
-    if not isinstance(name, str) or name in MAIN_NAMES:
+    if not isinstance(name, str) or name == "__mp_main__":
         return SENT
     found = INSTALLED
     if is_program(name):
-        found = IMPORTED if _is_importable(name) else SENT
+        found = IMPORTED if name != "__main__" and _is_importable(name) else SENT
     if name in sys.modules:
         origins[name] = sys.modules[name], found
     return found

@@ -57,6 +57,7 @@ from xpool._pickling.by_value.origin import (
     is_program,
     namespace,
     origin_of,
+    origins,
     owner_of,
     renew_origins,
 )
@@ -153,6 +154,7 @@ _books: weakref.WeakSet["Book"] = weakref.WeakSet()
 def _forget() -> None:
     for book in list(_books):
         book.forget()
+    origins.clear()
     registered_calls.forget()
     if "xpool._pickling.by_value.script_top" in sys.modules:
         _script_top().forget()
