@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support import scripts, work
 from support.limits import WAIT
+from support.tiers import also
 from support.waiting import Gate, Mailbox, eventually, wait_gone
 
 from xpool import (
@@ -114,7 +115,7 @@ def backend(pool: CtxPool, mailbox: Mailbox, gate: Gate) -> list[tuple[int, int]
 # -- who is who ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", *also("spawn", "fork")])
 def test_each_worker_is_a_thread(start: Any, mailbox: Mailbox, gate: Gate, method: str):
     """Each worker has its own index, context and thread, with every start method."""
     pool = start(2, 3, 1, context=method)
@@ -166,7 +167,7 @@ def test_tasks_can_be_profiled(start: Any):
     pool.run_all(who)
     assert "who" in pool.apply_async(profiled, timeout=30).get()
     with pytest.raises(TaskTimeout):
-        pool.apply(post_and_run, (os.devnull, "counts"), timeout=0.5)
+        pool.apply(post_and_run, (os.devnull, "counts"), timeout=0.3)
     assert all("who" in names for names in pool.run_all(profiled, timeout=30))
 
 
@@ -576,7 +577,7 @@ def test_python_code_is_interrupted(start: Any, mailbox: Mailbox, gate: Gate, en
     before = backend(pool, mailbox, gate)
     beside = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(2)]
     mailbox.lines(2)
-    limit = 1 if end == "timeout" else None
+    limit = 0.4 if end == "timeout" else None
     result = pool.apply_async(post_and_run, (mailbox.path, "counts"), timeout=limit)
     worker = int(mailbox.line())
     if end == "timeout":

@@ -59,6 +59,14 @@ def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         gpu.uninstall()
 
 
+@pytest.fixture(scope="module")
+def pool(device: Any) -> Iterator[P2PPool]:
+    """Two workers that have the GPU, in share mode, for tests that leave them as they were."""
+    with P2PPool(2, device, is_copy_tensor=False) as pool:
+        yield pool
+    pool.join()
+
+
 @pytest.fixture
 def share(device: Any, make_pool: Callable[..., Any]) -> Callable[..., Any]:
     """Make pools in share mode whose workers have the GPU."""
@@ -82,9 +90,8 @@ def values(*tensors: Any) -> list[Any]:
 # -- writes are seen ---------------------------------------------------------------------------
 
 
-def test_from_the_parent(share: Any, each_opened: None):
+def test_from_the_parent(pool: Any, each_opened: None):
     """Workers and parent see each other's writes to the parent's tensor."""
-    pool = share()
     x = tasks.put(torch.zeros(4))
     pool.apply(tasks.keep, ("x", x), worker=0)
     pool.apply(tasks.change, (x,), worker=1)
@@ -96,9 +103,8 @@ def test_from_the_parent(share: Any, each_opened: None):
     assert values(x) == [[3.0] * 4]
 
 
-def test_from_a_worker(share: Any, each_opened: None):
+def test_from_a_worker(pool: Any, each_opened: None):
     """The parent opens a handle only on request, and then sees the worker's writes."""
-    pool = share()
     handle = pool.apply(tasks.make, ("mine",), worker=1)
     assert type(handle) is TensorHandle
     assert handle.gpu == cuda.identity(0)
@@ -110,9 +116,8 @@ def test_from_a_worker(share: Any, each_opened: None):
     assert values(opened, handle) == [[2.0, 3.0, 4.0, 5.0]] * 2
 
 
-def test_views_and_aliases(share: Any, each_opened: None):
+def test_views_and_aliases(pool: Any, each_opened: None):
     """Views of one storage stay views of one storage."""
-    pool = share()
     x = tasks.put(torch.arange(12.0).reshape(3, 4))
     row, turned = (tasks.view(x, of) for of in (lambda x: x[1], lambda x: x.t()))
     assert pool.apply(tasks.values, (row, turned), worker=0) == [
@@ -123,9 +128,8 @@ def test_views_and_aliases(share: Any, each_opened: None):
     assert values(x)[0][1] == [7.0] * 4
 
 
-def test_parameters(share: Any, each_opened: None):
+def test_parameters(pool: Any, each_opened: None):
     """Parameters keep their type and attributes on the way to a worker."""
-    pool = share()
     model = tasks.make_model()
     expected = (type(model.weight).__name__, True, "weights", [[5.0] * 3] * 2)
     assert pool.apply(tasks.model_facts, (model,), worker=0) == expected
@@ -134,9 +138,8 @@ def test_parameters(share: Any, each_opened: None):
     assert type(theirs.weight) is TensorHandle
 
 
-def test_every_verb(share: Any, each_opened: None):
+def test_every_verb(pool: Any, each_opened: None):
     """All verbs share memory in items, and open each handle once."""
-    pool = share()
     x = tasks.put(torch.zeros(4))
     pool.map(tasks.change, [x] * 5, 2)
     assert list(pool.imap(tasks.values, [x] * 5)) == [[([5.0] * 4, True)]] * 5
@@ -153,9 +156,8 @@ def test_share_method_cuda(share: Any, each_opened: None):
 
 
 @STAND_IN
-def test_messages_pickled_by_dill(share: Any, each_opened: None):
+def test_messages_pickled_by_dill(pool: Any, each_opened: None):
     """If the first pickler fails and dill pickles the message, it still has one handle."""
-    pool = share()
     x = tasks.put(torch.zeros(4))
     pool.apply(tasks.keep, ("x", [x, types.MappingProxyType({})]), worker=0)
     pool.apply(tasks.first_and_second, (x, torch.ones(2)))
@@ -175,9 +177,8 @@ def test_an_answer_comes_after_the_writes(share: Any):
 
 
 @STAND_IN
-def test_the_parent_opens_nothing_unasked(share: Any, monkeypatch: pytest.MonkeyPatch):
+def test_the_parent_opens_nothing_unasked(pool: Any, monkeypatch: pytest.MonkeyPatch):
     """Receiving GPU tensors does not start CUDA in the parent."""
-    pool = share()
     mine = pool.apply(tasks.make, ("mine",), worker=0)
     monkeypatch.setattr(cuda, "_identities", pytest.fail)
     results = [mine.cpu(), pool.apply(tasks.same, ([mine, mine],), worker=0)]
@@ -187,9 +188,8 @@ def test_the_parent_opens_nothing_unasked(share: Any, monkeypatch: pytest.Monkey
 # -- what is copied ----------------------------------------------------------------------------
 
 
-def test_copies_of_tensors_with_several_receivers(share: Any, each_opened: None):
+def test_copies_of_tensors_with_several_receivers(pool: Any, each_opened: None):
     """With `retries=`, `run_all` and `broadcast`, tensors are copied."""
-    pool = share()
     x = tasks.put(torch.zeros(4))
     pool.apply(tasks.change, (x,), retries=2)
     pool.run_all(tasks.change, x)
@@ -198,9 +198,8 @@ def test_copies_of_tensors_with_several_receivers(share: Any, each_opened: None)
     assert values(x) == [[0.0] * 4]
 
 
-def test_handles_of_two_workers(share: Any):
+def test_handles_of_two_workers(pool: Any):
     """If a task has tensors of two workers, one of them is copied."""
-    pool = share()
     one, two = (pool.apply(tasks.make, (str(i),), worker=i) for i in range(2))
     assert pool.apply(tasks.first_and_second, (one, two), worker=0) == [0.0, 1.0, 2.0, 3.0]
     assert pool.apply(tasks.first_and_second, (two, one), worker=0) == [7.0] * 4
@@ -225,9 +224,8 @@ def inner_pool(device: Any, x: Any) -> Any:
 # -- what is refused ---------------------------------------------------------------------------
 
 
-def test_opening_the_parents_own_tensor(share: Any):
+def test_opening_the_parents_own_tensor(pool: Any):
     """The parent's tensor comes back as a handle that cannot be opened."""
-    pool = share()
     x = tasks.put(torch.zeros(4))
     back = pool.apply(tasks.same, (x,), worker=0)
     assert type(back) is TensorHandle
@@ -278,9 +276,8 @@ def test_ipc_fails(share: Any, monkeypatch: pytest.MonkeyPatch):
 
 
 @STAND_IN
-def test_torch_without_identities(share: Any, monkeypatch: pytest.MonkeyPatch):
+def test_torch_without_identities(pool: Any, monkeypatch: pytest.MonkeyPatch):
     """torch before 2.4 cannot identify GPUs, so sharing is refused."""
-    pool = share()
     x = tasks.put(torch.zeros(4))
     monkeypatch.setattr(cuda, "identity", lambda ordinal: None)
     with pytest.raises(TaskNotPicklable, match=r"gives GPUs no UUIDs; torch 2\.4 does"):

@@ -24,7 +24,6 @@ from support import tensor_work as tasks
 from support.leaks import descendants
 from support.limits import WAIT
 from support.scripts import popen, run_ok, write
-from support.tiers import also
 from support.waiting import eventually, wait_gone
 
 import xpool
@@ -394,9 +393,8 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
     assert one.statistics()["held"] == 0
 
 
-@pytest.mark.parametrize(
-    "how", ["global", *also("finalizer", "circle", "thread", "unopened", "sys.exit")]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["at the end", "sys.exit"])
 def test_interpreter_shutdown(tmp_path: Path, how: str) -> None:
     """Blocks may live until the interpreter ends. It ends at once and prints nothing."""
     script = write(
@@ -414,22 +412,18 @@ def test_interpreter_shutdown(tmp_path: Path, how: str) -> None:
 
         if __name__ == "__main__":
             pool = xpool.Pool(1)
-            value = pool.apply(tasks.filled, (1, 1 << 20))
-            how = {how!r}
-            if how == "finalizer":
-                holder = Holder(value)
-            elif how == "circle":
-                Holder(value)
-            elif how == "unopened":
-                result = pool.apply_async(tasks.filled, (1, 1 << 20))
-                result.wait()
-            elif how == "thread":
-                threading.Thread(target=lambda x: threading.Event().wait(), args=(value,),
-                                 daemon=True).start()
+            values = [pool.apply(tasks.filled, (1, 1 << 20)) for _ in range(4)]
+            unopened = pool.apply_async(tasks.filled, (1, 1 << 20))
+            unopened.wait()
+            holder = Holder(values.pop())
+            Holder(values.pop())
+            value = values.pop()
+            threading.Thread(target=lambda x: threading.Event().wait(), args=(values,),
+                             daemon=True).start()
             xpool.pickle.keep_me = value
             pool.close()
             pool.join()
-            if how == "sys.exit":
+            if {how!r} == "sys.exit":
                 sys.exit(0)
         """,
     )
