@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="xpool.assigner is about torch's models")
 
 import torch
 from devices.hosts import gpu_host
+from support.tiers import also
 from torch import nn
 
 import xpool
@@ -280,7 +281,7 @@ def arguments(n: int, m: int, dtype: Any = torch.float) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float, torch.double])
+@pytest.mark.parametrize("dtype", [torch.float, *also(torch.double)])
 def test_optimize_placement(dtype: Any):
     """A step changes the logits by at most the learning rate, and many steps decide the
     placement."""

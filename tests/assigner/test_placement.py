@@ -95,7 +95,7 @@ def close(a: float, b: float) -> bool:
 
 
 @given(given=problems(most_models=5, most_devices=3))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_the_exact_search_finds_the_least_cost(given: Problem):
     """The result is the same as that of a loop over all placements."""
     n, m = given.model_connection.shape[0], given.device_distance.shape[0]
@@ -109,7 +109,7 @@ def test_the_exact_search_finds_the_least_cost(given: Problem):
 
 @pytest.mark.exhaustive
 @given(given=problems(), limit=st.sampled_from([0, 10**6]), iterations=st.sampled_from([0, 20]))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_never_worse_than_greedy(given: Problem, limit: int, iterations: int):
     """With either method and any number of steps, the cost is at most that of greedy."""
     with plain_torch():
@@ -122,7 +122,7 @@ def test_never_worse_than_greedy(given: Problem, limit: int, iterations: int):
 
 @pytest.mark.exhaustive
 @given(given=problems())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_no_move_or_swap_improves(given: Problem):
     """No move of one model and no swap of two lowers the cost of the result."""
     n, m = given.model_connection.shape[0], given.device_distance.shape[0]
@@ -139,7 +139,7 @@ def test_no_move_or_swap_improves(given: Problem):
 
 
 @given(given=problems(), data=st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_changes_are_differences_of_costs(given: Problem, data: Any):
     """The computed changes of moves and swaps equal the differences of costs."""
     n, m = given.model_connection.shape[0], given.device_distance.shape[0]

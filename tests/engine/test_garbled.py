@@ -34,7 +34,7 @@ from xpool.pickle import decode, encode
 
 pytestmark = pytest.mark.xpool_only
 
-FUZZ = settings(max_examples=200 * int(os.environ.get("XPOOL_TEST_DEEP", "1")), deadline=None)
+FUZZ = settings(max_examples=60 * int(os.environ.get("XPOOL_TEST_DEEP", "1")), deadline=None)
 
 heads = st.builds(
     TO_PARENT.pack,

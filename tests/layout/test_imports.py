@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import subprocess
@@ -47,6 +48,11 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and module of every import in a tree, in functions and type-checking blocks
     too."""
@@ -66,15 +72,18 @@ def room_of(module: str) -> str:
     return module.split(".")[1]
 
 
-def inner_imports() -> Iterator[tuple[str, str, str]]:
-    """Yield imports between xpool's modules: importing module, imported module, file and line."""
+@functools.cache
+def inner_imports() -> list[tuple[str, str, str]]:
+    """Return imports between xpool's modules: importing module, imported module, file and line."""
+    found = []
     for path in FILES:
         module = module_name(path)
         if module == "xpool":  # its names are lazy, as `test_import_xpool_is_light` checks
             continue
-        for line, target in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for line, target in imports(tree_of(path)):
             if target.split(".")[0] == "xpool":
-                yield module, target, f"{path.relative_to(PACKAGE.parent)}:{line}"
+                found.append((module, target, f"{path.relative_to(PACKAGE.parent)}:{line}"))
+    return found
 
 
 def run_python(code: str) -> set[str]:
@@ -115,7 +124,7 @@ def test_fields_of_named_tuples_are_not_strings():
     )
     wrong = []
     for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         bases = {base.id for one in classes for base in one.bases if isinstance(base, ast.Name)}
         texts = "__future__" in {target for _, target in imports(tree)}
@@ -139,7 +148,7 @@ def test_files_form_no_cycle():
     graph: dict[str, set[str]] = {}
     for module, path in names.items():
         found = set[str]()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -156,7 +165,7 @@ def test_jobs_are_pure():
     """The policy imports neither threads, clock, pickle nor the operating system."""
     wrong = []
     for path in sorted((PACKAGE / "_engine" / "jobs").rglob("*.py")):
-        for line, target in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for line, target in imports(tree_of(path)):
             own = target == "xpool.errors" or target.startswith(
                 ("xpool.errors.", "xpool._engine.jobs")
             )
@@ -192,10 +201,9 @@ def test_import_xpool_is_light():
 
 
 @pytest.mark.starts
-@pytest.mark.parametrize("name", ["Pool", "CtxPool", "P2PPool", "ThreadPool", "BasePool"])
-def test_pools_load_without_heavy_packages(name: str):
+def test_pools_load_without_heavy_packages():
     """A pool without tensors imports neither torch nor numpy, and dill only when needed."""
-    loaded = run_python(f"from xpool import {name}")
+    loaded = run_python("from xpool import BasePool, CtxPool, P2PPool, Pool, ThreadPool")
     assert not loaded & {"torch", "dill", "numpy"}
 
 
@@ -229,16 +237,8 @@ def test_a_first_worker_imports_little():
     """The fork server imports slow modules only after the first worker has started."""
     loaded = run_python("import xpool._worker.server, xpool._worker.loop")
     late = {"multiprocessing.pool", "multiprocessing.util", "multiprocessing.resource_tracker"}
-    late |= {
-        "inspect",
-        "ast",
-        "dis",
-        "traceback",
-        "tempfile",
-        "subprocess",
-        "dill",
-        "xpool._engine",
-    }
+    late |= {"inspect", "ast", "dis", "traceback", "tempfile", "subprocess", "dill"}
+    late |= {"xpool._engine"}
     late |= {"xpool._pools", "xpool._pickling.by_value.script_top"}
     late |= {"ctypes", "xpool._pickling.tensors"}
     if sys.version_info >= (3, 14):
@@ -282,7 +282,7 @@ def test_private_names_of_python_are_in_one_place():
         f"{module_name(path)}:{line}: {name}"
         for path in FILES
         if path.parent.name != "_python"
-        for line, name in private_names(ast.parse(path.read_text(encoding="utf-8")))
+        for line, name in private_names(tree_of(path))
         if name.rpartition(".")[2].startswith("_") and not name.endswith("__")
         if name not in _DOCUMENTED
     ]
