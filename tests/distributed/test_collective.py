@@ -15,8 +15,6 @@ from xpool.errors import OptionError
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
-DTYPES = ["float32", "int64", "complex64", "complex128"]
-
 
 def full(value: complex, dtype: str) -> torch.Tensor:
     kind = getattr(torch, dtype)
@@ -27,8 +25,8 @@ def same(tensor: torch.Tensor, value: complex, dtype: str) -> None:
     assert torch.equal(tensor, full(value, dtype)), tensor
 
 
-def every_operation(world: World, dtype: str) -> int:
-    """Run each operation in a group of three, and check this rank's result."""
+def every_operation(world: World, dtype: str) -> None:
+    """Every operation gives each rank the right result, with any order of ranks."""
     rank, group = world.rank, world.create_collective_group([2, 0, 1])
 
     def mine() -> torch.Tensor:
@@ -56,16 +54,11 @@ def every_operation(world: World, dtype: str) -> int:
     group.scatter(tensor, [full(index + 5, dtype) for index in range(3)] if rank == 2 else None, 2)
     same(tensor, rank + 5, dtype)
     group.barrier()
-    return group.size()
-
-
-@pytest.mark.parametrize("dtype", [DTYPES[0], *also(*DTYPES[1:])])
-def test_operations(ranks: Ranks, dtype: str):
-    """Every operation gives each rank the right result, with any order of ranks."""
-    assert ranks.good_world(3, every_operation, dtype) == [3, 3, 3]
+    assert group.size() == 3
 
 
 def asynchronous(world: World, dtype: str) -> None:
+    """With ``async_op`` an operation returns an object to wait for."""
     rank, group = world.rank, world.create_collective_group(range(3))
     tensor = full(rank, dtype)
     pending = group.all_reduce(tensor, async_op=True)
@@ -81,13 +74,8 @@ def asynchronous(world: World, dtype: str) -> None:
         same(gathered[2], 2, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", *also("complex64")])
-def test_async_op(ranks: Ranks, dtype: str):
-    """With ``async_op`` an operation returns an object to wait for."""
-    ranks.good_world(3, asynchronous, dtype)
-
-
-def point_to_point(world: World, dtype: str) -> list[int]:
+def point_to_point(world: World, dtype: str) -> None:
+    """Ranks send to each other; a receive from any rank returns the sender's rank."""
     rank, group = world.rank, world.create_collective_group([0, 1, 2])
     if rank:
         group.recv(tensor := full(0, dtype), 0)
@@ -95,7 +83,7 @@ def point_to_point(world: World, dtype: str) -> list[int]:
         group.isend(full(10 * rank, dtype), 0, tag=7).wait()
         group.recv(full(0, dtype), 0)
         group.send(full(20 * rank, dtype), 0)
-        return []
+        return
     for other in (1, 2):
         group.send(full(other, dtype), other)
     senders = []
@@ -107,16 +95,24 @@ def point_to_point(world: World, dtype: str) -> list[int]:
     for other in (1, 2):
         group.send(full(0, dtype), other)
     assert {pending[other].wait() for other in (1, 2)} == {1, 2}
-    return sorted(senders)
+    assert sorted(senders) == [1, 2]
 
 
-@pytest.mark.parametrize("dtype", ["float32", *also("complex64")])
-def test_send_and_receive(ranks: Ranks, dtype: str):
-    """Ranks send to each other; a receive from any rank returns the sender's rank."""
-    assert ranks.good_world(3, point_to_point, dtype)[0] == [1, 2]
+def all_types(world: World) -> None:
+    """Each kind of element arrives whole."""
+    for dtype in ("float32", "int64", "complex64", "complex128"):
+        for body in (every_operation, asynchronous, point_to_point):
+            body(world, dtype)
+
+
+def test_operations(ranks: Ranks):
+    """Each operation does what torch documents, waited for and not, for each kind of element."""
+    ranks.good_world(3, all_types)
 
 
 def multigpu(world: World) -> None:
+    """Functions for several GPUs, which torch removed, use one operation and local reductions or
+    copies."""
     rank, group = world.rank, world.create_collective_group([0, 1])
     two = [torch.full((2,), 10.0 * rank + 1), torch.full((2,), 10.0 * rank + 2)]
 
@@ -148,12 +144,6 @@ def multigpu(world: World) -> None:
         group.all_reduce_multigpu([])
 
 
-def test_multigpu_forms(ranks: Ranks):
-    """Functions for several GPUs, which torch removed, use one operation and local reductions or
-    copies."""
-    ranks.good_world(2, multigpu)
-
-
 def subsets(world: World) -> object:
     group = world.create_collective_group([0, 2])
     if world.rank == 1:
@@ -182,6 +172,7 @@ def test_groups_of_some(ranks: Ranks):
 
 
 def without_others(world: World) -> None:
+    """Unknown and repeated ranks are refused, and the error lists the existing ones."""
     if world.rank == 0:
         group: CollectiveGroup = world.create_collective_group([0])
         group.all_reduce(torch.ones(1))
@@ -197,12 +188,8 @@ def without_others(world: World) -> None:
         world.create_collective_group([0, 1], timeout=0)
 
 
-def test_bad_ranks(ranks: Ranks):
-    """Unknown and repeated ranks are refused, and the error lists the existing ones."""
-    ranks.good_world(2, without_others)
-
-
-def bad_tensors(world: World) -> float:
+def bad_tensors(world: World) -> None:
+    """An operation that is refused before it sends leaves the group usable."""
     group = world.create_collective_group([0, 1])
     with pytest.raises(OptionError, match="only SUM and AVG"):
         group.all_reduce(torch.ones(1) * 1j, torch.distributed.ReduceOp.PRODUCT)
@@ -216,12 +203,12 @@ def bad_tensors(world: World) -> float:
     assert gathered[1].tolist() == [-1j, -1j]
     tensor = torch.ones(1)
     group.all_reduce(tensor)
-    return tensor.item()
+    assert tensor.item() == 2
 
 
-def test_bad_tensors(ranks: Ranks):
-    """An operation that is refused before it sends leaves the group usable."""
-    assert ranks.good_world(2, bad_tensors) == [2, 2]
+def test_two_ranks(ranks: Ranks):
+    """Several GPUs in a rank, and what is refused, as each function says."""
+    ranks.good_bodies(2, multigpu, bad_tensors, without_others)
 
 
 def different_sizes(rank: int, address: str, operation: str) -> str:

@@ -128,6 +128,7 @@ def kept_answers(world: World) -> int:
     return sum(len(world.meetings.answers(name)) for name in world.names)
 
 
+@pytest.mark.exhaustive
 def test_answers_are_not_kept_for_ever(ranks: Ranks):
     """A host keeps an answer until its receiver comes to the next meeting."""
     # Only answers of the last barrier, for ranks that have not yet left the world.
@@ -195,6 +196,7 @@ def sends_in_vain(world: World) -> None:
     everyone.barrier()
 
 
+@pytest.mark.exhaustive
 def test_unreceived_messages(ranks: Ranks):
     """A group that ends with unreceived messages reports it in time."""
     ranks.good_world(2, sends_in_vain)

@@ -58,6 +58,7 @@ STOP = threading.Event()
 
 
 def calls(world: World) -> None:
+    """Functions, lambdas and methods run in the named process."""
     group = world.create_rpc_group("group", ["w0", "w1", "w2"])
     if world.rank == 0:
         assert group.rpc_sync("w1", get_cur_rank) == 1
@@ -81,12 +82,8 @@ def calls(world: World) -> None:
     group.barrier()
 
 
-def test_calls(ranks: Ranks):
-    """Functions, lambdas and methods run in the named process."""
-    ranks.good_world(3, calls)
-
-
 def errors(world: World) -> None:
+    """The caller gets the exception itself, with its fields and the remote traceback."""
     group = world.create_rpc_group("group", ["w0", "w1"])
     if world.rank == 0:
         for raised in (
@@ -118,11 +115,6 @@ def errors(world: World) -> None:
             group.rpc_sync("w1", abs, args=(threading.Lock(),))
         assert group.rpc_sync("w1", abs, args=(-1,)) == 1
     group.barrier()
-
-
-def test_exceptions(ranks: Ranks):
-    """The caller gets the exception itself, with its fields and the remote traceback."""
-    ranks.good_world(2, errors)
 
 
 def timeouts(world: World) -> str:
@@ -163,6 +155,7 @@ def test_timeouts(ranks: Ranks):
 
 
 def values(world: World) -> None:
+    """Any process finds a value by key; only its holder may withdraw it."""
     group = world.create_rpc_group("group", ["w0", "w1"])
     if world.rank == 0:
         group.pair("value", {"tensor": torch.ones(2)})
@@ -196,11 +189,6 @@ def values(world: World) -> None:
     group.barrier()
 
 
-def test_values(ranks: Ranks):
-    """Any process finds a value by key; only its holder may withdraw it."""
-    ranks.good_world(2, values)
-
-
 def fail() -> None:
     raise RuntimeError("of its own")
 
@@ -219,7 +207,8 @@ class Counter:
         return self.count
 
 
-def services(world: World) -> int:
+def services(world: World) -> None:
+    """A service runs in the process that registered it."""
     counter = Counter()
     group = world.create_rpc_group("group", ["w0", "w1", "w2"])
     if world.rank == 1:
@@ -244,12 +233,7 @@ def services(world: World) -> int:
         group.deregister("add")
     group.barrier()
     assert not group.is_registered("add")
-    return counter.count
-
-
-def test_services(ranks: Ranks):
-    """A service runs in the process that registered it."""
-    assert ranks.good_world(3, services)[1] == 30
+    assert counter.count == (30 if world.rank == 1 else 20)
 
 
 def membership(world: World) -> Any:
@@ -350,6 +334,7 @@ def many_threads(world: World) -> int:
     return counter.count
 
 
+@pytest.mark.exhaustive
 def test_threads(ranks: Ranks):
     """Each call from many concurrent threads is run once."""
     assert sum(ranks.good_world(3, many_threads)) == 3 * (20 + 120)
@@ -408,25 +393,22 @@ def test_keys_of_the_dead(ranks: Ranks):
     assert survivor is None
 
 
-@pytest.mark.parametrize("timeout", [-5, math.inf, math.nan, None])
-def test_invalid_timeouts(ranks: Ranks, timeout: Any):
+def wrong_timeouts(world: World) -> None:
     """A timeout must be a finite number of seconds, 0 or -1."""
-    ranks.good_world(1, wrong_timeouts, timeout)
-
-
-def wrong_timeouts(world: World, timeout: Any) -> None:
-    group = world.create_rpc_group("group", ["w0"])
+    group = world.create_rpc_group("group", ["w0", "w1"])
     rref = group.remote("w0", abs, args=(-1,))
-    for call in (
-        lambda: group.rpc_sync("w0", abs, timeout, (-1,)),
-        lambda: group.remote("w0", abs, timeout, (-1,)),
-        lambda: rref.to_here(timeout),
-    ):
-        with pytest.raises(OptionError, match="timeout must be a number of seconds above 0"):
-            call()
+    for timeout in (-5, math.inf, math.nan, None):
+        for call in (
+            lambda t: group.rpc_sync("w0", abs, t, (-1,)),
+            lambda t: group.remote("w0", abs, t, (-1,)),
+            rref.to_here,
+        ):
+            with pytest.raises(OptionError, match="timeout must be a number of seconds above 0"):
+                call(timeout)
 
 
 def unusual_arguments(world: World) -> None:
+    """Arguments that torch cannot pickle go by value; a lock is refused by name."""
     group = world.create_rpc_group("group", ["w0", "w1"])
     group.register(f"apply{world.rank}", lambda func, x: func(x))
     group.barrier()
@@ -453,11 +435,6 @@ def unusual_arguments(world: World) -> None:
 
 def divmod_of(a: Any, b: Any, c: Any) -> tuple[int, int, int]:
     return a(), b.value, c.to_here()
-
-
-def test_arguments_that_torch_cannot_pickle(ranks: Ranks):
-    """Arguments that torch cannot pickle go by value; a lock is refused by name."""
-    ranks.good_world(2, unusual_arguments)
 
 
 class Locked:
@@ -488,6 +465,7 @@ def raise_hopeless() -> None:
 
 
 def unusual_results(world: World) -> None:
+    """Results go by value; an unpicklable one is refused with the names of function and object."""
     group = world.create_rpc_group("group", ["w0", "w1"])
     if world.rank == 1:
         group.register("locked", Locked)
@@ -520,6 +498,11 @@ def unusual_results(world: World) -> None:
     group.barrier()
 
 
-def test_results_that_torch_cannot_pickle(ranks: Ranks):
-    """Results go by value; an unpicklable one is refused with the names of function and object."""
-    ranks.good_world(2, unusual_results)
+def test_two_ranks(ranks: Ranks):
+    """Exceptions, values by key, timeouts, arguments and results, as each function says."""
+    ranks.good_bodies(2, errors, values, wrong_timeouts, unusual_arguments, unusual_results)
+
+
+def test_three_ranks(ranks: Ranks):
+    """Calls and services, as each function says."""
+    ranks.good_bodies(3, calls, services)

@@ -84,6 +84,7 @@ def connects_late(rank: int, address: str) -> float:
         return rpc.get_rpc_timeout()
 
 
+@pytest.mark.exhaustive
 def test_joining_takes_longer_than_calls_may(ranks: Ranks):
     """Joining is limited by ``dist_timeout``, and not by ``rpc_timeout``."""
     assert ranks.run(2, connects_late, ranks.address()) == [1.0, 1.0]
@@ -313,7 +314,7 @@ def test_a_port_in_use(ranks: Ranks):
     assert "within 1 s" in str(second) and "Rank 0 opens it" in str(second)
 
 
-@pytest.mark.parametrize("option", ["dist_init_method", "rpc_init_method"])
+@pytest.mark.parametrize("option", ["dist_init_method", *also("rpc_init_method")])
 def test_a_host_without_an_address(ranks: Ranks, option: str):
     """The error names the unknown host, and torch is not called, because it may wait longer."""
     [text] = ranks.run(1, at_no_address, option, f"tcp://no-such-host.invalid:{free_port()}")
@@ -383,7 +384,8 @@ elif sys.argv[3] == "raises":
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("pending", 0), *also(("", 0), ("raises", 3))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("how", "code"), [("pending", 0), ("raises", 3)])
 def test_a_world_that_is_not_left(ranks: Ranks, tmp_path: Path, how: str, code: int):
     """A program that does not leave its world still ends, with its own exit code."""
     script = write(tmp_path / "ends.py", ENDS)

@@ -51,6 +51,11 @@ class Ranks:
                 raise outcome
         return outcomes
 
+    def good_bodies(self, n: int, *bodies: Callable[..., Any]) -> None:
+        """Run each ``body(world)`` in one world of n; raise the first error, whose traceback names
+        the body."""
+        self.good_world(n, one_by_one, *bodies)
+
     def close(self) -> None:
         """End all ranks at once."""
         while self.pools:
@@ -72,6 +77,15 @@ def in_world(
 
     with World(f"w{rank}", rank, n, dist_init_method=address, **options) as world:
         return body(world, *args)
+
+
+def one_by_one(world: Any, *bodies: Callable[..., Any]) -> None:
+    """Run the bodies, each without the groups of the others."""
+    for body in bodies:
+        body(world)
+        world.group.barrier()
+        for group in list(world.groups.values()):
+            group.destroy()
 
 
 @pytest.fixture(scope="session", autouse=True)
