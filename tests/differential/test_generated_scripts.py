@@ -30,8 +30,8 @@ from differential.scripts_generator import (
     story,
 )
 
-PINNED = (3, 12, 15, 17, 32, 38, 39, 42, 48, 75, 93)
-WITH_TORCH = (206, *also(104))
+PINNED = (38, 42, 48, 75, 93)  # one of each mode
+WITH_TORCH = also(206)
 FIRST = int(os.environ.get("XPOOL_TEST_SEED", "0"))
 SCRIPTS = int(os.environ.get("XPOOL_TEST_SCRIPTS", "100"))
 BATCH = 10  # scripts of one exhaustive test
@@ -101,7 +101,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("kind", ["different in silence", *also(*list(BROKEN)[1:])])
 def test_faults_are_found_and_shortened(kind, tmp_path):
     """A script with a fault is shortened to the statement that has it, and the report shows it."""
     top, probe = BROKEN[kind]
