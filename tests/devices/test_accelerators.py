@@ -6,9 +6,11 @@ The machines are described by hand or by files, so no test needs such a device.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from support.waiting import Gate, Mailbox
 import xpool.ray
 from xpool import CtxPool, Pool
 from xpool.__main__ import look
-from xpool.devices import Accelerator, Chip, DeviceContext, Gpu, Host, devices
+from xpool.devices import Accelerator, Chip, DeviceContext, Gpu, Host, _device_context, devices
 from xpool.devices._host import build_of
 from xpool.errors import DeviceError, OptionError
 
@@ -458,34 +460,28 @@ def test_devices_that_are_not_there(
         context.enter()
 
 
-@pytest.mark.starts
 @pytest.mark.torch
-def test_a_device_without_a_mask_is_opened_by_its_index():
+def test_a_device_without_a_mask_is_opened_by_its_index(monkeypatch: pytest.MonkeyPatch):
     """A worker that sees all devices selects its own; torch without such devices is refused."""
-    pytest.importorskip("torch")
-    code = """
-        import torch, types
-        from xpool.devices import Host, devices
-        host = Host(packages={"torch": "2"}, reported=("hpu", 2))
-        context = devices("accelerator", host=host)[1]
-        try:
-            context.enter()
-        except Exception as exc:
-            print(exc)
-        got = []
-        torch.hpu = types.SimpleNamespace(set_device=got.append)
-        context.enter()
-        print(got, context.devices)
-    """
-    out = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
-    )
-    refused, selected = out.stdout.splitlines()
-    assert refused == (
+    torch = pytest.importorskip("torch")
+    host = Host(packages={"torch": "2"}, reported=("hpu", 2))
+    context = devices("accelerator", host=host)[1]
+    message = (
         "worker 1 cannot open hpu device 1 with torch: RuntimeError: torch has no module "
         "torch.hpu. torch.accelerator must report hpu devices in the worker, too"
     )
-    assert selected == "[1] [device(type='hpu', index=1)]"
+    with pytest.raises(Exception, match=re.escape(message)):
+        context.enter()
+    got: list[int] = []
+    module = types.SimpleNamespace(set_device=got.append)
+    monkeypatch.setattr(torch, "hpu", module, raising=False)
+    monkeypatch.setattr(_device_context, "_opened", type(_device_context._opened)())
+    threads = torch.get_num_threads()
+    try:
+        context.enter()
+        assert (got, context.devices) == ([1], [torch.device("hpu", 1)])
+    finally:
+        torch.set_num_threads(threads)
 
 
 BACKEND = '''
@@ -593,6 +589,7 @@ def draw(context: DeviceContext, item: int = 0) -> tuple[int, int]:
 
 @pytest.mark.starts
 @pytest.mark.torch
+@pytest.mark.exhaustive
 def test_seeds(make_pool: Callable[..., Any], backend: None):
     """`seed=` seeds the device's generator as well, for a worker and for each item."""
     contexts = devices("npu", 1, host=machine("npu", NPUS))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiers import also
 
 from xpool import (
     CtxPool,
@@ -23,7 +24,7 @@ from xpool import (
 )
 from xpool.devices import devices
 
-METHODS = ["forkserver", "spawn", "fork"]
+METHODS = ["forkserver", "fork", *also("spawn")]
 
 
 class Bound:

@@ -18,9 +18,9 @@ from support.tiers import also
 from support.waiting import Gate, Mailbox, wait_gone
 
 import xpool
-from xpool import OptionError, Pool, WorkerDied, WorkerStartFailed, XPoolError
+from xpool import OptionError, WorkerDied, WorkerStartFailed, XPoolError
 
-METHODS = [None, "forkserver", "spawn", "fork"]
+METHODS = [None, "spawn", "fork"]
 
 
 def tell(index: int, *args: Any) -> tuple[Any, ...]:
@@ -45,18 +45,6 @@ def end(index: int, box: str, gates: list[str], bad: int, how: str) -> int:
     return value
 
 
-def square_all(index: int) -> list[int]:
-    with Pool(2) as pool:
-        return pool.map(work.square, range(3))
-
-
-def have_a_child(index: int) -> int | None:
-    child = multiprocessing.Process(target=work.nothing)
-    child.start()
-    child.join()
-    return child.exitcode
-
-
 @pytest.mark.parametrize("method", [METHODS[0], *also(*METHODS[1:])])
 def test_results_by_index(warm: None, method: str | None):
     """Each process gets its index and the arguments. Results are ordered by index."""
@@ -78,7 +66,7 @@ def test_one_process_by_default():
     assert pid != os.getpid()
 
 
-@pytest.mark.parametrize("method", [None, "spawn"])
+@pytest.mark.parametrize("method", [None, *also("spawn")])
 def test_queues_in_the_arguments(warm: None, method: str | None):
     """Arguments may be queues of multiprocessing, as with torch's spawn."""
     queue = multiprocessing.get_context("spawn").SimpleQueue()
@@ -169,7 +157,7 @@ def test_a_process_that_ends(
     assert isinstance(error.__cause__, WorkerDied)
 
 
-@pytest.mark.parametrize("leave", [lambda i: sys.exit(0), lambda i: sys.exit()])
+@pytest.mark.parametrize("leave", [lambda i: sys.exit(0), *also(lambda i: sys.exit())])
 def test_a_clean_exit_is_no_failure(leave: Any):
     """`sys.exit` without an error is no failure. The result is None."""
     assert xpool.spawn(leave, nprocs=2) == [None, None]
@@ -208,11 +196,18 @@ def test_others_may_end_in_the_grace_period(mailbox: Mailbox, gates: list[Gate])
 
 @pytest.mark.parametrize("daemon", [False, True])
 def test_children_of_daemons(daemon: bool):
-    """All processes may make pools. Only those that are not daemons may start processes."""
-    assert xpool.spawn(square_all, nprocs=2, daemon=daemon) == [[0, 1, 4]] * 2
+    """Daemons may make pools. Only processes that are not daemons may start processes."""
+
+    def have_a_child(index: int) -> int | None:
+        child = multiprocessing.Process(target=work.nothing)
+        child.start()
+        child.join()
+        return child.exitcode
+
     if not daemon:
         assert xpool.spawn(have_a_child, nprocs=1) == [0]
         return
+    assert xpool.spawn(lambda i: work.nested("Pool", 3), nprocs=1, daemon=True) == [[0, 1, 4]]
     pytest.importorskip("torch")
     with pytest.raises(Exception, match="daemonic processes are not allowed to have children"):
         xpool.spawn(have_a_child, nprocs=1, daemon=True)
