@@ -8,7 +8,9 @@ import threading
 import pytest
 from support import work
 from support.limits import WAIT
-from support.waiting import eventually, wait_gone
+from support.waiting import eventually
+
+from xpool import TaskCancelled
 
 from .test_saboteurs import check_usable
 from .test_time_limits import STUCK
@@ -18,8 +20,6 @@ pytestmark = pytest.mark.xpool_only
 
 def cancelled(result):
     """Check that the result raises TaskCancelled at once. Return whether it failed."""
-    from xpool import TaskCancelled
-
     with pytest.raises(TaskCancelled):
         result.get(0)
     return not result.successful()
@@ -47,16 +47,6 @@ def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, l
     assert victim.cancel() and cancelled(victim)
     assert pool.apply(work.pid) == pid
     assert log.read_text() == "cleaned\n"
-
-
-def test_a_stopped_process(process_kind, make_pool, mailbox):
-    """A worker stopped by SIGSTOP is killed."""
-    pool = make_pool(process_kind, 1)
-    victim = pool.apply_async(work.stop_self, (mailbox.path,))
-    pid = int(mailbox.line())
-    eventually(lambda: work.is_stopped(pid), "the worker is stopped")
-    assert victim.cancel() and wait_gone([pid]) == []
-    assert pool.apply(work.square, (3,)) == 9
 
 
 def test_a_finished_task(pool):
@@ -95,8 +85,6 @@ def test_a_map(kind, make_pool, log, mailbox, gate):
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
 def test_a_lazy_map(kind, make_pool, verb, mailbox, gate):
     """`next` raises TaskCancelled after the earlier results. The input is not drawn any further."""
-    from xpool import TaskCancelled
-
     pool = make_pool(kind, 1)
     drawn = []
 
@@ -129,8 +117,6 @@ def work_at_gate(paths):
 
 def test_the_callback(kind, make_pool, mailbox, gate):
     """The error callback runs once."""
-    from xpool import TaskCancelled
-
     pool = make_pool(kind, 1)
     good, bad = [], []
     victim = pool.apply_async(
@@ -145,8 +131,6 @@ def test_the_callback(kind, make_pool, mailbox, gate):
 
 def test_a_waiting_thread_wakes(kind, make_pool, mailbox, gate):
     """`cancel` wakes a thread that waits in `get`."""
-    from xpool import TaskCancelled
-
     pool = make_pool(kind, 1)
     victim = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
     mailbox.line()
@@ -168,8 +152,6 @@ def test_a_waiting_thread_wakes(kind, make_pool, mailbox, gate):
 def test_at_random_moments(kind, make_pool):
     """Jobs cancelled at random moments from another thread each get one answer. If `cancel`
     returned true, the answer is TaskCancelled."""
-    from xpool import TaskCancelled
-
     pool = make_pool(kind, 2)
     draw = random.Random(7)
     answers = []

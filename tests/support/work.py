@@ -509,13 +509,6 @@ def spin_in_c(*_: Any) -> None:
     collections.deque(itertools.repeat(0), maxlen=0)
 
 
-def spin_on(bad: Any, x: Any) -> Any:
-    """Count for ever for one value, return other values."""
-    if x == bad:
-        count_up()
-    return x
-
-
 def spin_in(index: int) -> None:
     """Count for ever in the worker with this index."""
     worker = current_worker()
@@ -525,13 +518,22 @@ def spin_in(index: int) -> None:
 
 def spin_on_three(x: Any) -> Any:
     """Count for ever for 3, return other values."""
-    return spin_on(3, x)
-
-
-def spin_once(flag: str, x: Any = None) -> Any:
-    """Count for ever at the first call; later return `x`."""
-    if first(flag):
+    if x == 3:
         count_up()
+    return x
+
+
+def stay_on_three(x: Any) -> Any:
+    """Sleep for ever for 3, return other values."""
+    while x == 3:
+        time.sleep(1)
+    return x
+
+
+def stay_once(flag: str, x: Any = None) -> Any:
+    """Sleep for ever at the first call; later return `x`."""
+    if first(flag):
+        stay_on_three(3)
     return x
 
 
@@ -561,12 +563,6 @@ def stop_self(box: str) -> None:
     """Post the worker's pid, then stop this process by SIGSTOP."""
     post(box, str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP has stopped a process."""
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "T"
 
 
 def first(flag: str) -> bool:
