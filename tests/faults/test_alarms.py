@@ -162,8 +162,16 @@ class Struck:
         return int, ()
 
 
-@pytest.mark.parametrize("error", [Late, TimeoutError, TypeError, pickle.PicklingError])
-@pytest.mark.parametrize("verb", ["apply", "apply_async", "map", "starmap", "run_all"])
+VERBS = ("apply", "apply_async", "map", "starmap", "run_all")
+
+
+@pytest.mark.parametrize(
+    ("verb", "error"),
+    [
+        *(("apply", error) for error in (Late, TimeoutError, TypeError)),
+        *((verb, pickle.PicklingError) for verb in VERBS),
+    ],
+)
 def test_a_signal_while_a_task_is_pickled(verb, error, handler):
     """The verb raises the handler's exception, and the task never runs."""
     handler(error)

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from support import scripts, work
+from support.tiers import also
 from support.waiting import eventually
 
 from xpool._engine.reactor import Reactor
@@ -32,7 +33,7 @@ START = """
 """
 
 
-@pytest.mark.parametrize("method", [None, "fork"])
+@pytest.mark.parametrize("method", [None, *also("fork")])
 def test_a_folder_that_was_removed(tmp_path, method):
     """If the program's folder was removed, its workers start in it too."""
     text = (
@@ -69,26 +70,30 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_arguments_and_path_of_any_kind(tmp_path, odd):
+def test_arguments_and_path_of_any_kind(tmp_path):
     """Workers start with any value of `sys.argv` and `sys.path`."""
     text = (
         START
         + f"""
-        with xpool.Pool(1, context=method) as pool:
-            pool.apply(where)
-            {odd}
-            kill_one(pool)
-            print(pool.map(work.square, range(4)))
-            import xpool._engine.launch
-            xpool._engine.launch.ForkServer.stop_all()
-            print(pool.apply_async(work.square, (3,), retries=1).get())
-        with xpool.Pool(1) as pool:
-            print(pool.apply(work.square, (5,)))
+        import xpool._engine.launch
+
+        for name, odd in {ODD!r}.items():
+            before = list(sys.argv), list(sys.path), os.environ
+            with xpool.Pool(1, context=method) as pool:
+                pool.apply(where)
+                exec(odd)
+                kill_one(pool)
+                found = pool.map(work.square, range(4))
+                xpool._engine.launch.ForkServer.stop_all()
+                found.append(pool.apply_async(work.square, (3,), retries=1).get())
+            with xpool.Pool(1) as pool:
+                found.append(pool.apply(work.square, (5,)))
+            sys.argv, sys.path, os.environ = before
+            print(f"{{name}}: {{found}}")
     """
     )
     out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
-    assert out.split("\n")[:-1] == ["[0, 1, 4, 9]", "9", "25"]
+    assert out.splitlines() == [f"{name}: [0, 1, 4, 9, 9, 25]" for name in ODD]
 
 
 def test_workers_get_the_current_arguments(tmp_path):

@@ -13,9 +13,10 @@ from multiprocessing import resource_tracker
 import pytest
 from support import scripts, work
 from support.limits import PROGRAM_LIMIT, WAIT
+from support.tiers import also
 from support.waiting import eventually, wait_gone
 
-from xpool import Pool
+from xpool import Pool, ResultNotPicklable, WorkerDied, XPoolError
 
 from .test_limits import script
 from .test_parent import PARENT, finish, started
@@ -43,13 +44,9 @@ def kill_another(x):
     return me
 
 
-@pytest.mark.parametrize(
-    "workers", [1, 2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (5, 13))]
-)
+@pytest.mark.parametrize("workers", [1, 2, *also(5, 13)])
 def test_workers_kill_each_other(process_kind, make_pool, tmp_path, workers):
     """Each task returns its result or raises WorkerDied. Afterwards the pool works."""
-    from xpool import WorkerDied
-
     pool = make_pool(process_kind, workers)
     pool.map(work.square, range(workers), 1)
     path = tmp_path / "pids"
@@ -68,39 +65,28 @@ def test_workers_kill_each_other(process_kind, make_pool, tmp_path, workers):
 # A killed parent ----------------------------------------------------------------------------------
 
 STATES = """
+    from support import cells
     os.write(hold, b"..")
     [r.get() for r in seen]
-    if what == "running":
-        pending = [pool.apply_async(work.post_and_sleep, (box,)) for _ in range(4)]
-    elif what == "starting":
-        more = xpool.Pool(2, work.post_and_sleep, (box,), context=method)
-    elif what == "writing":
-        from support import cells
-        slow = xpool.Pool(2, memory_limit=0, context=method)
-        pending = [slow.apply_async(cells.stay_half_written, (box, 5_000_000)) for _ in range(2)]
-    elif what == "stopped":
-        pending = [pool.apply_async(work.stop_self, (box,)) for _ in range(2)]
+    pending = [pool.apply_async(work.stop_self, (box,)) for _ in range(2)]
+    starting = xpool.Pool(2, work.post_and_sleep, (box,), context=method)
+    slow = xpool.Pool(2, memory_limit=0, context=method)
+    pending += [slow.apply_async(cells.stay_half_written, (box, 5_000_000)) for _ in range(2)]
     print("ready", flush=True)
     threading.Event().wait(60)
 """
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "forkserver",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("spawn", "fork")),
-    ],
-)
-@pytest.mark.parametrize("what", ["running", "starting", "writing", "stopped"])
-def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method, what):
-    """SIGKILL of the parent ends its workers within three seconds, in any state."""
+@pytest.mark.parametrize("method", ["forkserver", *also("spawn", "fork")])
+def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method):
+    """SIGKILL of the parent ends its workers within three seconds, also those that are stopped,
+    that start, and that write."""
     path = scripts.write(tmp_path / "parent.py", PARENT.format(body=STATES.strip()))
-    process = scripts.popen([path, what, method, mailbox.path])
+    process = scripts.popen([path, "-", method, mailbox.path])
     try:
         workers = [int(line) for line in mailbox.lines(2)]
         started(process)
-        workers += [int(line) for line in mailbox.lines(2)]
+        workers += [int(line) for line in mailbox.lines(6)]
         process.kill()
         assert wait_gone(workers, 3) == []
     finally:
@@ -112,13 +98,7 @@ def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method, wha
 
 CALLS = {
     "apply": "pool.apply(work.post_and_sleep, (box,))",
-    "apply_async": "pool.apply_async(work.post_and_sleep, (box,)).get()",
-    "map": "pool.map(work.post_and_sleep, [box] * 20, 1)",
-    "map_async": "pool.map_async(work.post_and_sleep, [box] * 20).get()",
-    "starmap": "pool.starmap(work.post_and_sleep, [(box,)] * 20)",
-    "starmap_async": "pool.starmap_async(work.post_and_sleep, [(box,)] * 20, 1).wait()",
     "imap": "list(pool.imap(work.post_and_sleep, [box] * 20))",
-    "imap_unordered": "list(pool.imap_unordered(work.post_and_sleep, [box] * 20))",
     "join": "pool.apply_async(work.post_and_sleep, (box,)); pool.close(); pool.join()",
     "with": "exec('with pool: pool.apply(work.post_and_sleep, (box,))')",
 }
@@ -207,8 +187,6 @@ def take_memory(n):
 
 def test_workers_at_their_memory_limit(process_kind, make_pool):
     """With RLIMIT_AS, a task that needs too much memory fails. The worker stays usable."""
-    from xpool import ResultNotPicklable, XPoolError
-
     pool = make_pool(process_kind, 2, limit_addresses, (64,))
     tasks = [pool.apply_async(take_memory, (n,)) for n in (1000, 1 << 30, 2000, 1 << 32)]
     assert tasks[0].get(WAIT) == 1000 and tasks[2].get(WAIT) == 2000
@@ -247,8 +225,6 @@ def test_the_parent_at_its_memory_limit(tmp_path):
 
 def test_sigkill_mentions_memory(process_kind, make_pool):
     """The error of a worker killed by SIGKILL mentions memory."""
-    from xpool import WorkerDied
-
     pool = make_pool(process_kind, 1)
     with pytest.raises(WorkerDied, match="memory") as caught:
         pool.apply(work.end, ("SIGKILL",))
@@ -261,7 +237,6 @@ def test_sigkill_mentions_memory(process_kind, make_pool):
 @pytest.mark.parametrize("way", ["argument", "result"])
 def test_gibibytes(make_pool, way, size):
     """Values of about 2^31 bytes, and larger ones, arrive whole."""
-    from xpool import Pool
     from xpool._memory.system import available_memory
 
     if available_memory() < 5 * size:
@@ -334,46 +309,20 @@ def test_a_hundred_pools(tmp_path):
     assert script(tmp_path, text) == ["[]"]
 
 
-@pytest.mark.exhaustive
-def test_used_after_a_fork(tmp_path):
-    """In a forked child, the pool raises an error. The parent's pool stays usable."""
-    text = """
-        import os
-        import xpool
-        from support import work
-
-        if __name__ == "__main__":
-            pool = xpool.Pool(2)
-            pending = pool.map_async(work.large, [100_000] * 20)
-            if os.fork() == 0:
-                for use in (lambda: pool.apply(work.square, (3,)), pending.get):
-                    try:
-                        use()
-                        print("used")
-                    except xpool.PoolClosed as error:
-                        print("belongs to" in str(error), flush=True)
-                with xpool.Pool(1) as mine:
-                    print(mine.apply(work.square, (3,)), flush=True)
-                mine.join()
-                os._exit(0)
-            print(os.wait()[1], len(pending.get()), pool.apply(work.square, (4,)))
-            pool.close()
-            pool.join()
-    """
-    assert script(tmp_path, text) == ["True", "True", "9", "0 20 16"]
-
-
-@pytest.mark.parametrize("holder", ["module", "cycle", "builtins", "thread", "finalizer"])
-def test_values_held_at_the_end(tmp_path, holder):
-    """Pools and values may live until the interpreter ends, which prints no message."""
+def test_values_held_at_the_end(tmp_path):
+    """Pools and values may live until the interpreter ends, which prints no message: in a module, a
+    cycle, another module, a thread, and an object whose finalizer calls the pool."""
+    pytest.importorskip("numpy")
     text = """
         import builtins, sys, threading
+        import numpy
         import xpool
-        from support import work
 
         class Holder:
-            def __init__(self, pool, values):
-                self.pool, self.values, self.me = pool, values, self
+            def __init__(self):
+                self.pool = xpool.Pool(1)
+                self.values = self.pool.map(numpy.zeros, [100_000] * 20)  # in the arena
+                self.me = self
 
         class Uses(Holder):
             def __del__(self):
@@ -382,27 +331,21 @@ def test_values_held_at_the_end(tmp_path, holder):
                 except (xpool.XPoolError, RuntimeError):
                     return
 
+        def wait(holder):
+            threading.Event().wait()
+
         if __name__ == "__main__":
-            how = sys.argv[1]
-            pool = xpool.Pool(2)
-            values = pool.map(work.large, [300_000] * 20)
-            if how == "cycle":
-                Holder(pool, values)
-                del pool, values
-            elif how == "builtins":
-                builtins.kept = [Holder(pool, values)]
-            elif how == "finalizer":
-                sys.kept = Uses(pool, values)
-            elif how == "thread":
-                threading.Thread(
-                    target=lambda: (pool, values, threading.Event().wait()), daemon=True
-                ).start()
+            held = Holder()
+            Holder()
+            builtins.kept = [Holder()]
+            sys.kept = Uses()
+            threading.Thread(target=wait, args=(Holder(),), daemon=True).start()
             print("bye")
     """
-    assert script(tmp_path, text, holder) == ["bye"]
+    assert script(tmp_path, text) == ["bye"]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", *also("spawn")])
 def test_a_process_that_was_forked_while_a_worker_started(make_pool, monkeypatch, context):
     """The forked process has the worker's end of the pipe that multiprocessing watches. So the pipe
     stays open, but the pool still detects the worker's death."""
@@ -449,8 +392,6 @@ def test_a_process_that_was_forked_while_a_worker_started(make_pool, monkeypatch
 
 def test_a_signal_handler_uses_the_pool_while_another_thread_does(make_pool):
     """A handler that calls `apply` gets its result, wherever it interrupts the main thread."""
-    from xpool import Pool
-
     pool = make_pool(Pool, 2)
     got = []
     before = signal.signal(signal.SIGUSR1, lambda *_: got.append(pool.apply(work.square, (3,))))
@@ -502,7 +443,9 @@ NAMES = """
 """
 
 
-@pytest.mark.parametrize("what", ["core", pytest.param("torch", marks=pytest.mark.torch)])
+@pytest.mark.parametrize(
+    "what", ["core", pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.exhaustive])]
+)
 def test_names_of_any_bytes(tmp_path, what):
     """The kernel's files on processes and mappings may have names that are no UTF-8."""
     path = scripts.write(tmp_path / "names.py", NAMES)

@@ -84,9 +84,15 @@ def test_a_death_after_some_values(process_kind, make_pool, tmp_path, how, k):
     assert len(rest) == 5
 
 
-@pytest.mark.parametrize("how", ["running", "sending"])
-@pytest.mark.parametrize("k", [0, 3, 40])
-@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+@pytest.mark.parametrize(
+    ("verb", "k", "how"),
+    [
+        ("imap", 0, "running"),
+        ("imap", 3, "sending"),
+        ("imap_unordered", 3, "running"),
+        ("imap_unordered", 40, "sending"),
+    ],
+)
 def test_a_death_with_retries(process_kind, make_pool, tmp_path, how, k, verb):
     """The generator begins again, and no value comes twice."""
     pool = make_pool(process_kind, 1)
