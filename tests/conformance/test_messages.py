@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import multiprocessing
 import os
 import sys
 import threading
@@ -73,6 +74,55 @@ def test_a_lock_that_a_function_captured(process_kind, make_pool):
 
     with pytest.raises(Exception, match="locked's variable 'held'.*share a thread's lock"):
         pool.map(locked, range(3))
+
+
+def test_a_lock_of_multiprocessing_as_an_argument(process_kind, make_pool):
+    """The error names the argument, and says where to pass the lock instead."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(RuntimeError, match="inheritance") as caught:
+        pool.apply(work.echo, (0, [multiprocessing.Lock()]))
+    said = "".join([*getattr(caught.value, "__notes__", ()), str(caught.value.__cause__)])
+    assert "by Lock.__getstate__ at [0] in argument 1 of echo(). Pass it in initargs=" in said
+
+
+INHERITED = """
+    import multiprocessing, traceback
+    from xpool import Pool
+
+    queue = multiprocessing.Queue()
+    script = open(__file__)
+
+    def put(x):
+        queue.put(x)
+
+    def read(x):
+        return script.read()
+
+    def keep(given):
+        global queue
+        queue = given
+
+    with Pool(1) as pool:
+        for func in put, read:
+            try:
+                pool.apply(func, ("a",))
+            except NameError:
+                print(traceback.format_exc().splitlines()[-1])
+    with Pool(1, keep, (queue,)) as pool:
+        pool.apply(put, ("a",))
+        print(queue.get())
+"""
+
+
+def test_a_queue_of_multiprocessing_as_a_global(tmp_path):
+    """The remedy is `initargs=`: a queue that each worker makes itself would be another one."""
+    path = scripts.write(tmp_path / "program.py", INHERITED)
+    of_queue, of_file, got = scripts.run_ok([path]).splitlines()
+    assert of_queue.endswith(
+        "Pass it in initargs= of the pool, and let the initializer set the global."
+    )
+    assert of_file.endswith("pass what it is made from as an argument.")
+    assert got == "a"
 
 
 # Arguments ----------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class Packer:
                 layout = self.layout._replace(target=worker, kept=kept)
                 payload = encode(task, recurse=self.recurse, layout=layout, told=told)
             return payload, worker
-        except (TaskNotPicklable, NotImplementedError) as exc:
+        except (TaskNotPicklable, RuntimeError) as exc:  # also of pools, and of multiprocessing
             say_where(exc, functools.partial(_place, task, role))
             raise
 

@@ -418,13 +418,15 @@ def missing_global(exc: BaseException) -> str | None:
     return _explained(found[0]) if found else None
 
 
-_REMEDY = "Make it in the initializer, or pass what it is made from as an argument."
-
-
 def _explained(key: Key) -> str:
-    return (
-        f"The global {said(key)} was not sent to this worker ({_incoming.missing[key]}). {_REMEDY}"
-    )
+    reason = _incoming.missing[key]
+    return f"The global {said(key)} was not sent to this worker ({reason}). {_remedy(reason)}"
+
+
+def _remedy(reason: str) -> str:
+    if "inheritance" in reason:  # of multiprocessing: one that a worker makes is its own
+        return "Pass it in initargs= of the pool, and let the initializer set the global."
+    return "Make it in the initializer, or pass what it is made from as an argument."
 
 
 def _attribute(exc: AttributeError, name: Any) -> str | None:
@@ -483,7 +485,7 @@ def _global_left_none(exc: AttributeError) -> str | None:
         if names.issuperset(key[1].split(".")) and (holder or {}).get(attribute, exc) is None:
             return (
                 f"The global {said(key)} is None in this worker, as at the top of the script: the "
-                f"program's value could not be sent ({reason}). {_REMEDY}"
+                f"program's value could not be sent ({reason}). {_remedy(reason)}"
             )
     return None
 
