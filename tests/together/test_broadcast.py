@@ -263,3 +263,18 @@ def test_dropped_while_tasks_use_it(make_pool):
     for i, result in results:
         assert result.get()[1] == i * N // 8
     eventually(lambda: pool.run_all(kept) == [0, 0], "nothing is kept")
+
+
+def test_the_reference_is_not_the_object_in_the_program():
+    """Outside of tasks, items and attributes are refused, with the reason."""
+    with Pool(1) as pool:
+        names = pool.broadcast(["a", "b"])
+        assert pool.apply(work.echo, (names,)) == ((["a", "b"],), {})
+        reason = r"<Broadcast of a list, .*>.*: only tasks get the object itself"
+        with pytest.raises(TypeError, match=reason):
+            names[0]
+        with pytest.raises(TypeError, match=reason):
+            list(names)
+        with pytest.raises(AttributeError, match=reason):
+            names.index("a")
+        assert not hasattr(names, "shape")

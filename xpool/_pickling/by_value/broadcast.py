@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
@@ -71,6 +71,17 @@ class Broadcast:
 
     def __repr__(self) -> str:
         return f"<Broadcast of a {self._what}, {self.nbytes:,} bytes>"
+
+    # Type checkers take the reference for the object, so these mistakes show at run time.
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{self!r} has no attribute {name!r}{_ONLY_IN_TASKS}")
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise TypeError(f"{self!r} has no items{_ONLY_IN_TASKS}")
+
+
+_ONLY_IN_TASKS = ": only tasks get the object itself; outside of them, use what was broadcast"
 
 
 @register(Broadcast)
