@@ -190,8 +190,9 @@ def main() -> None:
     xpool.preload("torch", "PIL.ImageFilter")  # the fork server imports these during the plain loop
     photographs = load_photographs()
     augment = make_augment(photographs)
+    print(f"plain loop: {ITEMS} photographs", end="", flush=True)  # it takes a while
     alone, plain_seconds = by_a_plain_loop(augment)
-    print(f"plain loop: {ITEMS} photographs in {plain_seconds:.2f} s")
+    print(f" in {plain_seconds:.2f} s")
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         results, pool_seconds, killed = by_a_pool(augment, options.workers, trace)
@@ -202,9 +203,10 @@ def main() -> None:
         f"{speed_up:.2f} times as fast, though process {killed} was killed half-way"
     )
     if busy > 0.3:
-        print(f"the machine is busy, so that says little: others use {busy:.1f} of {cores} cores")
+        ideal = f"the machine is busy, so that says little: others use {busy:.1f} of {cores} cores"
     else:
-        print(f"the ideal, for {cores} cores: {min(options.workers, cores)} times as fast")
+        ideal = f"the ideal, for {cores} cores: {min(options.workers, cores)} times as fast"
+    print(ideal)
     assert digest(results) == digest(alone), "the results differ from the plain loop's"
     print(f"checked: both have the same bytes, sha256 {digest(results)}")
 
@@ -219,7 +221,7 @@ def main() -> None:
     what_workers_did = (
         f"The tasks of each of {options.workers} workers. The red mark shows when process {killed} "
         f"was killed; its task ran again. The plain loop took {plain_seconds:.1f} s, and the pool "
-        f"took {pool_seconds:.1f} s including its start: {speed_up:.2f} times as fast."
+        f"took {pool_seconds:.1f} s including its start: {speed_up:.2f} times as fast ({ideal})."
     )
     evaluated = (
         f"Accuracy of {len(accuracies)} versions of a model on 898 digits: {options.workers} "

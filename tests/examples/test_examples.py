@@ -59,6 +59,8 @@ def test_tour(folder: Path):
     for picture in re.findall(r"<svg.*?</svg>", text, re.S):
         ElementTree.fromstring(picture)
     assert f"process {killed[1]} was killed" in text
+    (ideal,) = re.findall(r"^the (?:ideal|machine is busy), .* cores?.*$", done.stdout, re.M)
+    assert f"times as fast ({ideal})." in text
     assert text.count('stroke="#c22"') == 1  # the death in the timeline
 
 
