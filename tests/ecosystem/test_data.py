@@ -184,9 +184,37 @@ def test_an_error_of_the_dataset():
     """A dataset's exception is raised in place of its batch. The epoch continues, as with torch."""
     batches = iter(DataLoader(Each(lambda i: 1 // (i - 2), 6), 2, num_workers=2))
     next(batches)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         next(batches)
     assert next(batches).tolist() == [0, 0]
+    assert vars(caught.value)["__notes__"] == ["batch 1 (indices [2, 3])"]
+    # The worker's traceback begins in torch: it has no frames of xpool.
+    assert "_loader_worker" not in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "workers": "thread"}], ids=str)
+def test_an_error_of_the_dataset_in_this_process(options):
+    """Without processes, the error names the batch, too."""
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(DataLoader(Each(lambda i: 1 // (i - 2), 6), 2, **options))
+    assert vars(caught.value)["__notes__"] == ["batch 1 (indices [2, 3])"]
+
+
+def test_an_error_that_takes_no_notes():
+    """An exception whose class forbids them is raised as it is."""
+
+    class Fixed(Exception):
+        def __setattr__(self, name, value):
+            assert name != "__notes__"
+            super().__setattr__(name, value)
+
+    def fail(i):
+        raise Fixed(i)
+
+    with pytest.raises(Exception, match="^0$") as caught:
+        list(DataLoader(Each(fail), 2, num_workers=1))
+    assert type(caught.value).__name__ == "Fixed"
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_worker_info_and_init():

@@ -1,4 +1,4 @@
-"""Adds a note to an exception that tells which item of a map raised it.
+"""Adds a note to an exception that tells which item of a map, or batch of a loader, raised it.
 
 The worker knows the item and its place in the chunk, but only the caller's process knows the
 chunk's number.  So the worker notes the place, and the caller's process replaces it by a number.
@@ -64,18 +64,30 @@ def note_item(exc: BaseException, item: Any, place: int = 0) -> None:
 
     This runs in the worker.
     """
-    if type(exc).__setattr__ is not BaseException.__setattr__:
-        return  # it may forbid attributes, and unpickling would then fail
-    # `add_note` is missing in Python 3.10, and it calls `__setattr__`.
-    notes = exc.__dict__.setdefault("__notes__", [])
-    if not isinstance(notes, list) or len(notes) >= _MOST:
-        return
+    notes = _notes_of(exc)
     for i, note in enumerate(notes):
         # If threads raise the same object, the caller cannot distinguish the items.
         if isinstance(note, str) and note.startswith((_PLACE, _SEVERAL)):
             notes[i] = _SEVERAL
             return
     notes.append(f"{_PLACE}{place}: {short(item)}")
+
+
+def note_batch(exc: BaseException, number: int | None, indices: Any) -> None:
+    """Note in ``exc`` which batch of a loader raised it."""
+    note = f"batch {number} (indices {safe_repr(indices, 400)})"
+    notes = _notes_of(exc)
+    if note not in notes:
+        notes.append(note)
+
+
+def _notes_of(exc: BaseException) -> list[Any]:
+    """Return the list to which a note can be added, or a list of no use if there can be none."""
+    if type(exc).__setattr__ is not BaseException.__setattr__:
+        return []  # it may forbid attributes, and unpickling would then fail
+    # `add_note` is missing in Python 3.10, and it calls `__setattr__`.
+    notes = exc.__dict__.setdefault("__notes__", [])
+    return notes if isinstance(notes, list) and len(notes) < _MOST else []
 
 
 def without_places(text: str) -> str:

@@ -17,7 +17,12 @@ from xpool._worker import callables
 from xpool._worker.worker_context import current_worker
 from xpool.errors import TaskNotPicklable
 
-_OWN_FILES = (os.path.join(os.path.dirname(__file__), "loop.py"), callables.__file__)
+_FOLDER = os.path.dirname(__file__)
+_OWN_FILES = (
+    os.path.join(_FOLDER, "loop.py"),
+    callables.__file__,
+    os.path.join(os.path.dirname(_FOLDER), "data", "_loader_worker.py"),
+)
 
 
 def refusal(reason: BaseException) -> Refusal:

@@ -16,6 +16,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe, dataloader, graph_settin
 from torch.utils.data._utils import worker as torch_worker
 
 from xpool import pickle
+from xpool._python.item_notes import note_batch
 from xpool._worker.worker_context import current_worker
 from xpool.data._generators import changed, seed_all, states_of_all
 from xpool.data._worker_info import as_worker, make_info, seed_own, use_common_memory
@@ -244,7 +245,12 @@ class WorkerCopy:
             # The number of the batch decides, so another worker or a repetition gets the same seed.
             self._seed(epoch.seed + number)
         begun, self._collating = time.perf_counter(), 0.0
-        batch = self._fetcher.fetch(indices)
+        try:
+            batch = self._fetcher.fetch(indices)
+        except Exception as exc:
+            if indices is not None:
+                note_batch(exc, number, indices)
+            raise
         return Made(batch, time.perf_counter() - begun, self._collating)
 
     def _collate(self, items: Any) -> Any:
