@@ -76,6 +76,15 @@ def test_a_lock_that_a_function_captured(process_kind, make_pool):
         pool.map(locked, range(3))
 
 
+def test_the_cause_is_said_once(process_kind, make_pool):
+    """The traceback has the pickler's error of the part, and not also that of the whole task."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(TaskNotPicklable, match=r"argument 0 of echo\(\).*Send list") as caught:
+        pool.apply(work.echo, ((x for x in ()),))
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert caught.value.__cause__.__context__ is None
+
+
 def test_a_lock_of_multiprocessing_as_an_argument(process_kind, make_pool):
     """The error names the argument, and says where to pass the lock instead."""
     pool = make_pool(process_kind, 1)

@@ -53,8 +53,10 @@ def refusal(
             path, culprit = _descend(obj, fails)
         finally:
             _busy.looking = False
-        if culprit is not obj:
-            error = fails(culprit) or error  # more precise than the error of the whole object
+        precise = None if culprit is obj else fails(culprit)
+        if precise is not None:
+            precise.__context__ = None  # the error of the whole object, which says the same
+            error = precise
     kind = type(culprit).__qualname__
     article = "an" if kind[:1].lower() in "aeiou" else "a"
     what = f"{article} {kind} object ({short(culprit)})"
