@@ -435,6 +435,13 @@ def test_frames_in_a_notebook(make_pool):
         lambda: pool.map(work.fail, [1]),
         lambda: pool.apply(work.fail, (1,)),
         lambda: list(pool.imap(work.fail, [1])),
+        lambda: pool.run_all(work.fail, 1),
+        lambda: pool.map(work.fail, [1], chunksize=0),
+        lambda: pool.map(work.fail, [1], time_out=1),
+        lambda: pool.map(work.fail, 1),
+        lambda: pool.apply(work.fail, (1,), retries=-1),
+        lambda: Pool(1, task_timeout="5"),
+        lambda: Pool(1, task_timeot=5),
     ):
         with pytest.raises(Exception) as caught:
             call()

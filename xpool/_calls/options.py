@@ -275,6 +275,7 @@ def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> 
 def check_chunksize(chunksize: Any) -> int:
     if type(chunksize) is int and chunksize > 0:
         return chunksize
+    __tracebackhide__ = True
     if isinstance(chunksize, Iterable):
         raise TypeError(
             f"chunksize must be a whole number, not {reprlib.repr(chunksize)}. A pool's map takes "

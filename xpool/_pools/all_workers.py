@@ -77,6 +77,7 @@ class AllWorkers:
         self._broadcast: list[File] = []  # broadcast objects that are not in an arena
 
     def run(self, func: Any, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
+        __tracebackhide__ = True
         self._life.check_running()
         self._submitter.check(func)
         group = self._group
@@ -104,6 +105,7 @@ class AllWorkers:
 
         ``patience``: seconds in which the others may end by themselves after one has failed.
         """
+        __tracebackhide__ = True
         timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
         jobs, engine = self._submitter.jobs, self._submitter.engine
         job: AllWorkersResult | None = None

@@ -77,6 +77,7 @@ class PoolOptions:
         hosts: Any = None,
         name: str | None = None,
     ) -> None:
+        __tracebackhide__ = True
         self.processes, self.initializer, self.initargs = processes, initializer, initargs
         self.maxtasksperchild, self.context, self.name = maxtasksperchild, context, name
         self.is_recursive = check_flag("is_recursive", is_recursive)
@@ -102,6 +103,7 @@ class PoolOptions:
     @classmethod
     def of(cls, pool: object, args: tuple[Any, ...], keywords: dict[str, Any]) -> PoolOptions:
         """Return the options with which the constructor of ``pool`` is called."""
+        __tracebackhide__ = True
         known = names_of(cls.__init__.__code__)
         unknown = [name for name in keywords if name not in known]
         if unknown:

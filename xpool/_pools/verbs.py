@@ -85,6 +85,7 @@ def options_of(
     ``kind``."""
     if not given and on_error == "raise" and worker is None and pool._task_timeout is None:
         return WAITING if waits else PLAIN
+    __tracebackhide__ = True
     known = kind.__optional_keys__
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -215,6 +216,7 @@ def submit_map(
     error_callback: Callable[[BaseException], object] | None = None,
 ) -> MapResult[Any]:
     """Submit a call for each item; return the result of all."""
+    __tracebackhide__ = True
     pool._life.check_running()
     pool._submitter.check(work.func)
     _check_callbacks(pool, callback, error_callback)
