@@ -227,6 +227,35 @@ def test_deleted_without_close(kind):
 
 
 @pytest.mark.xpool_only
+@pytest.mark.parametrize("name", ["Pool", "ThreadPool"])
+def test_ended_while_it_is_deleted(name):
+    """A thread that gets the pool while another finalizes it can end it: `terminate` returns.
+
+    The interpreter's exit ends the pools that it finds, also one that is just being finalized.
+    """
+    import xpool
+
+    found = []
+
+    class Found(getattr(xpool, name)):
+        def __del__(self):
+            super().__del__()
+            found.append(self)  # as a weak reference gives it to another thread
+
+    pool = Found(1)
+    assert pool.apply(work.square, (3,)) == 9
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        del pool
+        gc.collect()
+    (pool,) = found
+    pool.terminate()
+    pool.join()
+    assert "TERMINATE" in repr(pool)
+    found.clear()
+
+
+@pytest.mark.xpool_only
 def test_states_are_those_of_the_standard_library(kind, make_pool):
     """The states equal the strings that `multiprocessing.pool` uses."""
     pool = make_pool(kind, 1)

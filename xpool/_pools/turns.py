@@ -38,8 +38,12 @@ def take_turns(
         if pool is None or (backend is not None and backend.dropped):
             del pool
             jobs.stop_input_readers()
-            _disband(backend)
-            jobs.callbacks.stop()
+            try:
+                _disband(backend)
+                jobs.callbacks.stop()
+            finally:
+                # A thread that got the pool while another finalized it may wait in `terminate`.
+                life.finished.set()
             return
         try:
             if trouble is not None:
