@@ -20,7 +20,6 @@ import contextlib
 import enum
 import itertools
 import pickle
-import sys
 import zlib
 from collections.abc import Iterator
 from types import (
@@ -42,7 +41,14 @@ from xpool._pickling.by_value.names import (
     goes_by_name,
     name_for,
 )
-from xpool._pickling.by_value.origin import HEAP_TYPE, INSTALLED, SENT, canonical, origin_of
+from xpool._pickling.by_value.origin import (
+    HEAP_TYPE,
+    INSTALLED,
+    SENT,
+    canonical,
+    module_of,
+    origin_of,
+)
 from xpool._pickling.by_value.registry import ClassEntry, Definition
 from xpool._pickling.pickler import write_blob
 from xpool._pickling.reducers import Blob, Context
@@ -127,60 +133,77 @@ def _compare(cls: type, entry: ClassEntry, recurse: bool) -> None:
         return
     # With `recurse`, functions have copies of globals, which may have changed as well.
     for one in {False, recurse}:
-        mark: Any
-        try:
-            mark = _Mark(cls, entry.token, one).value
-        except Exception as error:  # an object's `__reduce__` can raise any error
-            if by_handler(error):
-                raise
-            mark = object()  # it equals no other, so the class is always written again
+        mark = _Mark(cls, entry.token, one).value
         if entry.marks.get(one) != mark:
             entry.marks[one] = mark
             entry.version = next(_versions)
 
 
 class _Mark:
-    """Makes a value that changes if a class itself changes, and not if another by-value class does.
+    """What the owner of a class compares to detect a change of the class itself.
 
-    It contains what `_written_out` writes, but faster: most of a class are functions and constants,
-    which need no reducers.  All the rest is pickled.
+    The value contains what `_written_out` writes, but it is made faster: most of a class are
+    functions and constants, which need no reducers.  All the rest is pickled.
     """
 
     def __init__(self, cls: type, token: str, recurse: bool) -> None:
         self.recurse = recurse
         self.blob = Blob(is_mark=True)
         self.rest: list[Any] = []
-        parts = [*map(self.part, (type(cls), *cls.__bases__))]
-        skip = _MADE_BY_PYTHON | _data_of(cls)
-        special = _special(cls, token)
-        if special is not None:
-            self.rest.append(special[1])
-            skip |= special[2]
-        if isinstance(cls, enum.EnumMeta):
-            self.rest.append(special_classes.member_attributes(cls))
-        for name, value in list(vars(cls).items()):
-            if name not in skip:
-                parts += name, id(value) if name.startswith(_SET_ONCE) else self.attribute(value)
-        self.rest += (one for ref in registered_classes(cls) if (one := ref()) is not None)
-        data = write_blob(self.rest, recurse, self.blob)[0] if self.rest else b""
-        # Code is compared as an object.  This keeps it alive, so new code has another id.
-        self.value = pickle.dumps(parts, 5), data, self.blob.codes
+        # The functions whose code, defaults and kwdefaults are compared by identity, with these.
+        self.functions: list[tuple[Any, Any, Any, Any]] = []
+        self.changes = False  # whether another part may be changed in place
+        self.value: Any = object()  # it equals no other, so the class is always written again
+        try:
+            parts = [*map(self.part, (type(cls), *cls.__bases__))]
+            skip = _MADE_BY_PYTHON | _data_of(cls)
+            special = _special(cls, token)
+            if special is not None:
+                self.rest.append(special[1])
+                self.changes = True
+                skip |= special[2]
+            if isinstance(cls, enum.EnumMeta):
+                self.rest.append(special_classes.member_attributes(cls))
+            for name, value in list(vars(cls).items()):
+                if name not in skip:
+                    once = name.startswith(_SET_ONCE)
+                    parts += name, id(value) if once else self.attribute(value)
+            self.rest += (one for ref in registered_classes(cls) if (one := ref()) is not None)
+            data = write_blob(self.rest, recurse, self.blob)[0] if self.rest else b""
+            # Code is compared as an object.  This keeps it alive, so new code has another id.
+            self.value = pickle.dumps(parts, 5), data, self.blob.codes
+        except Exception as error:  # an object's `__reduce__` can raise any error
+            if by_handler(error):
+                raise
+            self.changes = True
 
     def attribute(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is FunctionType and not self.recurse and _of_module(value):
-            self.blob.codes.append(value.__code__)
-            cells: Any = value.__closure__
-            if cells:
-                with contextlib.suppress(ValueError):  # a variable has no value yet
-                    cells = tuple([cell.cell_contents for cell in cells])
-            parts = value.__defaults__, cells, value.__kwdefaults__, value.__dict__ or None
-            return [one and self.part(one) for one in parts]
-        if kind is property:
-            return [*map(self.attribute, (value.fget, value.fset, value.fdel))]
-        if kind is staticmethod or kind is classmethod:
-            return [self.attribute(value.__func__), self.part(own_attributes(value) or None)]
-        return None if kind is MemberDescriptorType else self.part(value)
+        inside = functions_in(value)
+        if inside[0] is not value:
+            return [*map(self.attribute, inside), self.part(own_attributes(value) or None)]
+        if not self.is_plain(value):
+            return None if type(value) is MemberDescriptorType else self.part(value)
+        if not value.__dict__:
+            self.functions.append((value, value.__code__, value.__defaults__, value.__kwdefaults__))
+        return self.parts_of(value)
+
+    def is_plain(self, value: Any) -> bool:
+        """Whether it is a function without copies of globals."""
+        return (
+            type(value) is FunctionType
+            and not self.recurse
+            and module_of(value.__globals__) is not None
+        )
+
+    def parts_of(self, function: FunctionType) -> Any:
+        self.blob.codes.append(function.__code__)
+        cells: Any = function.__closure__
+        if cells:
+            with contextlib.suppress(ValueError):  # a variable has no value yet
+                cells = tuple([cell.cell_contents for cell in cells])
+        named = function.__kwdefaults__ and tuple(function.__kwdefaults__.items())
+        parts = function.__defaults__, cells, named, function.__dict__ or None
+        return [one and self.part(one) for one in parts]
 
     def part(self, value: Any) -> Any:
         kind = type(value)
@@ -193,15 +216,18 @@ class _Mark:
                 registry.known(value) or not goes_by_name(value)
             )
             return registry.token_of(value) if by_value else (value.__module__, value.__qualname__)
+        if self.is_plain(value) and not (value.__closure__ or value.__dict__):
+            return self.parts_of(value)
         self.rest.append(value)
+        self.changes |= kind not in _FIXED and kind.__module__ not in ("dataclasses", "typing")
         return kind.__name__
 
 
-def _of_module(function: FunctionType) -> bool:
-    """Whether the globals of a function are a module's, so that no copies of them are sent."""
-    space = function.__globals__
-    module = sys.modules.get(space.get("__name__"))  # type: ignore[arg-type]
-    return module is not None and module.__dict__ is space
+_FIXED = frozenset(
+    {MemberDescriptorType, GetSetDescriptorType, BuiltinFunctionType, ModuleType}
+    | {type(object.__init__), type(NotImplemented), object}
+)
+"""Types of objects that never change."""
 
 
 # The beginnings of names of attributes that are not changed in place, and slow to pickle.
@@ -369,46 +395,9 @@ def with_nested(path: str, cls: type) -> Iterator[tuple[str, type]]:
 def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
     """Return the functions of a class whose parts are compared by identity, and whether it has
     other parts that may be changed in place."""
-    functions: list[tuple[Any, Any, Any, Any]] = []
-    changes = False
-    for _, owner in with_nested("", cls):
-        data = set(data_attributes(owner))
-        for name, value in list(vars(owner).items()):
-            if name in _MADE_BY_PYTHON or name in data or name.startswith(_SET_ONCE):
-                continue
-            for one in functions_in(value):
-                if type(one) is FunctionType and not one.__dict__ and _is_fixed(one):
-                    code, defaults = one.__code__, one.__defaults__
-                    functions.append((one, code, defaults, one.__kwdefaults__))
-                elif not _never_changes(one):
-                    changes = True
-    return functions, changes
-
-
-def _is_fixed(function: FunctionType) -> bool:
-    """Whether all that a function refers to never changes."""
-    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a variable has no value yet
-            values.append(cell.cell_contents)
-    return all(map(_never_changes, values))
-
-
-def _never_changes(value: Any) -> bool:
-    kind = type(value)
-    if kind is tuple or kind is frozenset:
-        return all(map(_never_changes, value))
-    if kind is FunctionType:
-        return not value.__closure__ and not value.__dict__ and _is_fixed(value)
-    if kind in ATOMS or kind in _FIXED or isinstance(value, type):
-        return True
-    return kind.__module__ in ("dataclasses", "typing")
-
-
-_FIXED = frozenset(
-    {MemberDescriptorType, GetSetDescriptorType, BuiltinFunctionType, ModuleType, type(...)}
-    | {type(object.__init__), type(NotImplemented), object}
-)
+    marks = [_Mark(one, registry.token_of(one), False) for _, one in with_nested("", cls)]
+    functions = [one for mark in marks for one in mark.functions]
+    return functions, any(mark.changes for mark in marks)
 
 
 # -- loading a definition -------------------------------------------------------------------

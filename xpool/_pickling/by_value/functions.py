@@ -240,7 +240,8 @@ def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
 
 def own_attributes(wrapper: Any) -> dict[str, Any]:
     """Return the attributes of a function's wrapper that wrapping the function does not set."""
-    return {name: value for name, value in vars(wrapper).items() if name not in _OF_WRAPPERS}
+    found: dict[str, Any] = getattr(wrapper, "__dict__", {})  # a property has none
+    return {name: value for name, value in found.items() if name not in _OF_WRAPPERS}
 
 
 _OF_WRAPPERS = frozenset(
