@@ -37,7 +37,7 @@ _holds_for: tuple[Any, list[str], str] = None, [], ""  # settings, `sys.path`, w
 _generation = 0  # how often the origins were found again
 
 
-loose: dict[str, ModuleType] = {}
+loose: dict[str, Any] = {}
 """Modules that globals of the program refer to, and that are not in `sys.modules`."""
 
 

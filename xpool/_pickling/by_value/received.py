@@ -29,7 +29,7 @@ from xpool._pickling.by_value.broadcast import open_broadcast
 from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.names import received
 from xpool._pickling.by_value.origin import IMPORTED, namespace, origin_of, owner_of
-from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
+from xpool._pickling.by_value.registered_calls import package_of, registered
 from xpool._pickling.by_value.sent import (
     ANNOTATIONS,
     CALL,
@@ -323,8 +323,6 @@ def _refuse(kind: int, key: Key, reason: str) -> None:
 
 
 def _has(key: Key) -> bool:
-    if key[0] == CALLS:
-        return key in _incoming.called
     holder, name = place_of(key)
     return holder is not None and name in holder
 
@@ -360,8 +358,7 @@ def _import_modules(entries: list[Entry]) -> None:
     for kind, _, _, keys, _ in entries:
         if kind in (VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED):
             for module, _ in keys:
-                missing = module not in sys.modules and module != CALLS
-                if missing and origin_of(module) == IMPORTED:
+                if module not in sys.modules and origin_of(module) == IMPORTED:
                     _import(module)
 
 

@@ -6,16 +6,19 @@ They travel as globals of a module without a name: the beginning of a message br
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 from xpool._pickling import Key
-from xpool._pickling.by_value.origin import SENT, origin_of
+from xpool._pickling.by_value.origin import SENT, loose, origin_of
 from xpool._python import registered_reducers
 
 CALLS = ""
-"""Takes the place of a module in the keys of these calls."""
+"""The module of these calls in their keys."""
 
-registered: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+loose[CALLS] = SimpleNamespace()
+
+registered: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = vars(loose[CALLS])
 """The calls by their names.  A worker makes them in the order of these."""
 
 _numbers = itertools.count()

@@ -103,7 +103,7 @@ _serials = itertools.count(1)
 
 # -- the globals and what is known of them --------------------------------------------------------
 
-_GONE, _PLAIN, _FUNCTION, _CLASS, _NAMED, _DATA = range(6)
+_GONE, _PLAIN, _FUNCTION, _CLASS, _NAMED, _DATA, _CALL = range(7)
 
 
 class _Node:
@@ -176,7 +176,6 @@ class Book:
         self._generation = 0  # of the origins of modules
         self._torn = True  # whether the last change was not completed
         self._looked_at: Any = None  # the calls of `registered`, and the reducers of the program
-        self._nones: dict[str, frozenset[str]] = {}
         # What is compared for each message:
         self._same: list[tuple[Any, str, Any]] = []
         self._ids: list[tuple[Any, str, int]] = []
@@ -319,7 +318,6 @@ class Book:
     def _of_all(self) -> set[Key]:
         """Return the keys of what every worker gets."""
         top = _script_top().top_of_main(is_program)
-        self._nones["__main__"] = top.nones
         self._imports = top.imports
         registered_calls.look_at_script(top.calls)
         tables = registered_reducers.tables()
@@ -369,10 +367,10 @@ class Book:
                 return old
         if value is MISSING:
             return _Node(_GONE, value)
-        origin = SENT if module == CALLS else origin_of(module)
-        if module != CALLS and (
-            path in _OF_MODULES or (origin != SENT and path.startswith("__") and "." not in path)
-        ):
+        if module == CALLS:
+            return self._call(key, value)
+        origin = origin_of(module)
+        if path in _OF_MODULES or (origin != SENT and path.startswith("__") and "." not in path):
             return _Node(_NAMED, value)
         if type(value) in ATOMS or is_imported(value):
             return self._plain(key, value)
@@ -454,10 +452,16 @@ class Book:
             found |= of_annotations(annotations_of(owner), module)
         node.names |= found
 
+    def _call(self, key: Key, call: tuple[Any, ...]) -> _Node:
+        written = write_group(call, Group({id(call): key}, self._named), False)
+        node = _Node(_CALL, call, written.names)
+        node.written = written
+        return node
+
     def _data(self, key: Key, value: Any) -> _Node:
-        if key[0] != CALLS and checks.is_of_import(key, value):
+        if checks.is_of_import(key, value):
             return _Node(_NAMED, value)  # the worker's own object takes the place of this one
-        home = None if key[0] == CALLS else home_of(key, value)
+        home = home_of(key, value)
         if home is not None:  # the worker's own, by its name
             if origin_of(key[0]) == IMPORTED:
                 return _Node(_NAMED, value)
@@ -469,14 +473,11 @@ class Book:
         group = Group({id(value): key}, self._named, [])
         assert group.objects is not None
         try:
-            node.written = write_group(value, group, key[0] != CALLS)
+            node.written = write_group(value, group, True)
         except Exception as error:  # an object's `__reduce__` can raise any error
-            if by_handler(error) or key[0] == CALLS:
+            if by_handler(error):
                 raise
             node.error = f"{type(error).__name__}: {error}"
-            return node
-        if key[0] == CALLS:
-            node.names = frozenset(node.written.names)
             return node
         checks.warn_of(key, value, group)
         node.names = frozenset(node.written.names)
@@ -524,7 +525,7 @@ class Book:
                 continue
             if node.kind == _GONE and key not in self._sent:
                 continue
-            if node.error and key[0] != CALLS and origin_of(key[0]) == INSTALLED:
+            if node.error and origin_of(key[0]) == INSTALLED:
                 continue  # the worker's own attribute of an installed module stays
             keys = tuple(sorted(together.get(key, {key})))
             done.update(keys)
@@ -540,7 +541,7 @@ class Book:
         node = self._nodes[keys[0]]
         leads = any(self._nodes[key].names for key in keys)
         data: Any
-        if keys[0][0] == CALLS and node.written is not None:
+        if node.kind == _CALL and node.written is not None:
             return old or _Group(keys, CALL, b"".join(node.written.chunks))
         if node.kind in (_GONE, _NAMED):
             kind, data = REMOVED, node.kind == _NAMED
@@ -570,11 +571,8 @@ class Book:
         return group
 
     def _refusal(self, key: Key, node: _Node) -> tuple[int, str]:
-        module, path = key
-        nones = self._nones.get(module)
-        if nones is None:
-            nones = self._nones[module] = _script_top().nones_of(module)
-        return LEFT_NONE if path in nones else REFUSED, node.error
+        is_none = key[1] in _script_top().nones_of(key[0])
+        return LEFT_NONE if is_none else REFUSED, node.error
 
     def _pickled(
         self, keys: tuple[Key, ...], old: _Group | None, layout: Layout
@@ -622,7 +620,7 @@ class Book:
         small = []
         for key, node in self._nodes.items():
             holder, name = place_of(key)
-            if holder is None or key[0] == CALLS:
+            if holder is None or node.kind == _CALL:
                 continue
             if node.kind == _DATA:
                 self._ids.append((holder, name, node.id))
@@ -734,8 +732,6 @@ def _script_top() -> Any:  # imported late, because few workers send, and it imp
 def place_of(key: Key) -> tuple[Any, str]:
     """Return the namespace (or None) in which a global or attribute is, and its name there."""
     module, path = key
-    if module == CALLS:
-        return registered, path
     if "." not in path:
         return namespace(module), path
     return getattr(owner_of(key), "__dict__", None), path.rpartition(".")[2]
