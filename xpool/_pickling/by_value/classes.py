@@ -49,6 +49,7 @@ from xpool._pickling.by_value.origin import (
     module_of,
     origin_of,
 )
+from xpool._pickling.by_value.reads import functions_in, variables_of
 from xpool._pickling.by_value.registry import ClassEntry, Definition
 from xpool._pickling.pickler import write_blob
 from xpool._pickling.reducers import Blob, Context
@@ -197,13 +198,9 @@ class _Mark:
 
     def parts_of(self, function: FunctionType) -> Any:
         self.blob.codes.append(function.__code__)
-        cells: Any = function.__closure__
-        if cells:
-            with contextlib.suppress(ValueError):  # a variable has no value yet
-                cells = tuple([cell.cell_contents for cell in cells])
-        named = function.__kwdefaults__ and tuple(function.__kwdefaults__.items())
-        parts = function.__defaults__, cells, named, function.__dict__ or None
-        return [one and self.part(one) for one in parts]
+        named = (function.__kwdefaults__ or {}).items()
+        parts = function.__defaults__, *map(tuple, (variables_of(function), named))
+        return [self.part(one) for one in (*parts, function.__dict__ or None)]
 
     def part(self, value: Any) -> Any:
         kind = type(value)
@@ -336,14 +333,6 @@ _MADE_BY_PYTHON = CACHES | {
 
 
 _PROTOCOL = type(Protocol)
-
-
-def functions_in(attribute: Any) -> tuple[Any, ...]:
-    """Return the functions of a property, static method or class method; else the object itself."""
-    kind = type(attribute)
-    if kind is property:
-        return attribute.fget, attribute.fset, attribute.fdel
-    return (attribute.__func__,) if kind in (staticmethod, classmethod) else (attribute,)
 
 
 def data_attributes(cls: type) -> list[str]:

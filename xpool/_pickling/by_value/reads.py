@@ -7,10 +7,11 @@ module than to get or set attributes, or calls `eval`, `exec` or `globals`, all 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -215,37 +216,59 @@ def reads(obj: Any) -> set[Key]:
     return found
 
 
-def _inside(one: Any) -> Iterator[Any]:
-    """Yield the callables that an object directly contains."""
+def _inside(one: Any) -> Iterable[Any]:
+    """Return the objects that an object directly contains, as far as code may be among them."""
     kind = type(one)
-    if kind is FunctionType:
-        for cell in one.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # the variable has no value yet
-                continue
-        yield from one.__defaults__ or ()
-        yield from (one.__kwdefaults__ or {}).values()
-        yield from vars(one).values()
-    elif isinstance(one, type):
-        if origin_of(one.__module__) != INSTALLED:
-            yield from list(vars(one).values())
-            yield from one.__bases__
-    elif kind in (staticmethod, classmethod, MethodType):
-        yield one.__func__
-    elif isinstance(one, property):
-        yield from (one.fget, one.fset, one.fdel)
-    elif isinstance(one, functools.partial):
-        yield from (one.func, *one.args, *one.keywords.values())
-    elif kind in (dict, MappingProxyType):
-        yield from list(one.values())
-    elif kind in (list, tuple, set, frozenset):
-        yield from list(one)
-    elif kind in _WRAPPERS or origin_of(kind.__module__) != INSTALLED:
-        yield from list(getattr(one, "__dict__", {}).values())
+    parts = _PARTS.get(kind)
+    if parts is not None:
+        found: Iterable[Any] = parts(one)
+        return found
+    if isinstance(one, property):
+        return functions_in(one)
+    if isinstance(one, functools.partial):
+        return one.func, *one.args, *one.keywords.values()
+    is_class = isinstance(one, type)
+    if origin_of((one if is_class else kind).__module__) == INSTALLED:
+        return ()
+    return *_attributes(one), *(one.__bases__ if is_class else ())
 
 
-_WRAPPERS = frozenset(
-    {CachedFunction, functools.cached_property, functools.partialmethod}
-    | {functools.singledispatchmethod}
-)
+def functions_in(attribute: Any) -> tuple[Any, ...]:
+    """Return the functions of a property, static method or class method; else the object itself."""
+    # Not `isinstance`: `__class__` may be overridden, and may warn.
+    if issubclass(type(attribute), property):
+        return attribute.fget, attribute.fset, attribute.fdel
+    own = type(attribute) in (staticmethod, classmethod)
+    return (attribute.__func__,) if own else (attribute,)
+
+
+def variables_of(function: FunctionType) -> Iterator[Any]:
+    """Yield the values of the enclosed variables of a function that have one."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
+
+
+def _of_function(function: FunctionType) -> Iterable[Any]:
+    defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+    return *variables_of(function), *defaults, *named.values(), *vars(function).values()
+
+
+def _values(one: Any) -> Iterable[Any]:
+    return list(one.values())
+
+
+def _attributes(one: Any) -> Iterable[Any]:
+    return list(getattr(one, "__dict__", {}).values())
+
+
+_PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
+    FunctionType: _of_function,
+    MethodType: lambda one: (one.__func__,),
+    **dict.fromkeys((staticmethod, classmethod), functions_in),
+    **dict.fromkeys((dict, MappingProxyType), _values),
+    **dict.fromkeys((list, tuple, set, frozenset), list),
+    **dict.fromkeys((CachedFunction, functools.cached_property), _attributes),
+    **dict.fromkeys((functools.partialmethod, functools.singledispatchmethod), _attributes),
+}
+"""Functions that return what objects of these types contain."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from xpool._pickling.by_value.origin import attributes_of, home_of, name_of
-from xpool._pickling.by_value.reads import LOADS, inner
+from xpool._pickling.by_value.reads import LOADS, functions_in, inner
 
 if TYPE_CHECKING:
     import ast
@@ -488,9 +488,8 @@ def _functions(namespace: dict[str, Any]) -> Iterator[CodeType]:
     for value in list(namespace.values()):
         own = issubclass(type(value), type) and value.__module__ == name
         for part in list(vars(value).values()) if own else [value]:
-            function = part.__func__ if type(part) in (staticmethod, classmethod) else part
-            function = function.fget if type(function) is property else function
-            while type(function) is FunctionType:
-                if function.__globals__ is namespace:
-                    yield function.__code__
-                function = vars(function).get("__wrapped__")
+            for function in functions_in(part):
+                while type(function) is FunctionType:
+                    if function.__globals__ is namespace:
+                        yield function.__code__
+                    function = vars(function).get("__wrapped__")

@@ -61,7 +61,7 @@ from xpool._pickling.by_value.origin import (
     owner_of,
     renew_origins,
 )
-from xpool._pickling.by_value.reads import is_open, of_annotations, reads
+from xpool._pickling.by_value.reads import functions_in, is_open, of_annotations, reads
 from xpool._pickling.by_value.registered_calls import CALLS, registered
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.frame import PREPARE, preparation
@@ -376,7 +376,7 @@ class Book:
             return self._plain(key, value)
         is_class = isinstance(value, type)
         if "." in path and origin == IMPORTED:
-            method = classes.functions_in(value)[0]
+            method = functions_in(value)[0]
             if getattr(method, "__qualname__", "") == path and method.__module__ == module:
                 return _Node(_NAMED, value)  # what the import has made
         if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
