@@ -31,7 +31,6 @@ from xpool._pickling.by_value.names import received
 from xpool._pickling.by_value.origin import IMPORTED, namespace, origin_of, owner_of
 from xpool._pickling.by_value.registered_calls import package_of, registered
 from xpool._pickling.by_value.sent import (
-    ANNOTATIONS,
     CALL,
     CLASS,
     FUNCTION,
@@ -69,9 +68,8 @@ class _Incoming:
         self.called: set[Key] = set()
         self.originals: dict[Key, Any] = {}  # what imports have made of globals that were set
         self.imported: set[str] = set()
-        # The reasons why values were not sent.  The globals in `left_none` are None here.
+        # The reasons why values were not sent.  Some of these globals are None here.
         self.missing: dict[Key, str] = {}
-        self.left_none: dict[Key, str] = {}
 
 
 keep_environment: set[str] = set()
@@ -131,11 +129,11 @@ def listening() -> Iterator[list[tuple[bytes, tuple[Any, ...]]]]:
 @uninterrupted  # a task that was stopped would leave a part of the state unset
 def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
     if ours:
-        rows = [data for kind, _, _, _, data in entries if kind == SETTINGS]
-        settings.receive(rows[0] if rows else (), keep_environment)
+        settings.receive([*_all_of(SETTINGS, entries)], keep_environment)
     # Calls come after what they need; the imports of the rest may need their effect.
     at = max((n for n, entry in enumerate(entries, 1) if entry[0] == CALL), default=0)
-    _make_modules(entries)
+    for name, package, is_package in _all_of(MODULE, entries):
+        _make_module(name, package, is_package)
     for some in (entries[:at], entries[at:]):
         _import_modules(some)
         _take_all(some, buffers, ours)
@@ -180,26 +178,15 @@ def _take(
     kind: int, serial: int, first: bool, keys: tuple[Key, ...], data: Any, ours: bool
 ) -> set[Key]:
     """Set what an entry brings.  Return the globals that keep the worker's own values."""
-    if kind == ANNOTATIONS:
-        function = namespace(keys[0][0]).get(keys[0][1].partition(":")[0])
-        if isinstance(function, FunctionType):
-            function.__annotations__ = pickle.loads(data)
-        if ours:
-            _incoming.serials[keys[0]] = serial
-        return set()
     new = {key for key in keys if key not in _incoming.serials}
     if ours:
         # What code of this worker has set before the program has changed it.
         kept = {key for key in new if first and "." not in key[1] and main.was_set_here(*key)}
     else:
         kept = {key for key in keys if _has(key)}
-    if kind == FUNCTION:
+    if kind in _MAKERS:
         if not kept:
-            _define(keys[0], *data)
-    elif kind == CLASS:
-        cls = classes.load(*data)
-        if not kept:
-            _set(keys[0], cls)
+            _set(keys[0], _MAKERS[kind](keys[0], *data))
     elif kind in (VALUES, PLACED):
         if new.issuperset(keys) and _has_equal(kind, keys, data):
             kept = set(keys)
@@ -210,10 +197,6 @@ def _take(
             for key, value in zip(keys, _load(kind, keys, data), strict=True):
                 if key not in kept:
                     _set(key, value)
-    elif kind == IMPORTED_AS:
-        if not kept:
-            # An error of the import is the task's.
-            _set(keys[0], sys.modules.get(data) or import_module(data))
     elif kind == REMOVED:
         _remove(keys[0])
         if data and keys[0] in _incoming.originals:  # the program has what its import made again
@@ -249,7 +232,7 @@ class _Failed:
         self.reason = reason
 
 
-def _define(key: Key, ident: int, code: bytes, defaults: Any, kwdefaults: Any, doc: Any) -> None:
+def _define(key: Key, ident: int, code: bytes, defaults: Any, kwdefaults: Any, doc: Any) -> Any:
     module, name = key
     values = namespace(module)
     made = marshal.loads(code)
@@ -264,7 +247,15 @@ def _define(key: Key, ident: int, code: bytes, defaults: Any, kwdefaults: Any, d
     function.__kwdefaults__ = None if kwdefaults is None else dict(kwdefaults)
     function.__doc__ = doc
     _incoming.idents[key] = ident
-    _set(key, function)
+    return function
+
+
+_MAKERS: dict[int, Callable[..., Any]] = {
+    FUNCTION: _define,
+    CLASS: lambda _, *about: classes.load(*about),
+    # An error of the import is the task's.
+    IMPORTED_AS: lambda _, name: sys.modules.get(name) or import_module(name),
+}
 
 
 def _set(key: Key, value: Any) -> None:
@@ -273,7 +264,6 @@ def _set(key: Key, value: Any) -> None:
         _refuse(REFUSED, key, value.reason)
         return
     _incoming.missing.pop(key, None)
-    _incoming.left_none.pop(key, None)
     if key not in _incoming.originals and origin_of(module) == IMPORTED and _has(key):
         holder, name = place_of(key)
         _incoming.originals[key] = holder[name]
@@ -288,7 +278,7 @@ def _set(key: Key, value: Any) -> None:
             for kind, function in value.items():
                 if owner.registry.get(kind) is not function:
                     owner.register(kind, function)
-        elif owner is not None:
+        elif hasattr(owner, "__dict__"):
             setattr(owner, path.rpartition(".")[2], value)
         return
     there = sys.modules.get(module)
@@ -310,15 +300,10 @@ def _remove(key: Key) -> None:
 
 
 def _refuse(kind: int, key: Key, reason: str) -> None:
-    holder, name = place_of(key)
-    if kind == LEFT_NONE:
-        _incoming.left_none[key] = reason
-        # What a task has opened here stays.
-        if holder is not None and name not in holder:
-            _set(key, None)
-            _incoming.left_none[key] = reason
-        return
-    _remove(key)
+    if kind == REFUSED:
+        _remove(key)
+    elif not _has(key):  # what a task has opened here stays
+        _set(key, None)
     _incoming.missing[key] = reason
 
 
@@ -349,12 +334,10 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
 
 def _import_modules(entries: list[Entry]) -> None:
     """Import the modules whose globals will be set; their imports may set others."""
-    for kind, _, _, _, data in entries:
-        if kind == IMPORTS:
-            for name in data:
-                if name not in _incoming.imported:
-                    _import(name)
-                    _incoming.imported.add(name)
+    for name in _all_of(IMPORTS, entries):
+        if name not in _incoming.imported:
+            _import(name)
+            _incoming.imported.add(name)
     for kind, _, _, keys, _ in entries:
         if kind in (VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED):
             for module, _ in keys:
@@ -375,14 +358,13 @@ def _import(name: str) -> None:
         ) from None
 
 
-def _make_modules(entries: list[Entry]) -> None:
-    """Make the modules that cannot be imported here."""
-    for kind, _, _, _, data in entries:
-        if kind == MODULE:
-            _make_module(*data)
+def _all_of(kind: int, entries: list[Entry]) -> list[Any]:
+    """Return what the entries of a kind without values bring."""
+    return [one for of, _, _, _, data in entries if of == kind for one in data]
 
 
 def _make_module(name: str, package: Any, is_package: bool) -> None:
+    """Make a module that cannot be imported here."""
     if name in sys.modules:
         return
     module = ModuleType(name)
@@ -410,7 +392,7 @@ def missing_global(exc: BaseException) -> str | None:
     if not isinstance(exc, NameError) or not isinstance(name, str):
         return None
     module = _module_of(exc)
-    found = [key for key in _incoming.missing if key[1] == name]
+    found = [key for key in _incoming.missing if key[1] == name and not _has(key)]
     found.sort(key=lambda key: key[0] != module)
     return _explained(found[0]) if found else None
 
@@ -471,13 +453,13 @@ def _module_of(exc: BaseException) -> str:
 def _global_left_none(exc: AttributeError) -> str | None:
     """Say that code has used a global that is None in this worker, and not in the program."""
     trace = exc.__traceback__
-    if not _incoming.left_none or trace is None or getattr(exc, "obj", exc) is not None:
+    if not _incoming.missing or trace is None or getattr(exc, "obj", exc) is not None:
         return None
     while trace.tb_next is not None:
         trace = trace.tb_next
     names = set(trace.tb_frame.f_code.co_names)
     # "Config.pool" comes before "pool", because code that reads the first also has the second name.
-    for key, reason in sorted(_incoming.left_none.items(), key=lambda one: "." not in one[0][1]):
+    for key, reason in sorted(_incoming.missing.items(), key=lambda one: "." not in one[0][1]):
         holder, attribute = place_of(key)
         if names.issuperset(key[1].split(".")) and (holder or {}).get(attribute, exc) is None:
             return (

@@ -74,9 +74,9 @@ from xpool._python.interrupt import by_handler
 
 # Kinds of entries in a state.
 (
-    SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, ANNOTATIONS, VALUES, PLACED, REFUSED, LEFT_NONE,
-    REMOVED, CALL, IMPORTED_AS,
-) = range(13)  # fmt: skip
+    SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED, CALL,
+    IMPORTED_AS,
+) = range(12)  # fmt: skip
 
 Entry = tuple[Any, ...]
 """``(kind, serial, first, keys, data)``.  With ``first``, the program has not changed it since it
@@ -521,9 +521,7 @@ class Book:
             if key in done or node.kind in (_FUNCTION, _CLASS):
                 self._sent.add(key)
                 continue
-            if node.kind == _NAMED and key not in self._sent:
-                continue
-            if node.kind == _GONE and key not in self._sent:
+            if node.kind in (_NAMED, _GONE) and key not in self._sent:
                 continue
             if node.error and origin_of(key[0]) == INSTALLED:
                 continue  # the worker's own attribute of an installed module stays
@@ -546,7 +544,7 @@ class Book:
         if node.kind in (_GONE, _NAMED):
             kind, data = REMOVED, node.kind == _NAMED
         elif isinstance(node.value, ModuleType):
-            kind, data = IMPORTED_AS, canonical(node.value.__name__)
+            kind, data = IMPORTED_AS, (canonical(node.value.__name__),)
         elif node.kind == _PLAIN and node.written is None:
             kind, data = VALUES, [node.value]
         elif node.written is None:
@@ -655,11 +653,13 @@ class Book:
         if self._imports:
             entries.append((IMPORTS, 0, False, (), self._imports))
         modules = {key[0] for key in self._nodes} - {CALLS, "__main__"}
-        for module in sorted(modules):
-            if origin_of(module) == SENT:
-                facts = find_module(module)
-                about = getattr(facts, "__package__", None), hasattr(facts, "__path__")
-                entries.append((MODULE, 0, False, (), (module, *about)))
+        found = ((name, find_module(name)) for name in sorted(modules) if origin_of(name) == SENT)
+        made = tuple(
+            (name, getattr(module, "__package__", None), hasattr(module, "__path__"))
+            for name, module in found
+        )
+        if made:
+            entries.append((MODULE, 0, False, (), made))
         functions = [(k, n) for k, n in self._nodes.items() if n.kind == _FUNCTION]
         functions.sort(key=lambda one: one[0])
         for key, node in functions:
@@ -680,7 +680,7 @@ class Book:
             entries += [group.entry() for group in some]
             places += [group.data for group in some if group.kind == PLACED]
         entries += [
-            (ANNOTATIONS, node.serial, False, ((key[0], f"{key[1]}:annotations"),), node.entry[2])
+            (VALUES, node.serial, False, ((key[0], f"{key[1]}.__annotations__"),), node.entry[2])
             for key, node in functions
             if node.entry[2]
         ]
