@@ -286,6 +286,12 @@ def _is_pythons(signum: int, handler: Any) -> bool:
 # -- exceptions --------------------------------------------------------------------------------
 
 
+def pass_on(exc: BaseException) -> None:
+    """Raise the exception that is being handled again if a signal handler raised it."""
+    if by_handler(exc):
+        raise
+
+
 def by_handler(exc: BaseException) -> bool:
     """Whether a signal handler raised the exception, so that it says nothing about the task."""
     handlers = map(_get_handler, _SIGNALS)

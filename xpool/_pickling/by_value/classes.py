@@ -49,12 +49,12 @@ from xpool._pickling.by_value.origin import (
     module_of,
     origin_of,
 )
-from xpool._pickling.by_value.reads import functions_in, variables_of
+from xpool._pickling.by_value.reads import functions_in, in_python, variables_of
 from xpool._pickling.by_value.registry import ClassEntry, Definition
 from xpool._pickling.pickler import write_blob
 from xpool._pickling.reducers import Blob, Context
 from xpool._python.hidden import registered_classes
-from xpool._python.interrupt import by_handler, uninterrupted
+from xpool._python.interrupt import pass_on, uninterrupted
 
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
 
@@ -174,8 +174,7 @@ class _Mark:
             # Code is compared as an object.  This keeps it alive, so new code has another id.
             self.value = pickle.dumps(parts, 5), data, self.blob.codes
         except Exception as error:  # an object's `__reduce__` can raise any error
-            if by_handler(error):
-                raise
+            pass_on(error)
             self.changes = True
 
     def attribute(self, value: Any) -> Any:
@@ -284,15 +283,11 @@ def _maker(metaclass: type) -> type:
 
     The attributes of the class already contain the effects of this code.
     """
-    for base in metaclass.__mro__:
-        made_by = vars(base).get("__new__")
-        if base is abc.ABCMeta or (made_by is not None and not _is_python(made_by)):
-            return base
-    return type
-
-
-def _is_python(function: Any) -> bool:
-    return isinstance(getattr(function, "__func__", function), FunctionType)
+    return next(
+        base
+        for base in metaclass.__mro__
+        if base is abc.ABCMeta or ("__new__" in vars(base) and not in_python(base, "__new__"))
+    )
 
 
 def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
@@ -307,9 +302,7 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
         if name == "__pydantic_parent_namespace__" and value:
             value = special_classes.types_among(value)
         state[name] = value
-    if "__annotate_func__" in state or "__annotate__" in state:
-        state.pop("__annotate_func__", None)
-        state.pop("__annotate__", None)
+    if not _ANNOTATE.isdisjoint(vars(cls)):
         state["__annotations__"] = annotations_of(cls)
     if isinstance(cls, abc.ABCMeta):
         found = (ref() for ref in registered_classes(cls))
@@ -322,7 +315,9 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
 CACHES = frozenset({"__slotnames__", "__annotations_cache__"})
 """Attributes that Python sets in a class when the class or an instance is first pickled."""
 
-_MADE_BY_PYTHON = CACHES | {
+_ANNOTATE = frozenset({"__annotate_func__", "__annotate__"})  # from Python 3.14 on
+
+_MADE_BY_PYTHON = CACHES | _ANNOTATE | {
     "__module__", "__qualname__", "__slots__", "__orig_bases__", "__class__", "__dict__",
     "__weakref__",
     "_abc_impl", "__classcell__", "__classdictcell__", "_xpool_registered",

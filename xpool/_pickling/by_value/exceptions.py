@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import builtins
 import sys
-from types import FunctionType
 from typing import Any
 
 from xpool import errors
 from xpool._pickling import reducers
+from xpool._pickling.by_value.reads import in_python
 from xpool._pickling.by_value.received import missing_global
 from xpool._pickling.pickler import decode, encode
 from xpool._pickling.reducers import Context
-from xpool._python.interrupt import by_handler
+from xpool._python.interrupt import pass_on
 from xpool._python.item_notes import safe_repr
 
 
@@ -134,8 +134,7 @@ def _travels(obj: Any) -> bool:
     try:
         decode(encode(obj, home=True))
     except Exception as exc:  # the object's own code can raise any error
-        if by_handler(exc):
-            raise
+        pass_on(exc)
         return False
     return True
 
@@ -156,17 +155,12 @@ def reduce_exception(pickler: Context, exc: BaseException) -> Any:
     Leave all others to the pickler, because loading them calls no Python code.
     """
     cls = type(exc)
-    if not (_in_python(cls, "__init__") or _in_python(cls, "__new__")):
+    if not (in_python(cls, "__init__") or in_python(cls, "__new__")):
         return NotImplemented
-    if any(_in_python(cls, name) for name in ("__reduce__", "__reduce_ex__", "__setstate__")):
+    if any(in_python(cls, name) for name in ("__reduce__", "__reduce_ex__", "__setstate__")):
         return NotImplemented
     cls, args, state = _parts(exc)
     return (_rebuild, (cls, args), state) if state else (_rebuild, (cls, args))
-
-
-def _in_python(cls: type, name: str) -> bool:
-    found = getattr(cls, name, None)
-    return isinstance(getattr(found, "__func__", found), FunctionType)
 
 
 def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -182,14 +176,11 @@ def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def _built_in(cls: type, name: str) -> Any:
     """Return the first class of the MRO whose method of this name is not Python code."""
-    for base in cls.__mro__:
-        found = vars(base).get(name)
-        found = getattr(found, "__func__", found)
-        if found is None or isinstance(found, FunctionType):
-            continue
-        if issubclass(base, BaseException):
-            return base
-    return BaseException
+    return next(
+        base
+        for base in cls.__mro__
+        if name in vars(base) and issubclass(base, BaseException) and not in_python(base, name)
+    )
 
 
 def _rebuild(cls: Any, args: tuple[Any, ...]) -> Any:

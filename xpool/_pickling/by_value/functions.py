@@ -23,7 +23,7 @@ from xpool._pickling.by_value.origin import (
     module_of,
     origin_of,
 )
-from xpool._pickling.by_value.reads import keys_of, use_of
+from xpool._pickling.by_value.reads import classes_of, keys_of, use_of
 from xpool._pickling.reducers import (
     BUILDERS,
     FOR_SUBCLASSES,
@@ -202,7 +202,7 @@ def _reduce_method(pickler: Context, method: MethodType) -> Any:
 
 def _of_class_by_value(pickler: Context, owner: Any, name: str) -> bool:
     """Whether an attribute of an object is in the body of a class that is pickled by value."""
-    for one in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
+    for one in classes_of(owner):
         if name in vars(one):
             return name_for(pickler, one) is None
     return True  # the attribute is in the metaclass, or in the object itself
@@ -215,8 +215,7 @@ def _bind(function: Any, owner: Any) -> MethodType:
 def _private_names(owner: Any, name: str) -> Iterator[str]:
     yield name
     if name.startswith("__") and not name.endswith("__"):
-        classes = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
-        for one in classes:
+        for one in classes_of(owner):
             # The compiler mangles private names in this way (_Py_Mangle).
             yield f"_{one.__name__.lstrip('_')}{name}"
 

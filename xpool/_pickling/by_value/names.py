@@ -19,7 +19,7 @@ from xpool._pickling.by_value.origin import (
     origins,
 )
 from xpool._pickling.reducers import Context, builder
-from xpool._python.interrupt import by_handler
+from xpool._python.interrupt import pass_on
 
 ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
 
@@ -167,8 +167,7 @@ def found_here(module_name: Any, path: str) -> Any:
         try:
             module = import_module(module_name)
         except Exception as exc:  # the import of a module can raise any error
-            if by_handler(exc):
-                raise
+            pass_on(exc)
             return None
     # Not `getattr`, which would call a module's own `__getattr__`.
     obj = module.__dict__.get(path)

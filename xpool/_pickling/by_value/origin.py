@@ -20,7 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from xpool._pickling import Key
-from xpool._python.interrupt import by_handler
+from xpool._python.interrupt import pass_on
 
 INSTALLED, IMPORTED, SENT = range(3)
 
@@ -218,8 +218,7 @@ def _find_spec(name: str, path: Any) -> Any:
         try:
             spec = None if find is None else find(name, path)
         except Exception as exc:  # a finder of the program can raise any error
-            if by_handler(exc):
-                raise
+            pass_on(exc)
             spec = None
         if spec is not None:
             return spec

@@ -242,6 +242,17 @@ def functions_in(attribute: Any) -> tuple[Any, ...]:
     return (attribute.__func__,) if own else (attribute,)
 
 
+def in_python(cls: type, name: str) -> bool:
+    """Whether a method is Python code."""
+    found = getattr(cls, name, None)
+    return isinstance(getattr(found, "__func__", found), FunctionType)
+
+
+def classes_of(obj: Any) -> tuple[type, ...]:
+    """Return the classes in which an attribute of a class or another object is looked up."""
+    return obj.__mro__ if isinstance(obj, type) else type(obj).__mro__
+
+
 def variables_of(function: FunctionType) -> Iterator[Any]:
     """Yield the values of the enclosed variables of a function that have one."""
     for cell in function.__closure__ or ():

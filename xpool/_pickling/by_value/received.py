@@ -29,6 +29,7 @@ from xpool._pickling.by_value.broadcast import open_broadcast
 from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.names import received
 from xpool._pickling.by_value.origin import IMPORTED, namespace, origin_of, owner_of
+from xpool._pickling.by_value.reads import classes_of
 from xpool._pickling.by_value.registered_calls import package_of, registered
 from xpool._pickling.by_value.sent import (
     CALL,
@@ -100,10 +101,7 @@ def prepare(state: bytes, *buffers: Any) -> None:
         written = pickle.loads(memoryview(state)[HEAD.size :])
         left = list(buffers)
         if placed:
-            token, place = written[1:3]
-            written = (
-                decode(place.pages()) if token is None else open_broadcast(left.pop(), *written)
-            )
+            written = _placed(None if written[1] is None else left.pop(), written)
         _receive(written, left, ours)
         settings.imports_done()
         if ours:
@@ -216,15 +214,19 @@ def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
         return data
     try:
         if kind == PLACED:
-            buffer, about = data
-            token, place = about[1:3]
-            loaded = decode(place.pages()) if token is None else open_broadcast(buffer, *about)
+            loaded = _placed(*data)
         else:
             loaded = pickle.loads(data)
     except Exception as error:  # an object's `__setstate__` can raise any error
         reason = f"{type(error).__name__} while it was loaded: {error}"
         return [_Failed(reason)] * len(keys)
     return [loaded] if len(keys) == 1 else list(loaded)
+
+
+def _placed(buffer: Any, about: tuple[Any, ...]) -> Any:
+    """Load an object from shared memory."""
+    token, place = about[1:3]
+    return decode(place.pages()) if token is None else open_broadcast(buffer, *about)
 
 
 class _Failed:
@@ -416,7 +418,7 @@ def _attribute(exc: AttributeError, name: Any) -> str | None:
         if path.rpartition(".")[2] == name and (
             owner is None
             or owner is sys.modules.get(key[0])
-            or ("." in path and owner_of(key) in _kinds(owner))
+            or ("." in path and owner_of(key) in classes_of(owner))
         ):
             return _explained(key)
     if owner is sys.modules.get("__main__") and isinstance(name, str) and main.is_replica():
@@ -436,10 +438,6 @@ def _not_sent(module: str, name: str) -> str | None:
         f"The global {name!r} of __main__ was not sent to this worker, because no function of "
         "its tasks names it. Name it in the function, or pass it as an argument."
     )
-
-
-def _kinds(owner: Any) -> tuple[Any, ...]:
-    return owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
 
 
 def _module_of(exc: BaseException) -> str:

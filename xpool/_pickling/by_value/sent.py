@@ -70,7 +70,7 @@ from xpool._pickling.policy import INLINE_BELOW, Layout
 from xpool._pickling.reducers import Group, in_place
 from xpool._python import at_fork, registered_reducers
 from xpool._python.hidden import CachedFunction
-from xpool._python.interrupt import by_handler
+from xpool._python.interrupt import pass_on
 
 # Kinds of entries in a state.
 (
@@ -238,8 +238,7 @@ class Book:
         try:
             return b"".join(write_group(values, Group({}, self._named), False).chunks)
         except Exception as error:  # an object's `__reduce__` can raise any error
-            if by_handler(error):
-                raise
+            pass_on(error)
             return None
 
     def _compare_large(self, names: frozenset[Key]) -> bool:
@@ -254,8 +253,7 @@ class Book:
                 written = write_values(group.keys, values, self._named, True)
                 same = written.lies_in(group.data.content())
             except Exception as error:  # an object's `__reduce__` can raise any error
-                if by_handler(error):
-                    raise
+                pass_on(error)
                 same = False
             if same:
                 checks.took(group.keys[0], group.data.nbytes, time.perf_counter() - begun)
@@ -415,8 +413,7 @@ class Book:
             try:
                 pickled = write_global(annotations)
             except Exception as error:  # an object's `__reduce__` can raise any error
-                if by_handler(error):
-                    raise
+                pass_on(error)
             else:
                 written = b"".join(pickled.chunks)
                 node.names |= pickled.names
@@ -475,8 +472,7 @@ class Book:
         try:
             node.written = write_group(value, group, True)
         except Exception as error:  # an object's `__reduce__` can raise any error
-            if by_handler(error):
-                raise
+            pass_on(error)
             node.error = f"{type(error).__name__}: {error}"
             return node
         checks.warn_of(key, value, group)

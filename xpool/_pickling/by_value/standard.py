@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import struct
 import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pickle import PickleBuffer
 from typing import Any
 
@@ -18,12 +21,17 @@ from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._pickling.reducers import LAZY, Context, builder, register
 
-_KINDS = {
-    ("random", "Random"),
-    ("numpy.random._generator", "Generator"),
-    ("numpy.random.mtrand", "RandomState"),
-    ("torch._C", "Generator"),
+_KINDS: dict[tuple[str, str], Callable[[Any, int], Any]] = {
+    ("random", "Random"): lambda random, seed: random.Random(seed),
+    ("numpy.random._generator", "Generator"): lambda numpy, seed: numpy.random.default_rng(seed),
+    ("numpy.random.mtrand", "RandomState"): (
+        lambda numpy, seed: numpy.random.RandomState(seed & 0xFFFF_FFFF)
+    ),
+    ("torch._C", "Generator"): (
+        lambda torch, seed: torch.Generator().manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF)
+    ),
 }
+"""By module and class: how a package makes one with a seed."""
 
 seed_of: Any = None
 """In a worker, the function that returns the seed for a name (`xpool._worker.seeds`)."""
@@ -39,44 +47,23 @@ def _reduce(pickler: Context, obj: Any) -> Any:
     if key is None:
         return NotImplemented
     kind = type(obj)
-    return own_generator, (kind.__module__.partition(".")[0], kind.__name__, ".".join(key))
+    return own_generator, (kind.__module__, kind.__name__, ".".join(key))
 
 
 @builder
-def own_generator(package: str, kind: str, name: str) -> Any:
+def own_generator(module: str, kind: str, name: str) -> Any:
     """Return a new generator, with a seed for this worker and name."""
     import random  # few programs have such a global
 
     seed = random.SystemRandom().getrandbits(64) if seed_of is None else seed_of(name)
-    if package == "random":
-        return random.Random(seed)
-    if package == "numpy":
-        import numpy
-
-        if kind == "Generator":
-            return numpy.random.default_rng(seed)
-        return numpy.random.RandomState(seed & 0xFFFF_FFFF)
-    import torch
-
-    return torch.Generator().manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF)
+    return _KINDS[module, kind](import_module(module.partition(".")[0]), seed)
 
 
-def _lazy_random() -> None:
-    register(sys.modules["random"].Random)(_reduce)
+def _lazy_generator(module: str, kind: str) -> None:
+    register(getattr(sys.modules[module], kind))(_reduce)
 
 
-def _lazy_numpy() -> None:
-    module = sys.modules["numpy.random"]
-    register(module.Generator, module.RandomState)(_reduce)
-
-
-def _lazy_torch() -> None:
-    register(sys.modules["torch"].Generator)(_reduce)
-
-
-LAZY["random"] = _lazy_random
-LAZY["numpy.random._generator"] = LAZY["numpy.random.mtrand"] = _lazy_numpy
-LAZY["torch._C"] = _lazy_torch
+LAZY.update({place[0]: partial(_lazy_generator, *place) for place in _KINDS})
 
 
 def _lazy_struct() -> None:
