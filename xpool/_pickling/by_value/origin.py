@@ -129,11 +129,10 @@ def name_of(value: Any) -> str | None:
 
 
 def owner_of(key: Key) -> Any:
-    """Return the class or function with the attribute that a path names; None: it is not here."""
+    """Return the module, class or function that has a global or attribute; None: it is not here."""
     module, path = key
-    root, *inner = path.split(".")[:-1]
-    owner = namespace(module).get(root)
-    for name in inner:
+    owner = find_module(module)
+    for name in path.split(".")[:-1]:
         owner = getattr(owner, "__dict__", {}).get(name)
     return owner
 

@@ -270,18 +270,18 @@ def _set(key: Key, value: Any) -> None:
         holder, name = place_of(key)
         _incoming.originals[key] = holder[name]
     if "." in path:
-        owner = owner_of(key)
+        owner, attribute = owner_of(key), path.rpartition(".")[2]
         if isinstance(owner, type):
-            type.__setattr__(owner, path.rpartition(".")[2], value)
-        elif isinstance(getattr(owner, "registry", None), MappingProxyType) and path.endswith(
-            ".registry"
+            type.__setattr__(owner, attribute, value)
+        elif attribute == "registry" and isinstance(
+            getattr(owner, attribute, None), MappingProxyType
         ):
             # A function of `functools.singledispatch`.
             for kind, function in value.items():
                 if owner.registry.get(kind) is not function:
                     owner.register(kind, function)
         elif hasattr(owner, "__dict__"):
-            setattr(owner, path.rpartition(".")[2], value)
+            setattr(owner, attribute, value)
         return
     there = sys.modules.get(module)
     if there is None:  # an installed module, an attribute of which the program has assigned
@@ -292,13 +292,11 @@ def _set(key: Key, value: Any) -> None:
 
 
 def _remove(key: Key) -> None:
-    module, path = key
-    if "." in path:
-        owner, name = owner_of(key), path.rpartition(".")[2]
-        if isinstance(owner, type) and name in vars(owner):
-            type.__delattr__(owner, name)
-    else:
-        namespace(module).pop(path, None)
+    holder, name = place_of(key)
+    if type(holder) is dict:
+        holder.pop(name, None)
+    elif _has(key):
+        type.__delattr__(owner_of(key), name)
 
 
 def _refuse(kind: int, key: Key, reason: str) -> None:
@@ -414,11 +412,8 @@ def _attribute(exc: AttributeError, name: Any) -> str | None:
     """Explain the error of an attribute of a module or class that was not sent."""
     owner = getattr(exc, "obj", None)
     for key in _incoming.missing:
-        path = key[1]
-        if path.rpartition(".")[2] == name and (
-            owner is None
-            or owner is sys.modules.get(key[0])
-            or ("." in path and owner_of(key) in classes_of(owner))
+        if key[1].rpartition(".")[2] == name and (
+            owner is None or any(owner_of(key) is one for one in (owner, *classes_of(owner)))
         ):
             return _explained(key)
     if owner is sys.modules.get("__main__") and isinstance(name, str) and main.is_replica():

@@ -58,7 +58,7 @@ class Top(NamedTuple):
 
 class _Known(NamedTuple):
     namespace: dict[str, Any]
-    code: CodeType | None
+    code: CodeType
     whole: bool = False  # whether the code is the whole program, and not a cell of a notebook
     sizes: tuple[int, int] = (0, 0)  # of `sys.modules` and of the namespace
     statements: tuple["ast.stmt", ...] = ()  # the calls that stand alone
@@ -68,8 +68,11 @@ class _Known(NamedTuple):
     top: Top = Top()
 
 
+_NONE = compile("", "", "exec")
+"""Takes the place of the code of a top level that does not run."""
+
 # Needs no lock: at worst, two threads compute the same.
-_last = _Known({}, None)
+_last = _Known({}, _NONE)
 # By a module, the number of its globals at that time, and what its code assigns.
 _of_modules: WeakKeyDictionary[ModuleType, tuple[int, frozenset[_Chain]]] = WeakKeyDictionary()
 
@@ -88,7 +91,7 @@ def top_of_main(is_program: Callable[[str], bool]) -> Top:
 def forget() -> None:
     """Let the globals of ``__main__`` go."""
     global _last
-    _last = _Known({}, None)
+    _last = _Known({}, _NONE)
 
 
 def nones_of(module_name: str) -> frozenset[str]:
@@ -121,22 +124,20 @@ def _top_of_main(is_program: Callable[[str], bool]) -> Top:
     frame = _frame_of(namespace)
     if frame is None and last.whole and last.namespace is namespace:
         return last.top  # the top level has ended: threads and exit functions go on
-    code = None if frame is None else frame.f_code
-    line = 0 if frame is None else frame.f_lineno or 0
+    code, line = (_NONE, 0) if frame is None else (frame.f_code, frame.f_lineno or 0)
     sizes = len(sys.modules), len(namespace)
     if last.namespace is not namespace or last.code is not code:
         last = _Known(namespace, code)
     elif last.sizes == sizes and last.ended == _ended(last.statements, line):
         return last.top
-    whole = code is not None and _is_whole(code, namespace)
+    whole = frame is not None and _is_whole(code, namespace)
     others = last.others
     if last.sizes[0] != sizes[0]:
         others = frozenset(_assigned_by_modules(is_program))
     imports: tuple[str, ...] = ()
     statements: tuple[ast.stmt, ...] = ()
-    codes = [] if code is None else [code]
-    nones = frozenset[str]() if code is None else _nones(code)
-    if code is not None and whole:
+    codes = [code]
+    if whole:
         imports = tuple(dict.fromkeys(_imports(code, namespace)))
         statements = _statements(code, namespace, is_program)
     else:
@@ -145,9 +146,9 @@ def _top_of_main(is_program: Callable[[str], bool]) -> Top:
     ended = _ended(statements, line)
     new = tuple(one for one in statements[:ended] if one not in last.made)
     calls = last.top.calls
-    if code is not None and new:
+    if new:
         calls += tuple(_effect_calls().calls(code, namespace, new, _WITHOUT_EFFECT))
-    top = Top(imports, calls, nones, tuple(sorted(assigned)))
+    top = Top(imports, calls, _nones(code), tuple(sorted(assigned)))
     _last = _Known(namespace, code, whole, sizes, statements, ended, last.made + new, others, top)
     return top
 

@@ -581,9 +581,10 @@ class Book:
         values: Any = [_value_of(key) for key in keys]
         if len(keys) > 1:
             written = write_values(keys, values, self._named, True)
-        if written.nbytes >= INLINE_BELOW:
-            for node in nodes:
-                node.large = True
+        large = written.nbytes >= INLINE_BELOW
+        for node in nodes:
+            node.large = large
+        if large:
             if kept and written.lies_in(old.data.content()):  # type: ignore[union-attr]
                 return PLACED, old.data  # type: ignore[union-attr]
             if layout.publisher is not None:
@@ -591,9 +592,6 @@ class Book:
                 what = type(values[0]).__name__
                 return PLACED, layout.publisher(written.message, what)
             written = write_values(keys, values, self._named, False)
-            return VALUES, b"".join(written.chunks)
-        for node in nodes:
-            node.large = False
         return VALUES, b"".join(written.chunks)
 
     def _note_what_to_compare(self) -> None:
@@ -727,10 +725,7 @@ def _script_top() -> Any:  # imported late, because few workers send, and it imp
 
 def place_of(key: Key) -> tuple[Any, str]:
     """Return the namespace (or None) in which a global or attribute is, and its name there."""
-    module, path = key
-    if "." not in path:
-        return namespace(module), path
-    return getattr(owner_of(key), "__dict__", None), path.rpartition(".")[2]
+    return getattr(owner_of(key), "__dict__", None), key[1].rpartition(".")[2]
 
 
 def _value_of(key: Key) -> Any:

@@ -36,6 +36,7 @@ from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple
 
+from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.by_value.settings_rows import (
     Environ,
     Filters,
@@ -469,8 +470,7 @@ class _Taken:
     def __init__(self) -> None:
         self.value: Any = None  # of the row received last
         self.last: Any = None  # the value set last; None: none
-        self.before: Any = None  # from before the first row
-        self.known = False  # whether `before` is known
+        self.before: Any = MISSING  # from before the first row
 
 
 class _Worker:
@@ -517,7 +517,7 @@ def begin_worker(serials: dict[str, Any]) -> None:
         for name, (serial, now, first) in serials.items():
             taken = _process.taken[name] = _Taken()
             taken.value = taken.last = now
-            taken.before, taken.known = first, True
+            taken.before = first
             if serial:
                 _process.serials[name] = serial
     before_imports(_ignore_warnings)
@@ -557,20 +557,18 @@ def receive(rows: Iterable[tuple[str, int, Any]], keep: Collection[str] = ()) ->
         _environ.keeps = keep
         given = {name: (serial, value) for name, serial, value in rows}
         for row in TABLE:
-            worker = _thread if row.per_thread else _process
+            worker, ready = _worker_of(row), _ready(row.module)
             serial, value = given.get(row.name, (0, None))
-            taken = worker.taken.get(row.name)
+            taken = worker.taken.setdefault(row.name, _Taken())
             if worker.serials.get(row.name, 0) != serial:
-                if taken is None:
-                    taken = worker.taken[row.name] = _Taken()
                 if serial:
                     worker.serials[row.name], taken.value = serial, value
                 else:
                     del worker.serials[row.name]
                     taken.value = taken.before
-                _set(worker, row, taken, _ready(row.module))
-            elif row.name in worker.waits and _ready(row.module):
-                _set(worker, row, worker.taken[row.name], True)
+                _set(worker, row, taken, ready)
+            elif row.name in worker.waits and ready:
+                _set(worker, row, taken, True)
         if _filters.missing:  # classes of `__main__` arrive with tasks
             _filters.add_missing()
         _filters.note()
@@ -598,29 +596,32 @@ def kept() -> Iterator[None]:
 
     The program may have changed a setting after its call.
     """
-    rows = [row for row in TABLE if row.module in _OF_CALLS]
-    before = dict[str, Any]()
-    for row in rows:
-        if _ready(row.module):
-            with contextlib.suppress(Exception):  # another module of the library's name
-                before[row.name] = _read(row)
+    before = _of_libraries()
     yield
     with _lock:
-        for row in rows:
-            if not _ready(row.module):
-                continue
-            worker = _thread if row.per_thread else _process
-            value = before.get(row.name, row.default)
+        for row, now in _of_libraries().items():
+            worker = _worker_of(row)
+            value = before.get(row, row.default)
             if row.name in worker.serials:
                 value = worker.taken[row.name].value
-            with contextlib.suppress(Exception):  # as above
-                now = _read(row)
-                if now != value and value is not None:
+            if now != value and value is not None:
+                with contextlib.suppress(Exception):  # as below
                     row.set(sys.modules[row.module or ""], value, now)
 
 
-def _read(row: Row) -> Any:
-    return row.value(row.keep(row.open(sys.modules[row.module or ""])()))
+def _of_libraries() -> dict[Row, Any]:
+    """Return the rows of libraries that calls may set, with their values."""
+    found = dict[Row, Any]()
+    for row in TABLE:
+        if row.module in _OF_CALLS and _ready(row.module):
+            with contextlib.suppress(Exception):  # another module of the library's name
+                token = row.open(sys.modules[row.module])()
+                found[row] = row.value(row.keep(token))
+    return found
+
+
+def _worker_of(row: Row) -> _Worker:
+    return _thread if row.per_thread else _process
 
 
 def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:
@@ -635,12 +636,12 @@ def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:
             _hook(row.module)
         return
     worker.waits.discard(row.name)
-    if row.name not in worker.serials and not taken.known:
+    if row.name not in worker.serials and taken.before is MISSING:
         return  # it was never set
     module = sys.modules.get(row.module or "")
     try:
-        if not taken.known:
-            taken.before, taken.known = row.before(module), True
+        if taken.before is MISSING:
+            taken.before = row.before(module)
         row.set(module, taken.value, taken.last)
     except Exception as error:  # of a library, or of the system: the task runs without it
         _problems.append(
