@@ -76,8 +76,8 @@ def arrays_among(objects: list[Any]) -> list[Any]:
     """Return the arrays of numpy and the tensors of torch."""
     array: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
     tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
-    kinds = tuple(kind for kind in (array, tensor) if kind)
-    if not kinds or not any(issubclass(kind, kinds) for kind in set(map(type, objects))):
+    kinds = array, tensor
+    if not any(issubclass(kind, kinds) for kind in set(map(type, objects))):
         return []
     return [one for one in objects if isinstance(one, kinds)]
 

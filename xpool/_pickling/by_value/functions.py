@@ -334,17 +334,16 @@ def _lazy_dataclasses() -> None:
     """Register a reducer that pickles the markers in ``__dataclass_fields__`` by name."""
     import dataclasses
 
-    def reduce_mark(pickler: Context, obj: Any) -> Any:
-        for name, value in vars(dataclasses).items():
-            if value is obj:
-                return getattr, (dataclasses, name)
-        return NotImplemented
+    marks = {one: name for name, one in vars(dataclasses).items() if _is_mark(one)}
 
-    marks = ("_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR", "MISSING", "KW_ONLY")
-    for name in (*marks, "_HAS_DEFAULT_FACTORY"):
-        mark = getattr(dataclasses, name, None)
-        if mark is not None:
-            register(type(mark))(reduce_mark)
+    def reduce_mark(pickler: Context, obj: Any) -> Any:
+        return (getattr, (dataclasses, marks[obj])) if obj in marks else NotImplemented
+
+    register(*map(type, marks))(reduce_mark)
+
+
+def _is_mark(obj: Any) -> bool:
+    return type(obj).__module__ == "dataclasses"
 
 
 LAZY["dataclasses"] = _lazy_dataclasses

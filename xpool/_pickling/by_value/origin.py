@@ -209,16 +209,16 @@ def spec_of(name: str) -> Any:
 
 
 def _find_spec(name: str, path: Any) -> Any:
+    finder: Any
     for finder in (importlib.machinery.PathFinder, *sys.meta_path):
         # A finder of xpool answers only for modules that are not imported yet.
         if getattr(finder, "__module__", "").startswith("xpool."):
             continue
-        find = getattr(finder, "find_spec", None)
         try:
-            spec = None if find is None else find(name, path)
-        except Exception as exc:  # a finder of the program can raise any error
+            spec = finder.find_spec(name, path)
+        except Exception as exc:  # a finder of the program can raise any error, or have no method
             pass_on(exc)
-            spec = None
+            continue
         if spec is not None:
             return spec
     return None

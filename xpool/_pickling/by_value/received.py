@@ -383,10 +383,6 @@ def _make_module(name: str, package: Any, is_package: bool) -> None:
 def missing_global(exc: BaseException) -> str | None:
     """Explain an error about a global that was not sent here, or return None for other errors."""
     name = getattr(exc, "name", None)
-    if isinstance(exc, AttributeError) and name is None:
-        match = _NOT_FOUND.match(str(exc))  # of an unpickler
-        if match and main.is_replica():
-            return _not_sent(match[2], match[1])
     if isinstance(exc, AttributeError):
         return _attribute(exc, name) or _global_left_none(exc)
     if not isinstance(exc, NameError) or not isinstance(name, str):
@@ -411,28 +407,24 @@ def _remedy(reason: str) -> str:
 def _attribute(exc: AttributeError, name: Any) -> str | None:
     """Explain the error of an attribute of a module or class that was not sent."""
     owner = getattr(exc, "obj", None)
+    match = None if name else _NOT_FOUND.match(str(exc))
+    if match:  # of an unpickler
+        owner, name = sys.modules.get(match[2]), match[1]
     for key in _incoming.missing:
         if key[1].rpartition(".")[2] == name and (
             owner is None or any(owner_of(key) is one for one in (owner, *classes_of(owner)))
         ):
             return _explained(key)
     if owner is sys.modules.get("__main__") and isinstance(name, str) and main.is_replica():
-        return _not_sent("__main__", name)
+        return (
+            f"The global {name!r} of __main__ was not sent to this worker, because no function of "
+            "its tasks names it. Name it in the function, or pass it as an argument."
+        )
     return None
 
 
 _NOT_FOUND = re.compile(r"Can't get attribute '([^']+)' on <module '([^']+)'")
 
-
-def _not_sent(module: str, name: str) -> str | None:
-    if (key := (module, name)) in _incoming.missing:
-        return _explained(key)
-    if module != "__main__":
-        return None
-    return (
-        f"The global {name!r} of __main__ was not sent to this worker, because no function of "
-        "its tasks names it. Name it in the function, or pass it as an argument."
-    )
 
 
 def _module_of(exc: BaseException) -> str:

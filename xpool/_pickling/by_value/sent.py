@@ -125,6 +125,11 @@ class _Node:
         self.group: _Group | None = None  # the group in which it was sent
 
 
+_NEW = _Node(-1, None)
+"""Takes the place of the node of a global that was not looked at before."""
+_NEW.id = 0
+
+
 class _Group:
     """Globals that refer to common objects, and what was sent of them."""
 
@@ -271,10 +276,9 @@ class Book:
             while todo:
                 key = todo.pop()
                 used.add(key)
-                node = self._nodes.get(key)
-                if node is not None:
-                    todo |= node.names
-                    todo.update(() if node.group is None else node.group.keys)
+                node = self._nodes.get(key, _NEW)
+                todo |= node.names
+                todo.update(() if node.group is None else node.group.keys)
                 todo.add((key[0], key[1].partition(".")[0]))  # an attribute's class
                 todo -= used
             self._used[names] = used
@@ -349,8 +353,8 @@ class Book:
     def _look(self, key: Key) -> _Node:
         module, path = key
         value = _value_of(key)
-        old = self._nodes.get(key)
-        if old is not None and old.id == id(value):
+        old = self._nodes.get(key, _NEW)
+        if old.id == id(value):
             defined = isinstance(value, (FunctionType, type))
             unchanged = (
                 (old.kind in (_GONE, _PLAIN, _NAMED) and not defined)
@@ -419,18 +423,18 @@ class Book:
                 node.names |= pickled.names
         code, defaults, kwdefaults = node.parts[:3]
         data = marshalled(code), defaults, kwdefaults, function.__doc__
-        old = self._nodes.get(key)
-        same = old is not None and old.kind == _FUNCTION and old.id == node.id
-        ident = old.entry[0] if same else next(_serials)  # type: ignore[union-attr]
+        old = self._nodes.get(key, _NEW)
+        same = old.kind == _FUNCTION and old.id == node.id
+        ident = old.entry[0] if same else next(_serials)
         self._number(key, node, (ident, data, written))
         return node
 
     def _number(self, key: Key, node: _Node, entry: tuple[Any, ...]) -> None:
         """Set the entry of a definition, with a new serial number unless it is as before."""
-        old = self._nodes.get(key)
+        old = self._nodes.get(key, _NEW)
         node.entry = entry
-        same = old is not None and old.kind == node.kind and old.entry == entry
-        node.serial = old.serial if same else next(_serials)  # type: ignore[union-attr]
+        same = old.kind == node.kind and old.entry == entry
+        node.serial = old.serial if same else next(_serials)
 
     def _class(self, key: Key, cls: type) -> _Node:
         definition = classes.definition_of(cls)
