@@ -100,7 +100,7 @@ def imported(code: CodeType, package: str | None) -> set[str]:
     found = set[str]()
     for level, relative, names in use_of(code).imports:
         name = absolute_name(level, relative, package)
-        if name is None:
+        if not name:
             continue
         parts = name.split(".")
         found.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))

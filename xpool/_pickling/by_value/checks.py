@@ -96,9 +96,8 @@ def memory_of(objects: list[Any]) -> set[int]:
                 address = one.untyped_storage().data_ptr()
             except Exception:  # sparse and other tensors have no storage
                 continue
-        if address:
-            found.add(address | 1)
-    return found
+        found.add(address | 1)
+    return found - {1}
 
 
 def _is_shared(one: Any) -> bool:

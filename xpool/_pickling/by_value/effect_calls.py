@@ -52,10 +52,9 @@ def alone(code: CodeType, text: str) -> tuple[tuple[str, ast.stmt], ...]:
     if not any(map(_is_guard, _run_with(tree.body))):
         return ()
     return tuple(
-        (root, one)
+        (_names_of(one.value)[0], one)
         for one in tree.body
         if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
-        if (root := _root_of(one.value.func)) is not None
         if not _acts_outside(one.value)
         if not any(isinstance(part, ast.NamedExpr) or _writes(part) for part in ast.walk(one))
     )
@@ -98,20 +97,15 @@ def _writes(part: ast.AST) -> bool:
 
 
 def _acts_outside(call: ast.Call) -> bool:
-    name = _name_of_call(call.func)
+    name = _names_of(call)[-1]
     # ``logger.remove()`` and ``logger.remove(0)`` remove something of the package's own.
     own = all(isinstance(one, ast.Constant) and type(one.value) is int for one in call.args)
     return name.startswith(_OUTSIDE) and not (name == "remove" and own and not call.keywords)
 
 
-def _name_of_call(func: ast.expr) -> str:
-    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
-
-
-def _root_of(func: ast.expr) -> str | None:
-    while isinstance(func, ast.Attribute):
-        func = func.value
-    return func.id if isinstance(func, ast.Name) else None
+def _names_of(call: ast.Call) -> list[str]:
+    """Return the names of a function: of ``a.b.c()`` "a", "b", "c"."""
+    return ast.unparse(call.func).split(".")
 
 
 def calls(
@@ -123,7 +117,7 @@ def calls(
     """Yield a function that makes these calls, and one for each of these large packages."""
     found: dict[str, tuple[dict[str, ModuleType], list[ast.stmt]]] = {}
     for one in statements:
-        root = _root_of(one.value.func) or ""  # type: ignore[attr-defined]
+        root = _names_of(one.value)[0]  # type: ignore[attr-defined]
         value: Any = namespace.get(root)
         package = (name_of(value) or "").partition(".")[0]
         large = package in packages

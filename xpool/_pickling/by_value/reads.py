@@ -115,8 +115,7 @@ def keys_of(function: FunctionType) -> set[Key]:
         if isinstance(value := values.get(name), ModuleType)
     ]
     for level, name, _ in use.imports:
-        absolute = absolute_name(level, name, values.get("__package__"))
-        imported = None if absolute is None else sys.modules.get(absolute)
+        imported = sys.modules.get(absolute_name(level, name, values.get("__package__")))
         if imported is not None:
             modules.append((imported, False))
     if not _ANY_CLASS.isdisjoint(use.attributes):
@@ -154,8 +153,8 @@ def of_annotations(annotations: dict[str, Any], module: str) -> set[Key]:
 _WORD = re.compile(r"[^\W\d]\w*")
 
 
-def absolute_name(level: int, name: str, package: Any) -> str | None:
-    """Return the name of a module that an import statement names; None: the import would fail."""
+def absolute_name(level: int, name: str, package: Any) -> str:
+    """Return the name of a module that an import statement names; "": the import would fail."""
     if not level:
         return name
     from importlib.util import resolve_name
@@ -163,7 +162,7 @@ def absolute_name(level: int, name: str, package: Any) -> str | None:
     try:
         return resolve_name("." * level + name, package)
     except (ImportError, ValueError):
-        return None
+        return ""
 
 
 def in_modules(

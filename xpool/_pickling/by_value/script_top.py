@@ -15,7 +15,6 @@ and only if the text compiles to that very code.
 import builtins
 import dis
 import functools
-import importlib.util
 import linecache
 import re
 import sys
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from xpool._pickling.by_value.origin import attributes_of, home_of, name_of
-from xpool._pickling.by_value.reads import LOADS, functions_in, inner
+from xpool._pickling.by_value.reads import LOADS, absolute_name, functions_in, inner
 
 if TYPE_CHECKING:
     import ast
@@ -234,9 +233,7 @@ def _imports(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
         # A name without a value: the import did not run, as under `TYPE_CHECKING`.
         if not used.isdisjoint(bound) or (namespace.keys() | deleted).isdisjoint(bound):
             continue
-        if level:
-            package = namespace.get("__package__")
-            name = importlib.util.resolve_name("." * level + name, package)
+        name = absolute_name(level, name, namespace.get("__package__"))
         top = name.partition(".")[0]
         if top in _WITHOUT_EFFECT or top in sys.stdlib_module_names:
             continue
