@@ -134,9 +134,10 @@ def _compare(cls: type, entry: ClassEntry, recurse: bool) -> None:
         return
     # With `recurse`, functions have copies of globals, which may have changed as well.
     for one in {False, recurse}:
-        mark = _Mark(cls, entry.token, one).value
-        if entry.marks.get(one) != mark:
-            entry.marks[one] = mark
+        mark = _Mark(cls, entry.token, one)
+        entry.changes = mark.changes
+        if entry.marks.get(one) != mark.value:
+            entry.marks[one] = mark.value
             entry.version = next(_versions)
 
 
@@ -151,9 +152,7 @@ class _Mark:
         self.recurse = recurse
         self.blob = Blob(is_mark=True)
         self.rest: list[Any] = []
-        # The functions whose code, defaults and kwdefaults are compared by identity, with these.
-        self.functions: list[tuple[Any, Any, Any, Any]] = []
-        self.changes = False  # whether another part may be changed in place
+        self.changes = False  # whether a part, other than of functions, may be changed in place
         self.value: Any = object()  # it equals no other, so the class is always written again
         try:
             parts = [*map(self.part, (type(cls), *cls.__bases__))]
@@ -181,11 +180,9 @@ class _Mark:
         inside = functions_in(value)
         if inside[0] is not value:
             return [*map(self.attribute, inside), self.part(own_attributes(value) or None)]
-        if not self.is_plain(value):
-            return None if type(value) is MemberDescriptorType else self.part(value)
-        if not value.__dict__:
-            self.functions.append((value, value.__code__, value.__defaults__, value.__kwdefaults__))
-        return self.parts_of(value)
+        if self.is_plain(value):
+            return self.parts_of(value)
+        return None if type(value) is MemberDescriptorType else self.part(value)
 
     def is_plain(self, value: Any) -> bool:
         """Whether it is a function without copies of globals."""
@@ -379,9 +376,16 @@ def with_nested(path: str, cls: type) -> Iterator[tuple[str, type]]:
 def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
     """Return the functions of a class whose parts are compared by identity, and whether it has
     other parts that may be changed in place."""
-    marks = [_Mark(one, registry.token_of(one), False) for _, one in with_nested("", cls)]
-    functions = [one for mark in marks for one in mark.functions]
-    return functions, any(mark.changes for mark in marks)
+    owners = [owner for _, owner in with_nested("", cls)]
+    found = (
+        one for owner in owners for value in vars(owner).values() for one in functions_in(value)
+    )
+    functions = [
+        (one, one.__code__, one.__defaults__, one.__kwdefaults__)
+        for one in found
+        if type(one) is FunctionType and not one.__dict__
+    ]
+    return functions, any(_entry_of(owner).changes for owner in owners)
 
 
 # -- loading a definition -------------------------------------------------------------------

@@ -41,6 +41,7 @@ class ClassEntry:
 
     loaded = -1  # the version of the definition that was loaded last
     attributes: frozenset[str] = frozenset()  # those that the last state set
+    changes = False  # whether parts of the class may be changed in place
 
     def __init__(self, token: str, ref: Callable[[], Any], own: bool) -> None:
         self.token = token
