@@ -55,24 +55,40 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     return encode(_Raised(stand_in, traceback_text), home=True)
 
 
-def _advice(exc: BaseException) -> str:
-    """Return advice on an error of Python that has its cause in a worker, or ""."""
-    if isinstance(exc, AssertionError) and "daemonic processes are not allowed" in str(exc):
-        return (
+_ADVICE: tuple[tuple[type, tuple[str, ...], str], ...] = (
+    (
+        AssertionError,
+        ("daemonic processes are not allowed",),
+        (
             "A task that starts processes of multiprocessing, as a DataLoader with num_workers "
             "does, needs a pool with is_daemon=False. Any task can make a pool of xpool."
-        )
-    if type(exc) is EOFError and str(exc) == "EOF when reading a line":
-        return "A worker has no standard input: ask in the program, and pass the answer on."
-    if type(exc) is LookupError and str(exc).startswith(_OF_CODECS):
-        return (
+        ),
+    ),
+    (
+        EOFError,
+        ("EOF when reading a line",),
+        "A worker has no standard input: ask in the program, and pass the answer on.",
+    ),
+    (
+        LookupError,
+        ("unknown error handler name ", "unknown encoding: "),
+        (
             "If the program has registered it, it was not sent to this worker. Register it by "
             "xpool.everywhere(codecs.register_error, ...), or codecs.register."
-        )
-    return ""
+        ),
+    ),
+)
+"""Errors of Python that have their cause in a worker: type, parts of the text, advice."""
 
 
-_OF_CODECS = "unknown error handler name ", "unknown encoding: "
+def _advice(exc: BaseException) -> str:
+    """Return advice on an error of Python that has its cause in a worker, or ""."""
+    found = (
+        advice
+        for kind, parts, advice in _ADVICE
+        if type(exc) is kind and any(part in str(exc) for part in parts)
+    )
+    return next(found, "")
 
 
 def _text(obj: Any) -> Any:

@@ -306,7 +306,7 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
     if find_module(name) is not module:
         return NotImplemented
     if origin_of(name) == SENT:
-        if pickler.follow:
+        if name != "__main__" and pickler.follow:
             pickler.names.add((name, "__name__"))  # so that the receiver makes the module
         return sent_module, (name,)
     if pickler.follow and not pickler.home and origin_of(name) == IMPORTED:

@@ -272,11 +272,9 @@ def _annotated(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
     if not code.co_flags & _future.annotations.compiler_flag:
         return
     texts = list(namespace.get("__annotations__", {}).values())
-    for one in list(namespace.values()):
-        is_class = issubclass(type(one), type) and one.__module__ == "__main__"
-        for part in (one, *(vars(one).values() if is_class else ())):
-            if (is_class and part is one) or type(part) is FunctionType:
-                texts += part.__annotations__.values()
+    for part in _parts(namespace):
+        if type(part) is FunctionType or _is_class_of(namespace, part):
+            texts += part.__annotations__.values()
     for text in texts:
         yield from re.findall(r"\w+", text) if type(text) is str else ()
 
@@ -482,12 +480,21 @@ def _chains_of(
 
 def _functions(namespace: dict[str, Any]) -> Iterator[CodeType]:
     """Yield the code of the functions and methods that have these globals."""
-    name = namespace.get("__name__")
+    for part in _parts(namespace):
+        for function in functions_in(part):
+            while type(function) is FunctionType:
+                if function.__globals__ is namespace:
+                    yield function.__code__
+                function = vars(function).get("__wrapped__")
+
+
+def _parts(namespace: dict[str, Any]) -> Iterator[Any]:
+    """Yield globals of a module, and the attributes of its classes."""
     for value in list(namespace.values()):
-        own = issubclass(type(value), type) and value.__module__ == name
-        for part in list(vars(value).values()) if own else [value]:
-            for function in functions_in(part):
-                while type(function) is FunctionType:
-                    if function.__globals__ is namespace:
-                        yield function.__code__
-                    function = vars(function).get("__wrapped__")
+        yield value
+        if _is_class_of(namespace, value):
+            yield from list(vars(value).values())
+
+
+def _is_class_of(namespace: dict[str, Any], value: Any) -> bool:
+    return issubclass(type(value), type) and value.__module__ == namespace.get("__name__")

@@ -341,9 +341,8 @@ class Book:
         while todo:
             key = todo.pop()
             node = nodes[key] = self._look(key)
-            if aliases:
-                for one in node.objects & aliases.keys():
-                    todo.update(set(aliases[one]) - nodes.keys())
+            for one in node.objects & aliases.keys():
+                todo.update(set(aliases[one]) - nodes.keys())
             todo |= node.names - nodes.keys()
         self.told = frozenset(nodes)
         self._nodes = nodes
