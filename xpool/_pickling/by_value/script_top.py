@@ -95,8 +95,6 @@ def forget() -> None:
 
 def nones_of(module_name: str) -> frozenset[str]:
     """Return the names that a module of the program binds to None, as in `Top`."""
-    if module_name == "__main__":
-        return _last.top.nones
     try:
         code = _code_of(sys.modules[module_name])
         return frozenset() if code is None else _nones(code)

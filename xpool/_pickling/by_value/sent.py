@@ -181,6 +181,7 @@ class Book:
         self._generation = 0  # of the origins of modules
         self._torn = True  # whether the last change was not completed
         self._looked_at: Any = None  # the calls of `registered`, and the reducers of the program
+        self._nones: frozenset[str] = frozenset()  # names that `__main__` binds to None
         # What is compared for each message:
         self._same: list[tuple[Any, str, Any]] = []
         self._ids: list[tuple[Any, str, int]] = []
@@ -320,7 +321,7 @@ class Book:
     def _of_all(self) -> set[Key]:
         """Return the keys of what every worker gets."""
         top = _script_top().top_of_main(is_program)
-        self._imports = top.imports
+        self._imports, self._nones = top.imports, top.nones
         registered_calls.look_at_script(top.calls)
         tables = registered_reducers.tables()
         registered_calls.look_at_reducers()
@@ -568,8 +569,9 @@ class Book:
         return group
 
     def _refusal(self, key: Key, node: _Node) -> tuple[int, str]:
-        is_none = key[1] in _script_top().nones_of(key[0])
-        return LEFT_NONE if is_none else REFUSED, node.error
+        module, path = key
+        nones = self._nones if module == "__main__" else _script_top().nones_of(module)
+        return LEFT_NONE if path in nones else REFUSED, node.error
 
     def _pickled(
         self, keys: tuple[Key, ...], old: _Group | None, layout: Layout
