@@ -801,6 +801,46 @@ def test_sentinels(tmp_path):
     assert scripts.run_ok(["-"], SENTINEL + "\nmain()\n") == done
 
 
+OF_A_MODULE = """
+import sys
+import types
+import xpool
+import marks
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "made":
+            raise RuntimeError("a finder that fails")
+
+sys.meta_path.append(Finder())
+made = sys.modules["made"] = types.ModuleType("made")
+exec("def twice(n): return 2 * n", vars(made))
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(marks.is_missing, (marks.MISSING,)), pool.apply(made.twice, (2,)))
+        print(pool.apply(marks.missing) is marks.MISSING)
+    pool.join()
+"""
+
+MARKS = """
+MISSING = object()
+
+def missing():
+    return MISSING
+
+def is_missing(value):
+    return value is MISSING
+"""
+
+
+def test_sentinels_of_a_module(tmp_path):
+    """A bare object of a module is the worker's own; a module that a finder fails for is sent."""
+    scripts.write(tmp_path / "marks.py", MARKS)
+    out = scripts.run_ok([scripts.write(tmp_path / "of_a_module.py", OF_A_MODULE)])
+    assert out == "True 4\nTrue\n"
+
+
 WITH_SENTINEL = """
 import xpool
 
