@@ -426,7 +426,6 @@ def _attribute(exc: AttributeError, name: Any) -> str | None:
 _NOT_FOUND = re.compile(r"Can't get attribute '([^']+)' on <module '([^']+)'")
 
 
-
 def _module_of(exc: BaseException) -> str:
     trace, module = exc.__traceback__, "__main__"
     while trace is not None:
