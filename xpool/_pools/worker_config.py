@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from xpool._engine.launch import Launcher
 from xpool._memory.arena import Arena
 from xpool._pickling.by_value import settings
+from xpool._pickling.by_value.settings_rows import arguments
 from xpool._pickling.frame import inline
 from xpool._python.import_hooks import search_path
 
@@ -45,7 +46,7 @@ class Main(NamedTuple):
     def now(cls) -> "Main":
         """Return the description of this program now."""
         package = getattr(sys.modules.get("__main__"), "__package__", None)
-        return cls(package, _arguments())
+        return cls(package, list(arguments(getattr(sys, "argv", None))))
 
 
 class WorkerConfig:
@@ -127,16 +128,6 @@ def _folder() -> str | None:
         return os.getcwd()
     except OSError:
         return None
-
-
-def _arguments() -> list[str]:
-    """Return the program's arguments; an object that is not a text or path becomes its type's
-    name."""
-    argv = getattr(sys, "argv", None)
-    return [
-        str(one) if isinstance(one, (str, os.PathLike)) else f"<{type(one).__name__}>"
-        for one in (argv if isinstance(argv, (list, tuple)) else ())
-    ]
 
 
 def _own_cpus() -> tuple[int, ...]:

@@ -17,8 +17,8 @@ missing in a message has the value from before the first change.  A row of a lib
 has not imported is set after its import.
 
 Not seen: `os.putenv`, a C library's own calls of ``setenv``, ``logger.level = n`` (its
-documentation forbids it), functions in settings (`numpy.seterrcall`, formatters), `disabled` of a
-logger until a level changes.  Inference mode arrives as a grad mode that is off.
+documentation forbids it), functions in settings (`numpy.seterrcall`, formatters), `disabled` of
+packages' loggers until a level changes.  Inference mode arrives as a grad mode that is off.
 """
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.by_value.settings_rows import (
+    Arguments,
     Environ,
     Filters,
     Folder,
@@ -233,6 +234,7 @@ TABLE: tuple[Row, ...] = (
     _environ,
     Folder(),
     Path(),
+    Arguments(),
     Umask(),
     TimeZone(),
     Locale(),
@@ -333,7 +335,7 @@ TABLE: tuple[Row, ...] = (
 )
 
 _ROWS = {row.name: row for row in TABLE}
-_STARTED = TABLE[:4]  # those whose values a worker is started with
+_STARTED = TABLE[:5]  # those whose values a worker is started with
 
 
 def _ready(name: str | None) -> bool:
@@ -569,7 +571,7 @@ def receive(rows: Iterable[tuple[str, int, Any]], keep: Collection[str] = ()) ->
                 _set(worker, row, taken, ready)
             elif row.name in worker.waits and ready:
                 _set(worker, row, taken, True)
-        if _filters.missing:  # classes of `__main__` arrive with tasks
+        if _filters.missing:
             _filters.add_missing()
         _filters.note()
         _loggers.note()
@@ -583,6 +585,8 @@ def imports_done() -> None:
     program has set its own after its import of that package.  Warnings of that import are ignored.
     """
     with _lock:
+        if _filters.missing:  # classes of `__main__` have arrived
+            _filters.add_missing()
         _filters.restore()
         _loggers.restore()
 

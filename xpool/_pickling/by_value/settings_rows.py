@@ -223,6 +223,32 @@ class Path(_Started):
         sys.path[:] = [*front, *value, *(one for at, one in own if at > common)]
 
 
+def arguments(argv: Any) -> tuple[str, ...]:
+    """Return `sys.argv` as texts; an object that is not a text or path becomes its type's name."""
+    return tuple(
+        str(one) if isinstance(one, (str, os.PathLike)) else f"<{type(one).__name__}>"
+        for one in (argv if isinstance(argv, (list, tuple)) else ())
+    )
+
+
+class Arguments(_Started):
+    """`sys.argv`, which a program may change before it parses its arguments again."""
+
+    name = "sys.argv"
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        return functools.partial(getattr, sys, "argv", None)
+
+    def keep(self, token: Any) -> Any:
+        return list(token) if isinstance(token, list) else token
+
+    def value(self, token: Any) -> Any:
+        return arguments(token)
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        sys.argv[:] = value
+
+
 class Umask(_Started):
     """The mask of new files, which can be read only by setting it.
 
@@ -444,7 +470,7 @@ class Loggers(Row):
     """Levels, `propagate` and `disabled` of loggers that are not as made, and `logging.disable`.
 
     Each change of a level clears the caches of all loggers, so a mark in the root's cache tells
-    whether there was one.  `propagate`, handlers and attributes of the root, of the program's own
+    whether there was one.  `propagate`, `disabled`, handlers and attributes of the root, of the program's own
     loggers, and of those with attributes that are named after no module, are looked at each time;
     those of other loggers, which may be hundreds, after such a change.
     """
@@ -468,8 +494,10 @@ class Loggers(Row):
             stamp, count, holders, held, own = self._scan
             if _SEEN not in cache or len(loggers) != count or holders(loggers) != held:
                 return None
-            for one, propagate, handlers, size, attributes in own:
-                if one.propagate is not propagate or one.handlers != handlers:
+            for one, propagate, disabled, handlers, size, attributes in own:
+                if one.propagate is not propagate or one.disabled is not disabled:
+                    return None
+                if one.handlers != handlers:
                     return None
                 if len(vars(one)) != size or (attributes and _own(one) != attributes):
                     return None
@@ -497,7 +525,7 @@ class Loggers(Row):
             itemgetter(*holders) if holders else lambda _: None,
             itemgetter(*holders)(found) if holders else None,
             [
-                (one, one.propagate, list(one.handlers), len(vars(one)), _own(one))
+                (one, one.propagate, one.disabled, list(one.handlers), len(vars(one)), _own(one))
                 for one in (
                     root,
                     *(
