@@ -470,9 +470,9 @@ class Loggers(Row):
     """Levels, `propagate` and `disabled` of loggers that are not as made, and `logging.disable`.
 
     Each change of a level clears the caches of all loggers, so a mark in the root's cache tells
-    whether there was one.  `propagate`, `disabled`, handlers and attributes of the root, of the program's own
-    loggers, and of those with attributes that are named after no module, are looked at each time;
-    those of other loggers, which may be hundreds, after such a change.
+    whether there was one.  `propagate`, `disabled`, handlers and attributes of the root, of the
+    program's own loggers, and of those with attributes that are named after no module, are looked
+    at each time; those of other loggers, which may be hundreds, after such a change.
     """
 
     name, module, default = "levels of loggers", "logging", (0, ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -63,7 +64,14 @@ def _lazy_generator(module: str, kind: str) -> None:
     register(getattr(sys.modules[module], kind))(_reduce)
 
 
+def _lazy_random() -> None:
+    _lazy_generator("random", "Random")
+    module = sys.modules["random"]
+    register(module.SystemRandom)(lambda pickler, obj: (module.SystemRandom, ()))
+
+
 LAZY.update({place[0]: partial(_lazy_generator, *place) for place in _KINDS})
+LAZY["random"] = _lazy_random
 
 
 def _lazy_struct() -> None:
@@ -101,6 +109,43 @@ def context_variable(token: str, name: str, default: tuple[Any, ...], state: Any
     return var
 
 
+class _Reference(weakref.ref[Any]):
+    """A weak reference of the program's.  It keeps the object, as other objects do there."""
+
+    kept: Any
+
+
+def _lazy_weak() -> None:
+    """Register reducers of weak references in globals; others are left to dill."""
+
+    @register(weakref.ref)
+    def reduce(pickler: Context, reference: Any) -> Any:
+        return NotImplemented if pickler.group is None else (weak_reference, (reference(),))
+
+    @register(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+    def reduce_all(pickler: Context, obj: Any) -> Any:
+        if pickler.group is None:
+            return NotImplemented
+        items = [*(obj if type(obj) is weakref.WeakSet else obj.items())]
+        return type(obj), (), items, None, None, _fill_weak
+
+
+@builder
+def weak_reference(obj: Any) -> Any:
+    if obj is None:
+        return weakref.ref(weakref.WeakSet())  # to an object that is gone
+    reference = _Reference(obj)
+    reference.kept = obj
+    return reference
+
+
+@builder
+def _fill_weak(obj: Any, items: list[Any]) -> None:
+    obj.update(items)
+    obj.__dict__["_kept"] = items
+
+
+LAZY["weakref"] = LAZY["_weakrefset"] = _lazy_weak
 LAZY["_struct"] = _lazy_struct
 LAZY["_contextvars"] = LAZY["contextvars"] = _lazy_contextvars
 
