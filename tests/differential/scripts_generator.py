@@ -449,6 +449,71 @@ add(
     },
 )
 add(
+    "config: patches that keep the names",
+    """
+    import functools
+    import own_jobs~
+    plain_run~, plain_step~ = own_jobs~.run, own_jobs~.Job.step
+    @functools.wraps(plain_run~)
+    def run~(x):
+        return ("wrapped", plain_run~(x))
+    @functools.wraps(plain_step~)
+    def step~(self):
+        return "wrapped " + plain_step~(self)
+    own_jobs~.run = run~
+    own_jobs~.Job.step = step~
+    own_jobs~.Job.__len__ = lambda self: 7
+    """,
+    "own_jobs~.twice(x), own_jobs~.Long().step(), hasattr(own_jobs~.Job, '__len__')",
+    change=(
+        "own_jobs~.run = plain_run~",
+        "own_jobs~.Job.step = plain_step~",
+        "del own_jobs~.Job.__len__",
+    ),
+    files={
+        "own_jobs~.py": """
+            def run(x):
+                return x
+            def twice(x):
+                return [run(x)] * 2
+            class Job:
+                def step(self):
+                    return "step"
+            class Long(Job):
+                pass
+            """
+    },
+)
+add(
+    "config: module that makes its attributes",
+    "import own_lazy~\nown_lazy~._values['rate'] = 0.5",
+    "own_lazy~.rate, own_lazy~.size",
+    change=("own_lazy~._values['size'] = 64", "own_lazy~._values.update(rate=[1])"),
+    files={
+        "own_lazy~.py": """
+            _values = {"rate": 0.1, "size": 32}
+            def __getattr__(name):
+                if name not in _values:
+                    raise AttributeError(name)
+                return _values[name]
+            """
+    },
+)
+add(
+    "config: attribute that comes later",
+    """
+    import own_later~
+    def later~():
+        try:
+            return own_later~.found
+        except AttributeError:
+            return "none"
+    """,
+    "getattr(own_later~, 'late', None), later~(), own_later~.known()",
+    change=("own_later~.late = 3", "own_later~.found = [4]", "own_later~.more = {}"),
+    files={"own_later~.py": "def known():\n    return 'more' in globals()\n"},
+)
+add(
     "config: module that is no module of the path",
     """
     import importlib.util
@@ -748,7 +813,23 @@ add(
     "sorted(nodes~) if kept~ else None",
     "nodes~['a'] is kept~[0]",
     change="kept~.append(Node~('c'))",
-    unsent="weak references",
+)
+add(
+    "registry: weak keys and references",
+    """
+    import weakref
+    class Owner~:
+        def __init__(self, name):
+            self.name = name
+    owner~, tenant~ = Owner~("o"), Owner~("t")
+    tenant~.of = weakref.ref(owner~)
+    notes~ = weakref.WeakKeyDictionary({owner~: "first", tenant~: "second"})
+    seen~ = weakref.WeakSet([tenant~])
+    """,
+    "tenant~.of().name",
+    "notes~[owner~], notes~.get(tenant~), tenant~ in seen~, tenant~.of() is owner~",
+    change=("notes~[owner~] = 'changed'", "owner~.name = 'p'", "seen~.add(owner~)"),
+    gives="owner~",
 )
 add(
     "registry: enum keys",
@@ -835,6 +916,21 @@ add(
     change=("corner~.up = -3", "corner~ = Point~(corner~.up, 1)"),
     names="corner~",
     gives="corner~",
+)
+add(
+    "class: number with a unit",
+    """
+    class Length~(float):
+        unit = "m"
+        def __new__(cls, value, unit=None):
+            made = super().__new__(cls, value)
+            made.unit = unit or cls.unit
+            return made
+    lengths~ = [Length~(2.5), Length~(3, "km")]
+    """,
+    "[(one, one.unit) for one in lengths~], Length~(x).unit",
+    change=("Length~.unit = 'cm'", "lengths~.append(Length~(1))"),
+    gives="lengths~",
 )
 add(
     "class: single instance",
@@ -1370,6 +1466,30 @@ add(
     change=("warnings.simplefilter('ignore', BytesWarning)",),
 )
 add(
+    "setting: warnings of the program",
+    """
+    import warnings
+    class Stale~(UserWarning):
+        pass
+    warnings.simplefilter("error", Stale~)
+    def warned~():
+        try:
+            warnings.warn("old", Stale~)
+        except Stale~:
+            return "raised"
+        return "passed"
+    """,
+    "warned~()",
+    change="warnings.simplefilter('ignore', Stale~)",
+)
+add(
+    "setting: arguments of the program",
+    "import argparse\nimport sys\nsys.argv = ['train', '--deep', '3']",
+    "sys.argv",
+    change=("sys.argv.append('--wide')", "sys.argv = sys.argv[:1]"),
+    once=True,
+)
+add(
     "setting: recursion",
     "import sys\nsys.setrecursionlimit(3000)",
     "sys.getrecursionlimit()",
@@ -1454,6 +1574,13 @@ add(
     change="logging.getLogger('lib~').setLevel(5)\nquiet_log~.setLevel(0)",
 )
 add(
+    "logger: of a module",
+    "import own_noise~",
+    "own_noise~.log.disabled, own_noise~.log.propagate, own_noise~.log.isEnabledFor(40)",
+    change=("own_noise~.log.disabled = True", "own_noise~.log.propagate = False"),
+    files={"own_noise~.py": "import logging\nlog = logging.getLogger(__name__)\n"},
+)
+add(
     "logger: in an object",
     """
     class Service~:
@@ -1522,6 +1649,11 @@ add(
     "players~[0].dice is dice~ is players~[1].dice",
     change=("dice~.random()", "players~[0].dice.seed(9)"),
     gives="dice~",
+)
+add(
+    "random: of the system",
+    "import random\nsystem~ = random.SystemRandom()",
+    "0 <= system~.random() < 1",
 )
 add(
     "random: generator of numpy",
@@ -1839,6 +1971,67 @@ add(
     "lazy~(x)",
     files={"own_late~.py": "BASE = 70\ndef answer(n):\n    return BASE + n\n"},
     modes=("script", "bare", "stdin", "runpy"),
+)
+add(
+    "import: submodule in a function",
+    """
+    def deep~(n):
+        from own_shed~ import tools
+        import own_shed~.parts.bolts
+        return tools.SIZE * n, own_shed~.parts.bolts.COUNT
+    """,
+    "deep~(x)",
+    change=(
+        "import own_shed~.tools\nown_shed~.tools.SIZE = 9",
+        "import own_shed~.parts.bolts as bolts~\nbolts~.COUNT = 8",
+    ),
+    files={
+        "own_shed~/__init__.py": "",
+        "own_shed~/tools.py": "SIZE = 2\n",
+        "own_shed~/parts/__init__.py": "",
+        "own_shed~/parts/bolts.py": "COUNT = 3\n",
+    },
+    modes=("script", "bare", "stdin", "runpy"),
+)
+add(
+    "import: names by the modules of the process",
+    """
+    import inspect
+    import sys
+    grain~ = 2
+    def by_name_a~(n):
+        return n * grain~
+    def by_name_b~(n):
+        return n + grain~
+    def chosen~(name):
+        return getattr(sys.modules[__name__], name)
+    def all~(n):
+        members = inspect.getmembers(sys.modules["__main__"], inspect.isfunction)
+        return [one(n) for name, one in members if name.startswith("by_name_")]
+    """,
+    "chosen~('by_name_b~')(x), len(all~(x)) >= 2",
+    change=("grain~ = 40", "def by_name_b~(n):\n    return 'changed'"),
+    names="grain~ by_name_b~",
+)
+add(
+    "import: source of a class",
+    """
+    import inspect
+    class Shown~:
+        size = 3
+    """,
+    "inspect.getsource(Shown~)",
+    modes=("script", "bare", "runpy"),
+)
+add(
+    "import: added to the built-in names",
+    """
+    import builtins
+    builtins.loud~ = True
+    builtins.shout~ = lambda text: text.upper() if loud~ else text
+    """,
+    "shout~('a'), loud~",
+    change=("builtins.loud~ = False", "setattr(builtins, 'shout~', str)"),
 )
 add(
     "import: module by another name",

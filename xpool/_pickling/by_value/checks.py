@@ -6,10 +6,18 @@ import mmap
 import sys
 import threading
 import warnings
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from xpool._pickling import Key
-from xpool._pickling.by_value.origin import IMPORTED, SENT, namespace, origin_of
+from xpool._pickling.by_value.origin import (
+    IMPORTED,
+    INSTALLED,
+    SENT,
+    is_patch,
+    namespace,
+    origin_of,
+)
 from xpool._pickling.diagnose import path_to
 from xpool._pickling.reducers import Group
 
@@ -68,7 +76,13 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 def is_of_import(key: Key, value: Any) -> bool:
-    """Whether the import of a module makes an object that each process should have for itself."""
+    """Whether the import of a module makes an object that each process should have for itself.
+
+    These are locks, and definitions of installed modules under their own names.
+    """
+    if isinstance(value, (FunctionType, type, BuiltinFunctionType)):
+        named = (value.__module__, value.__qualname__) == key and origin_of(key[0]) == INSTALLED
+        return named and not is_patch(value, key[0])
     return type(value) in _LOCKS and origin_of(key[0]) == IMPORTED
 
 

@@ -46,6 +46,7 @@ from xpool._pickling.by_value.origin import (
     INSTALLED,
     SENT,
     canonical,
+    is_patch,
     module_of,
     origin_of,
 )
@@ -338,8 +339,11 @@ def data_attributes(cls: type) -> list[str]:
         inner = functions_in(value)[0]
         if isinstance(inner, FunctionType):  # a method, unless it was defined elsewhere
             data = not inner.__qualname__.startswith(f"{cls.__qualname__}.")
-            # A class that is sent by value contains its descriptors.
-            data = data and (inner is value or origin_of(cls.__module__) != SENT)
+            if origin_of(cls.__module__) == SENT:
+                data = data and inner is value  # the definition contains its descriptors
+            elif is_patch(inner, cls.__module__):
+                found.append(name)
+                continue
         else:
             data = not isinstance(value, type) and not hasattr(type(value), "__get__")
         if data and not name.startswith(("__", "_abc_", "_is_protocol", "_is_runtime_protocol")):

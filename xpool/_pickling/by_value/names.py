@@ -14,6 +14,7 @@ from xpool._pickling.by_value.origin import (
     SENT,
     canonical,
     find_module,
+    is_patch,
     namespace,
     origin_of,
     origins,
@@ -74,6 +75,9 @@ def name_for(pickler: Context, obj: Any) -> Any:
         # The usual case: the short way to the same answer.
         here = sys.modules.get(module)
         if here is known[0] and here.__dict__.get(path) is obj:
+            own = type(obj) is not FunctionType or obj.__globals__ is here.__dict__
+            if not own and is_patch(obj, module):
+                return None
             if known[1] != INSTALLED and pickler.follow:
                 pickler.names.add((module, path))
             return path
@@ -92,6 +96,8 @@ def name_for(pickler: Context, obj: Any) -> Any:
         if pickler.home:
             return _for_program(obj, canonical(module), path)
     if found_here(module, path) is not obj:
+        return None
+    if origin != SENT and is_patch(obj, module):
         return None
     if origin != INSTALLED and pickler.follow:
         pickler.names.add((canonical(module), path.partition(".")[0]))

@@ -36,6 +36,9 @@ origins: dict[str, tuple[Any, int]] = {}
 _holds_for: tuple[Any, list[str], str] = None, [], ""  # settings, `sys.path`, working folder
 _generation = 0  # how often the origins were found again
 
+awaited: set[str] = set()
+"""Names of modules that code imports when it runs, and that are not imported yet."""
+
 
 loose: dict[str, Any] = {}
 """Modules that globals of the program refer to, and that are not in `sys.modules`."""
@@ -77,11 +80,15 @@ def origin_of(name: Any) -> int:
 
 
 def renew_origins(settings: Any) -> int:
-    """Find the origins again if `sys.path` or the working folder has changed; say how often it has.
+    """Find the origins again if `sys.path` or the working folder has changed.  Return how often
+    this was so, or modules in `awaited` were imported.
 
     ``settings``: an object that is another one after such a change.
     """
     global _of_program, _holds_for, _generation
+    if awaited and not sys.modules.keys().isdisjoint(awaited):
+        awaited.difference_update(list(sys.modules))
+        _generation += 1
     if settings is not _holds_for[0]:
         try:
             folder = os.getcwd()
@@ -135,6 +142,28 @@ def owner_of(key: Key) -> Any:
     for name in path.split(".")[:-1]:
         owner = getattr(owner, "__dict__", {}).get(name)
     return owner
+
+
+def place_of(key: Key) -> tuple[Any, str]:
+    """Return the namespace (or None) in which a global or attribute is, and its name there."""
+    return getattr(owner_of(key), "__dict__", None), key[1].rpartition(".")[2]
+
+
+def value_of(key: Key) -> Any:
+    """Return what `place_of` leads to, or `MISSING`."""
+    holder, name = place_of(key)
+    return MISSING if holder is None else holder.get(name, MISSING)
+
+
+def is_patch(value: Any, module: str) -> bool:
+    """Whether it is a function that the script has put in the place of one of this module.
+
+    `functools.wraps` gives such a function the names of the other one.
+    """
+    if type(value) is not FunctionType or (values := value.__globals__) is namespace(module):
+        return False
+    maker = values.get("__name__")
+    return isinstance(maker, str) and maker != module and origin_of(maker) == SENT
 
 
 def module_of(values: dict[str, Any]) -> str | None:

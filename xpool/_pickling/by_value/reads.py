@@ -2,17 +2,26 @@
 
 A global is named by a key: its module and its name.  If code uses a module of the program, the
 names in the code are looked up in that module, too (``config.rate``).  If it does more with the
-module than to get or set attributes, or calls `eval`, `exec` or `globals`, all of it counts.
+module than to get or set attributes, or calls `eval`, `exec` or `globals`, all of it counts.  Names
+that the program has added to `builtins` are globals of this module.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +29,8 @@ from xpool._pickling import Key
 from xpool._pickling.by_value.origin import (
     INSTALLED,
     adopt,
+    attributes_of,
+    awaited,
     canonical,
     module_of,
     namespace,
@@ -32,6 +43,8 @@ LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _ABOUT_GLOBALS = LOADS | {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _OF_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
 _ALL = frozenset({"eval", "exec", "globals", "vars", "locals", "dir"})
+_BY_NAME = frozenset({"getattr", "hasattr", "getmembers", "getmembers_static", "__dict__"})
+"""Names by which code finds attributes that it does not name."""
 
 
 class Code:
@@ -47,7 +60,9 @@ class Code:
         self.imports = set[tuple[int, str, tuple[str, ...]]]()
         for one in inner(code):
             self._add(one)
-        self.whole = not _ALL.isdisjoint(self.names)
+        # `getattr(sys.modules[__name__], name)`
+        of_modules = "modules" in self.attributes and not _BY_NAME.isdisjoint(self.attributes)
+        self.whole = of_modules or not _ALL.isdisjoint(self.names)
 
     def _add(self, code: CodeType) -> None:
         self.attributes.update(code.co_names)
@@ -114,25 +129,51 @@ def keys_of(function: FunctionType) -> set[Key]:
         for name in use.names
         if isinstance(value := values.get(name), ModuleType)
     ]
-    for level, name, _ in use.imports:
-        imported = sys.modules.get(absolute_name(level, name, values.get("__package__")))
+    for level, name, inside in use.imports:
+        absolute = absolute_name(level, name, values.get("__package__"))
+        if not absolute:
+            continue
+        imported = sys.modules.get(absolute)
         if imported is not None:
             modules.append((imported, False))
+            known = attributes_of(imported)
+            submodules = [f"{absolute}.{one}" for one in inside if one not in known]
+        else:
+            submodules = [absolute]
+        awaited.update(one for one in submodules if one not in sys.modules)
+    found.update(("builtins", name) for name in use.names - values.keys() if _is_added(name))
+    if not _OF_SOURCE.isdisjoint(use.attributes):
+        found.add(("__main__", "__file__"))
     if not _ANY_CLASS.isdisjoint(use.attributes):
         for one in {module, "__main__"}:
             classes = (name for name, value in list(namespace(one).items()) if _is_class(value))
             found.update((one, name) for name in classes)
     # `sys.modules["__main__"].rate`
     if "modules" in use.attributes and "__main__" in sys.modules:
-        modules.append((sys.modules["__main__"], False))
+        modules.append((sys.modules["__main__"], use.whole))
         found.add(("__main__", "__getattr__"))
-    inside = in_modules(modules, use, expand=True)
-    found.update((canonical(one.__name__), name) for one, name, _ in inside)
+    there = in_modules(modules, use, expand=True)
+    found.update((canonical(one.__name__), name) for one, name, _ in there)
     return found
 
 
 _ANY_CLASS = frozenset({"__subclasses__", "load", "loads", "Unpickler"})
 """Names by which code gets classes that it does not name: those of a pickle, for example."""
+
+_OF_SOURCE = frozenset({"getfile", "getsource", "getsourcefile", "getsourcelines"})
+"""Functions of `inspect` that look for the source of a class in the file of its module."""
+
+
+def _is_added(name: str) -> bool:
+    """Whether a name is one that the program has added to `builtins`."""
+    value = vars(builtins).get(name, ...)
+    if value is ... or value is NotImplemented or name.startswith("__"):
+        return False
+    own = isinstance(value, (type, BuiltinFunctionType)) and value.__module__ in _OF_PYTHON
+    return not own and type(value).__module__ != "_sitebuiltins"
+
+
+_OF_PYTHON = frozenset({"builtins", "io", "_io"})
 
 
 def _is_class(value: Any) -> bool:
@@ -185,7 +226,7 @@ def in_modules(
         seen.add(key)
         inside = vars(module)
         names = set(inside) if held and expand else use.attributes & inside.keys()
-        names |= {"__getattr__"} & inside.keys()
+        names |= ({"__getattr__", "__name__"} if expand else {"__getattr__"}) & inside.keys()
         for name in names:
             of_it = f".{name}" in use.held
             yield module, name, of_it

@@ -28,7 +28,14 @@ from xpool._pickling.by_value import classes, main, settings
 from xpool._pickling.by_value.broadcast import open_broadcast
 from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.names import received
-from xpool._pickling.by_value.origin import IMPORTED, namespace, origin_of, owner_of
+from xpool._pickling.by_value.origin import (
+    IMPORTED,
+    SENT,
+    namespace,
+    origin_of,
+    owner_of,
+    place_of,
+)
 from xpool._pickling.by_value.reads import classes_of
 from xpool._pickling.by_value.registered_calls import package_of, registered
 from xpool._pickling.by_value.sent import (
@@ -46,7 +53,6 @@ from xpool._pickling.by_value.sent import (
     SETTINGS,
     VALUES,
     Entry,
-    place_of,
 )
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import decode, write_values
@@ -266,7 +272,7 @@ def _set(key: Key, value: Any) -> None:
         _refuse(REFUSED, key, value.reason)
         return
     _incoming.missing.pop(key, None)
-    if key not in _incoming.originals and origin_of(module) == IMPORTED and _has(key):
+    if key not in _incoming.originals and origin_of(module) != SENT and _has(key):
         holder, name = place_of(key)
         _incoming.originals[key] = holder[name]
     if "." in path:

@@ -54,12 +54,15 @@ from xpool._pickling.by_value.origin import (
     globals_of_modules,
     home_of,
     is_imported,
+    is_patch,
     is_program,
     namespace,
     origin_of,
     origins,
     owner_of,
+    place_of,
     renew_origins,
+    value_of,
 )
 from xpool._pickling.by_value.reads import functions_in, is_open, of_annotations, reads
 from xpool._pickling.by_value.registered_calls import CALLS, registered
@@ -189,6 +192,8 @@ class Book:
         self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
         self._registrations: Any = None  # of abstract base classes
         self._main: tuple[dict[str, Any], int] = {}, 0  # the globals of `__main__`; their number
+        self._spaces: list[dict[str, Any]] = []  # those of the program's modules
+        self._sizes: list[int] = []  # how many they are
         self._tuples: set[int] = set()  # ids of globals that are tuples
         self._stateless: list[Any] = []  # the objects of `_named`
         self._changing: list[tuple[type, Any]] = []  # classes with parts that may change in place
@@ -291,17 +296,21 @@ class Book:
         """Return the state for a message that uses these names.  The caller holds `_lock`."""
         now = settings.snapshot()
         looked_at = [*registered], copyreg.dispatch_table, registered_reducers.forking
+        sizes = [*map(len, self._spaces)]
         known = not self._torn and self.told.issuperset(names) and looked_at == self._looked_at
+        known = known and sizes == self._sizes
         changed = not (known and self._holds())
         if not (changed or self._large) and now is self._settings and self._state is not None:
             return self._state
         # Another object after each change of `sys.path` and of the working folder.
         generation = renew_origins(now)
-        if generation != self._generation:
+        if generation != self._generation or sizes != self._sizes:
             self._generation, self._torn, known, changed = generation, True, False, True
             for node in self._nodes.values():
-                if node.kind == _NAMED:
-                    node.id = 0  # it is looked at again
+                if node.kind == _NAMED:  # it is looked at again
+                    node.id = 0
+                elif node.kind == _FUNCTION:
+                    node.parts = None
         self._made.clear()
         # Torn until all is consistent: a signal handler may raise in code of the program that runs.
         if changed:
@@ -337,7 +346,7 @@ class Book:
         spaces = {module: namespace(module) for module, _ in wanted}.values()
         every = (value for space in spaces for value in list(space.values()))
         self._tuples = {id(value) for value in every if type(value) is tuple}
-        named = [_value_of(key) for key in self._named.values()]
+        named = [value_of(key) for key in self._named.values()]
         self._stateless = [value for value in named if hasattr(value, "__dict__")]
         while todo:
             key = todo.pop()
@@ -352,7 +361,7 @@ class Book:
 
     def _look(self, key: Key) -> _Node:
         module, path = key
-        value = _value_of(key)
+        value = value_of(key)
         old = self._nodes.get(key, _NEW)
         if old.id == id(value):
             defined = isinstance(value, (FunctionType, type))
@@ -372,18 +381,20 @@ class Book:
         if module == CALLS:
             return self._call(key, value)
         origin = origin_of(module)
-        if path in _OF_MODULES or (origin != SENT and path.startswith("__") and "." not in path):
+        dunder = path.startswith("__") and "." not in path and path != "__getattr__"
+        if path in _OF_MODULES or (dunder and origin != SENT):
             return _Node(_NAMED, value)
         if type(value) in ATOMS or is_imported(value):
             return self._plain(key, value)
         is_class = isinstance(value, type)
         if "." in path and origin == IMPORTED:
             method = functions_in(value)[0]
-            if getattr(method, "__qualname__", "") == path and method.__module__ == module:
+            named = getattr(method, "__qualname__", "") == path and method.__module__ == module
+            if named and not is_patch(method, module):
                 return _Node(_NAMED, value)  # what the import has made
         if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
             own = canonical(value.__module__) == module and value.__qualname__ == path
-            if own and origin == IMPORTED:
+            if own and origin == IMPORTED and not is_patch(value, module):
                 node = _Node(_NAMED, value, reads(value))
                 if is_class:
                     self._note_class(node, value, module, path)
@@ -492,7 +503,11 @@ class Book:
         if tuple in kinds:  # reducers make some, whose ids are used again; those of globals are not
             node.objects |= self._tuples.intersection(map(id, objects))
         node.objects.add(id(value))
-        if isinstance(value, (FunctionType, type, BuiltinFunctionType)) and found_by_name(value):
+        if (
+            isinstance(value, (FunctionType, type, BuiltinFunctionType))
+            and found_by_name(value)
+            and not is_patch(value, value.__module__)
+        ):
             sent = origin_of(value.__module__) == SENT and type(value) is FunctionType
             if not sent or is_simple(value):  # type: ignore[arg-type]  # it goes by its name
                 node.kind, node.value = _PLAIN, value
@@ -583,7 +598,7 @@ class Book:
         if kept and all(node.group is old for node in nodes):  # as `_compare_large` has found
             assert old is not None
             return PLACED, old.data
-        values: Any = [_value_of(key) for key in keys]
+        values: Any = [value_of(key) for key in keys]
         if len(keys) > 1:
             written = write_values(keys, values, self._named, True)
         large = written.nbytes >= INLINE_BELOW
@@ -606,6 +621,9 @@ class Book:
         main = namespace("__main__")
         self._registrations, self._main = get_cache_token(), (main, len(main))
         self._same.append((sys.modules, "__main__", sys.modules.get("__main__", MISSING)))
+        modules = {module for module, _ in self._nodes} - {CALLS, "__main__"}
+        self._spaces = [namespace(one) for one in modules if origin_of(one) != INSTALLED]
+        self._sizes = [*map(len, self._spaces)]
         large = set[Key]()
         for group in self._groups.values():
             if group.kind == PLACED:
@@ -720,22 +738,15 @@ _BY_NAME = b"cxpool._pickling.by_value.received\nprepare\n"  # the opcode GLOBAL
 
 def _order(group: _Group) -> tuple[Any, ...]:
     # Attributes come after their owners, values that use others after these, and calls after all.
+    # Plain attributes of classes come first, because code that loads a value may use them.
     key = group.keys[0]
-    return key[0] == CALLS, any("." in path for _, path in group.keys), group.leads, group.keys
+    dotted = ["." in path for _, path in group.keys]
+    plain = all(dotted) and not group.leads and isinstance(owner_of(key), type)
+    return key[0] == CALLS, not plain, any(dotted), group.leads, group.keys
 
 
 def _script_top() -> Any:  # imported late, because few workers send, and it imports `ast`
     return import_module("xpool._pickling.by_value.script_top")
-
-
-def place_of(key: Key) -> tuple[Any, str]:
-    """Return the namespace (or None) in which a global or attribute is, and its name there."""
-    return getattr(owner_of(key), "__dict__", None), key[1].rpartition(".")[2]
-
-
-def _value_of(key: Key) -> Any:
-    holder, name = place_of(key)
-    return MISSING if holder is None else holder.get(name, MISSING)
 
 
 # -- messages -------------------------------------------------------------------------------------
