@@ -1581,6 +1581,21 @@ add(
     files={"own_noise~.py": "import logging\nlog = logging.getLogger(__name__)\n"},
 )
 add(
+    "logger: of a class of its own",
+    """
+    class Verbose~(logging.Logger):
+        prefix = ">"
+        def note(self, text):
+            return self.prefix + text
+    before~ = logging.getLoggerClass()
+    logging.setLoggerClass(Verbose~)
+    verbose~ = logging.getLogger("verbose~")
+    logging.setLoggerClass(before~)
+    """,
+    "verbose~.note('a'), type(verbose~) is Verbose~, verbose~ is logging.getLogger('verbose~')",
+    change=("Verbose~.prefix = '!'", "verbose~.setLevel(35)"),
+)
+add(
     "logger: in an object",
     """
     class Service~:

@@ -20,7 +20,7 @@ from xpool._memory.buffers import array_type
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.policy import INLINE_BELOW
-from xpool._pickling.reducers import LAZY, Context, builder, register
+from xpool._pickling.reducers import FOR_SUBCLASSES, LAZY, Context, builder, register
 
 _KINDS: dict[tuple[str, str], Callable[[Any, int], Any]] = {
     ("random", "Random"): lambda random, seed: random.Random(seed),
@@ -107,6 +107,30 @@ def context_variable(token: str, name: str, default: tuple[Any, ...], state: Any
     if state is not None:
         var.set(state[0])
     return var
+
+
+def _lazy_logging() -> None:
+    import logging
+
+    def reduce(pickler: Context, logger: Any) -> Any:
+        """Pickle a logger of a class of its own with this class, of which a worker has none."""
+        kind = type(logger)
+        return NotImplemented if kind.__module__ == "logging" else (own_logger, (kind, logger.name))
+
+    FOR_SUBCLASSES[logging.Logger] = reduce
+
+
+@builder
+def own_logger(kind: Any, name: str) -> Any:
+    import logging
+
+    logger = logging.getLogger(name)
+    if type(logger) is logging.Logger:
+        logger.__class__ = kind
+    return logger
+
+
+LAZY["logging"] = _lazy_logging
 
 
 class _Reference(weakref.ref[Any]):
