@@ -211,6 +211,7 @@ class Book:
         self._nodes, self._same, self._ids, self._functions = {}, [], [], []
         self._classes, self._changing, self._small, self._large = [], [], [], []
         self.told, self._state, self._main, self._torn = frozenset(), None, ({}, 0), True
+        self._spaces, self._sizes = [], []
 
     # -- comparing --------------------------------------------------------------------------------
 
