@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,12 +14,21 @@ from support.limits import PROGRAM_LIMIT
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from receiver import HERE, ROOT, Receiver
+from receiver import CODE, HERE, ROOT, Receiver
+from template import Template
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[Template]:
+    """The process whose forks are the receivers of a module's tests, which import pytest."""
+    with contextlib.closing(Template(CODE + "import pytest", "-W", "error")) as one:
+        yield one
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as other:
+def receiver(template: Template) -> Iterator[Receiver]:
+    """A process that has received nothing."""
+    with Receiver(template) as other:
         yield other
 
 

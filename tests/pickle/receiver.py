@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import struct
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from template import Template
 
 from xpool._pickling.by_value import main
 from xpool._pickling.by_value.sent import Book
@@ -19,26 +22,27 @@ HERE = Path(__file__).resolve().parent
 _SIZE = struct.Struct("<Q")
 
 
-class Receiver:
-    """A fresh interpreter in a worker's role."""
+CODE = f"""
+import sys; sys.path[:] = {[str(ROOT), str(HERE), *sys.path]!r}
+from receiver import serve
+"""
+"""What the template of receivers runs."""
 
-    def __init__(self) -> None:
+
+class Receiver:
+    """A process in a worker's role: like a worker, a fork of a process that has imported xpool."""
+
+    def __init__(self, template: Template | None = None) -> None:
         self._layout = BY_PIPE._replace(book=Book())
-        code = f"import sys; sys.path[:] = {[str(ROOT), str(HERE), *sys.path]!r}\n"
-        code += "import receiver; receiver.serve()"
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        self._own = None if template else Template(CODE, "-W", "error")
+        self._socket = (template or self._own).fork()  # type: ignore[union-attr]
+        self._file = self._socket.makefile("rwb")
 
     def send(self, message: bytes) -> Any:
         """Let the process call an encoded ``(function, args)``; return or raise its outcome."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(_SIZE.pack(len(message)) + message)
-        self._process.stdin.flush()
-        reply = _read(self._process.stdout)
+        self._file.write(_SIZE.pack(len(message)) + message)
+        self._file.flush()
+        reply = _read(self._file)
         assert reply is not None, "the receiver ended"
         value = decode(reply[1:])
         if reply[:1] == b"e":
@@ -49,11 +53,12 @@ class Receiver:
         return self.send(encode((function, args), recurse=recurse, layout=self._layout))
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
+        self._socket.shutdown(socket.SHUT_WR)
+        self._file.read()  # until the process has ended
+        self._file.close()
+        self._socket.close()
+        if self._own:
+            self._own.close()
 
     def __enter__(self) -> Receiver:
         return self
@@ -71,9 +76,9 @@ def _read(file: Any) -> bytearray | None:
     return message
 
 
-def serve() -> None:
+def serve(descriptor: int) -> None:
     """Receive and run calls in the other process."""
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    source, sink = (os.fdopen(descriptor, mode, closefd=False) for mode in ("rb", "wb"))
     main.install_main()
     main.mark_worker()
     while (message := _read(source)) is not None:

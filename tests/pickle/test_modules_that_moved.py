@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support import scripts
+from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
 
@@ -40,8 +41,8 @@ PROGRAM = """
         kept = pool.map(task, [1]), pool.map(rates.rated, [2]), pool.map(get, [rates.Rate(3)])
         return [one for (one,) in kept]
 
-    def main():
-        with {pool} as pool:
+    def main(**options):
+        with xpool.Pool(1, **options) as pool:
             if {before}:
                 assert answers(pool) == [(1, 1), 2, 3]
             {change}
@@ -50,6 +51,10 @@ PROGRAM = """
             assert answers(pool) == [(10, 10), 20, 30]
 
     if __name__ == "__main__":
+        if (child := os.fork()) == 0:
+            main(maxtasksperchild=1)
+            sys.exit()
+        assert os.waitpid(child, 0)[1] == 0
         main()
 """
 
@@ -61,18 +66,20 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("entry", ENTRIES)
+# In the first two, no path of now finds the module; in the last one it stays where it was.
+MOVES = [("relative", "another folder"), ("absolute", "removed from the path")]
+MOVES += also(("relative", "removed from the path"), ("relative", "both"))
+MOVES += also(("absolute", "both"), ("absolute", "another folder"))
+
+
+@pytest.mark.parametrize(("entry", "change"), MOVES)
 @pytest.mark.parametrize("before", [False, True], ids=["at first", "later"])
 def test_a_module_that_moved(tmp_path, entry, change, before):
     """A worker of now, and one of before, have the functions, classes and data of the program."""
     (tmp_path / "lib").mkdir()
     scripts.write(tmp_path / "lib" / "rates.py", MODULE)
-    for pool in "xpool.Pool(1)", "xpool.Pool(1, maxtasksperchild=1)":
-        text = PROGRAM.format(
-            entry=ENTRIES[entry], change=CHANGES[change], before=before, pool=pool
-        )
-        assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""
+    text = PROGRAM.format(entry=ENTRIES[entry], change=CHANGES[change], before=before)
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""
 
 
 REMOVED = """

@@ -491,18 +491,17 @@ def test_a_changed_class(receiver: Receiver) -> None:
     assert Config.level == 3
 
 
-@pytest.mark.parametrize("make", CHECKS, ids=lambda make: make.__name__)
-def test_a_changed_class_of_any_kind(receiver: Receiver, make: Callable[[], Any]) -> None:
+def test_a_changed_class_of_any_kind(receiver: Receiver) -> None:
     """Setting an attribute later keeps the rest of the definition, for every kind of class."""
-    one = make()
-    assert receiver.call(apply, CHECKS[make], one)
-    try:
+    for make, check in CHECKS.items():
+        one = make()
+        assert receiver.call(apply, check, one), make.__name__
+        if make is with_metaclass:  # its classes are read only
+            continue
         type(one).set_later = 3
-    except TypeError:
-        pytest.skip("the class forbids it")
-    assert receiver.call(lambda: type(one).set_later) == 3
-    assert receiver.call(apply, CHECKS[make], one)
-    assert CHECKS[make](receiver.call(echo, one))
+        assert receiver.call(lambda one=one: type(one).set_later) == 3, make.__name__
+        assert receiver.call(apply, check, one), make.__name__
+        assert check(receiver.call(echo, one)), make.__name__
 
 
 def test_class_is_defined_once(receiver: Receiver) -> None:

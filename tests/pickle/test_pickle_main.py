@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from support import scripts
-
-BY_VALUE = ["file", "stdin", "command"]
+from support.tiers import also
 
 SHARED_GLOBALS = """
 from receiver import Receiver
@@ -192,14 +191,28 @@ print("ok")
 """
 
 
-@pytest.mark.parametrize("how", BY_VALUE)
+PROGRAMS = {
+    "shared globals": SHARED_GLOBALS,
+    "not clobbered": NOT_CLOBBERED,
+    "definitions": DEFINITIONS,
+    "dispatch": DISPATCH,
+    "left out": LEFT_OUT,
+}
+
+
 @pytest.mark.parametrize(
-    "program",
-    [SHARED_GLOBALS, NOT_CLOBBERED, DEFINITIONS, DISPATCH, LEFT_OUT],
-    ids=["shared globals", "not clobbered", "definitions", "dispatch", "left out"],
-)
-def test_by_value(run_program: Callable[..., str], program: str, how: str) -> None:
+    ("name", "how"),
+    [
+        *((name, "file") for name in PROGRAMS),
+        ("definitions", "stdin"),
+        ("definitions", "command"),
+        *also(*((name, how) for name in PROGRAMS for how in ("stdin", "command")
+                if name != "definitions")),
+    ],
+)  # fmt: skip
+def test_by_value(run_program: Callable[..., str], name: str, how: str) -> None:
     """The functions, classes and globals of ``__main__`` are sent by value."""
+    program = PROGRAMS[name]
     if how == "command":
         program = program.replace("\n\n", "\n")
     assert run_program(program, how).strip() == "ok"

@@ -5,54 +5,53 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 from receiver import ROOT
+from template import Template
 
 pytestmark = pytest.mark.torch  # the program of most tests has torch and numpy
 
-SERVE = """
+SERVE = f"""
 import pickle, struct, sys
-sys.path.insert(0, {root!r})
+sys.path.insert(0, {str(ROOT)!r})
 from xpool._pickling.by_value import settings
-names = {{"settings": settings, "sys": sys}}
-source, sink = sys.stdin.buffer, sys.stdout.buffer
-while head := source.read(8):
-    kind, text, given = pickle.loads(source.read(struct.unpack("<Q", head)[0]))
-    names["given"] = given
-    try:
-        reply = True, exec(text, names) if kind == "run" else eval(text, names)
-    except BaseException as error:
-        reply = False, repr(error)
-    data = pickle.dumps(reply)
-    sink.write(struct.pack("<Q", len(data)) + data)
-    sink.flush()
+
+def serve(descriptor):
+    names = {{"settings": settings, "sys": sys}}
+    source, sink = (open(descriptor, mode, closefd=False) for mode in ("rb", "wb"))
+    while head := source.read(8):
+        kind, text, given = pickle.loads(source.read(struct.unpack("<Q", head)[0]))
+        names["given"] = given
+        try:
+            reply = True, exec(text, names) if kind == "run" else eval(text, names)
+        except BaseException as error:
+            reply = False, repr(error)
+        data = pickle.dumps(reply)
+        sink.write(struct.pack("<Q", len(data)) + data)
+        sink.flush()
 """
 
 
 class Side:
-    """A fresh interpreter that runs code: the program, or a worker."""
+    """A process that has imported nothing but `settings`, and runs code: the program, or a
+    worker."""
 
-    def __init__(self, **environ: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVE.format(root=str(ROOT))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **environ},
-        )
+    def __init__(self, template: Template) -> None:
+        self._socket = template.fork()
+        self._file = self._socket.makefile("rwb")
 
     def _ask(self, kind: str, text: str, given: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
         data = pickle.dumps((kind, text, given))
-        self._process.stdin.write(len(data).to_bytes(8, "little") + data)
-        self._process.stdin.flush()
-        size = int.from_bytes(self._process.stdout.read(8), "little")
-        done, value = pickle.loads(self._process.stdout.read(size))
+        self._file.write(len(data).to_bytes(8, "little") + data)
+        self._file.flush()
+        size = int.from_bytes(self._file.read(8), "little")
+        done, value = pickle.loads(self._file.read(size))
         assert done, value
         return value
 
@@ -65,9 +64,11 @@ class Side:
     def rows(self) -> dict[str, Any]:
         return {name: value for name, _, value in self.get("settings.snapshot().rows")}
 
-    def close(self) -> str:
-        """End the process; return what it has printed to stderr."""
-        return self._process.communicate()[1].decode()
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_WR)
+        self._file.read()  # until the process has ended
+        self._file.close()
+        self._socket.close()
 
 
 class Pair(NamedTuple):
@@ -94,30 +95,50 @@ class Pair(NamedTuple):
         self.worker.run(code)
 
 
-@contextlib.contextmanager
-def sides() -> Iterator[Pair]:
+Sides = Callable[..., contextlib.AbstractContextManager[Pair]]
+
+LIBRARIES = "import decimal, locale, logging, os, socket, time, warnings; import numpy, torch"
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
+    """Start pairs; the program, or both sides, may have imported the libraries."""
     environ = {name: "" for name in ("TZ", "LC_ALL") if name in os.environ}
-    one = Pair(Side(**environ), Side(**environ))
-    try:
-        yield one
-    finally:
-        said = [side.close() for side in one]
-    assert said == ["", ""], "nothing is printed"
+    said = tmp_path_factory.mktemp("sides") / "stderr"
+    with contextlib.ExitStack() as stack:
+        options = {"stderr": stack.enter_context(said.open("w")), "env": {**os.environ, **environ}}
+
+        def template(code: str) -> Template:
+            return stack.enter_context(contextlib.closing(Template(code, **options)))
+
+        templates = template(SERVE), template(f"{SERVE}\n{LIBRARIES}")
+
+        @contextlib.contextmanager
+        def start(program: bool = False, worker: bool = False) -> Iterator[Pair]:
+            one = Pair(Side(templates[program]), Side(templates[worker]))
+            try:
+                yield one
+            finally:
+                for side in one:
+                    side.close()
+            assert said.read_text() == "", "nothing is printed"
+
+        yield start
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair(sides: Sides) -> Iterator[Pair]:
     with sides() as one:
         one.begin()
         yield one
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Pair]:
+def shared(sides: Sides) -> Iterator[Pair]:
     """Two processes that have imported the libraries, for tests that undo their changes."""
-    with sides() as one:
+    with sides(program=True, worker=True) as one:
         one.begin()
-        one.both("import decimal, locale, logging, os, socket, time, warnings; import numpy, torch")
+        one.both(LIBRARIES)
         yield one
 
 
@@ -368,7 +389,7 @@ def test_nothing_is_sent_before_anything_changes(pair: Pair) -> None:
     assert pair.program.rows() == {"recursion limit": 1000}
 
 
-def test_filters_from_before_the_first_import_of_xpool_arrive() -> None:
+def test_filters_from_before_the_first_import_of_xpool_arrive(sides: Sides) -> None:
     """Filters set before the first snapshot are sent with it."""
     with sides() as (program, worker):
         program.run("import warnings; warnings.simplefilter('error', UserWarning)")
@@ -406,15 +427,19 @@ LATER = {
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_a_row_of_a_library_is_set_when_a_worker_imports_the_library(pair: Pair, name: str) -> None:
+def test_a_row_of_a_library_is_set_when_a_worker_imports_the_library(
+    sides: Sides, name: str
+) -> None:
     """`receive` imports no library, and the row is there right after the import."""
     change, look = LATER[name]
-    pair.program.run(f"import {name}\n{change}")
-    pair.worker.run(f"had = {name!r} in sys.modules")
-    pair.deliver()
-    assert pair.worker.get(f"({name!r} in sys.modules) == had")
-    pair.worker.run(f"import {name}")
-    assert pair.worker.get(look) == pair.program.get(look)
+    with sides(program=True) as pair:
+        pair.begin()
+        pair.program.run(f"import {name}\n{change}")
+        pair.worker.run(f"had = {name!r} in sys.modules")
+        pair.deliver()
+        assert pair.worker.get(f"({name!r} in sys.modules) == had")
+        pair.worker.run(f"import {name}")
+        assert pair.worker.get(look) == pair.program.get(look)
 
 
 def test_a_row_that_goes_before_its_library_is_imported_is_not_set(pair: Pair) -> None:
@@ -482,7 +507,9 @@ def test_variables_of_the_worker_never_change(pair: Pair, keep: str) -> None:
         assert pair.worker.get("os.environ['DEVICES']") == "3"
 
 
-def test_a_message_from_before_a_workers_start_has_the_older_values() -> None:
+def test_a_message_from_before_a_workers_start_has_the_older_values(
+    sides: Sides,
+) -> None:
     """A worker that was started after a change goes back for a message made before it."""
     with sides() as pair:
         pair.both("import os, sys")
