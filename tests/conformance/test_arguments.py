@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from support import work
 from support.kinds import KINDS, STDLIB, VERBS
 
-from xpool import ThreadPool
 from xpool._calls import options
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
@@ -28,28 +28,35 @@ def _class(name):
     return getattr(xpool, name)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("processes", [0, -1])
-def test_processes_below_one(name, processes):
-    """Fewer than one worker raises a ValueError that names `processes`."""
-    with pytest.raises(ValueError, match="(?i)processes"):
-        _class(name)(processes)
+EITHER = (TypeError, ValueError)
+BAD_SECONDS = [-1, 0, "1", b"1", [1], float("nan")]
+BAD_SIZES = ["", "GB", "2XB", "2 G B", "-1GB", "nanMB", "infGB", "0.1B"]
+
+REFUSED = [
+    (PLAIN, "processes", ValueError, [0, -1]),
+    (PLAIN, "processes", EITHER, ["2", 1.5, [1]]),
+    (PLAIN, "initializer", TypeError, [3, "f"]),
+    (PLAIN, "maxtasksperchild", ValueError, [0, -1, 0.5, "12"]),
+    (PLAIN, "task_timeout", EITHER, BAD_SECONDS),
+    (PLAIN, "initializer_timeout", EITHER, BAD_SECONDS),
+    (PROCESS, "context", ValueError, ["sporn", ""]),
+    (PROCESS, "context", EITHER, [3]),
+    (PLAIN, "share_method", ValueError, ["gpu", "", 3]),
+    (PLAIN, "seed", EITHER, ["x", 1.5]),
+    (PLAIN, "restart_budget", EITHER, [0, -1, 1.5, "3"]),
+    (PLAIN, "memory_limit", EITHER, [-1]),
+    (["ThreadPool"], "worker_memory", ValueError, BAD_SIZES),
+]
 
 
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("processes", ["2", 1.5, [1]])
-def test_processes_of_a_wrong_type(name, processes):
-    """A number of workers that is not an integer raises an error that names `processes`."""
-    with pytest.raises((TypeError, ValueError), match="(?i)processes"):
-        _class(name)(processes)
-
-
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("initializer", [3, "f"])
-def test_initializer_that_cannot_be_called(name, initializer):
-    """An initializer that is not callable raises TypeError, as in the standard library."""
-    with pytest.raises(TypeError, match="initializer"):
-        _class(name)(1, initializer)
+@pytest.mark.parametrize(("names", "option", "error", "values"), REFUSED)
+def test_refused_by_constructors(names, option, error, values):
+    """The error names the option, also in pools of threads, on which it may have no effect."""
+    for name in names:
+        for value in values:
+            with pytest.raises(error, match=f"(?i){option}"):
+                _class(name)(**{"processes": 1, option: value})
+                pytest.fail(f"{name} took {value!r}")
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -57,45 +64,6 @@ def test_initargs_that_are_no_iterable(name):
     """`initargs` that cannot be unpacked raise an error that names `initargs`."""
     with pytest.raises((TypeError, ValueError), match="initargs"):
         _class(name)(1, work.remember, 3)
-
-
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("limit", [0, -1, 0.5, "12"])
-def test_maxtasksperchild(name, limit):
-    """A `maxtasksperchild` that is neither None nor a positive integer raises ValueError."""
-    with pytest.raises(ValueError, match="maxtasksperchild"):
-        _class(name)(1, maxtasksperchild=limit)
-
-
-@pytest.mark.parametrize("name", PROCESS)
-@pytest.mark.parametrize("context", ["sporn", ""])
-def test_unknown_start_method(name, context):
-    """An unknown start method raises a ValueError that names the argument `context`."""
-    with pytest.raises(ValueError, match="context"):
-        _class(name)(1, context=context)
-
-
-@pytest.mark.parametrize("name", PROCESS)
-def test_context_of_a_wrong_type(name):
-    """A context of a wrong type raises an error that names `context`."""
-    with pytest.raises((TypeError, ValueError), match="context"):
-        _class(name)(1, context=3)
-
-
-@pytest.mark.parametrize("name", PROCESS)
-@pytest.mark.parametrize("method", ["gpu", "", 3])
-def test_unknown_share_method(name, method):
-    """An unknown share method raises a ValueError that names `share_method`."""
-    with pytest.raises(ValueError, match="share_method"):
-        _class(name)(1, share_method=method)
-
-
-@pytest.mark.parametrize("name", PROCESS)
-@pytest.mark.parametrize("seed", ["x", 1.5])
-def test_bad_seed(name, seed):
-    """A seed that is not an integer raises an error that names `seed`."""
-    with pytest.raises((TypeError, ValueError), match="seed"):
-        _class(name)(1, seed=seed)
 
 
 @pytest.mark.parametrize("name", PLAIN + CONTEXT)
@@ -144,44 +112,31 @@ def test_context_that_does_not_pickle():
     assert "context" in str(caught.value)
 
 
-@pytest.mark.parametrize("retries", [-1, "1", 1.5])
-def test_bad_retries(pool, retries):
-    """`retries` must be an integer of at least 0."""
-    with pytest.raises((TypeError, ValueError), match="retries"):
-        pool.apply(work.square, (1,), retries=retries)
+REFUSED_BY_VERBS: dict[str, list[Any]] = {
+    "retries": [-1, "1", 1.5],
+    "priority": [None, "1", b"1", [1], True, 1j, float("nan"), Fraction(10**400)],
+    "timeout": BAD_SECONDS,
+    "retry_on": [3, "OSError", [OSError], OSError(), (OSError, int)],
+}
 
 
-@pytest.mark.parametrize(
-    "priority", [None, "1", b"1", [1], True, 1j, float("nan"), Fraction(10**400)]
-)
+@pytest.mark.parametrize("keyword", REFUSED_BY_VERBS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_bad_priority(pool, verb, priority):
-    """For every verb, `priority` must be a real number that can be compared."""
-    with pytest.raises((TypeError, ValueError), match="priority"):
-        getattr(pool, verb)(work.square, (1,), priority=priority)
+def test_refused_by_verbs(pool, verb, keyword):
+    """For every verb, the error names the keyword."""
+    more = {"retries": 1} if keyword == "retry_on" else {}
+    for value in REFUSED_BY_VERBS[keyword]:
+        with pytest.raises((TypeError, ValueError), match=keyword):
+            getattr(pool, verb)(work.square, (1,), **{keyword: value}, **more)
+            pytest.fail(f"{value!r} was accepted")
 
 
-@pytest.mark.parametrize("priority", [5, -5.5, float("-inf"), 10**400, Fraction(1, 3), 0, -0.0])
-def test_good_priority(pool, priority):
-    """`priority` accepts real numbers of any type."""
-    assert pool.apply(work.square, (3,), priority=priority) == 9
-
-
-BAD_SECONDS = [-1, 0, "1", b"1", [1], float("nan")]
-
-
-@pytest.mark.parametrize("timeout", BAD_SECONDS)
-@pytest.mark.parametrize("verb", VERBS)
-def test_bad_timeout(pool, verb, timeout):
-    """For every verb, `timeout` must be None or a number of seconds above zero."""
-    with pytest.raises((TypeError, ValueError), match="timeout"):
-        getattr(pool, verb)(work.square, (1,), timeout=timeout)
-
-
-@pytest.mark.parametrize("timeout", [5, 5.5, float("inf"), None, Fraction(5)])
-def test_good_timeout(pool, timeout):
-    """`timeout` accepts any type of number. None and infinity mean no limit."""
-    assert pool.apply(work.square, (3,), timeout=timeout) == 9
+def test_good_priorities_and_timeouts(pool):
+    """`priority` and `timeout` accept numbers of any type. None and infinity mean no limit."""
+    for priority in (5, -5.5, float("-inf"), 10**400, Fraction(1, 3), 0, -0.0):
+        assert pool.apply(work.square, (3,), priority=priority) == 9
+    for timeout in (5, 5.5, float("inf"), None, Fraction(5)):
+        assert pool.apply(work.square, (3,), timeout=timeout) == 9
 
 
 @pytest.mark.parametrize("verb", ["map", "map_async", "imap", "imap_unordered", "starmap"])
@@ -231,31 +186,6 @@ def test_a_keyword_of_pools_for_an_executor():
     for given in ("processes", "n_jobs"):
         with pytest.raises(TypeError, match=r"^Executor\(\) .*; did you mean max_workers=\?$"):
             _class("Executor")(**{given: 1})
-
-
-@pytest.mark.parametrize("on", [3, "OSError", [OSError], OSError(), (OSError, int)])
-@pytest.mark.parametrize("verb", VERBS)
-def test_bad_retry_on(pool, verb, on):
-    """For every verb, `retry_on` must be an exception class or a tuple of them."""
-    with pytest.raises(TypeError, match="retry_on"):
-        getattr(pool, verb)(work.square, (1,), retries=1, retry_on=on)
-
-
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("option", ["task_timeout", "initializer_timeout"])
-@pytest.mark.parametrize("seconds", BAD_SECONDS)
-def test_bad_limits_of_the_pool(name, option, seconds):
-    """An invalid limit in a constructor raises an error that names the limit."""
-    with pytest.raises((TypeError, ValueError), match=option):
-        _class(name)(1, **{option: seconds})
-
-
-@pytest.mark.parametrize("name", PROCESS)
-@pytest.mark.parametrize("budget", [0, -1, 1.5, "3"])
-def test_bad_restart_budget(name, budget):
-    """`restart_budget` must be None or a positive integer."""
-    with pytest.raises((TypeError, ValueError), match="restart_budget"):
-        _class(name)(1, restart_budget=budget)
 
 
 @pytest.mark.parametrize("verb", ["apply", "apply_async"])
@@ -340,24 +270,6 @@ def test_thread_pools_refuse_options_of_processes(kind, option):
 
 
 @pytest.mark.xpool_only
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"share_method": "gpu"},
-        {"memory_limit": -1},
-        {"seed": "1"},
-        {"restart_budget": 0},
-    ],
-    ids=lambda wrong: next(iter(wrong)),
-)
-def test_arguments_without_effect_are_checked_too(wrong):
-    """`ThreadPool` checks options that have no effect on it, as `Pool` does."""
-    for name in ("Pool", "ThreadPool"):
-        with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
-            _class(name)(1, **wrong)
-
-
-@pytest.mark.xpool_only
 def test_a_hook_for_ends_is_checked():
     """``on_worker_end`` must be callable. Pools over hosts refuse it, with the reason."""
     with pytest.raises(TypeError, match="on_worker_end must be a callable, not 3"):
@@ -404,11 +316,3 @@ def test_contexts_may_be_left_out(make_pool, name):
 def test_sizes_as_text(text, size):
     """A number of bytes may be given as text. Its unit is a power of 1024."""
     assert options.check_bytes("memory_limit", text) == size
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize("text", ["", "GB", "2XB", "2 G B", "-1GB", "nanMB", "infGB", "0.1B"])
-def test_invalid_sizes(text):
-    """An invalid size raises an error that names the argument."""
-    with pytest.raises(ValueError, match="worker_memory"):
-        ThreadPool(1, worker_memory=text)

@@ -153,6 +153,13 @@ def main(unpicklable, method=None):
 GUARD = '\nif __name__ == "__main__":\n    made = "made behind the guard"\n    main({}, {})\n'
 
 
+def _run_main(folder, text, guarded, arguments=""):
+    """Run a script that calls `main`, behind the guard or not."""
+    guard = 'if __name__ == "__main__":\n    ' if guarded else ""
+    path = scripts.write(folder / "program.py", f"{text}\n{guard}main({arguments})\n")
+    return scripts.run_ok([path])
+
+
 def _done(out: str) -> None:
     assert out.splitlines() == ["done"], out
 
@@ -264,12 +271,10 @@ def main():
 """
 
 
-def test_task_that_runs_late(tmp_path):
+@pytest.mark.parametrize("guarded", [True, *also(False)])
+def test_task_that_runs_late(tmp_path, guarded):
     """A task that runs after tasks of a later call still sees the values of its own call."""
-    text = LATE + '\nif __name__ == "__main__":\n    main()\n'
-    out = scripts.run_ok([scripts.write(tmp_path / "late.py", text)])
-    assert out == "[2] [1] [2]\n"
-    assert scripts.run_ok(["-"], LATE + "\nmain()\n") == "[2] [1] [2]\n"
+    assert _run_main(tmp_path, LATE, guarded) == "[2] [1] [2]\n"
 
 
 OF_THE_PROCESS = """
@@ -418,10 +423,7 @@ ANSWERS = """\
 def test_one_element_of_a_large_global(tmp_path, guarded, options):
     """If a large global is changed in place, a task gets its values at the time of the call. An
     element that a worker changed keeps its value until the program changes the global."""
-    guard = 'if __name__ == "__main__":\n    ' if guarded else ""
-    text = LARGE + f"\n{guard}main({options})\n"
-    out = scripts.run_ok([scripts.write(tmp_path / "large.py", text)])
-    assert out == ANSWERS
+    assert _run_main(tmp_path, LARGE, guarded, options) == ANSWERS
 
 
 COUNTED = """
@@ -471,8 +473,7 @@ def main():
 def test_a_final_global_is_pickled_once(tmp_path, guarded):
     """A large global is pickled once for each call of a function that uses it, a Final global once
     for each pool."""
-    guard = 'if __name__ == "__main__":\n    ' if guarded else ""
-    out = scripts.run_ok([scripts.write(tmp_path / "final.py", COUNTED + f"\n{guard}main()\n")])
+    out = _run_main(tmp_path, COUNTED, guarded)
     first, last = ("1, 1, 1", "4, 1, 1", "5, 2, 2", "8, 2, 2"), (1, 1, 2, 2)
     assert out.splitlines() == [f"[{some}, {one}]" for some, one in zip(first, last)]
 
@@ -793,12 +794,10 @@ def main():
 """
 
 
-def test_sentinels(tmp_path):
+@pytest.mark.parametrize("guarded", [True, *also(False)])
+def test_sentinels(tmp_path, guarded):
     """A bare object that is a global is the same object in defaults, arguments and results."""
-    guarded = SENTINEL + '\nif __name__ == "__main__":\n    main()\n'
-    done = "missing True True True\nTrue\n"
-    assert scripts.run_ok([scripts.write(tmp_path / "sentinel.py", guarded)]) == done
-    assert scripts.run_ok(["-"], SENTINEL + "\nmain()\n") == done
+    assert _run_main(tmp_path, SENTINEL, guarded) == "missing True True True\nTrue\n"
 
 
 OF_A_MODULE = """

@@ -9,7 +9,6 @@ import threading
 
 import pytest
 from support import work
-from support.kinds import START_METHODS
 from support.limits import WAIT
 from support.waiting import eventually, wait_gone
 
@@ -44,10 +43,9 @@ def test_larger_and_smaller(kind, make_pool, mailbox, gate):
         assert behind.get(WAIT) == 9
 
 
-@pytest.mark.parametrize("kind", START_METHODS)
-def test_with_each_start_method(kind, make_pool):
+def test_with_each_start_method(method_kind, make_pool):
     """New workers run the initializer. Removed workers leave no process behind."""
-    pool = make_pool(kind, 1, work.remember, (5,))
+    pool = make_pool(method_kind, 1, work.remember, (5,))
     pool.resize(3)
     eventually(lambda: pool.statistics()["ready"] == 3, "three workers")
     assert pool.map(work.recall, range(30), 1) == [[(5,)]] * 30

@@ -8,6 +8,7 @@ import py_compile
 import pytest
 from support import scripts
 from support.limits import WAIT
+from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
 
@@ -61,7 +62,7 @@ PROGRAM = "import xpool\n" + BODY
 GUARD = '\nif __name__ == "__main__":\n    main()\n'
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", *also("spawn", "fork")])
 def test_guarded_script(tmp_path, method):
     """Functions, lambdas, classes and globals of a script work with every start method."""
     text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
@@ -69,7 +70,7 @@ def test_guarded_script(tmp_path, method):
     assert scripts.run_ok([path]).splitlines() == EXPECTED
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", *also("forkserver", "fork")])
 def test_script_without_the_guard(tmp_path, method):
     """A script without the guard works, or it ends with one error that says what to add."""
     text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
@@ -82,8 +83,13 @@ def test_script_without_the_guard(tmp_path, method):
         assert 'if __name__ == "__main__"' in errors[-1].replace("'", '"'), done.stderr
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("how", ["folder", "compiled"])
+@pytest.mark.parametrize(
+    ("how", "method"),
+    [
+        ("folder", "spawn"), ("compiled", "forkserver"),
+        *also(("folder", "forkserver"), ("compiled", "spawn")),
+    ],
+)  # fmt: skip
 def test_what_multiprocessing_does_not_run_again(tmp_path, how, method):
     """An unguarded ``__main__.py`` of a folder and a guarded compiled script work."""
     text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
@@ -94,33 +100,6 @@ def test_what_multiprocessing_does_not_run_again(tmp_path, how, method):
         source = scripts.write(tmp_path / "guarded.py", text + GUARD)
         path = py_compile.compile(source, cfile=str(tmp_path / "guarded.pyc"), doraise=True)
     assert scripts.run_ok([str(path)]).splitlines() == EXPECTED
-
-
-def test_script_run_as_a_module(tmp_path):
-    """``python -m`` works with functions of the module itself."""
-    (tmp_path / "runme.py").write_text(PROGRAM + GUARD)
-    done = scripts.popen(["-m", "runme"], cwd=str(tmp_path))
-    out, err = done.communicate(timeout=WAIT)
-    assert (out.splitlines(), err) == (EXPECTED, "")
-
-
-def test_package_run_as_a_module(tmp_path):
-    """``python -m package`` works with relative imports."""
-    package = tmp_path / "runpackage"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "helper.py").write_text("def triple(x):\n    return 3 * x\n")
-    (package / "__main__.py").write_text(
-        "import xpool\nfrom .helper import triple\n"
-        "def task(x):\n    return triple(x) + 1\n"
-        'if __name__ == "__main__":\n'
-        "    with xpool.Pool(1) as pool:\n"
-        "        print(pool.map(task, [1, 2]), pool.map(triple, [1]))\n"
-        "    pool.join()\n"
-    )
-    done = scripts.popen(["-m", "runpackage"], cwd=str(tmp_path))
-    out, err = done.communicate(timeout=WAIT)
-    assert (out, err) == ("[4, 7] [3]\n", "")
 
 
 def test_a_module_without_the_guard(tmp_path):
@@ -165,11 +144,6 @@ def test_a_module_is_run_as_far_as_needed(tmp_path):
     done = scripts.popen(["-m", "runme"], cwd=str(tmp_path))
     out, err = done.communicate(timeout=WAIT)
     assert (out, err) == ("[False] [Decimal('1')]\n", "")
-
-
-def test_standard_input():
-    """``python -`` works, because functions without a file are sent by value."""
-    assert scripts.run_ok(["-"], PROGRAM + "\nmain()\n").splitlines() == EXPECTED
 
 
 def test_command_line():
@@ -224,6 +198,7 @@ def test_annotations_of_a_script_that_is_run_as_a_whole(tmp_path):
     assert scripts.run_ok([path]) == "[3]\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 def test_torch_in_a_script(tmp_path):
     """Functions of a script may take and return tensors."""

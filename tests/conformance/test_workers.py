@@ -11,6 +11,7 @@ import types
 import pytest
 from support import scripts, work
 from support.kinds import PROCESS_KINDS, STDLIB
+from support.tiers import also
 from support.waiting import eventually
 
 from xpool import OptionError
@@ -80,6 +81,7 @@ def test_initializer_runs_again_in_a_replacement(process_kind, make_pool):
     assert pool.map(work.recall, range(3), 1) == [[(7,)]] * 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_locks_values_and_queues_through_initargs(make_pool, method):
     """The initializer may receive locks, values and queues of multiprocessing."""
@@ -174,7 +176,7 @@ def test_daemon_flag(process_kind, make_pool):
 
 
 @pytest.mark.xpool_only
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", *also("spawn")])
 def test_environment_of_the_moment(make_pool, monkeypatch, method):
     """A worker gets the environment that its parent has when the worker starts."""
     from xpool import Pool
@@ -410,7 +412,12 @@ def test_statistics(kind, make_pool):
 
 
 @pytest.fixture(
-    params=[(), ("numpy",), ("numpy", "torch")], ids=["plain", "numpy", "torch"], scope="module"
+    params=[
+        pytest.param((), id="plain", marks=pytest.mark.exhaustive),
+        pytest.param(("numpy",), id="numpy", marks=pytest.mark.exhaustive),
+        pytest.param(("numpy", "torch"), id="torch"),
+    ],
+    scope="module",
 )
 def modules(request, warm):
     """Modules with random generators. The program imports them too."""

@@ -6,6 +6,7 @@ import multiprocessing
 
 import pytest
 from support import scripts
+from support.tiers import also
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [
@@ -29,7 +30,7 @@ PROGRAM = """
         def __getitem__(self, i):
             return i, os.getpid(), os.getppid()
 
-    def epoch(loader, kills):
+    def epoch(loader, kills=False):
         batches = iter(loader)
         seen, pid, parents = (values.tolist() for values in next(batches))
         print("fork" if parents[0] == os.getpid() else "server")
@@ -44,25 +45,27 @@ PROGRAM = """
     if __name__ == "__main__":
         BEFORE
         loader = DataLoader(Parents(), 2, num_workers=1)
-        epoch(loader, True)
-        epoch(loader, False)
+        epoch(loader, KILLS)
+        epoch(loader)
 """
 
 
-@pytest.mark.parametrize(
-    ("before", "kind"),
-    [
-        ("pass", "fork"),
-        ("__import__('multiprocessing').set_start_method('spawn')", "server"),
-        ("threading.Thread(target=threading.Event().wait, daemon=True).start()", "server"),
-        ("lock = __import__('_thread').start_new_thread(threading.Event().wait, ())", "server"),
-        ("xpool.preload('torch')", "fork"),
-    ],
-    ids=["alone", "spawn", "thread", "bare thread", "preload"],
-)
-def test_workers_are_forks_where_that_is_safe(before, kind):
+BEFORE = {
+    "alone": ("pass", "fork"),
+    "bare thread": (
+        "lock = __import__('_thread').start_new_thread(threading.Event().wait, ())", "server",
+    ),
+    "thread": ("threading.Thread(target=threading.Event().wait, daemon=True).start()", "server"),
+    "spawn": ("__import__('multiprocessing').set_start_method('spawn')", "server"),
+    "preload": ("xpool.preload('torch')", "fork"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["alone", "bare thread", *also("thread", "spawn", "preload")])
+def test_workers_are_forks_where_that_is_safe(name):
     """In a program without other threads, workers are forks. The server replaces dead ones."""
-    program = PROGRAM.replace("BEFORE", before)
+    before, kind = BEFORE[name]
+    program = PROGRAM.replace("BEFORE", before).replace("KILLS", str(kind == "fork"))
     assert scripts.run_ok(["-"], program).split() == [kind] * 2
 
 

@@ -73,7 +73,7 @@ def start(make_queue: Callable[..., SimpleQueue]) -> Iterator[Callable[..., Any]
         process.close()
 
 
-@pytest.fixture(params=["spawn", *also("fork", "forkserver")])
+@pytest.fixture(params=["fork", *also("spawn", "forkserver")])
 def method(request: pytest.FixtureRequest) -> str:
     """Every start method."""
     return request.param  # type: ignore[no-any-return]

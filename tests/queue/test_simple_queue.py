@@ -16,6 +16,7 @@ from typing import Any
 import parts
 import pytest
 from support import scripts
+from support.tiers import also
 from support.waiting import LIMIT, eventually
 
 from xpool import Pool, TaskNotPicklable
@@ -32,6 +33,7 @@ def test_quick_names(make_queue: Any):
         one.quick_get(0)
 
 
+@pytest.mark.parametrize("method", ["spawn", *also("fork", "forkserver")])
 def test_order(make_queue: Any, start: Any, method: str):
     """Items of one process arrive in order, with every start method."""
     there, back = make_queue(), make_queue()
@@ -43,7 +45,7 @@ def test_order(make_queue: Any, start: Any, method: str):
     there.put(None)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", *also("forkserver")])
 def test_many_readers_and_writers(make_queue: Any, start: Any, method: str):
     """Each item is received once, and each reader gets one writer's items in order."""
     q, results = make_queue(), make_queue()
@@ -320,7 +322,7 @@ def test_ctx(make_queue: Any, ctx: Any):
 # -- processes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", [None, *also("fork", "spawn", "forkserver")])
 def test_initargs_of_a_pool(make_queue: Any, context: Any):
     """Workers get a queue by ``initargs`` with every start method, replacements too."""
     q = make_queue()

@@ -14,6 +14,7 @@ from multiprocessing import util
 import pytest
 from support import scripts, work
 from support.limits import WAIT
+from support.tiers import also
 
 import xpool
 from xpool import current_worker
@@ -70,7 +71,7 @@ def ran(log):
 DONE = sorted(("atexit", "finalize", "thread", "weakref"))
 
 
-@pytest.mark.parametrize("method", [None, "spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", [None, "fork", *also("spawn", "forkserver")])
 def test_close_and_join(make_pool, log, method):
     """After `join`, each callback has run once in each worker, although others failed."""
     from xpool import Pool
@@ -148,7 +149,7 @@ INHERITED = """
 """
 
 
-@pytest.mark.parametrize("method", ["None", "fork"])
+@pytest.mark.parametrize("method", ["fork", *also("None")])
 def test_callbacks_of_the_program(tmp_path, log, method):
     """Callbacks of the program run at the end of the program, not of a worker."""
     scripts.run_ok([scripts.write(tmp_path / "inherited.py", INHERITED), str(log), method])
@@ -242,7 +243,7 @@ def task(context, x):
     return x
 
 
-@pytest.mark.parametrize("method", [None, "spawn", "fork"])
+@pytest.mark.parametrize("method", [None, *also("spawn", "fork")])
 def test_exit_of_a_context(make_pool, log, method):
     """A context's `exit()` is called in its worker, after the last task and what the initializer
     has registered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support import scripts
+from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
 
@@ -132,7 +133,7 @@ ARRAY = """
 """
 
 
-@pytest.mark.parametrize("name", ["numpy", "torch"])
+@pytest.mark.parametrize("name", ["numpy", *also("torch")])
 def test_a_first_answer_is_an_array_without_imports(tmp_path, name: str):
     """The modules that pickle an array are imported together with its library."""
     pytest.importorskip(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support import scripts
+from support.tiers import also
 
 import xpool
 
@@ -174,10 +175,16 @@ USED = """
 """
 
 UNUSUAL = {
-    "blocks SIGCHLD": "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])",
-    "ignores SIGCHLD": "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
-    "closes its streams": "import os; os.close(1); os.close(2)",
-    "replaces its streams": "import sys; sys.stdout = sys.stderr = None",
+    "blocks SIGCHLD, closes its streams": """
+        import os, signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        os.close(1), os.close(2)
+    """,
+    "ignores SIGCHLD, replaces its streams": """
+        import signal, sys
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        sys.stdout = sys.stderr = None
+    """,
 }
 
 
@@ -188,7 +195,7 @@ def test_a_module_with_effects_on_the_server(tmp_path, what):
     assert scripts.run_ok([scripts.write(tmp_path / "used.py", USED)]) == "used\n"
 
 
-@pytest.mark.parametrize("how", ["SystemExit('needs a GPU')", "KeyboardInterrupt()"])
+@pytest.mark.parametrize("how", ["SystemExit('needs a GPU')", *also("KeyboardInterrupt()")])
 def test_a_module_that_wants_to_end_the_process(tmp_path, how):
     """The server reports an exception that would end the process, and continues."""
     scripts.write(tmp_path / "unusual.py", f"raise {how}")

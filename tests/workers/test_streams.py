@@ -6,6 +6,7 @@ import os
 
 import pytest
 from support import scripts
+from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
 
@@ -21,7 +22,7 @@ def shout(text):
     return os.getpid()
 
 
-@pytest.mark.parametrize("method", [None, "spawn", "fork"])
+@pytest.mark.parametrize("method", [None, *also("spawn", "fork")])
 def test_output_during_a_capture(make_pool, capfd, method):
     """The output of a pool made during a capture is captured."""
     from xpool import Pool
@@ -92,7 +93,7 @@ CLOSED = """
 """
 
 
-@pytest.mark.parametrize("closed", ["0", "1", "2", "12", "012"])
+@pytest.mark.parametrize("closed", ["0", "012", *also("1", "2", "12")])
 def test_closed_streams(tmp_path, closed):
     """If the program has closed its streams, no output gets into a channel."""
     done = scripts.run([scripts.write(tmp_path / "closed.py", CLOSED), closed])
@@ -110,7 +111,7 @@ def where_stdin_leads():
     return os.readlink("/proc/self/fd/0"), sys.stdin.read()
 
 
-@pytest.mark.parametrize("method", [None, "spawn", "fork"])
+@pytest.mark.parametrize("method", [None, *also("spawn", "fork")])
 def test_stdin_is_empty(make_pool, method):
     """Tasks read an empty standard input, as in the standard library."""
     from xpool import Pool

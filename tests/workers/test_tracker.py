@@ -7,8 +7,7 @@ from multiprocessing import resource_tracker, shared_memory
 
 import pytest
 from support import scripts
-
-METHODS = [None, "spawn", "forkserver"]
+from support.tiers import also
 
 
 def attach(name):
@@ -71,8 +70,18 @@ TASKS = """
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("how", ["before", "after", "worker", "child"])
+HOW = ["before", "after", "worker", "child"]
+
+
+@pytest.mark.parametrize(
+    ("how", "method"),
+    [
+        *((how, None) for how in HOW),
+        ("after", "spawn"),
+        *also(*((how, "spawn") for how in HOW if how != "after")),
+        *also(*((how, "forkserver") for how in HOW)),
+    ],
+)
 @pytest.mark.xpool_only
 def test_a_block_outlives_the_workers(tmp_path, how, method):
     """A block made before the pool, after it or by a worker stays until it is unlinked. There is no
