@@ -282,22 +282,6 @@ def test_a_hook_for_ends_is_checked():
         _class("Pool")(hosts=Hosts(), on_worker_end=print)
 
 
-class Opens:
-    """A context with `enter` but without `env`."""
-
-    opened = 0
-
-    def enter(self):
-        self.opened += 1
-
-
-@pytest.mark.xpool_only
-def test_a_context_is_entered(make_pool):
-    """The worker enters its context once."""
-    pool = make_pool(_class("CtxPool"), worker_contexts=[Opens()])
-    assert [pool.apply(getattr, ("opened",)) for _ in range(2)] == [1, 1]
-
-
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("name", ["CtxPool", "CtxThreadPool"])
 def test_contexts_may_be_left_out(make_pool, name):

@@ -1,8 +1,12 @@
-"""How a loader's workers start: as forks of the program or of the fork server."""
+"""How a loader's workers start: as forks of the program or of the fork server.
+
+The programs are forks of one process that has imported torch, because that takes a second.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import textwrap
 
 import pytest
 from support import scripts
@@ -17,8 +21,8 @@ pytestmark = [
     ),
 ]
 
-PROGRAM = """
-    import os, signal, sys, threading
+PARENTS = """
+    import os, signal, threading
     import torch
     import xpool
     from xpool.data import DataLoader
@@ -49,109 +53,129 @@ PROGRAM = """
         epoch(loader)
 """
 
+GLOBALS = """
+    import sys
+    import torch
+    import xpool
+    from xpool.data import DataLoader
 
-BEFORE = {
-    "alone": ("pass", "fork"),
+    sys.path.insert(0, FOLDER)
+    import settings
+
+    class Sizes(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return settings.SIZE
+
+    if __name__ == "__main__":
+        settings.SIZE = 224
+        xpool.preload("torch")
+        loader = DataLoader(Sizes(), 4, num_workers=1)
+        print(*next(iter(loader)).tolist())
+        with xpool.Pool(1) as pool:  # from the server, which has torch then
+            pool.apply(abs, (1,))
+        print(*next(iter(loader)).tolist())
+"""
+
+DEATH = """
+    import os, signal
+    import torch
+    from xpool.data import DataLoader
+
+    class Dying(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            if i == 0:
+                try:
+                    os.close(os.open(FILE, os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    return os.getppid()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return os.getppid()
+
+    FILE = FOLDER + "/died"
+    if __name__ == "__main__":
+        loader = DataLoader(Dying(), 1, num_workers=2)
+        list(loader)
+        print({parent.item() for parent in loader} == {os.getpid()})
+"""
+
+HANDLERS = """
+    import os, signal, socket
+    import torch
+    from xpool.data import DataLoader
+
+    class Signals(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            assert os.getppid() == PROGRAM
+            return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.set_wakeup_fd(-1)
+
+    PROGRAM = os.getpid()
+    if __name__ == "__main__":
+        signal.signal(signal.SIGTERM, lambda *args: print("the program's handler"))
+        end, other = socket.socketpair()
+        end.setblocking(False)
+        signal.set_wakeup_fd(end.fileno())
+        for defaults, descriptors in DataLoader(Signals(), 2, num_workers=1):
+            print(*defaults.tolist(), *descriptors.tolist())
+        signal.set_wakeup_fd(-1)
+"""
+
+
+def parents(before, kills=False):
+    """Return a program that prints whether its workers are forks or come from the server."""
+    return PARENTS.replace("BEFORE", before).replace("KILLS", str(kills))
+
+
+PROGRAMS = {
+    # In a program without other threads, workers are forks. The server replaces dead ones.
+    "alone": (parents("pass", True), "fork fork"),
     "bare thread": (
-        "lock = __import__('_thread').start_new_thread(threading.Event().wait, ())", "server",
+        parents("lock = __import__('_thread').start_new_thread(threading.Event().wait, ())"),
+        "server server",
     ),
-    "thread": ("threading.Thread(target=threading.Event().wait, daemon=True).start()", "server"),
-    "spawn": ("__import__('multiprocessing').set_start_method('spawn')", "server"),
-    "preload": ("xpool.preload('torch')", "fork"),
-}  # fmt: skip
+    # Workers see the program's values of globals, whether or not the server is ready.
+    "globals": (GLOBALS, " ".join(["224"] * 8)),
+    # After a worker's death, the next epoch still forks, although a fork server runs.
+    "a death at the end of an epoch": (DEATH, "True"),
+    # A fork runs neither the program's signal handlers nor its event loop's.
+    "handlers": (HANDLERS, "True True -1 -1"),
+}
+MORE = {
+    "thread": (
+        parents("threading.Thread(target=threading.Event().wait, daemon=True).start()", True),
+        "server server",
+    ),
+    "spawn": (parents("__import__('multiprocessing').set_start_method('spawn')"), "server server"),
+    "preload": (parents("xpool.preload('torch')", True), "fork fork"),
+}
+
+RUN = """
+    import os, sys
+    import torch
+
+    for name, text in PROGRAMS.items():
+        if not (child := os.fork()):
+            exec(text, globals())
+            sys.exit()
+        print("end of", name, os.waitpid(child, 0)[1], flush=True)
+"""
 
 
-@pytest.mark.parametrize("name", ["alone", "bare thread", *also("thread", "spawn", "preload")])
-def test_workers_are_forks_where_that_is_safe(name):
-    """In a program without other threads, workers are forks. The server replaces dead ones."""
-    before, kind = BEFORE[name]
-    program = PROGRAM.replace("BEFORE", before).replace("KILLS", str(kind == "fork"))
-    assert scripts.run_ok(["-"], program).split() == [kind] * 2
-
-
-def test_workers_have_the_values_of_globals_in_each_epoch(tmp_path):
-    """Workers see the program's values of globals, whether or not the server is ready."""
+@pytest.mark.parametrize("programs", [PROGRAMS, *also(MORE)], ids=["", "more"])
+def test_programs(tmp_path, programs):
+    """Each program prints what it should. The list has the reason for each."""
     scripts.write(tmp_path / "settings.py", "SIZE = 1")
-    program = """
-        import sys
-        import torch
-        import xpool
-        from xpool.data import DataLoader
-
-        sys.path.insert(0, FOLDER)
-        import settings
-
-        class Sizes(torch.utils.data.Dataset):
-            def __len__(self):
-                return 4
-
-            def __getitem__(self, i):
-                return settings.SIZE
-
-        if __name__ == "__main__":
-            settings.SIZE = 224
-            xpool.preload("torch")
-            loader = DataLoader(Sizes(), 4, num_workers=1)
-            print(*next(iter(loader)).tolist())
-            with xpool.Pool(1) as pool:  # from the server, which has torch then
-                pool.apply(abs, (1,))
-            print(*next(iter(loader)).tolist())
-    """.replace("FOLDER", repr(str(tmp_path)))
-    assert scripts.run_ok(["-"], program).split() == ["224"] * 8
-
-
-def test_a_death_at_the_end_of_an_epoch(tmp_path):
-    """After a worker's death, the next epoch still forks, although a fork server runs."""
-    program = """
-        import os, signal, sys
-        import torch
-        from xpool.data import DataLoader
-
-        class Dying(torch.utils.data.Dataset):
-            def __len__(self):
-                return 8
-
-            def __getitem__(self, i):
-                if i == 0:
-                    try:
-                        os.close(os.open(FILE, os.O_CREAT | os.O_EXCL))
-                    except FileExistsError:
-                        return os.getppid()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return os.getppid()
-
-        FILE = sys.argv[1]
-        if __name__ == "__main__":
-            loader = DataLoader(Dying(), 1, num_workers=2)
-            list(loader)
-            print({parent.item() for parent in loader} == {os.getpid()})
-    """
-    assert scripts.run_ok(["-", str(tmp_path / "died")], program).split() == ["True"]
-
-
-def test_forks_run_no_handlers_of_the_program():
-    """A fork runs neither the program's signal handlers nor its event loop's."""
-    program = """
-        import os, signal, socket, threading
-        import torch
-        from xpool.data import DataLoader
-
-        class Signals(torch.utils.data.Dataset):
-            def __len__(self):
-                return 2
-
-            def __getitem__(self, i):
-                assert os.getppid() == PROGRAM
-                return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.set_wakeup_fd(-1)
-
-        PROGRAM = os.getpid()
-        if __name__ == "__main__":
-            signal.signal(signal.SIGTERM, lambda *args: print("the program's handler"))
-            end, other = socket.socketpair()
-            end.setblocking(False)
-            signal.set_wakeup_fd(end.fileno())
-            for defaults, descriptors in DataLoader(Signals(), 2, num_workers=1):
-                print(*defaults.tolist(), *descriptors.tolist())
-            signal.set_wakeup_fd(-1)
-    """
-    assert scripts.run_ok(["-"], program).split() == ["True", "True", "-1", "-1"]
+    begin = f"FOLDER = {str(tmp_path)!r}\n"
+    texts = {name: begin + textwrap.dedent(text) for name, (text, _) in programs.items()}
+    out = scripts.run_ok(["-"], f"PROGRAMS = {texts!r}\n" + textwrap.dedent(RUN))
+    assert " ".join(out.split()) == " ".join(
+        f"{wanted} end of {name} 0" for name, (_, wanted) in programs.items()
+    )

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 from support import work
+from support.tiers import also
 from support.waiting import Gate, wait_gone
 
 from xpool import WorkerDied
@@ -121,6 +122,7 @@ def test_shutdown():
     assert joblib.Parallel()(delayed(abs)(-n) for n in range(3)) == [0, 1, 2]
 
 
+@pytest.mark.exhaustive
 def test_a_grid_search():
     """Searches and cross-validation of scikit-learn run in the workers."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
@@ -184,7 +186,7 @@ def alone(n):
     return set(pids) == {os.getpid()}, [str(warning.message) for warning in seen]
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["forkserver", *also("spawn")])
 def test_in_a_worker_of_multiprocessing(method):
     """A call in a worker of `multiprocessing.Pool` runs in that worker, with a warning."""
     with multiprocessing.get_context(method).Pool(1) as pool:

@@ -19,7 +19,7 @@ from support.tiers import also
 from support.waiting import eventually
 from torch import nn
 
-from xpool.distributed import GroupError, GroupKeyError, PeerLost, World
+from xpool.distributed import GroupError, GroupKeyError, PeerLost, RpcGroup, World
 from xpool.errors import OptionError
 from xpool.server import (
     ModelNotManaged,
@@ -223,8 +223,7 @@ def test_reducers_die(ranks: Ranks):
     assert ranks.world(3, reducer_dies)[1] == "watched"
 
 
-def bad_options(world: World) -> None:
-    group = world.create_rpc_group("group", ["w0"])
+def bad_options(group: RpcGroup) -> None:
     for options, message in (
         ({"reduce_method": "max"}, "'sum' or 'mean'"),
         ({"reduce_batch_size": 0}, "reduce_batch_size must be"),
@@ -255,8 +254,7 @@ def bad_options(world: World) -> None:
     impl.watch()
 
 
-def half_made(world: World) -> None:
-    group = world.create_rpc_group("group", ["w0"])
+def half_made(group: RpcGroup) -> None:
     group.pair("server", "another's")
     for make in PushPullModelServerImpl, PushPullGradServerImpl:
         with pytest.raises(GroupKeyError, match="'server' is already paired"):
@@ -269,11 +267,6 @@ def half_made(world: World) -> None:
     group.deregister("server/_pull_service")
     group.unpair("server")
     PushPullGradServerImpl("server", group)
-
-
-def test_a_server_that_cannot_be_made(ranks: Ranks):
-    """A failed constructor leaves no name in the group."""
-    ranks.good_world(1, half_made)
 
 
 def misfit_waits(world: World) -> int:
@@ -306,8 +299,7 @@ def test_a_gradient_that_does_not_fit(ranks: Ranks):
     assert ranks.good_world(2, misfit_waits) == [0, 1]
 
 
-def pushes_first(world: World) -> int:
-    group = world.create_rpc_group("group", ["w0"])
+def pushes_first(group: RpcGroup) -> None:
     impl = PushPullGradServerImpl("server", group, reduce_batch_size=1)
     access = group.get_paired("server").to_here()
     access.push(with_gradient(model().double(), 1))
@@ -322,14 +314,15 @@ def pushes_first(world: World) -> int:
     assert steps.acquire(timeout=WAIT)
     impl.stop()
     impl.watch()
-    return int(managed.pp_version)
+    assert managed.pp_version == 1
 
 
-def test_gradients_before_the_model(ranks: Ranks):
-    """Unfit gradients pushed before the model was managed are dropped and counted."""
-    assert ranks.good_world(1, pushes_first) == [1]
+def alone(world: World) -> None:
+    for number, body in enumerate((half_made, pushes_first, bad_options)):
+        body(world.create_rpc_group(f"group{number}", ["w0"]))
 
 
-def test_bad_options(ranks: Ranks):
-    """Invalid options and gradients are refused, and an overfull queue drops the oldest."""
-    ranks.good_world(1, bad_options)
+def test_one_rank(ranks: Ranks):
+    """A failed constructor leaves no name in the group. Unfit gradients pushed before the model was
+    managed are dropped and counted. Invalid options and gradients are refused."""
+    ranks.good_world(1, alone)

@@ -245,14 +245,12 @@ def test_copies():
 
 PROGRAM = """
 import multiprocessing
-import torch
 import xpool
-import xpool.data
 
 def show(held, queue):
     queue.put((held["k"], list(held)))
 
-class Data(torch.utils.data.Dataset):
+class Data:
     def __init__(self, held):
         self.held = held
     def __len__(self):
@@ -269,6 +267,8 @@ if __name__ == "__main__":
         process.start()
         print(queue.get())
         process.join()
+    import torch  # here, because each process above would import it
+    import xpool.data
     numbers = Data(xpool.SharedList(range(8)))
     for loader in (xpool.data.DataLoader, torch.utils.data.DataLoader):
         print([batch.tolist() for batch in loader(numbers, batch_size=4, num_workers=2)])

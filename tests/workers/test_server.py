@@ -242,7 +242,7 @@ FLAGS = """
 """
 
 
-@pytest.mark.parametrize("option", ["-O", "-I", *also("-OO", "-s", "-S", "-E", "-B", "-bb")])
+@pytest.mark.parametrize("option", ["-I", *also("-O", "-OO", "-s", "-S", "-E", "-B", "-bb")])
 def test_workers_have_the_programs_options(tmp_path, option):
     """Workers have Python's options. Their command line does not contain the search path."""
     path = scripts.write(tmp_path / "flags.py", FLAGS.format(path=[str(scripts.ROOT), *sys.path]))
