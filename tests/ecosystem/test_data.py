@@ -497,34 +497,6 @@ def test_a_worker_imports_no_pools():
     assert found.split() == ["[]"]
 
 
-def test_the_program_ends_while_threads_work():
-    """The program's end waits for threads that make batches. Otherwise they would abort it."""
-    scripts.run_ok(
-        ["-"],
-        """
-        import threading
-        import torch
-        from xpool.data import DataLoader
-
-        class Slow:
-            def __len__(self):
-                return 9
-
-            def __getitem__(self, i):
-                if i:
-                    begun.release()
-                    for _ in range(20):
-                        torch.rand(700, 700) @ torch.rand(700, 700)
-                return i
-
-        begun = threading.Semaphore(0)
-        batches = iter(DataLoader(Slow(), num_workers=1, workers="thread"))
-        next(batches)
-        begun.acquire()
-        """,
-    )
-
-
 def test_threads():
     """Threads use the dataset itself, and have their own worker info. A given ThreadPool stays
     open."""

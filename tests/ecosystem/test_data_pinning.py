@@ -118,32 +118,51 @@ def test_leaves():
             assert got == wanted
 
 
-def test_a_program_ends_while_batches_are_pinned():
-    """The thread ends before the program. Otherwise it would abort the process."""
-    scripts.run_ok(
-        ["-"],
-        """
-        import torch
-        from xpool.data import DataLoader
-        from xpool.data import _epoch as epoch, _pinning as pinning
+ENDS = """
+    import os, sys, threading
+    import torch
+    from xpool.data import DataLoader
+    from xpool.data import _epoch as epoch, _pinning as pinning
 
-        class Slow:
-            def __init__(self, items):
-                pass
+    def work():
+        for _ in range(20):
+            torch.rand(700, 700) @ torch.rand(700, 700)
 
-            def pin_memory(self):
-                for _ in range(20):
-                    torch.rand(700, 700) @ torch.rand(700, 700)
-                return self
+    class Items:
+        def __len__(self):
+            return 9
 
+        def __getitem__(self, i):
+            if i:
+                begun.release()
+                work()
+            return i
+
+    class Batch:
+        def __init__(self, items):
+            pass
+
+        def pin_memory(self):
+            work()
+            return self
+
+    begun = threading.Semaphore(0)
+    if sys.argv[1] == "made":
+        options = {"dataset": Items()}
+    else:
         if not pinning.can_pin():
             torch.get_device_module = lambda: torch.cpu
         epoch.can_pin = pinning.can_pin = lambda: True
-        batches = iter(
-            DataLoader(
-                range(9), collate_fn=Slow, pin_memory=True, num_workers=1, workers="thread"
-            )
-        )
-        next(batches)
-        """,
-    )
+        options = {"dataset": range(9), "collate_fn": Batch, "pin_memory": True}
+        begun.release()
+    batches = iter(DataLoader(num_workers=1, workers="thread", **options))
+    next(batches)
+    begun.acquire()
+"""
+
+
+@pytest.mark.parametrize("what", ["made", "pinned"])
+def test_a_program_ends_while_batches_are(what):
+    """The program's end waits for threads that make or pin batches. Otherwise they would abort
+    it."""
+    scripts.run_ok(["-", what], ENDS)

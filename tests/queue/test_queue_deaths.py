@@ -199,7 +199,7 @@ def test_a_reader_dies_with_a_tensor(make_queue: Any, start: Any):
     import torch
 
     there, back, go = make_queue(), make_queue(), make_queue()
-    victim = start("spawn", parts.keep, there, back, go)
+    victim = start("fork", parts.keep, there, back, go)
     there.put(torch.zeros(LARGE))
     assert back.get(LIMIT) == "kept"
     foreign.tidy(float("inf"))
@@ -278,7 +278,7 @@ def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.Mo
 def test_too_many_readers(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
     """If a file has no free attachment, `get` refuses its message; the next message arrives."""
     q = make_queue()
-    start("spawn", parts.put_all, q, [bytearray(LARGE), "short", bytearray(LARGE)]).join(LIMIT)
+    start("fork", parts.put_all, q, [bytearray(LARGE), "short", bytearray(LARGE)]).join(LIMIT)
     monkeypatch.setattr("xpool._memory.attachments.FIRST_FOREIGN", HOLDS)
     with pytest.raises(LookupError, match="which is the limit"):
         q.get(LIMIT)

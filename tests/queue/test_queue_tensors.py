@@ -237,7 +237,7 @@ def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
 def test_memory_of_a_dead_writers_worker(make_queue: Any, start: Any):
     """Memory of a dead writer's worker is freed too."""
     q, go = make_queue(), make_queue()
-    process = start("spawn", parts.pass_on_results, q, 4, 4 << 20, go)
+    process = start("fork", parts.pass_on_results, q, 4, 4 << 20, go)
     taken = [q.get(LIMIT) for _ in range(4)]
     go.put(None)
     process.join(LIMIT)
@@ -330,7 +330,7 @@ def test_out_of_descriptors(make_queue: Any, start: Any):
     q, results = make_queue(), make_queue()
     results.put(torch.ones(3))  # imports the code that pickles tensors
     assert results.get(LIMIT).sum() == 3
-    start("spawn", parts.make_tensors, q, 1, 100)
+    start("fork", parts.make_tensors, q, 1, 100)
     assert not q.empty() or _readable(q)
     parts.foreign.reclaim_arrived()  # the first put's lease is closed, so the next put opens one
     most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -274,7 +274,7 @@ def test_closed(make_queue: Any, start: Any):
     """A closed queue raises; its items stay, and other processes can still use their ends."""
     q, results = make_queue(), make_queue()
     q.put("left")
-    start("spawn", parts.get_one, q, results)
+    start("fork", parts.get_one, q, results)
     with q:
         assert "open" in repr(q)
     for call in (q.get, q.empty, q.fileno, q.__enter__, lambda: q.put(1)):
