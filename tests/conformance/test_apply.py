@@ -11,44 +11,15 @@ import pytest
 from support import work
 
 
-def test_positional_arguments(pool):
-    """`apply(f, args)` returns ``f(*args)``."""
+def test_arguments(pool):
+    """`apply` returns ``f(*args, **kwds)``. Both may be left out, and `args` is any sequence."""
+    both = (1, "b"), {"c": [3], "d": None}
     assert pool.apply(work.square, (5,)) == 25
-
-
-def test_keyword_arguments(pool):
-    """`apply(f, (), kwds)` returns ``f(**kwds)``."""
     assert pool.apply(work.square, (), {"x": 3}) == 9
-
-
-def test_both_kinds_of_arguments(pool):
-    """Positional and keyword arguments arrive together and unchanged."""
-    assert pool.apply(work.echo, (1, "b"), {"c": [3], "d": None}) == (
-        (1, "b"),
-        {"c": [3], "d": None},
-    )
-
-
-def test_arguments_by_name(pool):
-    """The parameters are named `func`, `args` and `kwds`, as documented."""
-    result = pool.apply_async(func=work.echo, args=(1,), kwds={"a": 2})
-    assert result.get() == ((1,), {"a": 2})
-
-
-def test_no_arguments(pool):
-    """`args` and `kwds` may be left out."""
-    assert pool.apply(work.echo) == ((), {})
-    assert pool.apply_async(work.echo).get() == ((), {})
-
-
-def test_arguments_in_a_list(pool):
-    """`args` may be any sequence."""
-    assert pool.apply(work.add, [1, 2]) == 3
-    assert pool.apply_async(work.add, [1, 2]).get() == 3
-
-
-def test_no_result(pool):
-    """A function that returns None gives None."""
+    assert pool.apply(work.echo, *both) == both
+    assert pool.apply_async(func=work.echo, args=(1,), kwds={"a": 2}).get() == ((1,), {"a": 2})
+    assert pool.apply(work.echo) == pool.apply_async(work.echo).get() == ((), {})
+    assert pool.apply(work.add, [1, 2]) == pool.apply_async(work.add, [1, 2]).get() == 3
     assert pool.apply(work.nothing) is None
 
 

@@ -16,7 +16,7 @@ import weakref
 import pytest
 from support import work
 from support.limits import PROGRAM_LIMIT, WAIT
-from support.waiting import Gate, eventually, wait_gone
+from support.waiting import eventually, wait_gone
 
 import xpool
 from xpool import CtxPool, Executor, Pool, ThreadPool, WorkerStartFailed
@@ -40,14 +40,6 @@ def pool(request):
     """A pool of processes, then a pool of threads."""
     with request.param(2) as made:
         yield made
-
-
-@pytest.fixture
-def gate(tmp_path):
-    """A gate at which tasks wait."""
-    made = Gate(tmp_path / "gate")
-    yield made
-    made.close()
 
 
 def test_a_map_left_half_consumed(executor):

@@ -8,6 +8,7 @@ import os
 
 import pytest
 from support import work
+from support.kinds import PROCESS_KINDS, THREAD_KINDS
 from support.limits import WAIT
 from support.waiting import Gate, eventually
 
@@ -57,13 +58,10 @@ def run(request):
     return RUNNERS[request.param]
 
 
-@pytest.fixture(params=[Pool, ThreadPool], ids=lambda pool: pool.__name__)
-def pool(request):
-    """A pool of processes, then a pool of threads."""
-    with request.param(2) as made:
-        yield made
-        made.close()
-        made.join()
+@pytest.fixture(params=[PROCESS_KINDS[0], THREAD_KINDS[0]], ids=repr, scope="module")
+def kind(request):
+    """`Pool`, then `ThreadPool`."""
+    return request.param
 
 
 def test_await(run, pool):

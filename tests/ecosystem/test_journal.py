@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support import work
+from support.kinds import PROCESS_KINDS, THREAD_KINDS
 from support.programs import PROGRAM
 from support.waiting import eventually
 
@@ -25,11 +26,10 @@ from xpool.devices import devices
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(params=[Pool, ThreadPool], ids=lambda pool: pool.__name__)
-def pool(request):
-    """A pool of processes, then a pool of threads."""
-    with request.param(2) as made:
-        yield made
+@pytest.fixture(params=[PROCESS_KINDS[0], THREAD_KINDS[0]], ids=repr, scope="module")
+def kind(request):
+    """`Pool`, then `ThreadPool`."""
+    return request.param
 
 
 @pytest.fixture

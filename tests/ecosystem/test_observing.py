@@ -12,18 +12,9 @@ import types
 
 import pytest
 from support import work
-from support.waiting import Gate
 
 from xpool import OptionError, Pool, ThreadPool
 from xpool._pools.observing import trace
-
-
-@pytest.fixture
-def gate(tmp_path):
-    """A gate that holds tasks until the test opens it."""
-    made = Gate(tmp_path / "gate")
-    yield made
-    made.close()
 
 
 def _spin(x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import re
 import subprocess
 import sys
@@ -11,11 +12,10 @@ import threading
 
 import pytest
 from support import work
+from support.kinds import PROCESS_KINDS, THREAD_KINDS
 from support.limits import PROGRAM_LIMIT, WAIT
 from support.tiers import also
-from support.waiting import Gate
 
-from xpool import Pool, ThreadPool
 from xpool._calls import progress
 from xpool.errors import PoolClosed
 
@@ -33,21 +33,10 @@ def tqdm_is_warm():
         importlib.import_module("tqdm").tqdm(range(0), file=io.StringIO()).close()
 
 
-@pytest.fixture
-def gate(tmp_path):
-    """A gate that holds tasks until the test opens it."""
-    made = Gate(tmp_path / "gate")
-    yield made
-    made.close()
-
-
-@pytest.fixture(params=[Pool, ThreadPool], ids=lambda pool: pool.__name__)
-def pool(request):
-    """A pool of processes, then a pool of threads."""
-    with request.param(2) as made:
-        yield made
-        made.close()
-        made.join()
+@pytest.fixture(params=[PROCESS_KINDS[0], THREAD_KINDS[0]], ids=repr, scope="module")
+def kind(request):
+    """`Pool`, then `ThreadPool`."""
+    return request.param
 
 
 def _run(pool, verb, n, *args, **options):
@@ -117,8 +106,9 @@ def test_an_exception_of_the_callable(pool, monkeypatch):
     assert raised == [ZeroDivisionError]
 
 
-def test_it_ends_with_the_pool(pool, gate):
+def test_it_ends_with_the_pool(kind, make_pool, gate):
     """If the pool ends early, the progress stops at its last number."""
+    pool = make_pool(kind, 2)
     seen = []
     result = pool.map_async(work.gated, [gate.path] * 2, 1, progress=_append_to(seen))
     pool.terminate()
@@ -206,9 +196,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["Pool", *also("ThreadPool")])
-@pytest.mark.parametrize("way", ["closed", "reader gone", *also("raises")])
-@pytest.mark.parametrize("display", DISPLAYS)
+DEAD = [("tqdm", "closed"), ("tqdm", "reader gone"), ("rich", "reader gone"), ("line", "closed")]
+
+
+@pytest.mark.parametrize(
+    ("display", "way", "kind"),
+    [
+        *((display, way, "Pool") for display, way in DEAD),
+        *also(*itertools.product(DISPLAYS, ("raises",), ("Pool", "ThreadPool"))),
+        *also(*itertools.product(DISPLAYS, ("closed", "reader gone"), ("ThreadPool",))),
+        *also(("rich", "closed", "Pool"), ("line", "reader gone", "Pool")),
+    ],
+)
 def test_a_dead_stderr_hurts_no_job(tmp_path, display, way, kind):
     """If stderr is closed or broken, jobs are done, and tqdm's lock is free."""
     if display != "line":
