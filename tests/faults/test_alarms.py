@@ -347,7 +347,8 @@ def test_other_threads_call_no_handler(handler):
 
 
 @pytest.mark.exhaustive
-def test_a_stack_overflow_in_the_engine_breaks_the_pool():
+@pytest.mark.parametrize("verb", ["apply", "get"])
+def test_a_stack_overflow_in_the_engine_breaks_the_pool(verb):
     """After a stack overflow in the engine, a call is right or raises `PoolBroken`."""
 
     def at_depth(n: int, call: Callable[[], Any]) -> Any:
@@ -361,8 +362,11 @@ def test_a_stack_overflow_in_the_engine_breaks_the_pool():
     for left in range(4, 60, 2):
         pool = Pool(1)
         depth = sys.getrecursionlimit() - room - left
+        call: Callable[[], Any] = functools.partial(pool.apply, work.square, (3,))
+        if verb == "get":
+            call = pool.apply_async(work.square, (3,)).get
         try:
-            assert at_depth(depth, functools.partial(pool.apply, work.square, (3,))) == 9
+            assert at_depth(depth, call) == 9
         except (RecursionError, TaskNotPicklable):
             # The next call checks that the pool works, or is broken.
             pass

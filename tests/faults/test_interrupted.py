@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from support.limits import PROGRAM_LIMIT
 
-from xpool import Pool
+from xpool import AsyncResult, Pool, TimeoutError
 
 
 def same(x):
@@ -137,6 +141,51 @@ def test_a_signal_handler_uses_the_pool(tmp_path):
         signal.signal(signal.SIGUSR1, before)
         pool.terminate()
         pool.join()
+
+
+def tell(pid):
+    os.kill(pid, signal.SIGUSR1)
+    return pid
+
+
+@pytest.mark.parametrize("call", ["apply_async", "submit"])
+def test_a_handler_waits_for_a_call_behind_the_awaited_one(call):
+    """It may, although the worker begins that call only after the answer to the awaited one."""
+    got = []
+
+    def handler(signum, frame):
+        got.append(wait(behind))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with Pool(1) as pool, pool.executor() as executor:
+            submit: Callable[..., Any] = executor.submit
+            wait: Callable[[Any], Any] = Future.result
+            if call == "apply_async":
+                submit, wait = lambda func, arg: pool.apply_async(func, (arg,)), AsyncResult.get
+            behind = submit(same, -1)  # the handler may run before the next one is submitted
+            for n in range(50):
+                awaited = submit(tell, os.getpid())
+                behind = submit(same, n)
+                assert wait(awaited) == os.getpid()
+                assert wait(behind) == n
+            assert len(got) == 50
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_get_takes_over_its_answer_in_any_thread():
+    """Several threads wait for one call, with and without a time limit: each gets its value."""
+    with Pool(2) as pool, ThreadPoolExecutor(4) as threads:
+        for n in range(100):
+            result = pool.apply_async(same, (n,))
+            waits = [threads.submit(result.get, limit) for limit in (None, None, 60.0, 60)]
+            assert [one.result() for one in waits] == [n] * 4
+            assert pool.apply(same, (n,)) == n
+        with pytest.raises(TimeoutError, match="after 0.001 s"):
+            pool.apply_async(time.sleep, (60,)).get(0.001)
+        with pytest.raises(TypeError, match="timeout"):
+            pool.apply_async(same, (1,)).get("soon")
 
 
 BLOCKED = """

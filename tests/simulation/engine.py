@@ -158,6 +158,37 @@ class _Call:
             self.world.deliver()
 
 
+class _Getter:
+    """A thread in `Submission.receive_call`, which receives the answer of an earlier call."""
+
+    def __init__(self, world: EngineWorld, job: int) -> None:
+        self.world, self.job = world, job
+        self.slot: Any = None
+        self.begun = False
+
+    def may_go_on(self) -> bool:
+        if not self.begun:
+            return self.world.draw.getters.chance(0.3)
+        events = bool(self.slot.poller.poll(0))
+        return events or self.world.draw.getters.chance(0.05)
+
+    def go_on(self) -> None:
+        engine, job = self.world.engine, self.job
+        if not self.begun:
+            self.begun = True
+            self.slot = engine._monitor.take_over(job)
+            if self.slot is not None:
+                turns = engine._direct.turns
+                turns[job] = turns[job][0], -job
+                return
+        else:
+            engine._submission.receive_direct(self.slot, job, self.slot.poller.poll(0))
+            if job in engine._direct.turns:
+                engine._submission.let_go(job)
+        self.world.getters.remove(self)
+        self.world.deliver()
+
+
 class EngineWorld(World):
     """One engine, one to three workers, some of them siblings, a few jobs, and accidents."""
 
@@ -232,6 +263,8 @@ class EngineWorld(World):
         self.open: dict[int, TaskRange] = {}
         self.to_feed: list[TaskRange] = []
         self.calls: list[_Call] = []
+        self.gets = self.draw.getters.chance(0.3)  # whether callers wait for calls made before
+        self.getters: list[_Getter] = []
         self.cancellable: list[int] = []  # calls, answered ones too
         self.jobs = 0
         self.spread = self.draw.time.one_of([0.0, 0.005, 0.05])
@@ -260,8 +293,8 @@ class EngineWorld(World):
                 self.terminate()
         self.deliver()
         self.tell_all()
-        for call in list(self.calls):
-            engine._submission.let_go(call.job)
+        for job in [*(call.job for call in self.calls), *(one.job for one in self.getters)]:
+            engine._submission.let_go(job)
         if self.left() and not self.ended_violently:
             self.wrong(f"the workers have ended without answers to {self.left()}")
         engine.close()
@@ -306,6 +339,7 @@ class EngineWorld(World):
         """Return the possible next events outside the engine's thread."""
         acts: list[Callable[[], None]] = [w.go_on for w in self.workers if w.may_go_on()]
         acts += [call.go_on for call in self.calls if call.may_go_on()]
+        acts += [getter.go_on for getter in self.getters if getter.may_go_on()]
         if self.reports:
             acts.append(self.report)
         if not self.over:
@@ -437,6 +471,9 @@ class EngineWorld(World):
             self.engine.submit(task_range)
         else:
             self.engine.submit_call(job, items[0], terms)
+        if self.gets and kind != "wait":
+            gets = self.draw.getters.below(3)
+            self.getters += [_Getter(self, job) for _ in range(gets)]
 
     def priority(self, job: int) -> float:
         """Return the priority of a job; that of several consecutive ones is the same."""

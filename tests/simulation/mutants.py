@@ -488,6 +488,24 @@ def _(patch: Patch) -> None:
     patch.setattr(DirectReceive, "postpone_exit", lambda *_: False)
 
 
+@mutant("a caller takes over the answer that another thread receives")
+def _(patch: Patch) -> None:
+    patch.setattr(DirectReceive, "__contains__", lambda *_: False)
+
+
+@mutant("a caller takes over the answer of a worker with other tasks, or that ends")
+def _(patch: Patch) -> None:
+    def take_over(original: Any, monitor: WorkerMonitor, number: int) -> WorkerProcess | None:
+        for worker in monitor._workers:
+            held = worker.in_flight.held
+            if held and held[0].first == number and worker not in monitor._direct:
+                monitor._direct.begin(worker, number)
+                return worker
+        return None
+
+    wrap(patch, WorkerMonitor, "take_over", take_over)
+
+
 # -- processes that start: what is raised there is taken for a refusal of the system ---------------
 
 

@@ -7,6 +7,7 @@ this may run code of the user, and the engine's thread never runs such code.
 from __future__ import annotations
 
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,7 @@ from xpool._calls.progress import Progress
 from xpool._python import at_fork
 from xpool._python.interrupt import by_handler
 from xpool._python.item_notes import number_item
-from xpool._python.waiters import Waiters
+from xpool._python.waiters import Waiters, deadline_of
 from xpool.errors import TaskCancelled, TimeoutError
 
 T = TypeVar("T")
@@ -209,8 +210,15 @@ class AsyncResult(Job, Generic[T]):
         """Wait for the result, at most ``timeout`` seconds.  None: without limit."""
         if self.ready():
             return
+        deadline = deadline_of(timeout)
         about_to_block()
-        self._waiters.wait(self.ready, timeout)
+        pool = self._pool  # as in `cancel`
+        if self.is_call and pool is not None:
+            pool._submitter.receive(self, timeout)
+            if deadline is not None:
+                timeout = deadline - time.monotonic()
+        if not self._ready:
+            self._waiters.wait(self.ready, timeout)
 
     def get(self, timeout: float | None = None) -> T:
         """Wait for the result, at most ``timeout`` seconds, and return it.  None: without limit.

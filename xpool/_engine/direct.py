@@ -41,6 +41,13 @@ class DirectReceive:
         self.turns[job] = worker, threading.get_ident()
         self._jobs[worker.index] = job
 
+    def received_last(self, idle: dict[int, None]) -> bool:
+        """Whether a caller has received the answer of the worker that became idle last.
+
+        Then the program probably waits for each answer, and this worker polls for the next call.
+        """
+        return bool(idle) and next(reversed(idle)) in self.muted
+
     def worker_of(self, job: int) -> WorkerProcess | None:
         """Return the worker from which a job's caller receives; None: its turn is over."""
         turn = self.turns.get(job)

@@ -119,6 +119,7 @@ class Engine:
         self.call, self.feed = submission.call, submission.feed
         self.put_direct = submission.put_direct
         self.await_briefly = submission.await_briefly
+        self.receive_call = submission.receive_call
         observation = self._observation = Observation(
             self.lock, self.workers, self.sched, self.ledger
         )

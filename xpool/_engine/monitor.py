@@ -261,8 +261,11 @@ class WorkerMonitor:
 
     # -- tasks out ---------------------------------------------------------------------------------
 
-    def give_idle(self, direct_job: int = 0) -> None:
-        """Send waiting tasks to idle workers; the caller of ``direct_job`` receives its answer."""
+    def give_idle(self, direct_job: int = 0, newest: bool = False) -> None:
+        """Send waiting tasks to idle workers; the caller of ``direct_job`` receives its answer.
+
+        ``newest``: the worker that became idle last comes first, as for ``direct_job``.
+        """
         most = None
         if self.guard.short:
             if any(in_flight.size for in_flight in self._sched.in_flight):
@@ -272,7 +275,7 @@ class WorkerMonitor:
             for w in self._direct.muted.intersection(self._sched.idle):
                 if self.workers[w].poller.poll(0):  # as in `Submission.put_direct`
                     self.receive(self.workers[w])
-        for w, batch in self._sched.next_batches(direct_job != 0, most):
+        for w, batch in self._sched.next_batches(newest or direct_job != 0, most):
             worker = self.workers[w]
             if direct_job and batch.job == CALLS and batch.first == direct_job:
                 self._direct.begin(worker, direct_job)
@@ -281,6 +284,23 @@ class WorkerMonitor:
             self.give(worker, batch)
         if self._sched.ranked and self._sched.queued:
             self._look_soon()  # some may hold tasks that the waiting ones overtake
+
+    def take_over(self, number: int) -> WorkerProcess | None:
+        """Let this thread receive the answer of a call that a worker has as its only task.
+
+        Return the worker.  None: no worker has only this task, or another thread receives it.
+        """
+        for worker in self.workers:
+            in_flight = worker.in_flight
+            if in_flight.sent - in_flight.answered != 1:
+                continue
+            batch = in_flight.held[0]
+            if batch.first == number and batch.job == CALLS and not batch.done:
+                if worker.state is not WorkerStates.READY or worker in self._direct:
+                    return None
+                self._direct.begin(worker, number)
+                return worker
+        return None
 
     def give(self, worker: WorkerProcess, batch: Batch) -> None:
         """Send a batch to a worker whose pipe is watched, by the engine's thread or by a caller."""

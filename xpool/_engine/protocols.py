@@ -82,6 +82,10 @@ class EngineProtocol(WorkerBackend, Protocol):
     def call(self, task_range: TaskRange) -> None:
         """Submit a range of one call for a caller that waits; may receive its answer here."""
 
+    def receive_call(self, number: int, milliseconds: float) -> BaseException | None:
+        """Receive the answer of a call in this thread if it comes within that time and the engine
+        can do so.  Returns what was raised meanwhile, or None."""
+
     def feed(self, task_range: TaskRange) -> None:
         """Queue a range to which items were appended, and give them to idle workers."""
 

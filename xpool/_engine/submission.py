@@ -64,7 +64,7 @@ class Submission:
                 return
             self._sched.put_call(number, payload, terms)
             if self._sched.idle or self._sched.ranked:
-                self._monitor.give_idle()
+                self._monitor.give_idle(newest=self._direct.received_last(self._sched.idle))
 
     def feed(self, task_range: TaskRange) -> None:
         """Queue a range to which items were appended, and give them to idle workers."""
@@ -103,6 +103,27 @@ class Submission:
         finally:
             if number in self._direct.turns:
                 self.let_go(number)
+
+    def receive_call(self, number: int, milliseconds: float) -> BaseException | None:
+        """Receive the answer of a call that a worker has as its only task, as `await_briefly` does.
+
+        Returns the exception of a signal handler that could not be deferred, or None.
+        """
+        with self.lock:
+            worker = self._monitor.take_over(number)
+        if worker is None:
+            return None
+        raised = None
+        events: list[tuple[int, int]] = []
+        poll = worker.poller.poll
+        # Not interruptible: a signal handler could itself wait for this worker.
+        try:
+            events = self._spin.look(poll) or poll(milliseconds)
+        except BaseException as exc:
+            raised = exc
+        if self.receive_direct(worker, number, events) or number in self._direct.turns:
+            self.let_go(number)
+        return raised
 
     @interruptible
     def _await_answer(

@@ -114,6 +114,9 @@ class HostEngine:
             if reply is not None:
                 self.receive(reply)
 
+    def receive_call(self, number: int, milliseconds: float) -> None:
+        """Return None: the thread that receives messages from the host receives the answer."""
+
     def receive(self, reply: f.Replied) -> None:
         """Act on a reply in the thread of a caller that waits for its answers."""
         if any(type(message) not in (m.Answer, m.Status) for message in reply.messages):

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 # inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR, whose import takes 10 ms.
 _IS_ASYNC = 0x80 | 0x200
 
+RECEIVE_MILLISECONDS = 5.0
+"""How long a caller waits in `receive`.  Signal handlers are deferred meanwhile, and a call that
+another thread cancels has its result that much later."""
+
 _MODES = {
     (False, False): Mode.EACH,
     (False, True): Mode.CHUNK,
@@ -83,6 +87,26 @@ class EngineSubmitter(HookSubmitter):
             pool = self._pool()
             assert pool is not None  # the caller of the verb holds it
             self.jobs.receive(pool.pool_outqueue_get, more=results)
+
+    @shielded
+    def receive(self, job: Job, timeout: float | None) -> None:
+        """Receive the answer of a call in this thread, if it comes soon."""
+        engine, most = self.engine, RECEIVE_MILLISECONDS
+        if timeout is not None:
+            most = min(most, timeout * 1000)
+        raised = None
+        try:
+            if most > 0:
+                raised = engine.receive_call(job.number, most)
+            results, pool = engine.results, self._pool()
+            if results and pool is not None:
+                self.jobs.receive(pool.pool_outqueue_get, more=results)
+        except BaseException as exc:  # such as a full stack: see `give_up`
+            self.jobs.bookkeeping_error = exc
+            self.jobs.wake()
+            raise
+        if raised is not None:
+            raise raised
 
     def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
         """Submit a range of tasks, one for each chunk; a tuple of one chunk is a call."""
