@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 from support import work
@@ -154,6 +155,56 @@ def test_cancel():
         assert running.result(WAIT)
         pool.close()
         pool.join()
+
+
+def test_all_who_wait_for_a_future(executor):
+    """Threads in `result`, `exception`, `wait` and `as_completed` get it, whoever receives it."""
+
+    def completed(future):
+        return [one.result() for one in futures.as_completed([future])]
+
+    with futures.ThreadPoolExecutor(5) as threads:
+        for n in range(50):
+            value: Any = [n] if n % 2 else complex(n)  # builtin types alone, and by a class
+            future = executor.submit(work.same, value)
+            both = [threads.submit(future.result, limit) for limit in (None, WAIT)]
+            error = threads.submit(future.exception)
+            waits = threads.submit(futures.wait, [future])
+            others = threads.submit(completed, future)
+            assert [one.result() for one in both] == [value, value]
+            assert error.result() is None and waits.result().done == {future}
+            assert others.result() == [value]
+            assert future.done() and not future.running() and not future.cancel()
+
+
+def read_all(path):
+    with open(path) as file:
+        return file.read()
+
+
+def test_a_callback_never_runs_in_the_thread_that_waits(tmp_path):
+    """A callback runs once, in a thread of the pool, also if the caller of `result` has received
+    the answer.  So it may wait for that caller."""
+    gate = str(tmp_path / "gate")
+    os.mkfifo(gate)
+    with Executor(1) as executor:
+        for _ in range(30):
+            seen: list[int] = []
+            returned, called = threading.Event(), threading.Event()
+
+            def call(future, seen=seen, returned=returned, called=called):
+                assert returned.wait(WAIT)
+                seen.append(threading.get_ident())
+                called.set()
+
+            future = executor.submit(read_all, gate)
+            future.add_done_callback(call)
+            with open(gate, "w") as file:
+                file.write("done")
+            assert future.result(WAIT) == "done"
+            returned.set()
+            assert called.wait(WAIT)
+            assert len(seen) == 1 and seen[0] != threading.get_ident()
 
 
 class Submits:

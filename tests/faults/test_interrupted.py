@@ -154,21 +154,21 @@ def test_a_handler_waits_for_a_call_behind_the_awaited_one(call):
     got = []
 
     def handler(signum, frame):
-        got.append(wait(behind))
+        got.append(get(behind))
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with Pool(1) as pool, pool.executor() as executor:
             submit: Callable[..., Any] = executor.submit
-            wait: Callable[[Any], Any] = Future.result
+            get: Callable[[Any], Any] = Future.result
             if call == "apply_async":
-                submit, wait = lambda func, arg: pool.apply_async(func, (arg,)), AsyncResult.get
+                submit, get = lambda func, arg: pool.apply_async(func, (arg,)), AsyncResult.get
             behind = submit(same, -1)  # the handler may run before the next one is submitted
             for n in range(50):
                 awaited = submit(tell, os.getpid())
                 behind = submit(same, n)
-                assert wait(awaited) == os.getpid()
-                assert wait(behind) == n
+                assert get(awaited) == os.getpid()
+                assert get(behind) == n
             assert len(got) == 50
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -496,7 +496,7 @@ def _(patch: Patch) -> None:
 @mutant("a caller takes over the answer of a worker with other tasks, or that ends")
 def _(patch: Patch) -> None:
     def take_over(original: Any, monitor: WorkerMonitor, number: int) -> WorkerProcess | None:
-        for worker in monitor._workers:
+        for worker in monitor.workers:
             held = worker.in_flight.held
             if held and held[0].first == number and worker not in monitor._direct:
                 monitor._direct.begin(worker, number)

@@ -61,6 +61,10 @@ class PickledResult:
     def open(self) -> list[Any]:
         """Unpickle and return one value for each task, or `Unopened` if this has failed."""
 
+    def open_plain(self) -> list[Any] | None:
+        """As `open`, or None if the value is long or its unpickling could run other code."""
+        return None
+
 
 class Unopened:
     """Takes the place of a value that cannot be unpickled."""
@@ -116,6 +120,9 @@ class Job:
 
     is_future = False
     """Whether the job completes a future, even when the pool ends."""
+
+    reserved = False
+    """Whether a thread that waits for the future will complete it, or have it completed."""
 
     is_call = False
     """Whether the job is a single task, which engines keep among `CALLS`."""

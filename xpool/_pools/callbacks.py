@@ -1,8 +1,9 @@
 """Runs the callbacks of a pool one after the other, in the order of completion.
 
 A pool has two threads for them, each started at its first call.  One calls the callbacks of the
-program, and the other completes futures, so a callback can wait for a future of the same pool.  A
-pool with ``on_worker_end=`` has a third one, so a slow callback delays no replacement of a worker.
+program, and the other completes futures, so a callback can wait for a future of the same pool.
+Callers of `Future.result` complete some themselves.  A pool with ``on_worker_end=`` has a third
+thread, so a slow callback delays no replacement of a worker.
 
 The engine's thread runs no callbacks, since they may block, raise, or submit work and wait for it.
 Before a callback waits for a result of its pool, it passes its queue to a new thread, which can run
@@ -147,6 +148,15 @@ class _Caller:
             self.start()
             if self._stopped:
                 self._queue.put(None)
+
+    def call_here(self, call: _Call) -> None:
+        """Make a call in this thread, which counts as the queue's thread meanwhile."""
+        before, local.caller = local.caller, self
+        try:
+            call.call_back()
+        finally:
+            local.caller = before
+            call.complete()
 
     def start(self) -> None:
         """Start the thread unless it runs.

@@ -21,9 +21,11 @@ from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.callbacks import calling_back
 from xpool._pools.input_reader import Fed
+from xpool._pools.job_table import JobTable
 from xpool._pools.verbs import PLAIN, PoolOfVerbs, options_of, start_call
 from xpool._python import at_fork
-from xpool._python.interrupt import by_handler
+from xpool._python.interrupt import by_handler, shielded
+from xpool._python.waiters import deadline_of
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
 
 P = ParamSpec("P")
@@ -81,6 +83,15 @@ class _Call(AsyncResult[Any]):
             error = _as_broken(error) if self._pool_ended else error
             future._end(future.set_exception, error)
 
+    def open_plain(self) -> bool:
+        """Unpickle the value if no code of the program takes part; return whether this was done."""
+        value = self._value
+        opened = value.open_plain() if self._success and isinstance(value, PickledResult) else None
+        if opened is None:
+            return False
+        self._value, self._opened = opened.pop(), True
+        return True
+
     def release(self) -> None:
         super().release()
         # This is only for a forked child, which has no thread to complete the future.
@@ -137,17 +148,29 @@ class _Future(concurrent.futures.Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         if not self.done():
-            about_to_block()
+            timeout = self._receive(timeout)
         if self._forked is not None:
             raise _as_broken(self._forked)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():
-            about_to_block()
+            timeout = self._receive(timeout)
         if self._forked is not None:
             return _as_broken(self._forked)
         return super().exception(timeout)
+
+    def _receive(self, timeout: float | None) -> float | None:
+        """Wait for the answer in this thread for a moment, if possible; return the time left."""
+        deadline = deadline_of(timeout)
+        about_to_block()
+        job = self._job
+        pool = None if job is None else job._pool
+        if pool is not None and job is not None and job.is_call:
+            _receive(pool, job, timeout)
+            if deadline is not None:
+                timeout = deadline - time.monotonic()
+        return timeout
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         """Have ``fn(future)`` called in a thread of the pool when this is done, or now if it is."""
@@ -200,6 +223,26 @@ class _Future(concurrent.futures.Future[T]):
 
     def _finish(self) -> None:
         concurrent.futures.wait([self])
+
+
+@shielded
+def _receive(pool: Any, job: _Call, timeout: float | None) -> None:
+    """Receive the answer of a future's call; complete the future, or have its thread do so.
+
+    This thread completes it only if no code of the program runs meanwhile, since signal handlers
+    are deferred.
+    """
+    jobs: JobTable = pool._jobs
+    if not jobs.reserve(job):
+        return
+    plain = False
+    try:
+        pool._submitter.receive(job, timeout)
+        plain = job.settled and job.open_plain()
+    finally:
+        if jobs.end_reservation(job):
+            futures = jobs.callbacks.futures
+            (futures.call_here if plain else futures.add)(job)
 
 
 class _Map:

@@ -123,7 +123,8 @@ class JobTable:
         remove the job and release its callers."""
         if call_back and job.has_callback:
             assert isinstance(job, AsyncResult)
-            (self.callbacks.futures if job.is_future else self.callbacks.program).add(job)
+            if not job.reserved:
+                (self.callbacks.futures if job.is_future else self.callbacks.program).add(job)
             return
         if job.drop_function is not None:
             job.drop_function()
@@ -132,6 +133,21 @@ class JobTable:
         if not self.accepting:
             self.wake()  # the engine's thread checks whether it was the last job
         job.release()
+
+    def reserve(self, job: Job) -> bool:
+        """Let this thread complete the future of a job, after `end_reservation`.  Return False if
+        the job is answered, or another thread will do so."""
+        with self._delivering:
+            if job.settled or job.reserved:
+                return False
+            job.reserved = True
+            return True
+
+    def end_reservation(self, job: Job) -> bool:
+        """Return whether the job was answered meanwhile, so that this thread must complete it."""
+        with self._delivering:
+            job.reserved = False
+            return job.settled
 
     def fail(
         self, jobs: Iterable[Job], exc: BaseException | PickledResult, call_back: bool = True
