@@ -924,6 +924,8 @@ class EngineWorld(World):
             (w, slots[w].box.began)
             for w, in_flight in enumerate(sched.in_flight)
             if in_flight.held and not in_flight.paused and slots[w].handle is not None
+            # The engine waits for the last words of a worker whose server was killed.
+            and not self.engine._replacement._silences.pending(slots[w])
             and sched.surplus(w, slots[w].box.began)
         ]  # fmt: skip
         idle = [w for w in sched.idle if slots[w].state is WorkerStates.READY]

@@ -240,7 +240,8 @@ class Engine:
 
         Raises:
             OptionError: a task is bound to a surplus worker.
-            OSError: the system refuses to start a process; the number of workers is as before.
+            OSError: the system refuses to start a process.  The number of workers is as before, or,
+                if a task was bound to a new one meanwhile, the others start later.
         """
         with self.lock:
             self._submission.leave_signal_handler()
@@ -258,8 +259,11 @@ class Engine:
             self.start_missing()
         except BaseException:
             with self.lock:
-                # Dismiss those that have started, unless another call has set another size.
-                if self.sched.size == size:
+                # Dismiss those that have started, unless another call has set another size, or has
+                # bound a task to one of them.
+                if self.sched.bound_from(before):
+                    self._replacement.start_later()
+                elif self.sched.size == size:
                     self._have(before)
             raise
 

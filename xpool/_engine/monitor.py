@@ -383,6 +383,7 @@ class WorkerMonitor:
 
     def give_back(self, job: int, items: range) -> None:
         """Hand back those of these items that no worker has begun, now or after a recall."""
+        holds_back = self._sched.holds_back
         # In reverse order, because the receiver puts each range in front of all others.
         for one in reversed(self._sched.take_out(job, items)):
             self.answers.handed_back(one)
@@ -391,6 +392,8 @@ class WorkerMonitor:
             if any(batch.job == job and batch.first in items for batch in held):
                 self._give_back_requests.setdefault(w, []).append((job, items))
                 self._looks.schedule_by(self.workers[w], self._reactor.now() + PAGE_SETTLE_SECONDS)
+        if holds_back:
+            self.give_idle()  # others may have waited for one of these
 
     # -- deadlines ---------------------------------------------------------------------------------
 

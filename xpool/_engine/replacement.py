@@ -169,6 +169,12 @@ class Replacement:
                     return launch
         return None
 
+    def start_later(self) -> None:
+        """Let the engine's thread start processes in empty places, and try again if it cannot."""
+        missing = self._workers[: self._sched.size]
+        self.due.extend(worker for worker in missing if worker.state is WorkerStates.ABSENT)
+        self._reactor.wake()
+
     def next_due(self) -> Launch | None:
         """Decide to start a process whose time has come, if there is one."""
         while self.due:
