@@ -17,14 +17,18 @@ from xpool._hosts.link import Link
 from xpool._hosts.quotas import Quotas
 from xpool._hosts.service import HostService
 
-from .mutants import Mutant, Patch, nothing, stays_in_front, wrap
+from .mutants import PINNED, Mutant, Patch, nothing, stays_in_front, wrap
 
 HOSTS: list[Mutant] = []
 
 
-def mutant(name: str) -> Callable[[Callable[[Patch], None]], None]:
+def mutant(name: str, pinned: int | None = None) -> Callable[[Callable[[Patch], None]], None]:
     def add(seed: Callable[[Patch], None]) -> None:
-        HOSTS.append(Mutant(name, "hosts", seed))
+        one = Mutant(name, "hosts", seed)
+        if pinned is None:
+            HOSTS.append(one)
+        else:
+            PINNED[one] = pinned
 
     return add
 
@@ -347,7 +351,17 @@ def _(patch: Patch) -> None:
     def replied(original: Any, agent: Conversation, *reply: Any) -> Any:
         lost = agent._lost
         found = original(agent, *reply)
-        agent._lost = lost
+        agent._lost, agent._overdue = lost, False
+        return found
+
+    wrap(patch, Conversation, "replied", replied)
+
+
+@mutant("lost news wait until no call is under way", pinned=1021516)
+def _(patch: Patch) -> None:
+    def replied(original: Any, agent: Conversation, *reply: Any) -> Any:
+        found = original(agent, *reply)
+        agent._overdue = False
         return found
 
     wrap(patch, Conversation, "replied", replied)

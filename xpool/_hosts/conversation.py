@@ -55,6 +55,7 @@ class Conversation:
         self._beats: dict[int, float] = {}  # beats among them: number -> when it left
         self._numbers = itertools.count(1)  # of calls
         self._lost = False  # a reply was lost: the agent has to send its messages again
+        self._overdue = False  # no earlier call is under way that may still bring them
         self._replied = 0  # number of the last call that was answered
 
     def flush(self, now: float, expects: bool, hold: bool = False) -> int | None:
@@ -69,7 +70,9 @@ class Conversation:
             if hold and not self._calls and not self.link.has_unsent:
                 return self._call(now, first, messages, hold=True)
             self._call(now, first, messages)
-        if expects and not self._calls:
+        # The calls under way did not ask for lost messages, and may wait at the agent for new ones.
+        overdue = self._overdue and len(self._calls) < CALLS_IN_FLIGHT
+        if expects and (overdue or not self._calls):
             self._call(now, self.link.sent + 1, [])
         return None
 
@@ -87,7 +90,7 @@ class Conversation:
         self._calls[number] = first
         if beat:
             self._beats[number] = now
-        again, self._lost = self._lost, False
+        again, self._lost, self._overdue = self._lost, False, False
         self._fleet.call(
             self._host,
             f.Call(number, first, self.link.got, again, self._replied, beat, messages),
@@ -104,7 +107,10 @@ class Conversation:
         self.heard, self._replied = now, max(self._replied, reply.number)
         self.link.acknowledge(reply.taken)
         # Earlier messages are missing: another reply may still bring them, or a reply was lost.
-        self._lost |= reply.first > self.link.got + 1
+        if reply.first > self.link.got + 1:
+            self._lost = True
+            others = self._calls.keys() - self._beats
+            self._overdue = all(number > reply.number for number in others)
         return self.link.receive(reply.first, reply.messages)
 
     def unreached(self, number: int) -> None:
