@@ -16,6 +16,7 @@ from support.waiting import eventually, pass_gate, post
 
 import xpool
 from xpool import OptionError, Pool, ResultNotPicklable, TaskCancelled, TaskTimeout, ThreadPool
+from xpool._pools import yielded
 
 pytestmark = pytest.mark.xpool_only
 
@@ -544,3 +545,21 @@ def test_refused(make_pool, tmp_path):
         make_pool(xpool.CtxThreadPool, 1).imap(parse, [1], yields=True)
     with pytest.raises(OptionError, match="hooks"):
         make_pool(Hooked, 1).imap(parse, [1], yields=True)
+
+
+def test_join_ends_a_job_whose_iterator_was_dropped_in_vain(one, monkeypatch):
+    """A signal handler that raises in the iterator's finalizer leaves no job behind."""
+    stop, lost = yielded._Flow.stop, []
+
+    def stop_later(flow):
+        if lost:
+            stop(flow)
+        lost.append(flow)
+
+    monkeypatch.setattr(yielded._Flow, "stop", stop_later)
+    values = one.imap(itertools.count, [0], yields=True)
+    assert next(values) == 0
+    del values
+    eventually(lambda: lost, "it is dropped")
+    one.close()
+    one.join()

@@ -189,7 +189,8 @@ class _Flow(FlowControl):
         self.changes.wake()
 
     def unbind(self) -> None:
-        """Do nothing: `join` waits for the consumer."""
+        """Let the input reader look whether there is a consumer: `join` waits for it."""
+        self.changes.wake()
 
 
 class _AtValue(PickledResult):
@@ -258,6 +259,11 @@ class YieldStream(Stream):
         self._done = 0  # number of items whose generators have ended
         self._heaviest = BOOKKEEPING
         self._lacks_room = False  # the consumer asks for more values when it has taken some
+
+    @property
+    def has_consumer(self) -> bool:
+        """Whether there is an iterator that takes the values."""
+        return self._iterator() is not None
 
     def describe(self, index: int) -> str:
         # Called with the engine's lock held, so `_lock` is not taken.
@@ -585,7 +591,8 @@ def _reader(
     flow = job.flow
 
     def over() -> bool:
-        return flow.stopped or job.settled
+        # A signal handler may raise in the finalizer of the iterator, which would stop the job.
+        return flow.stopped or job.settled or not job.has_consumer
 
     def put(index: int, item: Any) -> int:
         flow.changes.wait(lambda: over() or job.may_begin(index), None)
