@@ -95,7 +95,7 @@ class DirectReceive:
         self.muted.discard(worker.index)
 
     def _mute(self, worker: WorkerProcess, muted: bool) -> None:
-        # The reactor has removed a pipe that has reached its end, and ends with the engine's thread.
+        # The reactor removes a pipe that has reached its end, and ends with the engine's thread.
         there = not self._reactor.closed and worker.reader.fd in self._reactor
         if (worker.index in self.muted) != muted and there:
             self._reactor.mute(worker.reader.fd, muted)
