@@ -13,6 +13,7 @@ import pytest
 from support import scripts, work
 from support.waiting import eventually
 
+import xpool
 from xpool import (
     CtxPool,
     OptionError,
@@ -24,6 +25,9 @@ from xpool import (
     TaskTimeout,
     ThreadPool,
 )
+from xpool.devices import Host, devices
+
+PACKAGE = os.path.dirname(xpool.__file__) + os.sep
 
 pytestmark = pytest.mark.xpool_only
 
@@ -442,12 +446,16 @@ def test_frames_in_a_notebook(make_pool):
         lambda: pool.apply(work.fail, (1,), retries=-1),
         lambda: Pool(1, task_timeout="5"),
         lambda: Pool(1, task_timeot=5),
+        lambda: Pool(0),
+        lambda: CtxPool(3, worker_contexts=[1, 2]),
+        lambda: devices("cpu", n=0),
+        lambda: devices("cuda", n=2, host=Host()),
     ):
         with pytest.raises(Exception) as caught:
             call()
         trace, shown = caught.value.__traceback__, 0
         while trace is not None:
-            ours = f"{os.sep}xpool{os.sep}_" in trace.tb_frame.f_code.co_filename
+            ours = trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
             shown += ours and (
                 "__tracebackhide__" not in trace.tb_frame.f_locals or trace.tb_next is None
             )

@@ -109,6 +109,7 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
             which `multiprocessing.pool` accepts them.
         OptionError (a `ValueError`): it is too small.
     """
+    __tracebackhide__ = True
     mistaken = isinstance(value, bool) and name not in ("processes", "chunksize")
     if mistaken or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, not {reprlib.repr(value)}")
@@ -258,6 +259,7 @@ def check_can_iterate(iterable: Any) -> None:
 
 
 def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> int:
+    __tracebackhide__ = True
     if contexts is not None:
         n = len(contexts)
         if n == 0:

@@ -99,6 +99,7 @@ class BasePool(PublicVerbs, Hooks):
         name: str | None = None,
         **unknown: Never,
     ) -> None:
+        __tracebackhide__ = True
         if unknown:
             refuse_unknown(type(self).__name__, names_of_inits(self), unknown)
         refuse_green_threads()

@@ -58,6 +58,7 @@ class ContextVerbs(PublicVerbs[C]):
         self, contexts: Any, processes: int | None, maxtasksperchild: Any, options: dict[str, Any]
     ) -> int | None:
         """Keep the contexts; return the number of workers."""
+        __tracebackhide__ = True
         if contexts is None:
             self._contexts = [None] * resolve_processes(processes)
         else:
@@ -126,6 +127,7 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
     def _take_contexts(
         self, contexts: Any, processes: int | None, maxtasksperchild: Any, options: dict[str, Any]
     ) -> int | None:
+        __tracebackhide__ = True
         hosts = getattr(contexts, "hosts", None)
         if hosts is not None:
             options.setdefault("hosts", hosts)
@@ -205,6 +207,7 @@ class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
     def _take_contexts(
         self, contexts: Any, processes: int | None, maxtasksperchild: Any, options: dict[str, Any]
     ) -> int | None:
+        __tracebackhide__ = True
         n = super()._take_contexts(contexts, processes, maxtasksperchild, options)
         for i, context in enumerate(self._contexts or ()):
             env = getattr(context, "env", None)

@@ -42,6 +42,7 @@ def visible_devices(host: Host) -> list[VisibleDevice]:
         DeviceError: there is no device, the mask names one twice or one that does not exist, or a
             device cannot be used.
     """
+    __tracebackhide__ = True
     mask = host.environ.get(MASK)
     if mask is None:
         seen = _all(host)
@@ -71,6 +72,7 @@ def cuda_env(devices: Sequence[VisibleDevice], environ: Mapping[str, str]) -> di
 
 
 def _all(host: Host) -> list[VisibleDevice]:
+    __tracebackhide__ = True
     if host.gpus is None:
         raise DeviceError(
             "devices('cuda'): no NVIDIA driver answers here (libnvidia-ml.so.1). Install the "

@@ -116,6 +116,7 @@ def _spread(n: int, per_process: int) -> list[int]:
 
 
 def _cpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    __tracebackhide__ = True
     _check_plain("cpu", asked)
     return _contexts(host, "cpu", "torch", [_Part("")] * (asked.n or len(host.cpus)))
 
@@ -131,6 +132,7 @@ def _check_plain(kind: str, asked: DeviceRequest, why: str = "") -> None:
 
 def _masked(kind: str, host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     """Return contexts whose workers see only their own devices, by the mask in the kind's row."""
+    __tracebackhide__ = True
     row = TABLE[kind]
     if kind == "cuda" and host.build == "ROCm":
         return _masked("rocm", host, asked)  # torch calls its devices cuda
@@ -188,6 +190,7 @@ def _none_visible(kind: str, row: Row, host: Host) -> DeviceError:
 
 def _accelerator(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     """Return contexts for the devices that `torch.accelerator` reports."""
+    __tracebackhide__ = True
     kind, count = host.reported
     if "torch" not in host.packages:
         raise DeviceError("devices('accelerator'): torch is not installed here: pip install torch")
@@ -207,6 +210,7 @@ def _accelerator(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
 
 
 def _mps(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    __tracebackhide__ = True
     _check_plain("mps", asked, ": a Mac has one GPU, which its n= workers share")
     if not host.metal:
         raise DeviceError("devices('mps'): this is not a Mac with an Apple GPU; use devices('cpu')")
@@ -216,6 +220,7 @@ def _mps(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
 
 
 def _xla(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    __tracebackhide__ = True
     n, per_worker, per_process, independent, framework = asked
     if framework == "torch_tpu":
         raise OptionError("devices('xla') uses torch_xla; for torch_tpu use devices('tpu')")
@@ -263,6 +268,7 @@ def _check_shares(per_worker: int, per_process: int) -> None:
 
 
 def _tpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
+    __tracebackhide__ = True
     n, per_worker, per_process, independent, framework = asked
     if not host.chips:
         raise DeviceError(
