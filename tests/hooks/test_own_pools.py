@@ -380,6 +380,29 @@ def test_timeout_error_means_no_result(make_pool):
     pool.join()
 
 
+@pytest.mark.parametrize("kind", [xpool.Pool, xpool.P2PPool, xpool.ThreadPool])
+def test_all_answers_pass_the_hook_in_the_engines_thread(make_pool, kind):
+    """A subclass that overrides `pool_outqueue_get` alone gets all answers there, also those for
+    which a caller waits, and no caller's thread runs it."""
+
+    class Counts(kind):
+        def pool_outqueue_get(self, timeout):
+            result = super().pool_outqueue_get(timeout)
+            seen.append((threading.get_ident(), result[2][0]))
+            return result
+
+    seen = []
+    pool = make_pool(Counts, 2)
+    assert [pool.apply(work.square, (n,)) for n in range(5)] == [n * n for n in range(5)]
+    assert pool.apply_async(work.square, (5,)).get() == 25
+    assert pool.submit(work.square, 6).result() == 36
+    assert list(pool.imap(work.square, range(4))) == [0, 1, 4, 9]
+    with pytest.raises(ZeroDivisionError):
+        pool.apply(divmod, (1, 0))
+    assert [ok for _, ok in seen] == [True] * 11 + [False]
+    assert {thread for thread, _ in seen}.isdisjoint({threading.get_ident()})
+
+
 @pytest.mark.parametrize("name", ["BasePool", "Pool", "ThreadPool"])
 def test_the_put_hooks_parameter_is_obj(name):
     """The parameter has the name that machin's documentation gives it."""

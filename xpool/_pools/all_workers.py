@@ -79,16 +79,16 @@ class AllWorkers:
     def run(self, func: Any, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
         __tracebackhide__ = True
         self._life.check_running()
-        self._submitter.check(func)
+        name = self._submitter.name_of(func)
         group = self._group
         if group is None:
-            return self.call(func, args, timeout)
+            return self.call(func, args, timeout, name)
         # One thread at a time rebuilds the group.  The rebuild is itself a call on all workers, so
         # the lock is reentrant.
         with self._order:
             wrapped = group.wrap(func)
         try:
-            return self.call(wrapped, args, timeout, label(func), LEAVE_SECONDS)
+            return self.call(wrapped, args, timeout, name, LEAVE_SECONDS)
         except BaseException:
             group.note_failure()
             raise

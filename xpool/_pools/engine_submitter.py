@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from xpool._calls.options import TaskOptions, check_callable, label
+from xpool._calls.options import TaskOptions, label
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._engine.jobs.ranges import CALLS, ONCE, Limit, TaskRange, Terms
+from xpool._pools.hooks import Result
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
 from xpool._pools.submitters import FUNCTION, ITEM, HookedPool, HookSubmitter, Put, Work
@@ -49,18 +51,22 @@ class EngineSubmitter(HookSubmitter):
     ) -> None:
         super().__init__(pool, jobs)
         self.engine, self.packer = engine, packer
+        self.take: Callable[[deque[Result]], object] = jobs.take
+        """Delivers the answers that a caller has received."""
 
-    def check(self, func: Any) -> None:
-        inner = func
-        if type(func) is not FunctionType:
-            if not callable(func):
-                check_callable("func", func)
+    def name_of(self, func: Any) -> str:
+        inner: Any = func
+        if type(func) is FunctionType:
+            name = f"{func.__qualname__}()"
+        else:
+            name = super().name_of(func)
             inner = func.func if isinstance(func, functools.partial) else func
         if getattr(getattr(inner, "__code__", None), "co_flags", 0) & _IS_ASYNC:
             raise TypeError(
                 f"{label(inner)} is a coroutine function, and a coroutine cannot leave the worker; "
                 f"send a function that runs it, with asyncio.run({label(inner)[:-1]}...))"
             )
+        return name
 
     def call(self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any]) -> None:
         """Submit the one task of a job; if its caller waits, receive the answer here."""
@@ -82,11 +88,7 @@ class EngineSubmitter(HookSubmitter):
             engine.submit(task_range)
             return
         engine.call(task_range)
-        results = engine.results
-        if results:
-            pool = self._pool()
-            assert pool is not None  # the caller of the verb holds it
-            self.jobs.receive(pool.pool_outqueue_get, more=results)
+        self.take(engine.results)
 
     @shielded
     def receive(self, job: Job, timeout: float | None) -> None:
@@ -98,9 +100,7 @@ class EngineSubmitter(HookSubmitter):
         try:
             if most > 0:
                 raised = engine.receive_call(job.number, most)
-            results, pool = engine.results, self._pool()
-            if results and pool is not None:
-                self.jobs.receive(pool.pool_outqueue_get, more=results)
+            self.take(engine.results)
         except BaseException as exc:  # such as a full stack: see `give_up`
             self.jobs.bookkeeping_error = exc
             self.jobs.wake()

@@ -56,8 +56,8 @@ class _Call(AsyncResult[Any]):
     is_future = True
     _pool_ended = False
 
-    def __init__(self, pool: PoolOfFutures, func: Callable[..., Any], future: _Future[Any]) -> None:
-        super().__init__(next(pool._jobs.numbers), label(func), pool)
+    def __init__(self, pool: PoolOfFutures, name: str, future: _Future[Any]) -> None:
+        super().__init__(next(pool._jobs.numbers), name, pool)
         self._future: _Future[Any] | None = future
 
     def fail(self, exc: BaseException | PickledResult) -> None:
@@ -294,12 +294,12 @@ def submit(
         PoolClosed: the pool takes no more work.
     """
     pool._life.check_running()
-    pool._submitter.check(func)
+    name = pool._submitter.name_of(func)
     options = PLAIN
     if pool._calls_go_to is not None or pool._task_timeout is not None:
         options = options_of(pool, CallOptions, {}, False, pool._calls_go_to)
     future: _Future[Any] = _Future()
-    future._job = job = _Call(pool, func, future)
+    future._job = job = _Call(pool, name, future)
     job.options = options
     pool._jobs.callbacks.futures.start()
     if owner is not None:

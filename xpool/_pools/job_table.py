@@ -6,6 +6,7 @@ import builtins
 import itertools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -56,22 +57,26 @@ class JobTable:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def receive(
-        self, get: Callable[[float], Result], timeout: float = 0.0, more: object = True
-    ) -> None:
-        """Deliver the results that ``get`` returns, waiting ``timeout`` seconds for the first.
-
-        ``more``: false when no result is left, which saves a last call.
-        """
+    def receive(self, get: Callable[[float], Result], timeout: float = 0.0) -> None:
+        """Deliver the results that ``get`` returns, waiting ``timeout`` seconds for the first."""
         try:
             while True:
                 number, index, (ok, value) = get(timeout)
                 self.deliver(number, index, ok, value)
                 timeout = 0.0
-                if not more:
-                    break
         except (queue.Empty, builtins.TimeoutError):
             pass
+        if self.at_turns:
+            self.at_turns.wake()
+
+    def take(self, results: deque[Result]) -> None:
+        """Deliver these results, which other threads take, too."""
+        while results:
+            try:
+                number, index, (ok, value) = results.popleft()
+            except IndexError:  # another thread has taken the last one
+                break
+            self.deliver(number, index, ok, value)
         if self.at_turns:
             self.at_turns.wake()
 

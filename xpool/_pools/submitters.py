@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from xpool._calls.options import check_callable
+from xpool._calls.options import check_callable, label
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
-from xpool._pools.hooks import Result, Task
+from xpool._pools.hooks import Task
 from xpool._pools.input_reader import FlowControl
 from xpool._pools.job_table import JobTable
 from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
@@ -55,11 +55,9 @@ def begin_work(pool: Any, job: Job, work: Work) -> tuple[Work, bool]:
 
 
 class HookedPool(Protocol):
-    """The methods of its pool that a submitter calls."""
+    """The method of its pool that a submitter calls."""
 
     def pool_inqueue_put(self, obj: Task | None) -> None: ...
-
-    def pool_outqueue_get(self, timeout: float) -> Result: ...
 
 
 class HookSubmitter:
@@ -76,12 +74,17 @@ class HookSubmitter:
         self.jobs = jobs
         self._own = own
 
-    def check(self, func: Any) -> None:
-        """Raise `TypeError` unless workers can call ``func``."""
+    def name_of(self, func: Any) -> str:
+        """Return the name of ``func`` for error texts.
+
+        Raises:
+            TypeError: workers cannot call ``func``.
+        """
         if self._own is not None:
-            self._own.check(func)
-        elif not callable(func):
+            return self._own.name_of(func)
+        if not callable(func):
             check_callable("func", func)
+        return label(func)
 
     @interruptible
     def call(self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any]) -> None:

@@ -26,7 +26,6 @@ from xpool._calls.options import (
     check_seed,
     default_chunksize,
     keywords_of,
-    label,
 )
 from xpool._calls.progress import Progress
 from xpool._calls.results import AsyncResult, Job, MapResult, Unopened
@@ -172,7 +171,7 @@ def submit_call(
     """Submit ``func(*args, **kwds)``; return its result."""
     if pool._life.state is not PoolStates.RUN:
         pool._life.check_running()
-    pool._submitter.check(func)
+    name = pool._submitter.name_of(func)
     if callback is not None or error_callback is not None:
         _check_callbacks(pool, callback, error_callback)
     if kwds and not hasattr(kwds, "keys"):
@@ -181,7 +180,7 @@ def submit_call(
     if type(args) is not tuple:
         args = check_args(func, args, kwds, pool._gives_context)
     job: AsyncResult[Any] = AsyncResult(
-        next(pool._jobs.numbers), label(func), pool, callback, error_callback
+        next(pool._jobs.numbers), name, pool, callback, error_callback
     )
     job.options = options
     start_call(pool, job, func, args, kwds)
@@ -218,7 +217,7 @@ def submit_map(
     """Submit a call for each item; return the result of all."""
     __tracebackhide__ = True
     pool._life.check_running()
-    pool._submitter.check(work.func)
+    name = pool._submitter.name_of(work.func)
     _check_callbacks(pool, callback, error_callback)
     # Copy it, since a list may change while its items are pickled, and a subclass's iterator may
     # disagree with its length and slices.  Slices of a range stay ranges, which are cheap to send.
@@ -231,7 +230,6 @@ def submit_map(
     if options.returns_errors:
         size = 1
     tasks = -(-len(items) // size)
-    name = label(work.func)
     job: MapResult[Any] = MapResult(
         next(pool._jobs.numbers), name, pool, tasks, size > 1, callback, error_callback
     )
@@ -315,7 +313,7 @@ def imap(
 ) -> It:
     """Submit a call for each item while the input is drawn; return the iterator of results."""
     pool._life.check_running()
-    pool._submitter.check(work.func)
+    name = pool._submitter.name_of(work.func)
     size = check_chunksize(chunksize)
     if yields is not False and check_flag("yields", yields) and size > 1:
         raise OptionError(
@@ -328,7 +326,7 @@ def imap(
         size = 1
     check_can_iterate(iterable)
     # The caller's iterator, and the limits on drawing the input ahead of it.
-    results = kind(label(work.func), pool, size > 1)
+    results = kind(name, pool, size > 1)
     flow = FlowControl(buffersize, pool._size, results.buffer)
     if buffersize is not None:
         results.taken, results.chunksize = flow.handed_out, size
