@@ -221,7 +221,7 @@ class EngineWorld(World):
         self.pids = itertools.count(LARGEST_PID + 1)
         self.workers: list[Worker] = []
         self.reports: list[tuple[Handle, int | None]] = []  # deaths that are not reported yet
-        self.untold: list[Handle] = []  # processes whose deaths nobody could report
+        self.untold: list[Handle] = []  # processes whose deaths the engine has not seen
         self.failed_starts = [0] * MOST_WORKERS  # of each worker, since it was last ready
         self.refused_at: dict[int, float] = {}  # refused starts that the engine must retry later
         self.resizing = False
@@ -810,8 +810,7 @@ class EngineWorld(World):
         if handle.news.writing:
             handle._worker.reported = code
             handle.news.writing = False
-        else:
-            self.untold.append(handle)
+        self.untold.append(handle)  # until the engine has seen it
 
     def tell_all(self) -> None:
         """Drop all reports, because no receiver is left."""
