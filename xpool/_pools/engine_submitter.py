@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,12 @@ class EngineSubmitter(HookSubmitter):
             self.call(job, call, (*before, *chunks), {})
             return
         begin, owner = self.learn(job, work)
+        if owner is None and isinstance(chunks, Sequence):
+            payloads = self.packer.pack_atoms(chunks)
+            if payloads is not None:
+                begin.items.extend(payloads)
+                self._submit_range(begin)
+                return
         told = self.packer.told()
         task_ranges = [begin]
         failed = []
@@ -131,7 +137,8 @@ class EngineSubmitter(HookSubmitter):
                 failed.append((i, error))
                 task_ranges.append(begin.beside(i + 1))
                 continue
-            self.engine.sent(payload)
+            if type(payload) is not bytes:
+                self.engine.sent(payload)
             if worker is None:
                 task_ranges[-1].items.append(payload)
             else:
