@@ -385,7 +385,7 @@ def test_all_answers_pass_the_hook_in_the_engines_thread(make_pool, kind):
     """A subclass that overrides `pool_outqueue_get` alone gets all answers there, also those for
     which a caller waits, and no caller's thread runs it."""
 
-    class Counts(kind):
+    class Counts(kind):  # type: ignore[valid-type, misc]
         def pool_outqueue_get(self, timeout):
             result = super().pool_outqueue_get(timeout)
             seen.append((threading.get_ident(), result[2][0]))
