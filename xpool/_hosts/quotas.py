@@ -1,9 +1,9 @@
 """How many items are permitted to a host and staged there: numbers only.
 
 A host is permitted one item for each of its workers, and beyond these the items that its workers
-finish in `AHEAD_SECONDS`, since the next permission takes a round trip.  Long items are not
-permitted ahead: then one item for each worker is staged, so that it is there when the worker is
-free.
+finish in `AHEAD_SECONDS`, since the next permission takes a round trip.  If items are long, no
+more than one for each worker is permitted.  One more for each is staged, so that it is on the host
+when its worker is free.
 """
 
 from __future__ import annotations
