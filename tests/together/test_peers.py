@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 from typing import Any
@@ -32,6 +33,10 @@ from xpool import (
     WorkerDied,
     current_worker,
 )
+from xpool._python.interrupt import may_raise
+from xpool._wire import packets
+from xpool._wire.spin import Spin
+from xpool._worker import peers
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
@@ -415,11 +420,19 @@ def stream_until_stopped(box: str) -> None:
             post(box, "runs")
 
 
-def test_stopped_anywhere(make_pool, mailbox):
-    """Tasks cancelled in the middle of a message leave workers and channels usable."""
+def start_threads() -> None:
+    for _ in range(3):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(150, marks=pytest.mark.exhaustive)])
+def test_stopped_anywhere(make_pool, mailbox, rounds):
+    """Tasks cancelled in the middle of a message leave workers and channels usable, also in workers
+    with more threads, one of which may get the signal."""
     pool = make_pool(P2PPool, 2)
+    pool.run_all(start_threads)
     pids = pool.run_all(work.pid)
-    for _ in range(8):
+    for _ in range(rounds):
         running = threading.Thread(target=run_and_be_cancelled, args=(pool, mailbox.path))
         running.start()
         mailbox.lines(2)
@@ -428,6 +441,45 @@ def test_stopped_anywhere(make_pool, mailbox):
         running.join()
         assert [sender for sender, _ in pool.run_all(ring, 2, torch.ones(LARGE))] == [1, 0]
     assert pool.run_all(work.pid) == pids
+
+
+def places_of_stops() -> dict[str, bool]:
+    """Return where in `send` and `recv` a task may be stopped."""
+    found: dict[str, bool] = {}
+
+    def noted(name: str, function: Any) -> Any:
+        def whole(*args: Any) -> Any:
+            found[name] = may_raise(sys._getframe())
+            return function(*args)
+
+        return whole
+
+    class Item:
+        def __reduce__(self) -> Any:
+            found["__reduce__"] = may_raise(sys._getframe())
+            return str, ("item",)
+
+    me, other = current_worker(), (current_worker().index + 1) % 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers._Channel, "_packet", noted("sending", peers._Channel._packet))
+        patch.setattr(packets, "receive", noted("receiving", packets.receive))
+        patch.setattr(Spin, "look", noted("waiting", lambda spin, poll: poll(10)))
+        if me.index:
+            me.recv(other)
+            me.send(other, "now")
+        else:
+            with pytest.raises(TimeoutError):
+                me.recv(other, 0.01)  # there is no message yet, so this waits
+            me.send(other, Item())
+            me.recv(other)
+    return found
+
+
+def test_where_a_task_is_stopped(make_pool):
+    """A task is stopped where it waits and in code of the program, not in the channels' records."""
+    zero, one = make_pool(P2PPool, 2).run_all(places_of_stops)
+    assert zero == {"__reduce__": True, "sending": False, "receiving": False, "waiting": True}
+    assert {**one, "waiting": True} == {"sending": False, "receiving": False, "waiting": True}
 
 
 def run_and_be_cancelled(pool: Any, box: str) -> None:

@@ -18,13 +18,12 @@ from __future__ import annotations
 import errno
 import os
 import select
-import signal
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,8 +31,8 @@ from xpool._memory.holds import Block
 from xpool._pickling.frame import Leased, hold_blocks, weight
 from xpool._pickling.policy import Layout
 from xpool._python import at_fork, sockets
+from xpool._python.interrupt import deliver, interruptible, pending, uninterrupted
 from xpool._wire import packets
-from xpool._wire.outbox import STOP_SIGNAL
 from xpool._wire.spin import Spin
 from xpool._wire.wire import LINK, WANTED
 from xpool.errors import OptionError, PeerLost, TimeoutError
@@ -44,7 +43,6 @@ WINDOW = 256 * 1024 * 1024
 
 _HEAD = struct.Struct("<BxxxxxxxQQQ")  # 32 bytes, so that the message is aligned
 _DATA, _FILE, _TAKEN = 1, 2, 3
-_STOP = (STOP_SIGNAL,)
 _SLICE = 0.01  # seconds of a wait while several threads wait: one may read another's message
 
 
@@ -188,28 +186,13 @@ def _from_file(fds: list[int], lost: bool) -> memoryview:
     return packets.read_file(fds[0], os.fstat(fds[0]).st_size)
 
 
-class _Section:
-    """A lock that blocks the stop signal, which would leave the channels' fields inconsistent."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._masks: list[Any] = []
-
-    def __enter__(self) -> None:
-        # Block the signal before the lock is taken, until it is released: its handler may raise.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
-        self._lock.acquire()
-        # The lock guards the list.  Its last item belongs to the holder, which may hold it twice.
-        self._masks.append(mask)
-
-    def __exit__(self, *_: object) -> None:
-        mask = self._masks.pop()
-        self._lock.release()
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 class Peers:
-    """The channels of one worker.  Any thread may call the methods."""
+    """The channels of one worker.  Any thread may call the methods.
+
+    A task is stopped where it waits, or in code of the program (the marks of
+    `xpool._python.interrupt`).  To block the signal would not do: the system would give it to
+    another thread, such as one of torch's, and Python calls its handler in the main thread.
+    """
 
     here: Peers | None = None
 
@@ -226,19 +209,20 @@ class Peers:
         self._refused: dict[int, int] = {}
         self._scope = 0
         # Guards all fields, for moments: a thread does not wait while it holds the lock.
-        self._lock = _Section()
+        self._lock = threading.RLock()
         self._inside = 0
         self._spin = Spin()
         Peers.here = self
 
     # -- what tasks call -----------------------------------------------------------------------
 
+    @uninterrupted
     def send(self, peer: int, obj: Any, timeout: float | None = None) -> None:
         """See `WorkerInfo.send`."""
         self._check(peer)
         until = _until(timeout)
         # Do not hold the lock: this runs the program's code, which may send and receive itself.
-        message = encode(obj, layout=self._layout)
+        message = _encode(obj, self._layout)
         with self._waiting():
             while True:
                 with self._lock:
@@ -253,6 +237,7 @@ class Peers:
                             raise self._lost(peer, channel)
                 self._wait(channel, True, until, f"worker {peer} took no message of")
 
+    @uninterrupted
     def recv(self, peer: int, timeout: float | None = None) -> Any:
         """See `WorkerInfo.recv`."""
         self._check(peer)
@@ -276,9 +261,10 @@ class Peers:
         if isinstance(message, OSError):
             raise message
         # Do not hold the lock: this runs the program's code.
-        return decode(message)
+        return _decode(message)
 
     @contextmanager
+    @uninterrupted
     def call(self, scope: int) -> Iterator[None]:
         """Assign the messages of this block to a call of `run_all`."""
         with self._lock:
@@ -295,6 +281,7 @@ class Peers:
         finally:
             self._scope = 0
 
+    @uninterrupted
     def acknowledge(self) -> bool:
         """Release blocks that peers hold by now; return whether other blocks are on their way."""
         with self._lock:
@@ -314,7 +301,7 @@ class Peers:
             channel.sock.close()
         self._control.close()
         # Another thread of the parent may have held the lock at the fork.
-        self._lock = _Section()
+        self._lock = threading.RLock()
         self._count = 0
 
     # -- channels ------------------------------------------------------------------------------
@@ -399,6 +386,7 @@ class Peers:
         finally:
             self._inside -= 1
 
+    @uninterrupted
     def _wait(
         self, channel: _Channel | None, to_send: bool, until: float | None, what: str
     ) -> None:
@@ -422,7 +410,7 @@ class Peers:
             if left <= 0:
                 raise TimeoutError(f"{what} worker {self._index} within the timeout")
             seconds = min(left, seconds)
-        found = self._spin.look(poller.poll) or poller.poll(seconds * 1000)
+        found = self._poll(poller.poll, seconds)
         with self._lock:
             self._take_links()
             for fd, _ in found:
@@ -431,10 +419,30 @@ class Peers:
                 if other is not None and other is not channel and not other.ended:
                     other.take_out(False)
 
+    @interruptible
+    def _poll(self, poll: Callable[[float], list[tuple[int, int]]], seconds: float) -> Any:
+        if pending:
+            deliver()
+        return self._spin.look(poll) or poll(seconds * 1000)
+
     def _lease(self, nbytes: int) -> Block | None:
         assert self._lessor is not None
         self.acknowledge()  # this may free blocks that peers hold now
         return self._lessor(nbytes)
+
+
+@interruptible
+def _encode(obj: Any, layout: Layout) -> bytes | memoryview:
+    if pending:
+        deliver()
+    return encode(obj, layout=layout)
+
+
+@interruptible
+def _decode(message: bytes | memoryview) -> Any:
+    if pending:
+        deliver()
+    return decode(message)
 
 
 def _until(timeout: float | None) -> float | None:
