@@ -335,6 +335,16 @@ def test_endless_input(kind, make_pool, verb):
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("kind_of_input", [range, list])
+def test_a_buffersize_between_two_chunks(pool, verb, kind_of_input):
+    """Of a known input, the caller's thread draws the first items, and never waits for room."""
+    inputs = range(20) if kind_of_input is range else [*range(19), 19.0]
+    got = getattr(pool, verb)(work.square, inputs, chunksize=3, buffersize=4)
+    assert sorted(got) == [n * n for n in range(20)]
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", VERBS)
 def test_buffersize_of_one(pool, verb):
     """``buffersize=1`` yields all results."""
     assert sorted(getattr(pool, verb)(work.square, range(20), buffersize=1)) == [

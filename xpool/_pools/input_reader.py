@@ -64,6 +64,10 @@ class Runs(NamedTuple):
     """Passes on prepared items, given the index of the first; returns their size in bytes."""
 
 
+_LATER = object()
+"""In place of a task: no item may be drawn now."""
+
+
 class _Run(list[Any]):
     """Prepared items that were drawn together."""
 
@@ -154,9 +158,14 @@ class FlowControl:
         buffer = self._buffer()
         return buffer is None or buffer.next_task == first
 
-    def reserve(self, most: int = 1) -> int:
-        """Wait until items may be drawn; return how many, at most ``most``; 0: draw no more."""
+    def reserve(self, most: int = 1, wait: bool = True) -> int:
+        """Wait until items may be drawn; return how many, at most ``most``; 0: draw no more.
+
+        -1: none may be drawn now, and this thread is not to ``wait``.
+        """
         if not self.is_open():
+            if not wait:
+                return -1
             # Set before `wait` checks again: the engine counts first and then reads this flag, so
             # one of the two notices the other.
             self._wake_at = self.put - self._most_ahead() // 2
@@ -300,6 +309,8 @@ class InputReader:
         self._end = end
         self._index = 0  # of the next task
         self._tasks: Iterator[Any] | None = None
+        # The calling thread draws.  It must not wait, since it may be the consumer.
+        self._here = False
         self._name = f"{name}-input_reader"
 
     def begin(self) -> None:
@@ -322,7 +333,7 @@ class InputReader:
     def _draw(self, most: float = math.inf) -> bool:
         """Draw all tasks, or about ``most`` small ones; return whether the input has ended."""
         flow = self.flow
-        here = most < math.inf
+        here = self._here = most < math.inf
         try:
             if self._tasks is None:
                 iterator = iter(self._iterable)
@@ -331,6 +342,8 @@ class InputReader:
                     self._one_by_one(iterator) if runs is None else self._by_runs(iterator, runs)
                 )
             for task in self._tasks:
+                if task is _LATER:
+                    return False
                 n = 1
                 try:
                     if type(task) is _Run:
@@ -352,7 +365,7 @@ class InputReader:
                 del task
                 if self._index >= most:
                     return False
-                if here and (flow.bytes_in > HERE_BYTES or not flow.is_open()):
+                if here and flow.bytes_in > HERE_BYTES:
                     return False
         except BaseException as exc:
             if here:
@@ -365,7 +378,10 @@ class InputReader:
 
     def _by_runs(self, iterator: Iterator[Any], runs: Runs) -> Iterator[Any]:
         flow = self.flow
-        while n := flow.reserve(RUN):
+        while n := flow.reserve(RUN, not self._here):
+            if n < 0:
+                yield _LATER
+                continue
             items = list(itertools.islice(iterator, n))
             if not items:
                 return
@@ -383,7 +399,9 @@ class InputReader:
     def _one_by_one(self, iterator: Iterator[Any]) -> Iterator[Any]:
         flow, size = self.flow, self._chunksize
         if size == 1:
-            while n := flow.reserve(LOOK):
+            while n := flow.reserve(LOOK, not self._here):
+                if n < 0:
+                    yield _LATER
                 for _ in range(n):
                     try:
                         item = next(iterator)
@@ -397,7 +415,10 @@ class InputReader:
                         break
             return
         chunk: list[Any] = []
-        while flow.reserve():
+        while n := flow.reserve(wait=not self._here):
+            if n < 0:
+                yield _LATER
+                continue
             try:
                 item = next(iterator)
             except StopIteration:
