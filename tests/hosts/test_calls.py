@@ -8,7 +8,8 @@ from collections import deque
 import pytest
 from support import work
 
-from xpool._engine.jobs.ranges import CALLS, Limit, TaskRange, Terms, name_of
+from xpool._calls.terms import Limit, Terms
+from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of
 from xpool._engine.pickled_results import Encoded
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m

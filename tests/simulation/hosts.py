@@ -15,8 +15,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from xpool._calls.terms import Terms
 from xpool._engine.answers import CULPRIT
-from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange, Terms, name_of
+from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange, name_of
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts import quotas as policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from xpool._engine.jobs.ranges import Terms
+from xpool._calls.terms import Terms
 from xpool._engine.jobs.scheduler import Scheduler, TaskRange
 
 from .mutants import Patch, give_none, mutant, wrap

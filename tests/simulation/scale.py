@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from xpool._engine.jobs.ranges import TaskRange, Terms
+from xpool._calls.terms import Terms
+from xpool._engine.jobs.ranges import TaskRange
 from xpool._engine.jobs.scheduler import BatchSizes
 from xpool._hosts import messages as m
 from xpool._hosts.conversation import CALL_BYTES, CALLS_IN_FLIGHT

@@ -9,8 +9,9 @@ import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
 
+from xpool._calls.terms import ONCE, Terms, terms_of
 from xpool._memory.system import default_processes
 from xpool.errors import OptionError
 
@@ -22,83 +23,7 @@ ProgressOption = bool | str | Callable[[int, int | None], object]
 """True, a title, or a function that gets the number of done items and the number of all items."""
 
 
-class CallOptions(TypedDict, total=False):
-    """Keywords of all verbs that submit tasks.  `BasePool.apply` describes them."""
-
-    timeout: float | None
-    retries: int
-    retry_on: Exceptions
-    priority: float
-
-
-class ManyOptions(CallOptions, total=False):
-    """Keywords of the verbs that submit many tasks.  `BasePool.map` describes them."""
-
-    progress: ProgressOption
-    seed: int | None
-
-
-class JournalOptions(ManyOptions, total=False):
-    """Keywords of the verbs that can use a journal."""
-
-    journal: str | os.PathLike[str] | None
-    key: Callable[[Any], str | bytes | int] | None
-    version: str | int | None
-
-
-class TaskOptions(NamedTuple):
-    """The checked options of a job, with the defaults of the keywords above.
-
-    A keyword of a verb is declared here and above; `xpool._pools.verbs.options_of` checks it.
-    """
-
-    timeout: float | None = None  # seconds for one call of the function; None: no limit
-    retries: int = 0
-    retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a task runs again
-    priority: float = 0  # of waiting tasks, the highest is next
-    progress: Any = False
-    seed: int | None = None  # seeds the generators of each item, with the item's number
-    journal: Any = None  # the path of a database
-    key: Any = None
-    version: Any = None
-    # Not keywords of these names:
-    returns_errors: bool = False
-    worker: int | None = None  # index of a worker of a `P2PPool`; -1: the least busy one
-    waits: bool = False  # whether the submitting thread waits for the result at once
-    plain: bool = True  # no time limit, no retries and no priority
-
-
-def keywords_of(options: Any) -> list[str]:
-    """Return the names of a `CallOptions` or a subclass of it, in order."""
-    return [name for name in TaskOptions._fields if name in options.__optional_keys__]
-
-
 T = TypeVar("T")
-Verb = TypeVar("Verb", bound=Callable[..., Any])
-
-
-def takes_keywords(options: Any) -> Callable[[Verb], Verb]:
-    """Show these keywords in a verb's signature, for `help`, in place of ``**keywords``."""
-    names, defaults = keywords_of(options), TaskOptions._field_defaults
-
-    def with_signature(verb: Verb) -> Verb:
-        code = verb.__code__
-        own = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-        own.insert(code.co_argcount, "*")
-        # `inspect.signature` follows `__wrapped__`, and its import takes longer than all of these.
-        shown = eval(f"lambda {', '.join([*own, *names])}: None")
-        shown.__code__ = shown.__code__.replace(
-            co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
-        )
-        shown.__defaults__ = verb.__defaults__
-        shown.__kwdefaults__ = {
-            **(verb.__kwdefaults__ or {}), **{name: defaults[name] for name in names}
-        }  # fmt: skip
-        shown.__annotations__ = {**verb.__annotations__, **options.__annotations__}
-        verb.__wrapped__ = shown  # type: ignore[attr-defined]
-        return verb
-
-    return with_signature
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
@@ -165,7 +90,7 @@ def check_seconds(name: str, value: Any) -> float | None:
     return None if seconds == math.inf else seconds
 
 
-def check_priority(value: Any) -> float:
+def check_priority(name: str, value: Any) -> float:
     """Return ``value`` as an int or a float.
 
     Raises:
@@ -173,23 +98,22 @@ def check_priority(value: Any) -> float:
         OptionError (a `ValueError`): it is NaN, or too large for a float.
     """
     if isinstance(value, bool) or not (hasattr(value, "__index__") or hasattr(value, "__float__")):
-        raise TypeError(f"priority must be a real number, not {reprlib.repr(value)}")
+        raise TypeError(f"{name} must be a real number, not {reprlib.repr(value)}")
     if hasattr(value, "__index__"):
         return int(value.__index__())
     try:
         number = float(value)
     except OverflowError:
-        raise OptionError("priority is too large for a float; pass an int") from None
+        raise OptionError(f"{name} is too large for a float; pass an int") from None
     if math.isnan(number):
-        raise OptionError("priority must be a number that can be compared, not NaN")
+        raise OptionError(f"{name} must be a number that can be compared, not NaN")
     return number
 
 
-def check_progress(value: Any) -> None:
+def check_progress(name: str, value: Any) -> Any:
     if not isinstance(value, (bool, str)) and not callable(value):
-        raise TypeError(
-            f"progress must be True, a title or a callable (done, total), not {value!r}"
-        )
+        raise TypeError(f"{name} must be True, a title or a callable (done, total), not {value!r}")
+    return value
 
 
 def check_choice(name: str, value: T, *choices: str | None) -> T:
@@ -201,7 +125,7 @@ def check_choice(name: str, value: T, *choices: str | None) -> T:
 
 def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:
     """Return an exception class, or a tuple of them, as a tuple.  Raise `TypeError` otherwise."""
-    classes = value if isinstance(value, tuple) else (value,)
+    classes = value if isinstance(value, tuple) else (value,) if value else ()
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, BaseException)):
             raise TypeError(f"{name} must be an exception class or a tuple of these, not {value!r}")
@@ -328,10 +252,22 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_seed(seed: Any) -> int | None:
-    if seed is not None and not isinstance(seed, int):
-        raise TypeError(f"seed must be an int or None, not {seed!r}")
-    return seed
+def check_seed(name: str, value: Any) -> int | None:
+    if value is not None and not isinstance(value, int):
+        raise TypeError(f"{name} must be an int or None, not {value!r}")
+    return value
+
+
+def check_path(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, (str, bytes, os.PathLike)):
+        raise TypeError(f"{name} must be the path of a database, not {reprlib.repr(value)}")
+    return value
+
+
+def check_version(name: str, value: Any) -> str | int | None:
+    if value is not None and not isinstance(value, (str, int)):
+        raise TypeError(f"{name} must be a str or an int, not {value!r}")
+    return value
 
 
 def label(func: Callable[..., Any]) -> str:
@@ -340,3 +276,110 @@ def label(func: Callable[..., Any]) -> str:
     if name is None and type(func) is functools.partial:
         return label(func.func)
     return f"{name}()" if isinstance(name, str) else f"a {type(func).__name__}"
+
+
+# -- the keywords of the verbs ---------------------------------------------------------------------
+
+# Each is declared with its type and the function that checks it.  Its default is that of the field
+# with its name, in `TaskOptions` if the pool obeys it and in `Terms` if queues and workers do.
+
+
+class CallOptions(TypedDict, total=False):
+    """Keywords of all verbs that submit tasks.  `BasePool.apply` describes them."""
+
+    timeout: Annotated[float | None, check_seconds]
+    retries: Annotated[int, functools.partial(check_count, least=0)]
+    retry_on: Annotated[Exceptions, check_exceptions]
+    priority: Annotated[float, check_priority]
+
+
+class ManyOptions(CallOptions, total=False):
+    """Keywords of the verbs that submit many tasks.  `BasePool.map` describes them."""
+
+    progress: Annotated[ProgressOption, check_progress]
+    seed: Annotated[int | None, check_seed]
+
+
+class JournalOptions(ManyOptions, total=False):
+    """Keywords of the verbs that can use a journal."""
+
+    journal: Annotated[str | os.PathLike[str] | None, check_path]
+    key: Annotated[Callable[[Any], str | bytes | int] | None, lambda name, value: value]
+    version: Annotated[str | int | None, check_version]
+
+
+_CHECKS = {name: one.__metadata__[0] for name, one in JournalOptions.__annotations__.items()}
+
+
+class TaskOptions(NamedTuple):
+    """The checked options of a job."""
+
+    terms: Terms = ONCE
+    retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a task runs again
+    progress: Any = False
+    seed: int | None = None  # seeds the generators of each item, with the item's number
+    journal: Any = None  # the path of a database
+    key: Any = None
+    version: Any = None
+    # Not keywords of these names:
+    returns_errors: bool = False
+    worker: int | None = None  # index of a worker of a `P2PPool`; -1: the least busy one
+    waits: bool = False  # whether the submitting thread waits for the result at once
+
+    @property
+    def plain(self) -> bool:
+        """Whether the queues have nothing to obey."""
+        return self.terms is ONCE
+
+
+def check_keywords(given: Mapping[str, Any], task_timeout: float | None) -> TaskOptions:
+    """Check keywords of verbs, each by the function with which it is declared.
+
+    ``task_timeout``: the limit if none is given.
+    """
+    __tracebackhide__ = True
+    found: dict[str, Any] = {}
+    terms: dict[str, Any] = {}
+    for name, value in given.items():
+        checked = _CHECKS[name](name, value)
+        (terms if name in Terms._fields else found)[name] = checked
+    timeout, on = found.pop("timeout", None), found.get("retry_on", ())
+    if given.get("timeout") is None:
+        timeout = task_timeout
+    options = TaskOptions(terms_of(timeout, on, **terms), **found)
+    if on and not options.terms.retries:
+        raise OptionError("retry_on= needs retries=, the number of further tries: pass both")
+    journal, key, version = options.journal, options.key, options.version
+    if journal is None and (key is not None or version is not None):
+        name = "version" if key is None else "key"
+        raise OptionError(f"{name}= is an option of a journal: pass journal= too")
+    return options
+
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def takes_keywords(options: Any) -> Callable[[Verb], Verb]:
+    """Show these keywords in a verb's signature, for `help`, in place of ``**keywords``."""
+    names, defaults = list(options.__annotations__), TaskOptions._field_defaults
+    defaults = {"timeout": None, **Terms._field_defaults, **defaults}
+
+    def with_signature(verb: Verb) -> Verb:
+        code = verb.__code__
+        own = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+        own.insert(code.co_argcount, "*")
+        # `inspect.signature` follows `__wrapped__`, and its import takes longer than all of these.
+        shown = eval(f"lambda {', '.join([*own, *names])}: None")
+        shown.__code__ = shown.__code__.replace(
+            co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
+        )
+        shown.__defaults__ = verb.__defaults__
+        shown.__kwdefaults__ = {
+            **(verb.__kwdefaults__ or {}), **{name: defaults[name] for name in names}
+        }  # fmt: skip
+        types = {name: one.__origin__ for name, one in options.__annotations__.items()}
+        shown.__annotations__ = {**verb.__annotations__, **types}
+        verb.__wrapped__ = shown  # type: ignore[attr-defined]
+        return verb
+
+    return with_signature

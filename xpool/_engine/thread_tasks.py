@@ -57,12 +57,6 @@ class SourceQueue(TaskQueue):
         # Before later items of the same stream, and before calls that came after a map.
         self.put_back(source, source.last)
 
-    def put_held(self, task: HeldTask, last: bool = False) -> None:
-        if task.options.priority:
-            self.put_ranked(task, last, task.options.priority)
-        else:
-            self.put(task, last)
-
     def spread(self, running: list[Source], more: int) -> None:
         """Let ``more`` threads take from each source, running or waiting."""
         seen = set[int]()
@@ -85,16 +79,14 @@ class HeldTask:
     ``chunked``: its function gets the user's function and the arguments of many items.
     """
 
-    def __init__(
-        self, task: Any, options: TaskOptions, chunked: bool = False, tries: int = 0
-    ) -> None:
-        self.task, self.options, self.chunked, self.tries = task, options, chunked, tries
+    def __init__(self, task: Any, options: TaskOptions, chunked: bool = False) -> None:
+        self.task, self.options, self.chunked = task, options, chunked
         self.since = 0.0
 
     def begin(self) -> Any:
         """Start the clock; return the task to run, which restarts the clock at each item."""
         self.since = time.monotonic()
-        if not self.chunked or self.options.timeout is None:
+        if not self.chunked or self.options.terms.limit is None:
             return self.task
         job, index, func, (inner, *rest), kwds = self.task
 
@@ -168,19 +160,26 @@ class Places:
 
 
 class HeldTasks:
-    """Running tasks with options, with their threads, and tasks that wait to be tried again.
+    """Running tasks with options, with their threads, and those that wait.
 
     Running tasks need no lock: `dict.pop` is atomic, and the thread that pops an entry answers the
     task.  ``wake`` is called when `alarm`, the time of the next check, becomes an earlier one.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+    def __init__(self, tasks: SourceQueue, wake: Callable[[], None]) -> None:
+        self._tasks, self._wake = tasks, wake
         self._held: dict[int, tuple[PoolThread, HeldTask]] = {}
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # guards all below
         self.alarm: float | None = None
         self._later: TimeQueue[HeldTask] = TimeQueue()
+
+    def put(self, entry: HeldTask, last: bool = False) -> None:
+        """Queue a task as its terms say."""
+        if entry.options.terms.priority:
+            self._tasks.put_ranked(entry, last, entry.options.terms.priority)
+        else:
+            self._tasks.put(entry, last)
 
     def begin(self, me: PoolThread, entry: HeldTask) -> int:
         """Record what a thread begins; return its key."""
@@ -188,8 +187,8 @@ class HeldTasks:
         entry.since = time.monotonic()
         # Store it before the alarm is set: the thread that the alarm wakes reads this table.
         self._held[key] = me, entry
-        if entry.options.timeout is not None:
-            self.wake_by(entry.since + entry.options.timeout)
+        if (limit := entry.options.terms.limit) is not None:
+            self.wake_by(entry.since + limit.seconds)
         return key
 
     def end(self, key: int) -> bool:
@@ -198,41 +197,43 @@ class HeldTasks:
 
     def retried(self, entry: HeldTask, ok: bool, value: Any) -> bool:
         """Have a failed task run again after a pause, if its options say so."""
-        options, tries = entry.options, entry.tries + 1
+        options, terms = entry.options, entry.options.terms
         exc = getattr(value, "exc", value)  # `multiprocessing` may have wrapped it
-        if ok or tries > options.retries or not isinstance(exc, (WorkerDied, *options.retry_on)):
+        if ok or not terms.retries or not isinstance(exc, (WorkerDied, *options.retry_on)):
             return False
-        again = HeldTask(entry.task, options, entry.chunked, tries)
-        when = time.monotonic() + back_off(tries, random.Random().random())
+        options = options._replace(terms=terms.after_failure(killed=False))
+        again = HeldTask(entry.task, options, entry.chunked)
+        when = time.monotonic() + back_off(terms.tries + 1, random.Random().random())
         with self._lock:
             self._later.put(when, again)
         self.wake_by(when)
         return True
 
     def wake_by(self, when: float) -> None:
-        """Have `take_due` called at that time or earlier."""
+        """Have `put_due` called at that time or earlier."""
         with self._lock:
             if self.alarm is not None and self.alarm <= when:
                 return
             self.alarm = when
         self._wake()
 
-    def take_due(self, now: float) -> list[HeldTask]:
-        """Return the tasks to be tried again now; begin a check, and set the next alarm."""
+    def put_due(self, now: float) -> None:
+        """Queue the tasks whose time has come; begin a check, and set the next alarm."""
         with self._lock:
             due = self._later.due(now)
             # Clear it before `take_overdue` looks: an entry that comes meanwhile sets it again.
             self.alarm = self._later.next()
-        return due
+        for entry in due:
+            self.put(entry)
 
     def take_overdue(self, now: float) -> Iterator[tuple[PoolThread, HeldTask, float]]:
         """Yield overdue tasks, with their threads and limits; the caller answers them."""
         # An atomic copy: other threads begin and end tasks meanwhile.
         for key, (pool_thread, entry) in self._held.copy().items():
-            seconds = entry.options.timeout
-            if seconds is not None:
-                due = entry.since + seconds
+            limit = entry.options.terms.limit
+            if limit is not None:
+                due = entry.since + limit.seconds
                 if now < due:
                     self.wake_by(due)
                 elif self.end(key):
-                    yield pool_thread, entry, seconds
+                    yield pool_thread, entry, limit.seconds

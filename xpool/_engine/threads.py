@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
+from xpool._calls.terms import terms_of
 from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.stacks import Whereabouts
 from xpool._engine.thread_tasks import HeldTask, HeldTasks, Places, PoolThread, Source, SourceQueue
@@ -91,7 +92,7 @@ class ThreadWorkers:
         # No budget: threads do not end by themselves.
         self._policy = RestartPolicy(0)
         self._ending = False
-        self._held = HeldTasks(self.wake)
+        self.held = HeldTasks(self.tasks, self.wake)
         self._places = Places()
         self._pauses: dict[int, float] = {}  # by index: a place stays empty until then
 
@@ -144,7 +145,7 @@ class ThreadWorkers:
             for index in self._places.missing(size):
                 when = self._pauses.get(index, now)
                 if when > now:
-                    self._held.wake_by(when)
+                    self.held.wake_by(when)
                     continue
                 self._pauses.pop(index, None)
                 try:
@@ -198,7 +199,9 @@ class ThreadWorkers:
         if options.initializer is None and not callable(begin):
             me.entered = True
             return None
-        key = self._held.begin(me, HeldTask(None, TaskOptions(timeout=options.initializer_timeout)))
+        key = self.held.begin(
+            me, HeldTask(None, TaskOptions(terms_of(options.initializer_timeout)))
+        )
         try:
             if callable(begin):
                 begin()
@@ -208,7 +211,7 @@ class ThreadWorkers:
         except BaseException as exc:
             return exc
         finally:
-            self._held.end(key)
+            self.held.end(key)
         return None
 
     def _ends(self, me: PoolThread) -> tuple[Callable[[], Any], Callable[[Any], None]]:
@@ -217,7 +220,7 @@ class ThreadWorkers:
         The first function also runs the tasks of sources.
         """
         jobs, tasks, answer = self._jobs, self.tasks, self._answer
-        held, places, threads = self._held, self._places, self._places.threads
+        held, places, threads = self.held, self._places, self._places.threads
         lifetime, contexts = self._options.lifetime, self._options.contexts
         entries: dict[tuple[int, int], tuple[int, HeldTask]] = {}  # by task: its key in `held`
 
@@ -334,7 +337,7 @@ class ThreadWorkers:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until something has happened, and act on time limits."""
         # This needs no lock: `wake_by` calls `wake` after it has set an earlier alarm.
-        alarm = self._held.alarm
+        alarm = self.held.alarm
         if alarm is not None:
             left = min(max(0.0, alarm - time.monotonic()), MOST_WAIT_SECONDS)
             timeout = left if timeout is None else min(left, timeout)
@@ -349,11 +352,10 @@ class ThreadWorkers:
 
     def _check_times(self, now: float) -> None:
         """Answer tasks that are over their time limit, and queue those to be tried again."""
-        for again in self._held.take_due(now):
-            self.tasks.put_held(again)
+        self.held.put_due(now)
         if self._pauses:
             self._replace()
-        for pool_thread, entry, seconds in self._held.take_overdue(now):
+        for pool_thread, entry, seconds in self.held.take_overdue(now):
             self._time_out(pool_thread, entry, seconds)
 
     def _time_out(self, pool_thread: PoolThread, entry: HeldTask, seconds: float) -> None:
@@ -370,7 +372,7 @@ class ThreadWorkers:
         if entry.task is None:
             self._lost(pool_thread.index, EndKind.FAILED, error)
             return
-        if not self._held.retried(entry, False, error):
+        if not self.held.retried(entry, False, error):
             self._answer(job, index, False, error)
         self._lost(pool_thread.index, EndKind.STOPPED)
 
@@ -444,5 +446,5 @@ class ThreadWorkers:
     def after_fork_in_child(self) -> None:
         """Forget the threads, which a fork does not copy."""
         # Some thread of the parent may have held their locks.
-        self._held, self._places = HeldTasks(self.wake), Places()
+        self.held, self._places = HeldTasks(self.tasks, self.wake), Places()
         self._ending = True

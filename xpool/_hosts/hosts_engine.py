@@ -21,7 +21,8 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.results import PickledResult
-from xpool._engine.jobs.ranges import TaskRange, Terms
+from xpool._calls.terms import Terms
+from xpool._engine.jobs.ranges import TaskRange
 from xpool._engine.ledger import EngineReport
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m

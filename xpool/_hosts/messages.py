@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
-from xpool._engine.jobs.ranges import ONCE, Terms
+from xpool._calls.terms import ONCE, Terms
 from xpool._engine.ledger import EngineReport
 from xpool._pickling.policy import INLINE_BELOW
 

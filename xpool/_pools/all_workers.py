@@ -18,6 +18,7 @@ from xpool._calls.results import (
     exception_in,
     open_one,
 )
+from xpool._calls.terms import terms_of
 from xpool._memory.anonymous_files import File, FileOfAgent
 from xpool._pickling.by_value.broadcast import Broadcast, publish
 from xpool._pools.engine_submitter import EngineSubmitter
@@ -113,7 +114,7 @@ class AllWorkers:
             with self._order:  # all workers get the calls in one order; their number stays the same
                 number = next(jobs.numbers)
                 job = AllWorkersResult(number, name or label(func), self.size)
-                job.options = TaskOptions(timeout, plain=timeout is None)
+                job.options = TaskOptions(terms_of(timeout))
                 if self._files is not None:
                     file = self._files.of(job, name or label(func), self._files.WORKER)
                     func = task_function(func, file=file)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from xpool._calls.options import TaskOptions, label
+from xpool._calls.options import label
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
-from xpool._engine.jobs.ranges import CALLS, ONCE, Limit, TaskRange, Terms
+from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._pools.hooks import Result
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
@@ -19,7 +19,6 @@ from xpool._pools.submitters import FUNCTION, ITEM, HookedPool, HookSubmitter, P
 from xpool._python.interrupt import by_handler, shielded
 from xpool._wire.wire import Mode
 from xpool._worker.callables import applied, task_function
-from xpool.errors import TaskTimeout
 
 if TYPE_CHECKING:
     from xpool._engine.protocols import EngineProtocol
@@ -74,8 +73,8 @@ class EngineSubmitter(HookSubmitter):
         job.is_call = True
         if options.retry_on:
             func = task_function(func, retry_on=options.retry_on)
-        terms = ONCE if options.plain else terms_of(options)  # saves a call
-        keep = options.retries > 0
+        terms = options.terms
+        keep = terms.retries > 0
         payload, worker = self.packer.pack_task((func, args, kwds), keep, options.worker)
         if type(payload) is not bytes:  # it holds blocks, or is large
             engine.sent(payload)
@@ -128,7 +127,7 @@ class EngineSubmitter(HookSubmitter):
         for i, chunk in enumerate(chunks):
             try:
                 payload, worker = self.packer.pack_task(
-                    chunk, job.options.retries > 0, owner, told, ITEM
+                    chunk, job.options.terms.retries > 0, owner, told, ITEM
                 )
             except Exception as error:
                 if by_handler(error):
@@ -171,16 +170,16 @@ class EngineSubmitter(HookSubmitter):
         payload, owner = self.packer.pack_task(func, True, None, role=FUNCTION)
         number = self.engine.learn(_MODES[work.starred, work.chunked], payload)
         job.drop_function = functools.partial(self.engine.forget, number)
-        return TaskRange(job.number, number, 0, (), None, terms_of(options)), owner
+        return TaskRange(job.number, number, 0, (), None, options.terms), owner
 
     def put_task(self, job: Job, index: int, call: tuple[Any, ...]) -> None:
         """Submit one task, as the hook `pool_inqueue_put` gets it."""
         options = job.options
         if options.retry_on:
             call = (task_function(call[0], retry_on=options.retry_on), *call[1:])
-        payload, worker = self.packer.pack_task(call, options.retries > 0, options.worker)
+        payload, worker = self.packer.pack_task(call, options.terms.retries > 0, options.worker)
         self.engine.sent(payload)
-        self.engine.submit(TaskRange(job.number, 0, index, (payload,), worker, terms_of(options)))
+        self.engine.submit(TaskRange(job.number, 0, index, (payload,), worker, options.terms))
 
     def on_all(self, job: Job, call: tuple[Any, ...], size: int) -> None:
         # Pickle it once, and mark it as kept: each worker copies what lies in blocks.
@@ -190,7 +189,7 @@ class EngineSubmitter(HookSubmitter):
             payloads = [self.packer.pack_task(call, True, w)[0] for w in range(size)]
         for one in payloads:
             self.engine.sent(one)
-        terms = terms_of(job.options)._replace(retries=0)
+        terms = job.options.terms
         self.engine.submit(
             *(TaskRange(job.number, 0, w, (one,), w, terms) for w, one in enumerate(payloads))
         )
@@ -287,13 +286,3 @@ class TaskStream:
 def _place(job: Job) -> tuple[int, int | None]:
     """Return the engine's job number of a job, and its item there; None: all items."""
     return (CALLS, job.number) if job.is_call else (job.number, None)
-
-
-def terms_of(options: TaskOptions) -> Terms:
-    """Return the terms on which workers get a task with these options."""
-    if options.plain:
-        return ONCE
-    limit = None
-    if options.timeout is not None:
-        limit = Limit(options.timeout, issubclass(TaskTimeout, options.retry_on))
-    return Terms(options.retries, limit, priority=options.priority)

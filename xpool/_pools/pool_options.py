@@ -87,7 +87,7 @@ class PoolOptions:
         self.memory_limit = (
             None if memory_limit is None else check_bytes("memory_limit", memory_limit, least=0)
         )
-        self.seed = check_seed(seed)
+        self.seed = check_seed("seed", seed)
         self.task_timeout = check_seconds("task_timeout", task_timeout)
         self.initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
         self.restart_budget = (

@@ -209,8 +209,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
         ``callback(values)`` or ``error_callback(exception)`` runs in a thread of the pool.
 
-        Args:
-            timeout, retries, retry_on, priority, progress, on_error, seed: as in `map`.
+        The keywords are those of `map`, without those of a journal.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -243,9 +242,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
         A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
 
-        Args:
-            timeout, retries, retry_on, priority, progress, on_error, seed, those of a journal: as
-                in `map`.
+        The keywords are those of `map`.
 
         Raises:
             Exception: what a task raised; of several errors, the first that arrived.
@@ -284,8 +281,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
         ``callback(values)`` or ``error_callback(exception)`` runs in a thread of the pool.
 
-        Args:
-            timeout, retries, retry_on, priority, progress, on_error, seed: as in `map`.
+        The keywords are those of `map`, without those of a journal.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -347,8 +343,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
                 ``buffersize`` and the limit on memory hold for values.  ``timeout`` is for each
                 value.  With ``retries``, a generator begins again, and the values that have come
                 are skipped.  If the iterator is closed, cancelled or dropped, so are they.
-            timeout, retries, retry_on, priority, progress, on_error, seed, those of a journal: as
-                in `map`.
+            All other keywords: as in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -433,8 +428,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
             with_index: True: an item of the iterator is ``(index, result)``, where ``index`` is the
                 position in ``iterable``, from 0 on.
             yields: as in `imap`, with the values of all generators as they come.
-            timeout, retries, retry_on, priority, progress, on_error, seed, those of a journal: as
-                in `map`.
+            All other keywords: as in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.

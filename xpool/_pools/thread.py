@@ -98,7 +98,7 @@ class ThreadPool(BasePool):
         # The hook's arguments have no options, so they are taken from the job.
         if job is not None and not job.options.plain:
             entry = HeldTask(obj, job.options, chunked=obj[2] in (each, star_each))
-            self._threads.tasks.put_held(entry, last)
+            self._threads.held.put(entry, last)
         else:
             self._threads.tasks.put(obj, last)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xpool._calls.keywords import names_of, refuse_unknown
 from xpool._calls.options import (
+    CallOptions,
     TaskOptions,
     check_args,
     check_callable,
@@ -18,14 +18,9 @@ from xpool._calls.options import (
     check_choice,
     check_chunksize,
     check_count,
-    check_exceptions,
     check_flag,
-    check_priority,
-    check_progress,
-    check_seconds,
-    check_seed,
+    check_keywords,
     default_chunksize,
-    keywords_of,
 )
 from xpool._calls.progress import Progress
 from xpool._calls.results import AsyncResult, Job, MapResult, Unopened
@@ -82,58 +77,30 @@ def options_of(
 ) -> TaskOptions:
     """Check the keywords that a verb was called with, which must be those of a `CallOptions`,
     ``kind``."""
-    if not given and on_error == "raise" and worker is None and pool._task_timeout is None:
+    if not given and on_error == "raise" and pool._task_timeout is None:
+        if worker is not None:
+            return TaskOptions(worker=worker, waits=waits)
         return WAITING if waits else PLAIN
     __tracebackhide__ = True
-    known = kind.__optional_keys__
+    known = list(kind.__annotations__)
     unknown = [name for name in given if name not in known]
     if unknown:
         verb = sys._getframe(1).f_code
-        refuse_unknown(verb.co_name, names_of(verb) + keywords_of(kind), unknown)
-    options = TaskOptions(**given, waits=waits, worker=worker)
-    timeout, retries, on = options.timeout, options.retries, options.retry_on
-    timeout = pool._task_timeout if timeout is None else check_seconds("timeout", timeout)
-    if retries:
-        check_count("retries", retries, least=0)
-    on = check_exceptions("retry_on", on) if on else ()
-    if on and not retries:
-        raise OptionError("retry_on= needs retries=, the number of further tries: pass both")
-    priority = options.priority
-    if type(priority) is not int:
-        priority = check_priority(priority)
-    plain = timeout is None and not retries and not priority
-    if not (plain or pool._stops_tasks):
+        refuse_unknown(verb.co_name, names_of(verb) + known, unknown)
+    options = check_keywords(given, pool._task_timeout)
+    if not (options.plain or pool._stops_tasks):
         raise OptionError(
-            f"timeout=, retries= and priority= are not for {type(pool).__name__}: xpool does not "
-            "start its workers, so it can neither stop a task, nor run it again, nor choose the "
-            "next one"
+            f"{'=, '.join(CallOptions.__annotations__)}= are not for {type(pool).__name__}: xpool "
+            "does not start its workers, so it can neither stop a task, nor run it again, nor "
+            "choose the next one"
         )
-    if options.progress is not False:
-        check_progress(options.progress)
-    _check_journal(options)
     if options.seed is not None:
         _check_item_seed(pool, options.seed, options.journal)
-    if on_error != "raise":
-        check_choice("on_error", on_error, "raise", "return")
-    return options._replace(
-        timeout=timeout, retry_on=on, priority=priority, returns_errors=on_error != "raise",
-        plain=plain,
-    )  # fmt: skip
-
-
-def _check_journal(options: TaskOptions) -> None:
-    journal, key, version = options.journal, options.key, options.version
-    if journal is not None and not isinstance(journal, (str, bytes, os.PathLike)):
-        raise TypeError(f"journal must be the path of a database, not {reprlib.repr(journal)}")
-    if journal is None and (key is not None or version is not None):
-        name = "version" if key is None else "key"
-        raise OptionError(f"{name}= is an option of a journal: pass journal= too")
-    if version is not None and not isinstance(version, (str, int)):
-        raise TypeError(f"version must be a str or an int, not {version!r}")
+    check_choice("on_error", on_error, "raise", "return")
+    return options._replace(returns_errors=on_error != "raise", worker=worker, waits=waits)
 
 
 def _check_item_seed(pool: PoolOfVerbs, seed: Any, journal: Any) -> None:
-    check_seed(seed)
     if not pool._seeds_items:
         raise OptionError(
             f"seed={seed}: several workers of this {type(pool).__name__} may be threads of one "

@@ -111,7 +111,7 @@ class _OfProcesses(_Asking):
         self._engine, self._packer = submitter.engine, submitter.packer
         self._range, self._owner = submitter.learn(job, work)
         self._told, self._numbers = self._packer.told(), submitter.jobs.numbers
-        self._again = job.options.retries > 0
+        self._again = job.options.terms.retries > 0
         if not self._again:
             self.most = MOST_ASKED
         self._numbered = job.numbered

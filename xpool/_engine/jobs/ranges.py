@@ -3,12 +3,14 @@
 `xpool._engine.jobs.scheduler` explains the terms.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
+from __future__ import annotations
 
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
+
+from xpool._calls.terms import ONCE, Terms
 
 CALLS = 0
 """The job that stands for all calls.  Each item is a call, and its index is the number of the
@@ -19,41 +21,6 @@ WHOLE = -1
 
 Item = Any
 """A pickled payload, in any form that the channel takes."""
-
-
-class Limit(NamedTuple):
-    """How many seconds an item may run, and whether it is retried when it exceeds them."""
-
-    seconds: float
-    again: bool = False
-
-
-class Terms(NamedTuple):
-    """How long an item may run, how often it may be run again, and how often it was already.
-
-    Of waiting items, those with the highest ``priority`` are next.  ``alone``: its worker has died
-    for lack of memory, so it runs while no other worker has an item.
-    """
-
-    retries: int = 0  # that are left
-    limit: Limit | None = None
-    tries: int = 0  # that failed
-    killed: int = 0  # workers that died in these
-    priority: float = 0
-    alone: bool = False
-
-    def after_failure(self, killed: bool, alone: bool = False) -> "Terms":
-        """Return the terms of the next try; ``killed``: the worker died in the last one."""
-        return self._replace(
-            retries=self.retries - 1,
-            tries=self.tries + 1,
-            killed=self.killed + killed,
-            alone=self.alone or alone,
-        )
-
-
-ONCE = Terms()
-"""The terms of an item without a limit, without retries and without a priority."""
 
 
 class TaskRange:
@@ -97,9 +64,7 @@ class TaskRange:
         # Says whether items from an index on may run now.  Items of a `piece` were allowed before.
         self.may_run: Callable[[int], bool] | None = None
 
-    def beside(
-        self, first: int, items: Iterable[Item] = (), bound: int | None = None
-    ) -> "TaskRange":
+    def beside(self, first: int, items: Iterable[Item] = (), bound: int | None = None) -> TaskRange:
         """Return a range with other items of the same job and the same options."""
         other = TaskRange(self.job, self.func, first, items, bound, self.terms)
         other.flow, other.may_run = self.flow, self.may_run
@@ -143,7 +108,7 @@ class Batch:
         # As `name_of`, without a function call: each answer to a single call comes this way.
         return (index, 0) if self.job == CALLS else (self.job, index)
 
-    def cut(self, start: int, stop: int) -> "Batch":
+    def cut(self, start: int, stop: int) -> Batch:
         """Return a part of it as a separate batch of the same worker."""
         part = Batch(piece(self, start, stop), self.items[start:stop], self.seq + start)
         part.flow, part.withdrawn = self.flow, self.withdrawn
@@ -153,7 +118,7 @@ class Batch:
 
 
 # The result has no flow control, which was told of these items when they were first sent.
-def piece(one: Batch | TaskRange, start: int, stop: int) -> "TaskRange":
+def piece(one: Batch | TaskRange, start: int, stop: int) -> TaskRange:
     """Return some items of a batch or a range as a range of their own."""
     items = itertools.islice(one.items, start, stop)
     return TaskRange(one.job, one.func, one.first + start, items, one.bound, one.terms)

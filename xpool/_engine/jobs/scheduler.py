@@ -34,8 +34,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
+from xpool._calls.terms import Limit, Terms
 from xpool._engine.jobs.heavy import HeavyFunctions
-from xpool._engine.jobs.ranges import CALLS, Batch, Item, Limit, TaskRange, Terms, covers, piece
+from xpool._engine.jobs.ranges import CALLS, Batch, Item, TaskRange, covers, piece
 from xpool._engine.jobs.waiting import RangeQueue, Waiting
 from xpool.errors import InternalError
 

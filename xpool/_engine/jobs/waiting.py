@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
 from typing import Any
 
-from xpool._engine.jobs.ranges import CALLS, Item, TaskRange, Terms, covers, piece
+from xpool._calls.terms import Terms
+from xpool._engine.jobs.ranges import CALLS, Item, TaskRange, covers, piece
 from xpool._engine.jobs.time_queue import TimeQueue
 
 
