@@ -265,7 +265,6 @@ class SimReactor(Reactor):
         self._epoll.register(self._wake_r, select.POLLIN)
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._timers = TimeQueue()
-        self._next: float | None = None
         self.closed = False
 
     def now(self) -> float:

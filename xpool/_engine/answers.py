@@ -106,6 +106,7 @@ class Answers:
         self._leased, self._give_idle = parts.maintenance.later, give_idle
         self._hands_back = hands_back
         self._chance = _chance
+        self._sched.alarm = lambda when: self._reactor.call_at(when, self._queue)
 
     def announced(
         self,
@@ -259,10 +260,9 @@ class Answers:
         when = self._reactor.now() + back_off(batch.terms.tries + 1, self._chance())
         self._sched.again(batch, position, killed=killed, when=when, alone=alone)
         self._ledger.retried(batch, batch.first + position)
-        self._reactor.call_at(when, self._queue)
 
     def _queue(self) -> None:
-        """Queue the tasks whose pause is over."""
+        """Queue the tasks whose time has come."""
         self._sched.due(self._reactor.now())
         self._give_idle()
 

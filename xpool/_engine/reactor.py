@@ -86,7 +86,6 @@ class Reactor:
         self._epoll.register(self._wake_r, _IN)
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._timers: TimeQueue[Timer] = TimeQueue()
-        self._next: float | None = None  # the first of these times; `poll` reads it without lock
         self.closed = False
 
     def now(self) -> float:
@@ -119,20 +118,16 @@ class Reactor:
     def call_at(self, when: float, call: Callable[..., object], *args: Any) -> Timer:
         """Have ``call(*args)`` made at ``when``, by the engine's thread, with the lock held."""
         timer = Timer(when, call, args)
-        self._timers.put(when, timer)
-        if self._next is None or when < self._next:
-            self._next = when
+        if self._timers.put(when, timer):
             self.wake()
         return timer
 
     def run_timers(self) -> None:
         """Make the calls whose time has come."""
-        if self._next is None or (now := self.now()) < self._next:
+        if (when := self._timers.next()) is None or (now := self.now()) < when:
             return
-        due = self._timers.due(now)
-        self._next = self._timers.next()
         # Run only these: a call that is due again at once must wait for the descriptors.
-        for timer in due:
+        for timer in self._timers.due(now):
             timer.run()
 
     def wake(self) -> None:
@@ -151,7 +146,7 @@ class Reactor:
     def poll(self, timeout: float | None) -> list[int]:
         """Wait; return the descriptors that are ready.  Called by one thread."""
         # An earlier timer that is set after this read writes to the pipe, which ends the wait.
-        when = self._next
+        when = self._timers.next()
         if when is not None:
             left = max(0.0, when - self.now())
             timeout = (

@@ -79,14 +79,13 @@ class HostService:
         self._beating = False
         self._touched: dict[int, None] = {}  # hosts that `give` checks for messages to send
         self._timers: TimeQueue[Callable[[], None]] = TimeQueue()
+        self.sched.alarm = lambda when: self.at(when, lambda: None)  # `due` asks the scheduler
 
     # -- time --------------------------------------------------------------------------------------
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Have ``call()`` called at the time ``when``."""
-        before = self._timers.next()
-        self._timers.put(when, call)
-        if before is None or when < before:  # the engine's thread waits for a later timer
+        if self._timers.put(when, call):  # the engine's thread waits for a later timer
             self._wake()
 
     def next_time(self) -> float | None:
@@ -289,10 +288,8 @@ class HostService:
         return found
 
     def _pause(self, tries: int) -> float:
-        """Return when a task runs again after this number of tries; set a timer for it."""
-        when = self._now() + back_off(tries, self.random.random())
-        self.at(when, lambda: None)
-        return when
+        """Return when a task runs again after this number of tries."""
+        return self._now() + back_off(tries, self.random.random())
 
     # -- ends of hosts and of the pool -------------------------------------------------------------
 
@@ -345,7 +342,6 @@ class HostService:
         for lost in self.sched.lost(number):
             if lost.again and not self.ending:
                 self.sched.put_again(lost.item, False, over)
-                self.at(over, lambda: None)
             else:
                 job, index = lost.name
                 worker = -1 if lost.item.bound is None else lost.item.bound

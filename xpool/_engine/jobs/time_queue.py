@@ -18,8 +18,11 @@ class TimeQueue(Generic[T]):
         self._heap: list[tuple[float, int, T]] = []
         self._numbers = itertools.count()
 
-    def put(self, when: float, one: T) -> None:
-        heapq.heappush(self._heap, (when, next(self._numbers), one))
+    def put(self, when: float, one: T) -> bool:
+        """Put an object; return whether it is the first now."""
+        entry = when, next(self._numbers), one
+        heapq.heappush(self._heap, entry)
+        return self._heap[0] is entry
 
     def next(self) -> float | None:
         """Return the earliest time; None: nothing waits.  Needs no lock."""

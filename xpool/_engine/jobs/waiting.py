@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush, heapreplace
 from typing import Any
 
@@ -215,7 +215,10 @@ class RangeQueue:
 
 class Waiting:
     """Queues of task ranges: for any worker, for each worker, for items that run alone, and by
-    time."""
+    time.
+
+    ``alarm(when)`` has `due` called at that time; the owner, who has a clock, sets it.
+    """
 
     def __init__(self, workers: int) -> None:
         # Those of `shared`, `own` and `alone` that have ranges; `alone` also while its item runs.
@@ -227,6 +230,7 @@ class Waiting:
         self.ranked = False  # whether an item had a priority other than 0
         self.extend(workers)
         self.later: TimeQueue[TaskRange] = TimeQueue()
+        self.alarm: Callable[[float], object] = lambda when: None
         self._calls = TaskRange(CALLS, 0, 0, ())  # the latest range of calls
 
     def extend(self, workers: int) -> None:
@@ -269,6 +273,7 @@ class Waiting:
             self.put_back(task_range)
         else:
             self.later.put(when, task_range)
+            self.alarm(when)
 
     def _queue(self, task_range: TaskRange) -> RangeQueue:
         if task_range.terms.priority:
