@@ -113,7 +113,7 @@ def test_context_that_does_not_pickle():
 
 
 REFUSED_BY_VERBS: dict[str, list[Any]] = {
-    "retries": [-1, "1", 1.5],
+    "retries": [-1, "1", 1.5, False, None],
     "priority": [None, "1", b"1", [1], True, 1j, float("nan"), Fraction(10**400)],
     "timeout": BAD_SECONDS,
     "retry_on": [3, "OSError", [OSError], OSError(), (OSError, int)],
@@ -142,7 +142,7 @@ def test_good_priorities_and_timeouts(pool):
 @pytest.mark.parametrize("verb", ["map", "map_async", "imap", "imap_unordered", "starmap"])
 def test_an_unknown_option(pool, verb):
     """An unknown option raises a TypeError that names the verb. Private options are refused too."""
-    for option in ("worker", "waits", "plain", "returns_errors"):
+    for option in ("worker", "waits", "terms", "returns_errors"):
         with pytest.raises(TypeError, match=rf"^{verb}\(\) has no keyword '{option}'"):
             getattr(pool, verb)(work.square, (1,), **{option: 1})
     with pytest.raises(TypeError, match=rf"^{verb}\(\) .*'max_retries'; did you mean retries=\?$"):

@@ -332,6 +332,10 @@ class TaskOptions(NamedTuple):
         return self.terms is ONCE
 
 
+OF_TERMS = [name for name in JournalOptions.__annotations__ if name not in TaskOptions._fields]
+"""The keywords that make the `Terms` of a task."""
+
+
 def check_keywords(given: Mapping[str, Any], task_timeout: float | None) -> TaskOptions:
     """Check keywords of verbs, each by the function with which it is declared.
 
@@ -342,8 +346,8 @@ def check_keywords(given: Mapping[str, Any], task_timeout: float | None) -> Task
     terms: dict[str, Any] = {}
     for name, value in given.items():
         checked = _CHECKS[name](name, value)
-        (terms if name in Terms._fields else found)[name] = checked
-    timeout, on = found.pop("timeout", None), found.get("retry_on", ())
+        (terms if name in OF_TERMS else found)[name] = checked
+    timeout, on = terms.pop("timeout", None), found.get("retry_on", ())
     if given.get("timeout") is None:
         timeout = task_timeout
     options = TaskOptions(terms_of(timeout, on, **terms), **found)

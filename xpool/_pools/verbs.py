@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xpool._calls.keywords import names_of, refuse_unknown
 from xpool._calls.options import (
-    CallOptions,
+    OF_TERMS,
     TaskOptions,
     check_args,
     check_callable,
@@ -89,10 +89,11 @@ def options_of(
         refuse_unknown(verb.co_name, names_of(verb) + known, unknown)
     options = check_keywords(given, pool._task_timeout)
     if not (options.plain or pool._stops_tasks):
+        *others, last = (f"{name}=" for name in OF_TERMS)
         raise OptionError(
-            f"{'=, '.join(CallOptions.__annotations__)}= are not for {type(pool).__name__}: xpool "
-            "does not start its workers, so it can neither stop a task, nor run it again, nor "
-            "choose the next one"
+            f"{', '.join(others)} and {last} are not for {type(pool).__name__}: xpool does not "
+            "start its workers, so it can neither stop a task, nor run it again, nor choose the "
+            "next one"
         )
     if options.seed is not None:
         _check_item_seed(pool, options.seed, options.journal)
