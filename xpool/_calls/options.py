@@ -252,22 +252,15 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_seed(name: str, value: Any) -> int | None:
-    if value is not None and not isinstance(value, int):
-        raise TypeError(f"{name} must be an int or None, not {value!r}")
+def _check_type(types: Any, what: str, name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, types):
+        raise TypeError(f"{name} must be {what}, not {reprlib.repr(value)}")
     return value
 
 
-def check_path(name: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, (str, bytes, os.PathLike)):
-        raise TypeError(f"{name} must be the path of a database, not {reprlib.repr(value)}")
-    return value
-
-
-def check_version(name: str, value: Any) -> str | int | None:
-    if value is not None and not isinstance(value, (str, int)):
-        raise TypeError(f"{name} must be a str or an int, not {value!r}")
-    return value
+check_seed = functools.partial(_check_type, int, "an int or None")
+_check_journal = functools.partial(_check_type, (str, bytes, os.PathLike), "the path of a database")
+_check_version = functools.partial(_check_type, (str, int), "a str or an int")
 
 
 def label(func: Callable[..., Any]) -> str:
@@ -303,9 +296,9 @@ class ManyOptions(CallOptions, total=False):
 class JournalOptions(ManyOptions, total=False):
     """Keywords of the verbs that can use a journal."""
 
-    journal: Annotated[str | os.PathLike[str] | None, check_path]
+    journal: Annotated[str | os.PathLike[str] | None, _check_journal]
     key: Annotated[Callable[[Any], str | bytes | int] | None, lambda name, value: value]
-    version: Annotated[str | int | None, check_version]
+    version: Annotated[str | int | None, _check_version]
 
 
 _CHECKS = {name: one.__metadata__[0] for name, one in JournalOptions.__annotations__.items()}
