@@ -6,6 +6,7 @@ import inspect
 import multiprocessing
 import queue
 import threading
+from typing import Any, NamedTuple
 
 import pytest
 from support import work
@@ -268,6 +269,36 @@ def test_counting_subclass_of_the_built_in_pool(make_pool):
     assert pool.counted == 3
     assert list(pool.imap(work.square, range(10))) == [i * i for i in range(10)]
     assert pool.counted == 13
+
+
+def test_a_hook_of_threads_may_give_tasks_a_class_of_its_own(make_pool):
+    """A subclass of `ThreadPool` may put tasks of a class of its own, and sees all tasks."""
+    from xpool import ThreadPool
+
+    class Named(NamedTuple):
+        job: int
+        index: int
+        func: Any
+        args: tuple[Any, ...]
+        kwds: dict[str, Any]
+
+    class Naming(ThreadPool):
+        def setup_queues(self):
+            self.counted = 0
+            super().setup_queues()
+
+        def pool_inqueue_put(self, task):
+            if task is not None:
+                self.counted += 1
+                task = Named(*task)
+            return super().pool_inqueue_put(task)
+
+    pool = make_pool(Naming, 2)
+    assert pool.apply(work.square, (3,)) == 9
+    assert pool.apply(work.square, (3,), retries=1) == 9
+    assert pool.map(work.square, range(10), chunksize=5) == [i * i for i in range(10)]
+    assert list(pool.imap(work.square, range(10))) == [i * i for i in range(10)]
+    assert pool.counted == 14
 
 
 def test_contexts_under_an_own_hook(make_pool):

@@ -215,13 +215,14 @@ def test_flags_and_the_queue_of_tasks() -> None:
         tasks, back = TaskQueue(), TaskQueue()
 
         def serve(i: int, tasks: TaskQueue = tasks, back: TaskQueue = back) -> None:
+            take = (tasks if i else back).taker()
             if i:
-                while (item := tasks.get()) is not None:
+                while (item := take()) is not None:
                     back.put(-item)
                 return
             for n in range(1, 51):  # one at a time, so that the serving threads wait
                 tasks.put(n)
-                assert back.get() == -n
+                assert take() == -n
             for _ in range(CALLERS - 1):
                 tasks.put(None)
 

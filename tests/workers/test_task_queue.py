@@ -16,7 +16,8 @@ def test_each_item_is_taken_once() -> None:
     queue, taken = TaskQueue(), []
 
     def take() -> None:
-        while (item := queue.get()) is not None:
+        next_item = queue.taker()
+        while (item := next_item()) is not None:
             taken.append(item)
 
     def put(first: int) -> None:
@@ -43,7 +44,8 @@ def test_the_last_thread_to_wait_is_next() -> None:
     queue, taken = TaskQueue(), []
 
     def take() -> None:
-        while (item := queue.get()) is not None:
+        next_item = queue.taker()
+        while (item := next_item()) is not None:
             taken.append((item, threading.get_ident()))
 
     threads = []

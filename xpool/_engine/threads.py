@@ -219,7 +219,7 @@ class ThreadWorkers:
 
         The first function also runs the tasks of sources.
         """
-        jobs, tasks, answer = self._jobs, self.tasks, self._answer
+        jobs, take, answer = self._jobs, self.tasks.taker(), self._answer
         held, places, threads = self.held, self._places, self._places.threads
         lifetime, contexts = self._options.lifetime, self._options.contexts
         entries: dict[tuple[int, int], tuple[int, HeldTask]] = {}  # by task: its key in `held`
@@ -232,18 +232,18 @@ class ThreadWorkers:
                 if me.source is not None:
                     self._run_source(me, me.source)
                     continue
-                task = tasks.get()
-                if task is None:
-                    return None
-                if task is _WAKE:
-                    continue
-                entry = None
-                if type(task) is Source:
-                    me.source = task
-                    del task  # only `me.source` keeps it, and its items, alive
-                    continue
-                if type(task) is HeldTask:
-                    entry, task = task, task.task
+                task, entry = take(), None
+                if type(task) is not tuple:
+                    if task is None:
+                        return None
+                    if task is _WAKE:
+                        continue
+                    if type(task) is Source:
+                        me.source = task
+                        del task  # only `me.source` keeps it, and its items, alive
+                        continue
+                    if type(task) is HeldTask:
+                        entry, task = task, task.task
                 # Skip tasks of a job that failed or was cancelled while they waited.
                 job = jobs.get(task[0])
                 if job is not None and not job.settled:

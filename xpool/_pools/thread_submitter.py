@@ -16,14 +16,21 @@ from xpool._worker.callables import applied
 
 
 class ThreadSubmitter(HookSubmitter):
-    """Puts the tasks of a map, and consecutive items of a stream, into sources.
+    """Queues single calls.  The tasks of a map, and consecutive items of a stream, form a source.
 
-    Single calls, and tasks with a time limit or retries, go through the hook.
+    Tasks with a time limit, retries or a priority go through the hook.
     """
 
     def __init__(self, pool: HookedPool, jobs: JobTable, threads: ThreadWorkers) -> None:
         super().__init__(pool, jobs)
         self._threads = threads
+
+    def call(self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any]) -> None:
+        """Submit the one task of a job."""
+        if job.options.plain:
+            self._threads.tasks.put((job.number, 0, func, args, kwds))
+        else:
+            super().call(job, func, args, kwds)
 
     def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
         """Submit a source of tasks, one for each chunk."""

@@ -157,35 +157,40 @@ class TaskQueue:
         except IndexError:
             return  # another thread has woken it
 
-    def get(self) -> Any:
-        """Wait for the next item, remove and return it.  The main thread must not call this,
-        because signal handlers run in it."""
-        first, last, idle = self.first, self.last, self._idle
-        higher, lower = self.higher, self.lower
-        lock: Any = None
-        while True:
-            try:
-                if first and not higher:
-                    return first.popleft()
-                if last and not higher:
-                    return last.popleft()
-                if higher or lower:
-                    return self.get_nowait()
-            except IndexError:
-                continue  # another thread has taken it
-            if lock is None:
-                lock = threading.Lock()
-                lock.acquire()
-            # This thread registers before it checks, and `put` appends before it looks for a
-            # waiter.  So one of the two sees the other.
-            idle.append(lock)
-            if first or last or higher or lower:
+    def taker(self) -> Callable[[], Any]:
+        """Return the function with which a thread waits for the next item, removes and returns it.
+
+        Each thread needs its own.  The main thread must have none, because signal handlers run in
+        it.
+        """
+        first, last, higher, lower = self.first, self.last, self.higher, self.lower
+        idle = self._idle
+        lock: Any = threading.Lock()  # held by this thread, unless `put` has just released it
+        lock.acquire()
+
+        def take() -> Any:
+            while True:
                 try:
-                    idle.remove(lock)
-                    continue
-                except ValueError:
-                    pass  # `put` has removed the lock and will release it
-            lock.acquire()
+                    if higher or lower:
+                        return self.get_nowait()
+                    if first:
+                        return first.popleft()
+                    if last:
+                        return last.popleft()
+                except IndexError:
+                    continue  # another thread has taken it
+                # This thread registers before it checks, and `put` appends before it looks for a
+                # waiter.  So one of the two sees the other.
+                idle.append(lock)
+                if first or last or higher or lower:
+                    try:
+                        idle.remove(lock)
+                        continue
+                    except ValueError:
+                        pass  # `put` has removed the lock and will release it
+                lock.acquire()
+
+        return take
 
     def get_nowait(self) -> Any:
         """Remove and return the next item.
