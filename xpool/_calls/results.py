@@ -86,12 +86,6 @@ def open_one(answer: Any) -> Any:
     return answer
 
 
-def value_of(opened: Any) -> Any:
-    if type(opened) is Unopened:
-        raise opened.exc
-    return opened
-
-
 def exception_in(failure: BaseException | PickledResult) -> BaseException:
     """Return an error, unpickled if necessary.  The thread that will raise it calls this."""
     error = open_one(failure)
@@ -217,10 +211,10 @@ class AsyncResult(Job, Generic[T]):
         """Wait for the result, at most ``timeout`` seconds.  None: without limit."""
         if self.ready():
             return
-        deadline = deadline_of(timeout)
         about_to_block()
         pool = self._pool  # as in `cancel`
         if self.is_call and pool is not None:
+            deadline = deadline_of(timeout)
             pool._submitter.receive(self, timeout)
             if deadline is not None:
                 timeout = deadline - time.monotonic()
@@ -410,20 +404,19 @@ class MapResult(AsyncResult[list[T]]):
                 number_item(error, self._failed * self.chunksize, self.label)
             return error
         out: list[Any] = []
+        take: Callable[[Any], None] = out.extend if self._chunked else out.append
+        returns_errors = self.options.returns_errors
         for index in sorted(self._pieces):
             piece = self._pieces[index]
-            # Not `map(value_of, ...)`, which a StopIteration of a task would end early.
             for value in piece.open() if isinstance(piece, PickledResult) else (piece,):
-                if self.options.returns_errors:
-                    out.append(value.exc if type(value) is Unopened else value)
-                    if isinstance(out[-1], BaseException):
-                        number_item(out[-1], len(out) - 1, self.label)
-                    continue
-                task = value_of(value)
-                if self._chunked:
-                    out.extend(task)
+                if type(value) is not Unopened:
+                    take(value)
+                elif not returns_errors:
+                    raise value.exc
                 else:
-                    out.append(task)
+                    take(value.exc)
+                if returns_errors and isinstance(out[-1], BaseException):
+                    number_item(out[-1], len(out) - 1, self.label)
         return out
 
     def _open_now(self) -> None:
