@@ -8,12 +8,11 @@ import time
 
 import pytest
 
-from . import mutants_alone, mutants_heavy, mutants_scheduler  # noqa: F401 - add to MUTANTS
+from . import mutants_hosts  # noqa: F401 - adds to MUTANTS
 from .ends import EndsWorld
 from .engine import EngineWorld
 from .hosts import HostWorld
 from .mutants import MUTANTS, PINNED
-from .mutants_hosts import HOSTS
 from .scheduler import SchedulerWorld
 from .seeds import SimulationFailed, World, search
 
@@ -33,7 +32,7 @@ def main() -> int:
     options = parser.parse_args()
     kind = WORLDS[options.world]
     if options.mutant is not None:
-        known = {str(one): one for one in (*MUTANTS, *HOSTS, *PINNED)}
+        known = {str(one): one for one in (*MUTANTS, *PINNED)}
         if options.mutant not in known:
             parser.error("there is no such mutant; these are: " + "; ".join(known))
         known[options.mutant].seed(pytest.MonkeyPatch())

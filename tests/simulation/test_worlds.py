@@ -15,13 +15,12 @@ from xpool._engine import start_limit
 from xpool._engine import worker_process as worker
 from xpool._engine.worker_process import processor_times
 
-from . import mutants_alone, mutants_heavy, mutants_scheduler  # noqa: F401 - add to MUTANTS
+from . import mutants_hosts  # noqa: F401 - adds to MUTANTS
 from .draws import Draws
 from .ends import EndsWorld
 from .engine import EngineWorld
 from .hosts import HostWorld
 from .mutants import MUTANTS, PINNED, Mutant
-from .mutants_hosts import HOSTS
 from .scheduler import SchedulerWorld
 from .seeds import SimulationFailed, World, search
 
@@ -140,7 +139,7 @@ def test_no_history_depends_on_a_process_of_this_machine(monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mutant", [*MUTANTS, *HOSTS], ids=str)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_seeded_bugs_are_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch):
     """Each planted bug is found, with a seed and its history."""
     mutant.seed(monkeypatch)
