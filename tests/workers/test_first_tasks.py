@@ -162,7 +162,7 @@ ARGUMENT = """
 """
 
 
-@pytest.mark.parametrize("name", ["numpy", "torch"])
+@pytest.mark.parametrize("name", ["numpy", *also("torch")])
 def test_a_first_argument_is_an_array_without_imports(tmp_path, name: str):
     """The modules that pickle an array are imported when the pool is made."""
     pytest.importorskip(name)
