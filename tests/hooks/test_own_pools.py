@@ -12,7 +12,6 @@ import pytest
 from support import work
 from support.kinds import STDLIB, VERBS
 from support.limits import WAIT
-from support.waiting import eventually
 
 import xpool
 
@@ -39,46 +38,9 @@ def shared(own, make_pool):
     return make_pool(own, 2)
 
 
-def test_verbs_that_wait(shared):
-    """`apply`, `map` and `starmap` return the right results."""
-    assert shared.apply(work.square, (3,)) == 9
-    assert shared.apply(work.echo, (1,), {"a": 2}) == ((1,), {"a": 2})
-    assert shared.map(work.square, range(100)) == [i * i for i in range(100)]
-    assert shared.map(work.square, range(10), chunksize=3) == [i * i for i in range(10)]
-    assert shared.map(work.square, []) == []
-    assert shared.starmap(work.add, [(1, 2), (3, 4)]) == [3, 7]
-
-
-def test_verbs_that_do_not_wait(shared):
-    """The asynchronous verbs return the right results and call their callbacks."""
-    got: list[object] = []
-    results = [
-        shared.apply_async(work.square, (3,), callback=got.append),
-        shared.map_async(work.square, range(3), callback=got.append),
-        shared.starmap_async(work.add, [(1, 2)], callback=got.append),
-    ]
-    assert [r.get(WAIT) for r in results] == [9, [0, 1, 4], [3]]
-    assert sorted(map(str, got)) == sorted(["9", "[0, 1, 4]", "[3]"])
-
-
-def test_lazy_verbs(shared):
-    """`imap` and `imap_unordered` yield the right results, with chunks too."""
-    assert list(shared.imap(work.square, range(50))) == [i * i for i in range(50)]
-    assert list(shared.imap(work.square, range(50), chunksize=7)) == [i * i for i in range(50)]
-    assert sorted(shared.imap_unordered(work.square, range(50))) == [i * i for i in range(50)]
+def test_a_buffersize(shared):
+    """The input of an `imap` is drawn as results are taken. `xpool.testing` tries all verbs."""
     assert list(shared.imap(work.square, range(20), buffersize=3)) == [i * i for i in range(20)]
-
-
-def test_errors(shared):
-    """A task's exception is raised in the caller and given to the error callback."""
-    with pytest.raises(KeyError, match="x"):
-        shared.apply(work.fail, ("x",))
-    with pytest.raises(ValueError, match="3"):
-        shared.map(work.fail_on_three, range(10), 1)
-    bad: list[BaseException] = []
-    shared.apply_async(work.fail, ("y",), error_callback=bad.append).wait(WAIT)
-    assert isinstance(bad[0], KeyError)
-    assert shared.apply(work.square, (2,)) == 4
 
 
 def test_unpicklable_result(own, make_pool):
@@ -99,72 +61,6 @@ def test_initializer(own, make_pool):
         assert pool.initializer is work.remember and tuple(pool.initargs) == ("own",)
     finally:
         work.initialised.clear()
-
-
-def test_maxtasksperchild(own, make_pool):
-    """After `maxtasksperchild` tasks, `maintain_pool` lets a worker be replaced."""
-    pool = make_pool(own, 2, maxtasksperchild=3)
-    assert pool.maxtasksperchild == 3
-    assert pool.map(work.square, range(20), chunksize=1) == [i * i for i in range(20)]
-    eventually(lambda: pool.started >= 2 + 20 // 3 - 2, "replacements were started")
-
-
-def test_close_and_join(own, make_pool):
-    """`close` and `join` finish all submitted tasks."""
-    from xpool import PoolStates
-
-    pool = make_pool(own, 2)
-    assert pool.state == PoolStates.RUN and pool.size() == 2
-    results = [pool.apply_async(work.square, (i,)) for i in range(100)]
-    pool.close()
-    assert pool.state == PoolStates.CLOSE
-    with pytest.raises(ValueError, match="(?i)pool"):
-        pool.apply(work.square, (1,))
-    pool.join()
-    assert [r.get(0) for r in results] == [i * i for i in range(100)]
-
-
-def test_terminate(own, make_pool, mailbox, gate):
-    """`terminate` fails pending tasks with an XPoolError."""
-    from xpool import PoolStates, XPoolError
-
-    pool = make_pool(own, 1)
-    pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
-    mailbox.line()
-    pending = pool.apply_async(work.square, (3,))
-    opener = threading.Timer(0.2, gate.open)
-    opener.start()
-    pool.terminate()
-    opener.join()
-    assert pool.state == PoolStates.TERMINATE
-    with pytest.raises(XPoolError):
-        pending.get(WAIT)
-    pool.join()
-
-
-def test_context_manager(own):
-    """The end of the ``with`` block terminates the pool."""
-    with own(1) as pool:
-        assert pool.map(work.square, [1, 2]) == [1, 4]
-    with pytest.raises(ValueError, match="(?i)pool"):
-        pool.map(work.square, [1])
-    pool.join()
-
-
-def test_submissions_from_threads(shared):
-    """Many threads may submit, so each of them calls the put hook."""
-    wrong: list[object] = []
-
-    def caller(n):
-        if shared.map(work.square, range(n), 1) != [i * i for i in range(n)]:
-            wrong.append(n)
-
-    threads = [threading.Thread(target=caller, args=(n,)) for n in range(10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 def test_put_that_raises(own, make_pool, monkeypatch):
