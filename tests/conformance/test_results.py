@@ -158,31 +158,6 @@ def test_cancel_of_a_waiting_task(pool, mailbox, gate, log):
 
 
 @pytest.mark.xpool_only
-def test_cancel_of_a_finished_task(pool):
-    """`cancel` of a finished task returns false. The task keeps its result."""
-    result = pool.apply_async(work.square, (3,))
-    result.wait()
-    assert not result.cancel()
-    assert result.get() == 9
-
-
-@pytest.mark.xpool_only
-@pytest.mark.parametrize("how", ["apply", "apply_async"])
-def test_timeout_of_a_task(process_kind, make_pool, mailbox, how):
-    """``timeout=`` ends a task that runs too long. A new worker runs the next task."""
-    from xpool import TaskTimeout
-
-    pool = make_pool(process_kind, 1)
-    with pytest.raises(TaskTimeout):
-        if how == "apply":
-            pool.apply(work.post_and_spin, (mailbox.path,), timeout=0.5)
-        else:
-            pool.apply_async(work.post_and_spin, (mailbox.path,), timeout=0.5).get()
-    mailbox.line()
-    assert pool.apply(work.square, (3,)) == 9
-
-
-@pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", ["apply_async", "map_async"])
 def test_a_failed_result_is_in_no_cycle(pool, verb):
     """After `get` has raised, the result is freed without the garbage collector."""

@@ -80,23 +80,6 @@ def test_in_the_middle_of_a_lazy_map(process_kind, make_pool, verb, log):
     check_death(died[0], "os._exit", 2)
 
 
-def test_several_saboteurs(process_kind, make_pool, log, mailbox, gate):
-    """If ten tasks of a hundred kill their workers, the other tasks succeed."""
-    pool = make_pool(process_kind, 2)
-    results = [
-        pool.apply_async(work.end_or_return, ("SIGKILL", x if x % 10 == 0 else None, str(log), x))
-        for x in range(100)
-    ]
-    for x, result in enumerate(results):
-        if x % 10 == 0:
-            with pytest.raises(WorkerDied):
-                result.get(WAIT)
-        else:
-            assert result.get(WAIT) == x
-    assert sorted(map(int, log.read_text().split())) == list(range(100))
-    check_usable(pool, mailbox, gate, 2)
-
-
 def test_only_saboteurs(process_kind, make_pool):
     """Workers killed by tasks do not count as workers that cannot start."""
     pool = make_pool(process_kind, 2)
@@ -105,18 +88,6 @@ def test_only_saboteurs(process_kind, make_pool):
         with pytest.raises(WorkerDied):
             result.get(WAIT)
     assert pool.apply(work.square, (3,)) == 9
-
-
-def test_death_with_close_pending(process_kind, make_pool, log):
-    """If a worker dies after `close`, `join` still returns, and the other tasks are done."""
-    pool = make_pool(process_kind, 2)
-    victim = pool.apply_async(work.end, ("SIGKILL",))
-    rest = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
-    pool.close()
-    pool.join()
-    with pytest.raises(WorkerDied):
-        victim.get(0)
-    assert [r.get(0) for r in rest] == list(range(20))
 
 
 def test_death_reaches_the_error_callback(process_kind, make_pool):
@@ -160,14 +131,6 @@ def test_garbage_collection(process_kind, make_pool, how, mailbox, gate):
 
 
 # Retries -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["sys.exit", "SIGKILL"])
-def test_retries_of_apply(process_kind, make_pool, tmp_path, how):
-    """With `retries=1`, a task that killed its worker once runs again and succeeds."""
-    pool = make_pool(process_kind, 1)
-    flag = str(tmp_path / "flag")
-    assert pool.apply(work.end_once, (how, flag, "second"), retries=1) == "second"
 
 
 def test_retries_of_maps(process_kind, make_pool, tmp_path):
