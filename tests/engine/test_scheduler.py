@@ -18,10 +18,7 @@ from xpool._engine.jobs.budget import (
     back_off,
 )
 from xpool._engine.jobs.scheduler import (
-    LONG_SECONDS,
-    MOST_BYTES,
     MOST_ITEMS,
-    Limit,
     Scheduler,
     TaskRange,
     Terms,
@@ -51,22 +48,6 @@ def test_unknown_tasks_are_given_one_by_one():
     assert sched.refill(0) == []
 
 
-def test_a_stream_lets_waiting_jobs_go_first():
-    """After each batch, a stream lets the waiting jobs go first. A map does not."""
-    sched = ready(1)
-    sched.sizes.cost = 0.01
-    stream, call, one = task_range(1, 100), task_range(2), task_range(3, 3)
-    stream.flow = object()
-    for each in (stream, call, one):
-        sched.put(each)
-    order = []
-    while len(order) < 7:
-        batches = [batch for _, batch in sched.next_batches()] + sched.refill(0)
-        order += [batch.job for batch in batches]
-        sched.answered(0, 1)
-    assert order[:7] == [1, 2, 3, 3, 3, 1, 1]
-
-
 def test_short_tasks_come_in_batches():
     """If tasks are short, a worker gets two batches of at most its share."""
     sched = ready(2)
@@ -79,15 +60,6 @@ def test_short_tasks_come_in_batches():
     sched.sizes.cost = 1e-6
     sched.put(task_range(n=40))
     assert len(sched.next_batches()[0][1].items) == 10
-
-
-def test_long_tasks_are_not_held():
-    """A worker that runs a long task holds no other task."""
-    sched = ready(1)
-    sched.put(task_range(n=5))
-    sched.next_batches()
-    sched.answered(0, 1, seconds=2 * LONG_SECONDS)
-    assert [len(g.items) for g in sched.refill(0)] == [1]
 
 
 def test_longer_tasks_are_held_if_many_wait():
@@ -105,15 +77,6 @@ def test_longer_tasks_are_held_if_many_wait():
             items.pop()
         sched.refill(1)
         assert len(sched.in_flight[1].held) == (2 if cost == 1e-3 else 1)
-
-
-def test_a_batch_is_no_larger_than_a_pipe():
-    """A batch with a large item has no other item."""
-    sched = ready(1)
-    sched.sizes.cost = 1e-6
-    sched.put(TaskRange(1, 0, 0, [b"x" * MOST_BYTES, b"y", b"z"]))
-    assert len(sched.next_batches()[0][1].items) == 1
-    assert [len(g.items) for g in sched.refill(0)] == [2]
 
 
 def jobs_in_order(sched):
@@ -224,34 +187,6 @@ def run_alone(sched, job=1):
     return w
 
 
-def test_bound_tasks_that_wait_for_each_other():
-    """While some tasks of a `run_all` run, the others are given before one that is to run alone; if
-    they came later, after it."""
-    sched = ready(2)
-    sched.put(task_range(2))
-    [(busy, _)] = sched.next_batches()
-    free = 1 - busy
-    sched.put(task_range(3, retries=1, bound=None))
-    [(w, _)] = sched.next_batches()
-    assert w == free
-    sched.put(task_range(4, bound=busy))
-    sched.put(task_range(4, first=1, bound=free))
-    lost = sched.gone(free, 1)
-    sched.ready(free, None)
-    sched.again(*lost, alone=True)
-    sched.put(task_range(5, bound=free))
-    assert [batch.first for _, batch in sched.next_batches()] == [1]
-    sched.answered(busy, 1)
-    assert [batch.job for batch in sched.refill(busy)] == [4]
-    sched.answered(free, 1)
-    assert sched.refill(free) == []
-    sched.answered(busy, 1)
-    [(w, batch)] = sched.next_batches()
-    assert batch.job == 3
-    sched.answered(w, 1)
-    assert [batch.job for _, batch in sched.next_batches()] == [5]
-
-
 def test_withdrawing_beside_a_task_that_runs_alone():
     """If another task that is to run alone is withdrawn, nothing is given beside the first."""
     sched = ready(2)
@@ -264,26 +199,6 @@ def test_withdrawing_beside_a_task_that_runs_alone():
     assert sched.next_batches() == []
     sched.answered(w, 1)
     assert [batch.job for _, batch in sched.next_batches()] == [3]
-
-
-def test_a_second_try_waits_its_time():
-    """A retry waits for its time, then goes first. It has one retry less and keeps its limit."""
-    sched = ready(1)
-    sched.put(TaskRange(1, 0, 0, [ITEM], 0, Terms(3, Limit(2.5, True))))
-    ((w, batch),) = sched.next_batches()
-    lost = sched.gone(w, began=1)
-    assert lost == (batch, 0)
-    sched.again(batch, 0, when=10.0)
-    sched.ready(0, None)
-    assert sched.due(9.0) == 10.0 and sched.next_batches() == [] and sched.waiting() == 1
-    assert sched.due(10.0) is None
-    ((w, again),) = sched.next_batches()
-    assert again.bound == 0
-    assert again.terms == Terms(2, Limit(2.5, True), tries=1, killed=1)
-    sched.answered(0, 1)
-    sched.again(again, 0, killed=False)
-    ((_, third),) = sched.next_batches()
-    assert third.terms == Terms(1, Limit(2.5, True), tries=2, killed=1)
 
 
 def test_second_tries_come_in_the_order_of_their_times():
@@ -316,14 +231,6 @@ def test_deaths_in_a_row():
     assert policy.lost(0, EndKind.DIED, 0.0) == 0.0
     assert policy.lost(0, EndKind.DIED, WINDOW + 1) == 0.0 and policy.deaths == 1
     assert policy.lost(0, EndKind.DIED, WINDOW + 2) is None
-
-
-def test_workers_that_were_told_to_end_are_no_deaths():
-    """Workers that finished, or that the pool stopped, do not count as deaths."""
-    policy = RestartPolicy(0)
-    for kind in (EndKind.FINISHED, EndKind.STOPPED):
-        assert policy.lost(0, kind, 0.0) == 0.0
-    assert policy.lost(0, EndKind.DIED, 0.0) is None
 
 
 def test_starts_that_fail():
