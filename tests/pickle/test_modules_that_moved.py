@@ -67,13 +67,14 @@ CHANGES = {
 
 
 # In the first two, no path of now finds the module; in the last one it stays where it was.
-MOVES = [("relative", "another folder"), ("absolute", "removed from the path")]
-MOVES += also(("relative", "removed from the path"), ("relative", "both"))
-MOVES += also(("absolute", "both"), ("absolute", "another folder"))
+MOVES = [("relative", "another folder", False), ("absolute", "removed from the path", True)]
+MOVES += also(
+    *((entry, change, before) for entry in ENTRIES for change in CHANGES for before in (False, True)
+      if (entry, change, before) not in MOVES)
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("entry", "change"), MOVES)
-@pytest.mark.parametrize("before", [False, True], ids=["at first", "later"])
+@pytest.mark.parametrize(("entry", "change", "before"), MOVES)
 def test_a_module_that_moved(tmp_path, entry, change, before):
     """A worker of now, and one of before, have the functions, classes and data of the program."""
     (tmp_path / "lib").mkdir()
