@@ -774,7 +774,11 @@ SENTINEL = """
 import xpool
 
 MISSING = object()
+table = {"key": MISSING}
+tables = [table]
 
+def holds():
+    return tables[0] is table, table["key"] is MISSING
 def get(key, default=MISSING):
     return "missing" if default is MISSING else default
 def look(key):
@@ -787,6 +791,7 @@ def main():
     global LATER
     LATER = object()
     with xpool.Pool(1) as pool:
+        print(*pool.apply(holds))
         found, one = pool.apply(back, (MISSING,))
         print(pool.apply(look, ("a",)), pool.apply(is_default), found, one is MISSING)
         print(pool.apply(lambda one: one is LATER, (LATER,)))
@@ -796,8 +801,10 @@ def main():
 
 @pytest.mark.parametrize("guarded", [True, *also(False)])
 def test_sentinels(tmp_path, guarded):
-    """A bare object that is a global is the same object in defaults, arguments and results."""
-    assert _run_main(tmp_path, SENTINEL, guarded) == "missing True True True\nTrue\n"
+    """A bare object that is a global is the same object in defaults, arguments and results. A
+    worker keeps its own values that contain it, as they share objects."""
+    out = _run_main(tmp_path, SENTINEL, guarded)
+    assert out == "True True\nmissing True True True\nTrue\n"
 
 
 OF_A_MODULE = """
@@ -838,29 +845,6 @@ def test_sentinels_of_a_module(tmp_path):
     scripts.write(tmp_path / "marks.py", MARKS)
     out = scripts.run_ok([scripts.write(tmp_path / "of_a_module.py", OF_A_MODULE)])
     assert out == "True 4\nTrue\n"
-
-
-WITH_SENTINEL = """
-import xpool
-
-MISSING = object()
-table = {"key": MISSING}
-tables = [table]
-
-def look():
-    return tables[0] is table, table["key"] is MISSING
-
-if __name__ == "__main__":
-    with xpool.Pool(1) as pool:
-        print(pool.apply(look))
-    pool.join()
-"""
-
-
-def test_values_that_contain_a_sentinel(tmp_path):
-    """A worker keeps its own values that contain a bare object, as they share objects."""
-    out = scripts.run_ok([scripts.write(tmp_path / "contained.py", WITH_SENTINEL)])
-    assert out == "(True, True)\n"
 
 
 SHARED = """

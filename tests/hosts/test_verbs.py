@@ -27,7 +27,6 @@ from xpool import (
     WorkerStartFailed,
     current_worker,
 )
-from xpool.errors import TaskNotPicklable
 
 np = pytest.importorskip("numpy", reason="the tests send arrays")
 
@@ -202,22 +201,6 @@ def test_many_large_results_at_once(pool):
     """Results arrive although together they exceed a call's limit and the object store."""
     found = pool.imap_unordered(lambda x: np.full(4 << 20, x, "uint8"), range(80), buffersize=8)
     assert sorted(int(array[-1]) for array in found) == list(range(80))
-
-
-def test_functions_of_any_kind(pool):
-    """Lambdas, closures, methods, partials and local classes are sent by value."""
-    base = 10
-
-    class Adder:
-        def __init__(self, x):
-            self.x = x
-
-        def add(self, y):
-            return Adder(self.x + y + base)
-
-    found = pool.map(Adder(1).add, range(5))
-    assert [adder.x for adder in found] == [11, 12, 13, 14, 15]
-    assert pool.map(lambda x: [x + base], range(3)) == [[10], [11], [12]]
 
 
 CONNECT = """
@@ -462,13 +445,6 @@ def test_descriptors_do_not_pile_up(cluster):
 
 
 # Errors ------------------------------------------------------------------------------------------
-
-
-def test_an_unpicklable_task(pool):
-    """A task that cannot be pickled fails alone."""
-    with pytest.raises(TaskNotPicklable):
-        pool.apply_async(work.same, (threading.Lock(),)).get(WAIT)
-    assert pool.apply(work.square, (2,)) == 4
 
 
 @pytest.mark.parametrize(

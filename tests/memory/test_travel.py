@@ -386,20 +386,6 @@ def test_results_without_get(make_pool: Callable[..., Any], calm: None) -> None:
     del stream
 
 
-def test_get_twice(make_pool: Callable[..., Any], calm: None) -> None:
-    """`get` returns the same object each time, in every thread."""
-    pool = make_pool(xpool.Pool, 1)
-    result = pool.apply_async(tasks.filled, (5, MIB))
-    first = result.get()
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(result.get())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(value is first for value in found)
-
-
 def test_pickling_fails_after_blocks_were_leased(make_pool: Callable[..., Any], calm: None) -> None:
     """If pickling fails after a lease, the leased blocks are released, on both sides."""
     pool = make_pool(xpool.Pool, 1)
@@ -483,13 +469,6 @@ def test_two_pools(make_pool: Callable[..., Any], calm: None) -> None:
     one.join()
     assert (two.apply(tasks.same, (value,)) == 3).all()
     assert (value == 3).all()
-
-
-def test_threads(make_pool: Callable[..., Any], calm: None) -> None:
-    """Thread pools pass the objects themselves."""
-    pool = make_pool(xpool.ThreadPool, 2)
-    value = torch.zeros(MIB)
-    assert pool.apply(tasks.same, (value,)) is value
 
 
 def test_held_by_waiting_tasks(
