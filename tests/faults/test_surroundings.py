@@ -284,31 +284,6 @@ def test_the_clock_jumps(tmp_path):
     assert script(tmp_path, text) == ["[0, 1, 4, 9]", "0.3 True", "not yet"]
 
 
-@pytest.mark.exhaustive
-def test_a_hundred_pools(tmp_path):
-    """A hundred pools, used and closed one after the other, leave nothing behind."""
-    text = """
-        import xpool
-        from support import leaks, work
-
-        if __name__ == "__main__":
-            with xpool.Pool(1) as pool:
-                pool.apply(work.square, (1,))
-            pool.join()
-            before = leaks.Snapshot.take()
-            for i in range(100):
-                pool = xpool.Pool(2) if i % 3 else xpool.ThreadPool(2)
-                assert pool.apply(len, (bytes(100_000),)) == 100_000
-                if i % 2:
-                    pool.close()
-                else:
-                    pool.terminate()
-                pool.join()
-            print(before.leaks(5))
-    """
-    assert script(tmp_path, text) == ["[]"]
-
-
 def test_values_held_at_the_end(tmp_path):
     """Pools and values may live until the interpreter ends, which prints no message: in a module, a
     cycle, another module, a thread, and an object whose finalizer calls the pool."""

@@ -11,14 +11,17 @@ from typing import Any
 from xpool import BasePool
 
 
-class QueueThreadPool(BasePool):
-    """Threads with two queues of `queue.SimpleQueue`."""
+class QueuePool(BasePool):
+    """Workers with two queues."""
 
-    def setup_queues(self) -> None:
-        self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.workers: list[threading.Thread] = []
-        self.started = 0
+    tasks: Any
+    answers: Any
+    workers: list[Any]
+    started: int
+
+    def make_worker(self, *options: Any) -> Any:
+        """Return a thread or process that runs `worker`."""
+        raise NotImplementedError
 
     def pool_inqueue_put(self, task: Any) -> None:
         self.tasks.put(task)
@@ -27,27 +30,32 @@ class QueueThreadPool(BasePool):
         return self.answers.get(timeout=timeout)
 
     def repopulate_pool(self) -> None:
+        options = self.initializer, self.initargs, self.maxtasksperchild
         while len(self.workers) < self.size():
-            thread = threading.Thread(
-                target=self.worker,
-                args=(
-                    self.tasks.get,
-                    self.answers.put,
-                    self.initializer,
-                    self.initargs,
-                    self.maxtasksperchild,
-                ),
-                daemon=True,
-            )
-            thread.start()
+            worker = self.make_worker(*options)
+            worker.start()
             self.started += 1
-            self.workers.append(thread)
+            self.workers.append(worker)
 
     def maintain_pool(self) -> bool:
-        living = [thread for thread in self.workers if thread.is_alive()]
+        living = [worker for worker in self.workers if worker.is_alive()]
         ended = len(living) < len(self.workers)
         self.workers[:] = living
         return ended
+
+
+class QueueThreadPool(QueuePool):
+    """Threads with two queues of `queue.SimpleQueue`."""
+
+    def setup_queues(self) -> None:
+        self.tasks = queue.SimpleQueue()
+        self.answers = queue.SimpleQueue()
+        self.workers = []
+        self.started = 0
+
+    def make_worker(self, *options: Any) -> Any:
+        args = self.tasks.get, self.answers.put, *options
+        return threading.Thread(target=self.worker, args=args, daemon=True)
 
     def terminate_workers(self) -> None:
         while True:
@@ -63,45 +71,19 @@ class QueueThreadPool(BasePool):
             thread.join()
 
 
-class QueueProcessPool(BasePool):
+class QueueProcessPool(QueuePool):
     """Processes with two queues of `multiprocessing`."""
 
     def setup_queues(self) -> None:
         self.mp = multiprocessing.get_context("forkserver")
         self.tasks = self.mp.Queue()
         self.answers = self.mp.Queue()
-        self.workers: list[Any] = []
+        self.workers = []
         self.started = 0
 
-    def pool_inqueue_put(self, task: Any) -> None:
-        self.tasks.put(task)
-
-    def pool_outqueue_get(self, timeout: float | None = None) -> Any:
-        return self.answers.get(timeout=timeout)
-
-    def repopulate_pool(self) -> None:
-        while len(self.workers) < self.size():
-            process = self.mp.Process(
-                target=run_worker,
-                args=(
-                    type(self),
-                    self.tasks,
-                    self.answers,
-                    self.initializer,
-                    self.initargs,
-                    self.maxtasksperchild,
-                ),
-                daemon=True,
-            )
-            process.start()
-            self.started += 1
-            self.workers.append(process)
-
-    def maintain_pool(self) -> bool:
-        living = [process for process in self.workers if process.is_alive()]
-        ended = len(living) < len(self.workers)
-        self.workers[:] = living
-        return ended
+    def make_worker(self, *options: Any) -> Any:
+        args = type(self), self.tasks, self.answers, *options
+        return self.mp.Process(target=run_worker, args=args, daemon=True)
 
     def terminate_workers(self) -> None:
         for process in self.workers:
