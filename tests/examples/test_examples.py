@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -15,13 +16,20 @@ from support.limits import PROGRAM_LIMIT
 from support.screen import OnTerminal
 
 pytest.importorskip("torch", reason="the examples use torch")
-pytest.importorskip("sklearn", reason="the examples use scikit-learn's images")
 pytest.importorskip("tqdm", reason="the tour shows a progress bar")
 pytest.importorskip("PIL", reason="the examples use pillow")
 
 from PIL import Image
 
-pytestmark = [pytest.mark.torch, pytest.mark.exhaustive]  # `make run` runs the main ones
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.exhaustive,  # `make run` runs the main ones
+    pytest.mark.skipif(
+        # Importing it takes a second of each process that collects the tests.
+        importlib.util.find_spec("sklearn") is None,
+        reason="the examples use scikit-learn's images",
+    ),
+]
 
 ONE = pytest.param(1, marks=pytest.mark.exhaustive)
 
