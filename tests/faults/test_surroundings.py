@@ -24,44 +24,6 @@ from .test_parent import PARENT, finish, started
 pytestmark = pytest.mark.xpool_only
 
 
-# Workers that kill each other ---------------------------------------------------------------------
-
-
-def kill_another(x):
-    """Kill another worker that the file lists. If there is none, kill this worker."""
-    path, me = x
-    with open(path) as file:
-        pids = [int(word) for word in file.read().split()]
-    for pid in pids:
-        if pid != os.getpid():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            break
-    else:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return me
-
-
-@pytest.mark.parametrize("workers", [1, 2, *also(5, 13)])
-def test_workers_kill_each_other(process_kind, make_pool, tmp_path, workers):
-    """Each task returns its result or raises WorkerDied. Afterwards the pool works."""
-    pool = make_pool(process_kind, workers)
-    pool.map(work.square, range(workers), 1)
-    path = tmp_path / "pids"
-    tasks = []
-    for i in range(3 * workers):
-        path.write_text(" ".join(map(str, filter(None, pool.statistics()["pids"]))))
-        tasks.append(pool.apply_async(kill_another, ((str(path), i),)))
-    for i, task in enumerate(tasks):
-        try:
-            assert task.get(WAIT) == i
-        except WorkerDied as error:
-            assert error.signal == "SIGKILL"
-    assert pool.map(work.square, range(100)) == [i * i for i in range(100)]
-
-
 # A killed parent ----------------------------------------------------------------------------------
 
 STATES = """

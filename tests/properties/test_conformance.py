@@ -97,19 +97,6 @@ class Slow(QueueThreadPool):
         super().terminate_workers()
 
 
-class Forgetful(QueueThreadPool):
-    """Loses waiting tasks at close."""
-
-    def pool_inqueue_put(self, task):
-        if task is None:
-            try:
-                while True:
-                    self.tasks.get_nowait()
-            except queue.Empty:
-                pass
-        super().pool_inqueue_put(task)
-
-
 class Mortal(QueueThreadPool):
     """Does not replace workers that have ended."""
 
