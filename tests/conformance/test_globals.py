@@ -1011,3 +1011,59 @@ def test_a_global_that_a_worker_cannot_load_says_why(tmp_path):
     """The error has the reason, also if the message itself is what needs the global."""
     out = scripts.run_ok([scripts.write(tmp_path / "unloadable.py", UNLOADABLE)])
     assert out == "True\n" * 3
+
+
+CONTEXTS = """
+import contextlib
+import contextvars
+import xpool
+
+user = contextvars.ContextVar("user", default="nobody")
+request = contextvars.ContextVar("request")
+depths = []
+
+@contextlib.contextmanager
+def section(name):
+    depths.append(name)
+    yield
+    depths.pop()
+
+@section("decorated")
+def decorated(x):
+    return x, list(depths)
+
+def look(_):
+    return user.get(), request.get("none")
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(look, (1,)))
+        begun = user.set("first"), request.set(1)
+        print(pool.apply(look, (1,)))
+        again = user.set("second")
+        print(pool.apply(look, (1,)))
+        user.reset(again)
+        print(pool.apply(look, (1,)))
+        user.reset(begun[0])
+        request.reset(begun[1])
+        print(pool.apply(look, (1,)))
+        print(pool.apply(decorated, (1,)))
+        depths.append("outer")
+        print(pool.apply(decorated, (2,)))
+    pool.join()
+"""
+
+
+def test_variables_of_contexts_and_decorators_of_them(tmp_path):
+    """A variable that was reset has no value in a worker, too.  A function that a context manager
+    of a generator decorates is sent."""
+    out = scripts.run_ok([scripts.write(tmp_path / "contexts.py", CONTEXTS)])
+    assert out.splitlines() == [
+        "('nobody', 'none')",
+        "('first', 1)",
+        "('second', 1)",
+        "('first', 1)",
+        "('nobody', 'none')",
+        "(1, ['decorated'])",
+        "(2, ['outer', 'decorated'])",
+    ]

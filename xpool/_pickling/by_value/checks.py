@@ -31,7 +31,7 @@ _warned: set[tuple[Key, str]] = set()
 
 def said(key: Key) -> str:
     """Return a global's name, as messages show it."""
-    return f"{key[1]!r} of {key[0]}"
+    return f"{key[1].replace(':', '.')!r} of {key[0]}"
 
 
 def took(key: Key, nbytes: int, seconds: float) -> None:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from xpool._pickling.by_value.names import is_simple, name_for, static_modules
 from xpool._pickling.by_value.origin import (
-    IMPORTED,
+    INSTALLED,
     SENT,
     adopt,
     canonical,
@@ -305,18 +305,16 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
     adopt(module)  # the program may have made it itself
     if find_module(name) is not module:
         return NotImplemented
-    if origin_of(name) == SENT:
-        if name != "__main__" and pickler.follow:
-            pickler.names.add((name, "__name__"))  # so that the receiver makes the module
-        return sent_module, (name,)
-    if pickler.follow and not pickler.home and origin_of(name) == IMPORTED:
-        # Any of its data may be used.
+    origin = origin_of(name)
+    if pickler.follow and not pickler.home and name != "__main__" and origin != INSTALLED:
+        # Any of its globals may be used.  The receiver makes a module that it cannot import.
         pickler.names.update(
             (name, one)
             for one, value in list(vars(module).items())
-            if not one.startswith("__") and not isinstance(value, ModuleType)
+            if not (one.startswith("__") or isinstance(value, ModuleType))
+            or one in ("__name__", "__getattr__")
         )
-    return import_module, (name,)
+    return (sent_module if origin == SENT else import_module), (name,)
 
 
 @builder

@@ -16,6 +16,7 @@ import functools
 import importlib.machinery
 import os
 import sys
+from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -26,6 +27,11 @@ INSTALLED, IMPORTED, SENT = range(3)
 
 MAIN_NAMES = frozenset({"__main__", "__mp_main__"})
 """A child of `multiprocessing` has the main module under both names."""
+
+OF_MODULES = frozenset(
+    {"__name__", "__builtins__", "__spec__", "__loader__", "__package__", "__cached__", "__path__"}
+)
+"""Globals that every module has for itself."""
 
 MISSING: Any = object()
 """Takes the place of a global that does not exist."""
@@ -40,7 +46,17 @@ awaited: set[str] = set()
 """Names of modules that code imports when it runs, and that are not imported yet."""
 
 
-loose: dict[str, Any] = {}
+class _Modules:
+    """Takes the place of a module whose globals are the names in `sys.modules`."""
+
+    def __init__(self) -> None:
+        self.__dict__ = sys.modules
+
+
+MODULES = "sys.modules"
+"""The module of these names in their keys, where a colon stands for each dot (`key_of_alias`)."""
+
+loose: dict[str, Any] = {MODULES: _Modules()}
 """Modules that globals of the program refer to, and that are not in `sys.modules`."""
 
 
@@ -68,7 +84,7 @@ def origin_of(name: Any) -> int:
     if known is not None and known[0] is sys.modules.get(name):
         return known[1]
     if name in loose and name not in sys.modules:
-        return SENT
+        return INSTALLED if _is_installed_as(name, loose[name]) else SENT
     if not isinstance(name, str) or name == "__mp_main__":
         return SENT
     found = INSTALLED
@@ -146,7 +162,8 @@ def owner_of(key: Key) -> Any:
 
 def place_of(key: Key) -> tuple[Any, str]:
     """Return the namespace (or None) in which a global or attribute is, and its name there."""
-    return getattr(owner_of(key), "__dict__", None), key[1].rpartition(".")[2]
+    name = key[1].rpartition(".")[2]
+    return getattr(owner_of(key), "__dict__", None), name.replace(":", ".")
 
 
 def value_of(key: Key) -> Any:
@@ -221,6 +238,9 @@ def _is_importable(name: str) -> bool:
     module: Any = sys.modules.get(name)
     if module is None:
         return True  # an import will tell
+    own = name_of(module)
+    if own is not None and own != name and sys.modules.get(own) is module:
+        return own not in MAIN_NAMES and _is_importable(own)  # a worker has this alias, too
     spec = spec_of(name)
     return spec is not None and _same_file(spec, module)
 
@@ -258,6 +278,53 @@ def _same_file(spec: Any, module: ModuleType) -> bool:
     if not isinstance(file, str):  # a namespace package
         return spec.origin is None and spec.submodule_search_locations is not None
     return isinstance(spec.origin, str) and os.path.realpath(spec.origin) == os.path.realpath(file)
+
+
+def _is_installed_as(name: str, module: Any) -> bool:
+    """Whether an import by this name finds a module in the file of an installed package."""
+    file = attributes_of(module).get("__file__")
+    if not isinstance(file, str) or not is_installed(file):
+        return False
+    spec = spec_of(name)
+    return spec is not None and _same_file(spec, module)
+
+
+_OF_WORKERS = frozenset(
+    {"xpool", "warnings", "logging", "signal", "threading", "multiprocessing", "subprocess", "time"}
+    | {"atexit", "faulthandler", "gc", "importlib", "io", "pickle", "select", "selectors", "socket"}
+)
+"""Packages that a worker itself is made of: what the program assigns to them stays with it."""
+
+
+def is_of_workers(module: str) -> bool:
+    """Whether a module belongs to such a package."""
+    return module.partition(".")[0] in _OF_WORKERS
+
+
+def key_of_alias(name: str) -> Key:
+    """Return the key of a name in `sys.modules`."""
+    return MODULES, name.replace(".", ":")
+
+
+def aliases() -> Iterator[Key]:
+    """Yield the keys of the names in `sys.modules` to which the program has given a module of
+    another name, an object that is no module, or None."""
+    for name, value in list(sys.modules.items()):
+        own = name_of(value)
+        if own == name or type(name) is not str or name in MAIN_NAMES or is_of_workers(name):
+            continue
+        maker = type(value).__module__ if own is None else own
+        if value is None or not _is_of_package(name, maker):
+            yield key_of_alias(name)
+
+
+def _is_of_package(name: str, maker: str) -> bool:
+    """Whether the import of an installed package gives a name to what this module has made."""
+    if name == maker:  # it has put an object in its own place
+        origin = getattr(spec_of(name), "origin", None)
+        return isinstance(origin, str) and is_installed(origin)
+    package = name.rpartition(".")[0] or (maker if name.startswith("_") else "__main__")
+    return not is_program(maker) and not is_program(package)
 
 
 def globals_of_modules(

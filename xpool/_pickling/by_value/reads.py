@@ -33,6 +33,7 @@ from xpool._pickling.by_value.origin import (
     awaited,
     canonical,
     module_of,
+    name_of,
     namespace,
     origin_of,
 )
@@ -133,13 +134,16 @@ def keys_of(function: FunctionType) -> set[Key]:
         absolute = absolute_name(level, name, values.get("__package__"))
         if not absolute:
             continue
-        imported = sys.modules.get(absolute)
-        if imported is not None:
+        imported: Any = sys.modules.get(absolute)
+        if name_of(imported) is not None:
             modules.append((imported, False))
             known = attributes_of(imported)
             submodules = [f"{absolute}.{one}" for one in inside if one not in known]
         else:
             submodules = [absolute]
+        package: Any = sys.modules.get(absolute.partition(".")[0])
+        if not inside and name_of(package) is not None:  # `import a.b` binds `a`
+            modules.append((package, False))
         awaited.update(one for one in submodules if one not in sys.modules)
     found.update(("builtins", name) for name in use.names - values.keys() if _is_added(name))
     if not _OF_SOURCE.isdisjoint(use.attributes):

@@ -30,14 +30,16 @@ from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.names import received
 from xpool._pickling.by_value.origin import (
     IMPORTED,
+    MODULES,
     SENT,
+    key_of_alias,
     namespace,
     origin_of,
     owner_of,
     place_of,
 )
 from xpool._pickling.by_value.reads import classes_of
-from xpool._pickling.by_value.registered_calls import package_of, registered
+from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
 from xpool._pickling.by_value.sent import (
     CALL,
     CLASS,
@@ -135,12 +137,17 @@ def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
     if ours:
         settings.receive([*_all_of(SETTINGS, entries)], keep_environment)
     # Calls come after what they need; the imports of the rest may need their effect.
-    at = max((n for n, entry in enumerate(entries, 1) if entry[0] == CALL), default=0)
+    first = [n for n, entry in enumerate(entries, 1) if any(one[0] in _FIRST for one in entry[3])]
+    at = first[-1] if first else 0
+    named = [one for one in entries if one[0] == IMPORTED_AS and one[3][0][0] == MODULES]
     for name, package, is_package in _all_of(MODULE, entries):
         _make_module(name, package, is_package)
-    for some in (entries[:at], entries[at:]):
+    for some in (named, entries[:at], entries[at:]):
         _import_modules(some)
         _take_all(some, buffers, ours)
+
+
+_FIRST = frozenset({CALLS, MODULES})
 
 
 def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
@@ -289,11 +296,11 @@ def _set(key: Key, value: Any) -> None:
         elif hasattr(owner, "__dict__"):
             setattr(owner, attribute, value)
         return
-    there = sys.modules.get(module)
+    there, name = place_of(key)
     if there is None:  # an installed module, an attribute of which the program has assigned
         when_imported(module, lambda module: vars(module).__setitem__(path, value))
         return
-    vars(there)[path] = value
+    there[name] = value
     main.forget_initial(module, path)
 
 
@@ -306,7 +313,9 @@ def _remove(key: Key) -> None:
 
 
 def _refuse(kind: int, key: Key, reason: str) -> None:
-    if kind == REFUSED:
+    if key[0] == MODULES:
+        _set(key, None)  # so that an import does not find another module
+    elif kind == REFUSED:
         _remove(key)
     elif not _has(key):  # what a task has opened here stays
         _set(key, None)
@@ -391,6 +400,9 @@ def missing_global(exc: BaseException) -> str | None:
     name = getattr(exc, "name", None)
     if isinstance(exc, AttributeError):
         return _attribute(exc, name) or _global_left_none(exc)
+    if isinstance(exc, ImportError) and isinstance(name, str):
+        key = key_of_alias(name)
+        return _explained(key) if key in _incoming.missing else None
     if not isinstance(exc, NameError) or not isinstance(name, str):
         return None
     module = _module_of(exc)

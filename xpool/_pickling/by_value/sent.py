@@ -48,14 +48,19 @@ from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
     MISSING,
+    MODULES,
+    OF_MODULES,
     SENT,
+    aliases,
     canonical,
     find_module,
     globals_of_modules,
     home_of,
     is_imported,
+    is_of_workers,
     is_patch,
     is_program,
+    name_of,
     namespace,
     origin_of,
     origins,
@@ -90,17 +95,6 @@ _SHARED_BY_ALL: frozenset[Any] = ATOMS | {
     slice, type(NotImplemented),
 }  # fmt: skip
 """Types whose objects two globals may refer to without being a group."""
-
-_OF_WORKERS = frozenset(
-    {"xpool", "warnings", "logging", "signal", "threading", "multiprocessing", "subprocess", "time"}
-    | {"atexit", "faulthandler", "gc", "importlib", "io", "pickle", "select", "selectors", "socket"}
-)
-"""Packages that a worker itself is made of: what the program assigns to them stays with it."""
-
-_OF_MODULES = frozenset(
-    {"__name__", "__builtins__", "__spec__", "__loader__", "__package__", "__cached__", "__path__"}
-)
-"""Globals that every module has for itself."""
 
 _serials = itertools.count(1)
 
@@ -305,7 +299,8 @@ class Book:
             return self._state
         # Another object after each change of `sys.path` and of the working folder.
         generation = renew_origins(now)
-        if generation != self._generation or sizes != self._sizes:
+        moved = changed and self._leads_elsewhere()
+        if moved or generation != self._generation or sizes != self._sizes:
             self._generation, self._torn, known, changed = generation, True, False, True
             for node in self._nodes.values():
                 if node.kind == _NAMED:  # it is looked at again
@@ -336,9 +331,15 @@ class Book:
         tables = registered_reducers.tables()
         registered_calls.look_at_reducers()
         self._looked_at = [*registered], *tables
-        found = {key for key in top.assigned if key[0].partition(".")[0] not in _OF_WORKERS}
-        found.update((CALLS, name) for name in registered)
-        return found
+        found = {key for key in top.assigned if not is_of_workers(key[0])}
+        return found.union(aliases(), ((CALLS, name) for name in registered))
+
+    def _leads_elsewhere(self) -> bool:
+        """Whether a name has another module, in which functions use other globals, than before."""
+        return any(
+            id(value := value_of(key)) != node.id and (name_of(value) or name_of(node.value))
+            for key, node in self._nodes.items()
+        )
 
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Look at all globals again, as far as they have changed, and at those that they use."""
@@ -383,7 +384,7 @@ class Book:
             return self._call(key, value)
         origin = origin_of(module)
         dunder = path.startswith("__") and "." not in path and path != "__getattr__"
-        if path in _OF_MODULES or (dunder and origin != SENT):
+        if path in OF_MODULES or (dunder and origin != SENT):
             return _Node(_NAMED, value)
         if type(value) in ATOMS or is_imported(value):
             return self._plain(key, value)
@@ -622,7 +623,7 @@ class Book:
         main = namespace("__main__")
         self._registrations, self._main = get_cache_token(), (main, len(main))
         self._same.append((sys.modules, "__main__", sys.modules.get("__main__", MISSING)))
-        modules = {module for module, _ in self._nodes} - {CALLS, "__main__"}
+        modules = {module for module, _ in self._nodes} - {CALLS, "__main__"} | {MODULES}
         self._spaces = [namespace(one) for one in modules if origin_of(one) != INSTALLED]
         self._sizes = [*map(len, self._spaces)]
         large = set[Key]()
@@ -670,7 +671,7 @@ class Book:
             entries.append((SETTINGS, now.serial, False, (), now.rows))
         if self._imports:
             entries.append((IMPORTS, 0, False, (), self._imports))
-        modules = {key[0] for key in self._nodes} - {CALLS, "__main__"}
+        modules = {key[0] for key in self._nodes} - {CALLS, MODULES, "__main__"}
         found = ((name, find_module(name)) for name in sorted(modules) if origin_of(name) == SENT)
         made = tuple(
             (name, getattr(module, "__package__", None), hasattr(module, "__path__"))
@@ -683,8 +684,8 @@ class Book:
         for key, node in functions:
             ident, data, _ = node.entry
             entries.append((FUNCTION, node.serial, False, (key,), (ident, *data)))
-        # Calls and what they need come first, because the rest may need their effect.
-        calls = frozenset(key for key in self._nodes if key[0] == CALLS)
+        # Calls, names in `sys.modules`, and what these need come first: the rest may need them.
+        calls = frozenset(key for key in self._nodes if key[0] in (CALLS, MODULES))
         first = self._used_by(calls) if calls else set()
         defined = sorted(key for key, node in self._nodes.items() if node.kind == _CLASS)
         groups = sorted(self._groups.values(), key=_order)

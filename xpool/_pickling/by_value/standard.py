@@ -7,6 +7,7 @@ global's name, so a pool with ``seed=`` draws the same numbers in each run.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import sys
 import weakref
@@ -80,6 +81,19 @@ def _lazy_struct() -> None:
         return struct.Struct, (obj.format,)
 
 
+def _lazy_contextlib() -> None:
+    def empty() -> Any:
+        yield
+
+    makers: Any = (contextlib.contextmanager, contextlib.asynccontextmanager)
+
+    @register(*(type(make(empty)()) for make in makers))
+    def reduce(pickler: Context, obj: Any) -> Any:
+        """Pickle what makes the manager, unless it has been entered.  Decorators have such ones."""
+        begun = not hasattr(obj, "func")
+        return NotImplemented if begun else (type(obj), (obj.func, obj.args, obj.kwds))
+
+
 def _lazy_contextvars() -> None:
     import contextvars
 
@@ -105,8 +119,15 @@ def context_variable(token: str, name: str, default: tuple[Any, ...], state: Any
     options = {"default": default[0]} if default else {}
     var = registry.shell(token, lambda: contextvars.ContextVar(name, **options))
     if state is not None:
-        var.set(state[0])
+        before = var.set(state[0])
+        _before.setdefault(token, before)
+    elif token in _before:
+        with contextlib.suppress(ValueError):  # set in another thread, which has its own value
+            var.reset(_before.pop(token))
     return var
+
+
+_before: dict[str, Any] = {}  # by token: what makes a variable have no value again
 
 
 def _lazy_logging() -> None:
@@ -171,6 +192,7 @@ def _fill_weak(obj: Any, items: list[Any]) -> None:
 
 LAZY["weakref"] = LAZY["_weakrefset"] = _lazy_weak
 LAZY["_struct"] = _lazy_struct
+LAZY["contextlib"] = _lazy_contextlib
 LAZY["_contextvars"] = LAZY["contextvars"] = _lazy_contextvars
 
 
