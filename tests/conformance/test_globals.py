@@ -1067,3 +1067,55 @@ def test_variables_of_contexts_and_decorators_of_them(tmp_path):
         "(1, ['decorated'])",
         "(2, ['outer', 'decorated'])",
     ]
+
+
+NAMED = """
+import xpool
+
+class Missing:
+    only = None
+    def __new__(cls):
+        if cls.only is None:
+            cls.only = super().__new__(cls)
+        return cls.only
+    def __reduce__(self):
+        return "MISSING"
+
+class Unit:
+    __slots__ = ("name",)
+    def __init__(self, name):
+        self.name = name
+    def __reduce__(self):
+        return self.name
+
+MISSING = Missing()
+METRE = Unit("METRE")
+table = {"a": MISSING, METRE: 1}
+
+def look(x, default=MISSING):
+    same = default is MISSING, x is MISSING, table["a"] is MISSING, Missing() is MISSING
+    return *same, getattr(MISSING, "tag", None), table[METRE], METRE.name
+
+def back(x):
+    return MISSING, x
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(look, (MISSING,)))
+        MISSING.tag = 2
+        print(pool.apply(look, (METRE,)))
+        print([one is other for one, other in zip(pool.apply(back, (METRE,)), (MISSING, METRE))])
+        print(MISSING.tag)
+    pool.join()
+"""
+
+
+def test_objects_that_reduce_to_the_name_of_a_global(tmp_path):
+    """They stay one object in arguments, defaults, globals and results, with their attributes."""
+    out = scripts.run_ok([scripts.write(tmp_path / "named.py", NAMED)])
+    assert out.splitlines() == [
+        "(True, True, True, True, None, 1, 'METRE')",
+        "(True, False, True, True, 2, 1, 'METRE')",
+        "[True, True]",
+        "2",
+    ]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pickle import PickleBuffer
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 from xpool._memory.holds import Block
@@ -100,6 +100,9 @@ script: Any
 
 everyone: set[Key] = set()
 """Keys of what every message of a pool brings, also one that uses nothing of the program."""
+
+named: Reducer | None = None
+"""The reducer of objects of classes with a ``__reduce__`` of their own (`by_value.by_token`)."""
 
 REDUCERS: dict[type, Reducer] = {}
 
@@ -192,7 +195,8 @@ def _find(kind: type) -> Reducer | None:
                         del LAZY[base.__module__]
                     break
             else:
-                return registered.of_multiprocessing(kind)
+                own = type(kind.__reduce__) is FunctionType and kind not in copyreg.dispatch_table
+                return registered.of_multiprocessing(kind) or (named if own else None)
 
 
 # The lambdas look up `_finding` at each fork, because `renew` replaces it in a child.

@@ -1,20 +1,23 @@
 """Pickles objects by a token, to keep their identity in each process.
 
 These are type variables, new types and aliases, and bare objects (``MISSING = object()``) that are
-globals of ``__main__``.  Functions, arguments and globals, which refer to them, arrive in separate
-pickles.
+globals of ``__main__``, also those of a class whose ``__reduce__`` returns the global's name.
+Functions, arguments and globals, which refer to them, arrive in separate pickles.
 """
 
 from __future__ import annotations
 
 import sys
 import typing
+from types import MemberDescriptorType
 from typing import Any
 
+from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.names import name_for
 from xpool._pickling.by_value.origin import IMPORTED, SENT, namespace, origin_of, program_modules
 from xpool._pickling.reducers import LAZY, Context, of_module, register
+from xpool._python.interrupt import pass_on
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 
@@ -82,8 +85,38 @@ def _place_of(pickler: Context, obj: object) -> tuple[str, str] | None:
     return found
 
 
-def _make_object(token: str) -> object:
-    return registry.shell(token, object)
+def _make_object(token: str, kind: type = object) -> object:
+    return registry.shell(token, lambda: object.__new__(kind))
+
+
+def _reduce_named(pickler: Context, obj: Any) -> Any:
+    """Pickle an object by a token, with its attributes, if its class's ``__reduce__`` returns the
+    name of a global of a module that a worker cannot import."""
+    if origin_of(type(obj).__module__) != SENT:
+        return NotImplemented
+    try:
+        reduced = obj.__reduce_ex__(5)
+    except Exception as error:  # the pickler calls it again, and raises the error from there
+        pass_on(error)
+        return NotImplemented
+    if type(reduced) is not str:
+        return reduced
+    made = _make_object, (registry.token_of(obj), type(obj))
+    if pickler.home:  # the program keeps its own attributes
+        return made
+    members = (one for base in type(obj).__mro__ for one in vars(base).items())
+    slots = (name for name, member in members if type(member) is MemberDescriptorType)
+    names = *getattr(obj, "__dict__", ()), *slots
+    state = {name: value for name in names if (value := getattr(obj, name, made)) is not made}
+    return (*made, state, None, None, _set_attributes)
+
+
+def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        object.__setattr__(obj, name, value)
+
+
+reducers.named = _reduce_named
 
 
 LAZY["typing"] = _lazy_typing

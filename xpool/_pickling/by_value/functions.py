@@ -311,8 +311,7 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
         pickler.names.update(
             (name, one)
             for one, value in list(vars(module).items())
-            if not (one.startswith("__") or isinstance(value, ModuleType))
-            or one in ("__name__", "__getattr__")
+            if not isinstance(value, ModuleType)
         )
     return (sent_module if origin == SENT else import_module), (name,)
 

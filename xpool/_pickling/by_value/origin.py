@@ -33,6 +33,12 @@ OF_MODULES = frozenset(
 )
 """Globals that every module has for itself."""
 
+OF_IMPORTS = frozenset(
+    {"__file__", "__doc__", "__annotations__", "__annotate__", "__conditional_annotations__"}
+    | {"__warningregistry__"}
+)
+"""Those that the import of a module makes in each process, or warnings do."""
+
 MISSING: Any = object()
 """Takes the place of a global that does not exist."""
 

@@ -49,6 +49,7 @@ from xpool._pickling.by_value.origin import (
     INSTALLED,
     MISSING,
     MODULES,
+    OF_IMPORTS,
     OF_MODULES,
     SENT,
     aliases,
@@ -383,8 +384,7 @@ class Book:
         if module == CALLS:
             return self._call(key, value)
         origin = origin_of(module)
-        dunder = path.startswith("__") and "." not in path and path != "__getattr__"
-        if path in OF_MODULES or (dunder and origin != SENT):
+        if path in OF_MODULES or (path in OF_IMPORTS and origin != SENT):
             return _Node(_NAMED, value)
         if type(value) in ATOMS or is_imported(value):
             return self._plain(key, value)
