@@ -1119,3 +1119,33 @@ def test_objects_that_reduce_to_the_name_of_a_global(tmp_path):
         "[True, True]",
         "2",
     ]
+
+
+NESTED = """
+import traceback
+import xpool
+
+first = None
+for number in range(3000):
+    first = [number, first]
+
+def count(_):
+    found, rest = 0, first
+    while rest:
+        found, rest = found + 1, rest[1]
+    return found
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        try:
+            print(pool.apply(count, (1,)))
+        except NameError as error:
+            text = "".join(traceback.format_exception(error))
+            print("nested too deeply; send it in flatter form" in text)
+    pool.join()
+"""
+
+
+def test_a_list_that_is_nested_too_deeply_is_not_none(tmp_path):
+    """A worker does not take it for a connection that the script's top sets to None at first."""
+    assert scripts.run_ok([scripts.write(tmp_path / "nested.py", NESTED)]) == "True\n"

@@ -586,9 +586,10 @@ class Book:
         return group
 
     def _refusal(self, key: Key, node: _Node) -> tuple[int, str]:
-        module, path = key
-        nones = self._nones if module == "__main__" else _script_top().nones_of(module)
-        return LEFT_NONE if path in nones else REFUSED, node.error
+        nones = self._nones if key[0] == "__main__" else _script_top().nones_of(key[0])
+        # Data that are nested too deeply belong to no process, and None would be a wrong value.
+        left = key[1] in nones and "maximum recursion depth" not in node.error
+        return LEFT_NONE if left else REFUSED, node.error
 
     def _pickled(
         self, keys: tuple[Key, ...], old: _Group | None, layout: Layout
@@ -657,8 +658,7 @@ class Book:
                     self._functions += methods
                     if changes:
                         self._changing.append((node.value, node.parts))
-        small.sort(key=lambda one: one[0])
-        self._small = [(holder, name) for _, holder, name in small]
+        self._small = [one[1:] for one in sorted(small, key=lambda one: one[0])]
         # If they cannot be pickled, b"" equals no later pickle, and all is looked at again.
         self._small_bytes = (self._write_small() if small else None) or b""
 
