@@ -158,6 +158,7 @@ def test_names_in_sys_modules(tmp_path, context):
 
 
 LEADS = """
+import importlib
 import importlib.util
 import sys
 import xpool
@@ -171,6 +172,7 @@ def load(name):
     return module
 
 lib = first
+NAMES = ["second", "package"]
 plugins = {name: load(name) for name in ("add", "sub")}
 
 def by_global(x):
@@ -190,10 +192,13 @@ def submodule(x):
 def by_plugins(x):
     return {name: plugin.run(x) for name, plugin in plugins.items()}
 
+def computed(x):
+    return [importlib.import_module(name).RATE + sys.modules[name].RATE for name in NAMES]
+
 def exported(x):
     return {name: getattr(first, name) for name in first.__all__}
 
-ALL = by_global, by_attribute, late, submodule, by_plugins, exported
+ALL = by_global, by_attribute, late, submodule, by_plugins, computed, exported
 
 def show(pool):
     answers = [pool.apply(one, (1,)) for one in ALL]
@@ -235,4 +240,4 @@ def test_names_that_lead_to_other_modules(tmp_path):
         (tmp_path / f"{name}.py").write_text(text)
     text = LEADS.replace("FOLDER", repr(str(tmp_path)))
     out = scripts.run_ok([scripts.write(tmp_path / "leads.py", text)])
-    assert out == "True True True True True True\n" * 3
+    assert out == "True True True True True True True\n" * 3

@@ -32,10 +32,12 @@ from xpool._pickling.by_value.origin import (
     attributes_of,
     awaited,
     canonical,
+    find_module,
     module_of,
     name_of,
     namespace,
     origin_of,
+    program_modules,
 )
 from xpool._python.hidden import CachedFunction
 
@@ -152,9 +154,9 @@ def keys_of(function: FunctionType) -> set[Key]:
         for one in {module, "__main__"}:
             classes = (name for name, value in list(namespace(one).items()) if _is_class(value))
             found.update((one, name) for name in classes)
-    # `sys.modules["__main__"].rate`
-    if "modules" in use.attributes and "__main__" in sys.modules:
-        modules.append((sys.modules["__main__"], use.whole))
+    if not _ANY_MODULE.isdisjoint(use.attributes):
+        every = ((one, find_module(one)) for one in program_modules())
+        modules += [(one, use.whole and name == "__main__") for name, one in every if name_of(one)]
         found.add(("__main__", "__getattr__"))
     there = in_modules(modules, use, expand=True)
     found.update((canonical(one.__name__), name) for one, name, _ in there)
@@ -163,6 +165,9 @@ def keys_of(function: FunctionType) -> set[Key]:
 
 _ANY_CLASS = frozenset({"__subclasses__", "load", "loads", "Unpickler"})
 """Names by which code gets classes that it does not name: those of a pickle, for example."""
+
+_ANY_MODULE = frozenset({"modules", "import_module", "__import__"})
+"""Names by which code gets modules that it does not name: ``sys.modules["__main__"].rate``."""
 
 _OF_SOURCE = frozenset({"getfile", "getsource", "getsourcefile", "getsourcelines"})
 """Functions of `inspect` that look for the source of a class in the file of its module."""
