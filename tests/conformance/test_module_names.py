@@ -241,3 +241,23 @@ def test_names_that_lead_to_other_modules(tmp_path):
     text = LEADS.replace("FOLDER", repr(str(tmp_path)))
     out = scripts.run_ok([scripts.write(tmp_path / "leads.py", text)])
     assert out == "True True True True True True True\n" * 3
+
+
+INSTALLED = """
+import importlib
+
+for name in "decimal", "os.path", "numpy.testing", "scipy.stats", "torch", "pandas", "six":
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        print("without", name)
+from xpool._pickling.by_value.origin import aliases
+
+print([*aliases()])
+"""
+
+
+def test_other_names_that_installed_packages_make(tmp_path):
+    """A worker's own imports make them, if it needs them."""
+    out = scripts.run_ok([scripts.write(tmp_path / "installed.py", INSTALLED)])
+    assert out.splitlines()[-1] == "[]"

@@ -319,18 +319,23 @@ def aliases() -> Iterator[Key]:
         own = name_of(value)
         if own == name or type(name) is not str or name in MAIN_NAMES or is_of_workers(name):
             continue
-        maker = type(value).__module__ if own is None else own
-        if value is None or not _is_of_package(name, maker):
+        if value is None or not _is_of_package(name, value, own):
             yield key_of_alias(name)
 
 
-def _is_of_package(name: str, maker: str) -> bool:
-    """Whether the import of an installed package gives a name to what this module has made."""
-    if name == maker:  # it has put an object in its own place
-        origin = getattr(spec_of(name), "origin", None)
-        return isinstance(origin, str) and is_installed(origin)
-    package = name.rpartition(".")[0] or (maker if name.startswith("_") else "__main__")
-    return not is_program(maker) and not is_program(package)
+def _is_of_package(name: str, value: Any, own: str | None) -> bool:
+    """Whether the import of an installed package puts an object into `sys.modules` by this name.
+
+    ``own``: the name of a module; None: it is another object.
+    """
+    if own is None:
+        own = type(value).__module__
+        file = getattr(spec_of(name), "origin", None) if name == own else None  # in its own place
+    else:
+        file = attributes_of(value).get("__file__")
+    installed = is_installed(file) if isinstance(file, str) else not is_program(own)
+    package = name.rpartition(".")[0]
+    return installed and (name == own or name.startswith("_") or not is_program(package))
 
 
 def globals_of_modules(
