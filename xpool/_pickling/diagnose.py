@@ -98,7 +98,7 @@ def say_where(error: BaseException, say: Callable[[str], str]) -> None:
     notes = getattr(error, "__notes__", cause.args if type(cause) is TaskNotPicklable else ())
     said = list(notes)
     for i, note in enumerate(notes):
-        match = _NOTE.fullmatch(note) if isinstance(note, str) else None
+        match = re.fullmatch(_NOTE, note) if isinstance(note, str) else None
         if match:
             where = say(match[2] or "")
             said[i] = f"{match[1]}{where}.{match[3] or ''}"
@@ -150,7 +150,8 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
     return error
 
 
-_NOTE = re.compile(
+# Only a text: to compile it takes as long as the import of this module.
+_NOTE = (
     r"(It was raised while something was pickled for another process: by [\w.<>]+?)"
     r"(?: at (.+?))?\.( Pass it in .*)?"
 )

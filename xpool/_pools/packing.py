@@ -34,7 +34,7 @@ def _place(task: Any, role: str, path: str) -> str:
     if role == FUNCTION:
         return _in_function(task, path)
     function, args, _ = task
-    match = _IN_CALL.fullmatch(path)
+    match = re.fullmatch(_IN_CALL, path, re.DOTALL)
     if match is None:
         return at(path)
     root, key, rest = match.groups()
@@ -49,7 +49,7 @@ def _place(task: Any, role: str, path: str) -> str:
     return f" at {rest.lstrip('.')} in {place}" if rest else f" as {place}"
 
 
-_IN_CALL = re.compile(r"\[([012])\](?:\[(.*?)\])?(.*)", re.DOTALL)
+_IN_CALL = r"\[([012])\](?:\[(.*?)\])?(.*)"
 
 
 def _in_function(function: Any, path: str) -> str:

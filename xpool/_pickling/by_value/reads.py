@@ -194,13 +194,13 @@ def of_annotations(annotations: dict[str, Any], module: str) -> set[Key]:
     values = namespace(module)
     found = set[Key]()
     for one in annotations.values():
-        for name in _WORD.findall(one) if type(one) is str else ():
+        for name in re.findall(_WORD, one) if type(one) is str else ():
             if not isinstance(values.get(name, sys), ModuleType):
                 found.add((module, name))
     return found
 
 
-_WORD = re.compile(r"[^\W\d]\w*")
+_WORD = r"[^\W\d]\w*"
 
 
 def absolute_name(level: int, name: str, package: Any) -> str:

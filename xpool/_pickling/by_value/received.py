@@ -425,7 +425,7 @@ def _remedy(reason: str) -> str:
 def _attribute(exc: AttributeError, name: Any) -> str | None:
     """Explain the error of an attribute of a module or class that was not sent."""
     owner = getattr(exc, "obj", None)
-    match = None if name else _NOT_FOUND.match(str(exc))
+    match = None if name else re.match(_NOT_FOUND, str(exc))
     if match:  # of an unpickler
         owner, name = sys.modules.get(match[2]), match[1]
     for key in _incoming.missing:
@@ -441,7 +441,7 @@ def _attribute(exc: AttributeError, name: Any) -> str | None:
     return None
 
 
-_NOT_FOUND = re.compile(r"Can't get attribute '([^']+)' on <module '([^']+)'")
+_NOT_FOUND = r"Can't get attribute '([^']+)' on <module '([^']+)'"
 
 
 def _module_of(exc: BaseException) -> str:
