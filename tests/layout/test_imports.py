@@ -253,6 +253,7 @@ def test_importing_pool_is_light():
     loaded = run_python("from xpool import Pool")
     assert not loaded & {
         "xpool._engine.engine",
+        "xpool._engine.jobs.scheduler",
         "xpool._pickling.pickler",
         "xpool._memory.arena",
         "ctypes",

@@ -363,13 +363,16 @@ def takes_keywords(options: Any) -> Callable[[Verb], Verb]:
 
     def with_signature(verb: Verb) -> Verb:
         code = verb.__code__
-        own = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-        own.insert(code.co_argcount, "*")
+
         # `inspect.signature` follows `__wrapped__`, and its import takes longer than all of these.
-        shown = eval(f"lambda {', '.join([*own, *names])}: None")
+        def shown() -> None: ...
+
+        own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         shown.__code__ = shown.__code__.replace(
-            co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
-        )
+            co_varnames=(*own, *names), co_nlocals=len(own) + len(names),
+            co_argcount=code.co_argcount, co_kwonlyargcount=code.co_kwonlyargcount + len(names),
+            co_filename=code.co_filename, co_firstlineno=code.co_firstlineno,
+        )  # fmt: skip
         shown.__defaults__ = verb.__defaults__
         shown.__kwdefaults__ = {
             **(verb.__kwdefaults__ or {}), **{name: defaults[name] for name in names}

@@ -26,7 +26,6 @@ from xpool._calls.keywords import names_of_inits, refuse_unknown
 from xpool._calls.options import check_args, check_callable, resolve_processes
 from xpool._calls.progress import await_displays
 from xpool._engine.jobs.states import PoolStates
-from xpool._engine.protocols import WorkerBackend
 from xpool._pools.hooks import Hooks
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Never, Self
 
+    from xpool._engine.protocols import WorkerBackend
     from xpool._pools.futures import PoolExecutor, PoolOfFutures
     from xpool._pools.observing import ObservedPool, Report, Stacks
 

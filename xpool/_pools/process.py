@@ -23,7 +23,6 @@ from xpool._engine.launch import (
     import_for_arrays,
     wanted_modules,
 )
-from xpool._engine.protocols import EngineProtocol
 from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool, at_exit
 from xpool._pools.hooks import Result, Task
@@ -37,6 +36,7 @@ from xpool.errors import OptionError
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
 
+    from xpool._engine.protocols import EngineProtocol
     from xpool._pickling.policy import Layout
     from xpool._pools.all_workers import AllWorkers
     from xpool._pools.engine_submitter import EngineSubmitter

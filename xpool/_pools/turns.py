@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from xpool._engine.jobs.states import PoolStates
-from xpool._engine.protocols import WorkerBackend
 from xpool._pools.hooks import Hooks
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
 from xpool.errors import InternalError, PoolBroken
+
+if TYPE_CHECKING:
+    from xpool._engine.protocols import WorkerBackend
 
 TURN = 0.1
 """Seconds for which this thread waits in `pool_outqueue_get` of a pool without a backend."""
