@@ -1149,3 +1149,58 @@ if __name__ == "__main__":
 def test_a_list_that_is_nested_too_deeply_is_not_none(tmp_path):
     """A worker does not take it for a connection that the script's top sets to None at first."""
     assert scripts.run_ok([scripts.write(tmp_path / "nested.py", NESTED)]) == "True\n"
+
+
+ITEMS_ALONE = """
+import operator
+import os
+import signal
+import xpool
+
+class Shape:
+    side = 3
+    def __abs__(self):
+        return self.side
+    def area(self):
+        return self.side ** 2
+    def __len__(self):
+        return self.side
+
+def halves(shape):
+    return [shape.side / 2, type(shape) is Shape]
+
+def end():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def again(pool, deaths):
+    found = [
+        pool.map(abs, [Shape(), Shape()], 1),
+        pool.map(len, [Shape(), Shape()]),
+        list(pool.imap(operator.methodcaller("area"), [Shape(), Shape()])),
+        pool.starmap(getattr, [(Shape(), "side"), (Shape, "side")], 1),
+        pool.map(halves, [Shape(), Shape()], 1),
+        pool.apply(abs, (Shape(),)),
+    ]
+    for _ in range(deaths):
+        try:
+            pool.apply(end)
+        except xpool.WorkerDied:
+            pass
+    return found
+
+if __name__ == "__main__":
+    with xpool.Pool(2) as pool:
+        first = again(pool, 3)
+        assert again(pool, 3) == again(pool, 0) == first, first
+        Shape.side = 5
+        print(first, pool.map(abs, [Shape()] * 2, 1), pool.map(halves, [Shape()], 1))
+"""
+
+
+def test_classes_that_only_items_name(tmp_path):
+    """The function of a map names nothing of the script, and the items do: each worker gets their
+    class, also workers that take the places of others."""
+    (tmp_path / "script.py").write_text(ITEMS_ALONE)
+    first = [[3, 3], [3, 3], [9, 9], [3, 3], [[1.5, True]] * 2, 3]
+    wanted = f"{first} [5, 5] {[[2.5, True]]}\n"
+    assert scripts.run_ok([str(tmp_path / "script.py")]) == wanted

@@ -119,8 +119,8 @@ class Packer:
             raise
 
     def told(self) -> Told:
-        """Return the globals of the program that the last message has brought."""
-        return frozenset() if self.layout.book is None else self.layout.book.told
+        """Return the globals of the program that the last message of this thread has brought."""
+        return frozenset() if self.layout.book is None else self.layout.book.last.brought
 
     @interruptible
     def pack_option(self, name: str, obj: Any) -> bytes:

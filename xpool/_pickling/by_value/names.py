@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from operator import attrgetter
-from types import FunctionType, ModuleType
+from pickle import PickleBuffer
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from xpool._pickling.by_value import main, registry
@@ -23,6 +24,12 @@ from xpool._pickling.reducers import Context, builder
 from xpool._python.interrupt import pass_on
 
 ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
+
+SHARED_BY_ALL: frozenset[Any] = ATOMS | {
+    tuple, type, ModuleType, BuiltinFunctionType, CodeType, PickleBuffer, object, range,
+    slice, type(NotImplemented),
+}  # fmt: skip
+"""Types whose objects two globals may refer to without being a group."""
 
 static_modules: set[str] = set()  # the names of the modules given to `mark_static_module`
 

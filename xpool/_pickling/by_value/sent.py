@@ -36,14 +36,14 @@ from abc import get_cache_token
 from collections.abc import Iterable
 from importlib import import_module
 from pickle import PickleBuffer
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from xpool._memory.holds import Block
 from xpool._pickling import Key, reducers
 from xpool._pickling.by_value import checks, classes, registered_calls, registry, settings
 from xpool._pickling.by_value.functions import annotations_of, marshalled, parts_of_function
-from xpool._pickling.by_value.names import ATOMS, found_by_name, is_simple
+from xpool._pickling.by_value.names import ATOMS, SHARED_BY_ALL, found_by_name, is_simple
 from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
@@ -90,12 +90,6 @@ from xpool._python.interrupt import pass_on
 Entry = tuple[Any, ...]
 """``(kind, serial, first, keys, data)``.  With ``first``, the program has not changed it since it
 was first sent."""
-
-_SHARED_BY_ALL: frozenset[Any] = ATOMS | {
-    tuple, type, ModuleType, BuiltinFunctionType, CodeType, PickleBuffer, object, range,
-    slice, type(NotImplemented),
-}  # fmt: skip
-"""Types whose objects two globals may refer to without being a group."""
 
 _serials = itertools.count(1)
 
@@ -163,11 +157,16 @@ def _forget() -> None:
         _script_top().forget()
 
 
+class _Last(threading.local):
+    brought: frozenset[Key] = frozenset()  # the globals that the thread's last message has brought
+
+
 class Book:
     """The state that the workers of one pool have been told of."""
 
     def __init__(self) -> None:
         self.told: frozenset[Key] = frozenset()
+        self.last = _Last()
         self._nodes: dict[Key, _Node] = {}
         self._groups: dict[tuple[Key, ...], _Group] = {}
         self._sent: set[Key] = set()
@@ -345,7 +344,7 @@ class Book:
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Look at all globals again, as far as they have changed, and at those that they use."""
         nodes, todo = dict[Key, _Node](), set(wanted)
-        aliases, self._named = globals_of_modules(_SHARED_BY_ALL)
+        aliases, self._named = globals_of_modules(SHARED_BY_ALL)
         spaces = {module: namespace(module) for module, _ in wanted}.values()
         every = (value for space in spaces for value in list(space.values()))
         self._tuples = {id(value) for value in every if type(value) is tuple}
@@ -496,8 +495,8 @@ class Book:
         node.names = frozenset(node.written.names)
         # Kept until all are grouped: an id is that of one object only as long as this exists.
         objects, kinds = group.objects, set(map(type, group.objects))
-        if not kinds <= _SHARED_BY_ALL:
-            node.alive = [one for one in objects if type(one) not in _SHARED_BY_ALL]
+        if not kinds <= SHARED_BY_ALL:
+            node.alive = [one for one in objects if type(one) not in SHARED_BY_ALL]
             node.objects = set(map(id, node.alive)) | checks.memory_of(objects)
             if FunctionType in kinds:
                 functions = [one for one in objects if type(one) is FunctionType]
@@ -778,14 +777,15 @@ class _Program:
 
         ``pickled``: a pickler or a `Pickled`, with the names and the blocks of the message.
         """
-        names = pickled.names
+        names, book = pickled.names, layout.book or _outgoing.anyone
         if reducers.everyone and layout.book is not None:
             names = names | reducers.everyone
         if home or told.issuperset(names):
+            book.last.brought = frozenset()
             return None
-        book = layout.book or _outgoing.anyone
         with _lock:
             state = book.state(names, layout)
+            book.last.brought = book.told
         buffers = [in_place(pickled, token) for token in state.tokens] if state.tokens else []
         return state if layout.out_of_band else state.by_name, buffers
 
