@@ -1204,3 +1204,57 @@ def test_classes_that_only_items_name(tmp_path):
     first = [[3, 3], [3, 3], [9, 9], [3, 3], [[1.5, True]] * 2, 3]
     wanted = f"{first} [5, 5] {[[2.5, True]]}\n"
     assert scripts.run_ok([str(tmp_path / "script.py")]) == wanted
+
+
+NEEDS = """
+import os
+import xpool
+
+functions = {}
+for n in range(40):
+    exec(f"G{n} = [{n}]\\ndef f{n}(x):\\n    return x + G{n}[0], {'x' * 200!r}")
+    functions[n] = globals()[f"f{n}"]
+SEEN = None
+SCALE = 1
+
+class Model:
+    def of(self, x):
+        return SCALE * x
+
+def make(_):
+    global SEEN
+    SEEN = Model()
+
+def use(x):
+    return SEEN.of(x)
+
+def size(pool, function):
+    return len(pool._packer.pack_task((function, (1,), {}), False, None)[0])
+
+def turns(pool):
+    found = [pool.apply_async(functions[n % 40], (n,)) for n in range(200)]
+    wanted = [functions[n % 40](n) for n in range(200)]
+    return [one.get() for one in found] == wanted
+
+if __name__ == "__main__":
+    with xpool.Pool(2) as pool:
+        first = size(pool, functions[0])
+        pool.run_all(make, 0)
+        print(turns(pool), size(pool, functions[0]) < first + 40)
+        G7.append(1)
+        G3[0] = 300
+        print(turns(pool), pool.run_all(use, 4))
+        SCALE = 2
+        f5.__defaults__ = None
+        exec("def f9(x): return 'new'")
+        functions[9] = f9
+        print(turns(pool), pool.run_all(use, 4), size(pool, functions[0]) < 3 * first)
+        print(pool.map(functions[3], [1, 2]) == [functions[3](1), functions[3](2)])
+"""
+
+
+def test_a_message_brings_what_it_needs(tmp_path):
+    """It does not bring what other messages needed, but all that has changed, since a worker's own
+    objects may use it.  Messages with different needs take turns."""
+    out = scripts.run_ok([scripts.write(tmp_path / "needs.py", NEEDS)])
+    assert out.splitlines() == ["True True", "True [4, 4]", "True [8, 8] True", "True"]

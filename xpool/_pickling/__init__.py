@@ -7,3 +7,10 @@ objects through `xpool.pickle`.  It imports `xpool._memory` and lower layers.
 
 Key = tuple[str, str]
 """A module's name, and a global's name or the path of a class's attribute (``Config.rate``)."""
+
+
+class Brought(frozenset[Key]):
+    """Given to a pickler as the globals that the receiver has: none.  ``keys`` gets those that the
+    message brings."""
+
+    keys: frozenset[Key] = frozenset()

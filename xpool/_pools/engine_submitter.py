@@ -12,6 +12,7 @@ from xpool._calls.options import label
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._engine.jobs.ranges import CALLS, TaskRange
+from xpool._pickling import Brought, Key
 from xpool._pools.hooks import Result
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
@@ -114,14 +115,13 @@ class EngineSubmitter(HookSubmitter):
             call, before = applied(*work)
             self.call(job, call, (*before, *chunks), {})
             return
-        begin, owner = self.learn(job, work)
+        begin, owner, told = self.learn(job, work)
         if owner is None and isinstance(chunks, Sequence):
             payloads = self.packer.pack_atoms(chunks)
             if payloads is not None:
                 begin.items.extend(payloads)
                 self._submit_range(begin)
                 return
-        told = self.packer.told()
         task_ranges = [begin]
         failed = []
         for i, chunk in enumerate(chunks):
@@ -152,25 +152,26 @@ class EngineSubmitter(HookSubmitter):
         self.engine.submit(task_range)
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        begin, owner = self.learn(job, work)
-        stream = TaskStream(self.engine, self.packer, begin, flow, owner)
+        begin, owner, told = self.learn(job, work)
+        stream = TaskStream(self.engine, self.packer, begin, told, flow, owner)
         if owner is None:
             job.runs = Runs(self.packer.pack_atoms, stream.put_run)
         return stream.put
 
-    def learn(self, job: Job, work: Work) -> tuple[TaskRange, int | None]:
+    def learn(self, job: Job, work: Work) -> tuple[TaskRange, int | None, frozenset[Key]]:
         """Have the engine keep the job's function for the workers, until the job is answered.
 
-        Returns an empty range of its tasks, and the worker to which a function with handles to
-        tensors is bound.
+        Returns an empty range of its tasks, the worker to which a function with handles to tensors
+        is bound, and the globals of the program that come with the function.
         """
         func, options = work.func, job.options
         if options.retry_on:
             func = task_function(func, retry_on=options.retry_on)
-        payload, owner = self.packer.pack_task(func, True, None, role=FUNCTION)
+        brought = Brought()
+        payload, owner = self.packer.pack_task(func, True, None, brought, FUNCTION)
         number = self.engine.learn(_MODES[work.starred, work.chunked], payload)
         job.drop_function = functools.partial(self.engine.forget, number)
-        return TaskRange(job.number, number, 0, (), None, options.terms), owner
+        return TaskRange(job.number, number, 0, (), None, options.terms), owner, brought.keys
 
     def put_task(self, job: Job, index: int, call: tuple[Any, ...]) -> None:
         """Submit one task, as the hook `pool_inqueue_put` gets it."""
@@ -222,15 +223,17 @@ class PeerSubmitter(EngineSubmitter):
             self.engine.submit(task_range.beside(i, (item,), -1))
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        begin, owner = self.learn(job, work)
-        return TaskStream(self.engine, self.packer, begin, flow, -1 if owner is None else owner).put
+        begin, owner, told = self.learn(job, work)
+        owner = -1 if owner is None else owner
+        return TaskStream(self.engine, self.packer, begin, told, flow, owner).put
 
 
 class TaskStream:
     """Pickles the tasks of one `imap` and appends them to a range.
 
-    ``task_range``: of its job, still empty.  ``owner``: the worker to which all tasks are bound;
-    -1: each to the worker with the least to do; None: to the owner of its tensors, or to none.
+    ``task_range``: of its job, still empty.  ``told``: the globals that came with the function.
+    ``owner``: the worker to which all tasks are bound; -1: each to the worker with the least to do;
+    None: to the owner of its tensors, or to none.
     """
 
     def __init__(
@@ -238,6 +241,7 @@ class TaskStream:
         engine: EngineProtocol,
         packer: Packer,
         task_range: TaskRange,
+        told: frozenset[Key],
         flow: FlowControl,
         owner: int | None,
     ) -> None:
@@ -247,7 +251,7 @@ class TaskStream:
         task_range.flow = flow
         task_range.may_run, flow.resume = flow.may_run, engine.resume
         self._next = 0
-        self._packer, self._told = packer, packer.told()
+        self._packer, self._told = packer, told
         self._kept = task_range.terms.retries > 0
         self._owner = owner
 

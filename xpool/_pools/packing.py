@@ -118,10 +118,6 @@ class Packer:
             say_where(exc, functools.partial(_place, task, role))
             raise
 
-    def told(self) -> Told:
-        """Return the globals of the program that the last message of this thread has brought."""
-        return frozenset() if self.layout.book is None else self.layout.book.last.brought
-
     @interruptible
     def pack_option(self, name: str, obj: Any) -> bytes:
         """Pickle an object that every worker, including replacements, gets at its start."""

@@ -109,8 +109,8 @@ class _OfProcesses(_Asking):
 
     def __init__(self, job: YieldStream, submitter: EngineSubmitter, work: Work) -> None:
         self._engine, self._packer = submitter.engine, submitter.packer
-        self._range, self._owner = submitter.learn(job, work)
-        self._told, self._numbers = self._packer.told(), submitter.jobs.numbers
+        self._range, self._owner, self._told = submitter.learn(job, work)
+        self._numbers = submitter.jobs.numbers
         self._again = job.options.terms.retries > 0
         if not self._again:
             self.most = MOST_ASKED

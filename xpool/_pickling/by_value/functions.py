@@ -116,8 +116,11 @@ def parts_of_function(function: Any) -> tuple[Any, ...]:
 def annotations_of(obj: Any) -> dict[str, Any]:
     """Return the annotations of a function or class, or ``{}`` if a name in them is undefined.
 
-    Python 3.14 evaluates them only when they are read.
+    Python 3.14 evaluates them only when they are read.  Before, reading them adds an empty dict to
+    a class that has none, which would count as a change of the class.
     """
+    if isinstance(obj, type) and sys.version_info < (3, 14):
+        return dict(vars(obj).get("__annotations__", ()))
     try:
         return dict(obj.__annotations__)
     except Exception:

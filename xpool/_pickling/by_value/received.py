@@ -27,20 +27,7 @@ from xpool._pickling import Key
 from xpool._pickling.by_value import classes, main, settings
 from xpool._pickling.by_value.broadcast import open_broadcast
 from xpool._pickling.by_value.checks import said
-from xpool._pickling.by_value.names import received
-from xpool._pickling.by_value.origin import (
-    IMPORTED,
-    MODULES,
-    SENT,
-    key_of_alias,
-    namespace,
-    origin_of,
-    owner_of,
-    place_of,
-)
-from xpool._pickling.by_value.reads import classes_of
-from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
-from xpool._pickling.by_value.sent import (
+from xpool._pickling.by_value.entries import (
     CALL,
     CLASS,
     FUNCTION,
@@ -56,6 +43,19 @@ from xpool._pickling.by_value.sent import (
     VALUES,
     Entry,
 )
+from xpool._pickling.by_value.names import received
+from xpool._pickling.by_value.origin import (
+    IMPORTED,
+    MODULES,
+    SENT,
+    key_of_alias,
+    namespace,
+    origin_of,
+    owner_of,
+    place_of,
+)
+from xpool._pickling.by_value.reads import classes_of
+from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import decode, write_values
 from xpool._pickling.reducers import builder
@@ -69,9 +69,9 @@ class _Incoming:
 
     def __init__(self) -> None:
         self.parent: bytes | None = None
-        self.state = 0  # the serial number of the parent's state that was set last
-        self.last = b""  # this state
-        self.supplied: dict[bytes, int] = {}  # the same of other senders
+        self.last = b""  # the parent's state that was set last
+        # The epoch of the last state of each sender, and the states of this epoch that were set.
+        self.seen: dict[tuple[bytes, bool], tuple[int, set[int]]] = {}
         self.serials: dict[Key, int] = {}
         self.idents: dict[Key, int] = {}  # which object of the program a function stands for
         self.called: set[Key] = set()
@@ -99,11 +99,12 @@ def prepare(state: bytes, *buffers: Any) -> None:
         return
     if not main.is_replica():
         return
-    sender, serial, exact, placed = HEAD.unpack_from(state)
+    sender, serial, epoch, exact, placed = HEAD.unpack_from(state)
     if exact and here.parent is None:
         here.parent = sender
     ours = exact and sender == here.parent
-    if (here.state if ours else here.supplied.get(sender)) == serial:
+    seen = here.seen.get((sender, ours))
+    if seen is not None and seen[0] == epoch and serial in seen[1]:
         return
     with _lock:
         written = pickle.loads(memoryview(state)[HEAD.size :])
@@ -112,10 +113,11 @@ def prepare(state: bytes, *buffers: Any) -> None:
             written = _placed(None if written[1] is None else left.pop(), written)
         _receive(written, left, ours)
         settings.imports_done()
+        if seen is None or seen[0] != epoch:
+            seen = here.seen[sender, ours] = epoch, set()
+        seen[1].add(serial)
         if ours:
-            here.state, here.last = serial, state
-        else:
-            here.supplied[sender] = serial
+            here.last = state
 
 
 class _Heard(threading.local):

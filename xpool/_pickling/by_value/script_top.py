@@ -25,6 +25,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from xpool._pickling.by_value.functions import annotations_of
 from xpool._pickling.by_value.origin import attributes_of, home_of, name_of
 from xpool._pickling.by_value.reads import LOADS, absolute_name, functions_in, inner
 
@@ -272,7 +273,7 @@ def _annotated(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
     texts = list(namespace.get("__annotations__", {}).values())
     for part in _parts(namespace):
         if type(part) is FunctionType or _is_class_of(namespace, part):
-            texts += part.__annotations__.values()
+            texts += annotations_of(part).values()
     for text in texts:
         yield from re.findall(r"\w+", text) if type(text) is str else ()
 

@@ -15,33 +15,50 @@ program changes this value, or one that shares an object with it.
 
 For each message, the globals are compared with those that were sent last: what cannot change by
 identity, and the rest by its pickle.  A large group is in shared memory, once for each pool.  The
-state is pickled once for many messages, and stands at the beginning of their pickles, as a call of
-`received.prepare`.  A value that cannot be pickled is left out; the `NameError` of a task that
-reads it says why.
+state is pickled once for all messages that use the same names, and stands at the beginning of their
+pickles, as a call of `received.prepare`.  A value that cannot be pickled is left out; the
+`NameError` of a task that reads it says why.
 """
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
 import atexit
 import copyreg
-import itertools
 import os
 import pickle
-import struct
 import sys
 import threading
 import time
 import weakref
 from abc import get_cache_token
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib import import_module
 from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from xpool._memory.holds import Block
-from xpool._pickling import Key, reducers
+from xpool._pickling import Brought, Key, reducers
 from xpool._pickling.by_value import checks, classes, registered_calls, registry, settings
+from xpool._pickling.by_value.entries import (
+    CALL,
+    CLASS,
+    FUNCTION,
+    HEAD,
+    IMPORTED_AS,
+    IMPORTS,
+    LEFT_NONE,
+    MODULE,
+    PLACED,
+    REFUSED,
+    REMOVED,
+    SETTINGS,
+    VALUES,
+    Entry,
+    SentGroup,
+    State,
+    order,
+    serials,
+)
 from xpool._pickling.by_value.functions import annotations_of, marshalled, parts_of_function
 from xpool._pickling.by_value.names import ATOMS, SHARED_BY_ALL, found_by_name, is_simple
 from xpool._pickling.by_value.origin import (
@@ -65,7 +82,6 @@ from xpool._pickling.by_value.origin import (
     namespace,
     origin_of,
     origins,
-    owner_of,
     place_of,
     renew_origins,
     value_of,
@@ -81,17 +97,7 @@ from xpool._python import at_fork, registered_reducers
 from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import pass_on
 
-# Kinds of entries in a state.
-(
-    SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED, CALL,
-    IMPORTED_AS,
-) = range(12)  # fmt: skip
-
-Entry = tuple[Any, ...]
-"""``(kind, serial, first, keys, data)``.  With ``first``, the program has not changed it since it
-was first sent."""
-
-_serials = itertools.count(1)
+_MOST_STATES = 256  # that a book keeps
 
 # -- the globals and what is known of them --------------------------------------------------------
 
@@ -114,34 +120,12 @@ class _Node:
         self.serial = 0
         self.entry: tuple[Any, ...] = ()
         self.large, self.alive = False, list[Any]()
-        self.group: _Group | None = None  # the group in which it was sent
+        self.group: SentGroup | None = None  # the group in which it was sent
 
 
 _NEW = _Node(-1, None)
 """Takes the place of the node of a global that was not looked at before."""
 _NEW.id = 0
-
-
-class _Group:
-    """Globals that refer to common objects, and what was sent of them."""
-
-    def __init__(self, keys: tuple[Key, ...], kind: int, data: Any) -> None:
-        self.keys, self.kind, self.data = keys, kind, data
-        self.serial = next(_serials)
-        self.first = True
-        self.functions: dict[Key, int] = {}
-        self.leads = False  # whether the values use other globals
-
-    def entry(self) -> Entry:
-        data = self.data.parts[1] if self.kind == PLACED else self.data
-        return self.kind, self.serial, self.first, self.keys, data
-
-
-class _State(bytes):
-    """The pickled beginning of messages, with the blocks that it names."""
-
-    tokens: list[Block]
-    by_name: bytes
 
 
 _books: weakref.WeakSet["Book"] = weakref.WeakSet()
@@ -157,22 +141,20 @@ def _forget() -> None:
         _script_top().forget()
 
 
-class _Last(threading.local):
-    brought: frozenset[Key] = frozenset()  # the globals that the thread's last message has brought
-
-
 class Book:
     """The state that the workers of one pool have been told of."""
 
     def __init__(self) -> None:
         self.told: frozenset[Key] = frozenset()
-        self.last = _Last()
         self._nodes: dict[Key, _Node] = {}
-        self._groups: dict[tuple[Key, ...], _Group] = {}
+        self._groups: dict[tuple[Key, ...], SentGroup] = {}
         self._sent: set[Key] = set()
-        self._state: _State | None = None
-        self._written = b""
-        self._place: Any = None  # the broadcast of a large state
+        # What every message brings, also all that has changed since it was first sent.
+        self._always: frozenset[Key] = frozenset()
+        self._states: dict[frozenset[Key], State] = {}  # by the names of messages
+        self._fresh: dict[frozenset[Key], State] = {}  # those that are as the globals are now
+        self._epoch = 0
+        self._written = b""  # all entries of the epoch
         self._settings: settings.Snapshot | None = None
         self._imports: tuple[str, ...] = ()
         self._generation = 0  # of the origins of modules
@@ -195,7 +177,7 @@ class Book:
         self._small_bytes = b""
         # By id: the objects without state that are globals of modules which workers import.
         self._named: dict[int, Key] = {}
-        self._large: list[tuple[_Group, list[tuple[Any, str]]]] = []
+        self._large: list[tuple[SentGroup, list[tuple[Any, str]]]] = []
         self._made: set[tuple[Key, ...]] = set()  # those of them that are as they are now
         self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use, for `_large`
         _books.add(self)
@@ -204,7 +186,8 @@ class Book:
         """Let all objects of the program go."""
         self._nodes, self._same, self._ids, self._functions = {}, [], [], []
         self._classes, self._changing, self._small, self._large = [], [], [], []
-        self.told, self._state, self._main, self._torn = frozenset(), None, ({}, 0), True
+        self.told, self._main, self._torn = frozenset(), ({}, 0), True
+        self._states, self._fresh = {}, {}
         self._spaces, self._sizes = [], []
 
     # -- comparing --------------------------------------------------------------------------------
@@ -287,7 +270,7 @@ class Book:
 
     # -- finding ----------------------------------------------------------------------------------
 
-    def state(self, names: Iterable[Key], layout: Layout) -> _State:
+    def state(self, names: Iterable[Key], layout: Layout) -> State:
         """Return the state for a message that uses these names.  The caller holds `_lock`."""
         now = settings.snapshot()
         looked_at = [*registered], copyreg.dispatch_table, registered_reducers.forking
@@ -295,8 +278,10 @@ class Book:
         known = not self._torn and self.told.issuperset(names) and looked_at == self._looked_at
         known = known and sizes == self._sizes
         changed = not (known and self._holds())
-        if not (changed or self._large) and now is self._settings and self._state is not None:
-            return self._state
+        wanted = frozenset(names)
+        state = None if changed or now is not self._settings else self._fresh.get(wanted)
+        if state is not None and not self._large:
+            return state
         # Another object after each change of `sys.path` and of the working folder.
         generation = renew_origins(now)
         moved = changed and self._leads_elsewhere()
@@ -311,16 +296,26 @@ class Book:
         # Torn until all is consistent: a signal handler may raise in code of the program that runs.
         if changed:
             self._torn = True
-            self._find(layout, self.told.union(names, () if known else self._of_all()))
-        if self._large and not self._compare_large(frozenset(names)):
+            if not known:
+                self._always = self._always.union(self._of_all())
+            self._find(layout, self.told.union(wanted, self._always))
+        if self._large and not self._compare_large(wanted):
             changed = self._torn = True
             self._find(layout, self.told)
-        if not changed and now is self._settings and self._state is not None:
-            return self._state
-        self._torn = True
-        self._settings = now
-        state = self._write(layout)
-        self._torn = False
+        if changed or now is not self._settings:
+            self._torn = True
+            self._settings = now
+            self._fresh.clear()
+            written = pickle.dumps(self._entries(self.told)[0], 5)
+            if written != self._written:
+                self._epoch, self._written = next(serials), written
+            self._torn = False
+        elif state is not None:
+            return state
+        if len(self._states) >= _MOST_STATES:
+            self._fresh.clear()
+            self._states.clear()
+        state = self._states[wanted] = self._fresh[wanted] = self._write(layout, wanted)
         return state
 
     def _of_all(self) -> set[Key]:
@@ -356,9 +351,13 @@ class Book:
             for one in node.objects & aliases.keys():
                 todo.update(set(aliases[one]) - nodes.keys())
             todo |= node.names - nodes.keys()
-        self.told = frozenset(nodes)
-        self._nodes = nodes
+        before, self._nodes, self.told = self._nodes, nodes, frozenset(nodes)
         self._regroup(layout)
+        # A worker may have objects that use these, also if the function of its task does not.
+        some = (key for key, node in nodes.items() if before.get(key, node).serial != node.serial)
+        self._always = self._always.union(
+            some, *(one.keys for one in self._groups.values() if not one.first)
+        )
         self._note_what_to_compare()
 
     def _look(self, key: Key) -> _Node:
@@ -437,7 +436,7 @@ class Book:
         data = marshalled(code), defaults, kwdefaults, function.__doc__
         old = self._nodes.get(key, _NEW)
         same = old.kind == _FUNCTION and old.id == node.id
-        ident = old.entry[0] if same else next(_serials)
+        ident = old.entry[0] if same else next(serials)
         self._number(key, node, (ident, data, written))
         return node
 
@@ -446,7 +445,7 @@ class Book:
         old = self._nodes.get(key, _NEW)
         node.entry = entry
         same = old.kind == node.kind and old.entry == entry
-        node.serial = old.serial if same else next(_serials)
+        node.serial = old.serial if same else next(serials)
 
     def _class(self, key: Key, cls: type) -> _Node:
         definition = classes.definition_of(cls)
@@ -530,7 +529,7 @@ class Book:
                 whole = set[Key]().union(*(together.get(key, {key}) for key in common))
                 for key in whole:
                     together[key] = whole
-        groups: dict[tuple[Key, ...], _Group] = {}
+        groups: dict[tuple[Key, ...], SentGroup] = {}
         done = set[Key]()
         for key in sorted(self._nodes):
             node = self._nodes[key]
@@ -550,13 +549,13 @@ class Book:
         for node in self._nodes.values():
             node.alive = node.alive if node.large else []
 
-    def _group(self, keys: tuple[Key, ...], layout: Layout) -> _Group:
+    def _group(self, keys: tuple[Key, ...], layout: Layout) -> SentGroup:
         old = self._groups.get(keys)
         node = self._nodes[keys[0]]
         leads = any(self._nodes[key].names for key in keys)
         data: Any
         if node.kind == _CALL and node.written is not None:
-            return old or _Group(keys, CALL, b"".join(node.written.chunks))
+            return old or SentGroup(keys, CALL, b"".join(node.written.chunks))
         if node.kind in (_GONE, _NAMED):
             kind, data = REMOVED, node.kind == _NAMED
         elif isinstance(node.value, ModuleType):
@@ -577,7 +576,7 @@ class Book:
         if old is not None and (kind, data, functions) == (old.kind, old.data, old.functions):
             old.leads = leads
             return old
-        group = _Group(keys, kind, data)
+        group = SentGroup(keys, kind, data)
         group.functions = functions
         group.leads = leads
         group.first = self._sent.isdisjoint(keys)
@@ -591,7 +590,7 @@ class Book:
         return LEFT_NONE if left else REFUSED, node.error
 
     def _pickled(
-        self, keys: tuple[Key, ...], old: _Group | None, layout: Layout
+        self, keys: tuple[Key, ...], old: SentGroup | None, layout: Layout
     ) -> tuple[int, Any]:
         nodes = [self._nodes[key] for key in keys]
         written = nodes[0].written
@@ -663,14 +662,16 @@ class Book:
 
     # -- writing ----------------------------------------------------------------------------------
 
-    def _entries(self) -> tuple[list[Entry], list[Any]]:
+    def _entries(self, keys: Collection[Key]) -> tuple[list[Entry], list[Any]]:
+        """Return the entries of these globals, and the places of large ones."""
+        nodes = {key: self._nodes[key] for key in sorted(keys)}
         now = self._settings
         entries: list[Entry] = []
         if now is not None and now.rows:
             entries.append((SETTINGS, now.serial, False, (), now.rows))
         if self._imports:
             entries.append((IMPORTS, 0, False, (), self._imports))
-        modules = {key[0] for key in self._nodes} - {CALLS, MODULES, "__main__"}
+        modules = {key[0] for key in nodes} - {CALLS, MODULES, "__main__"}
         found = ((name, find_module(name)) for name in sorted(modules) if origin_of(name) == SENT)
         made = tuple(
             (name, getattr(module, "__package__", None), hasattr(module, "__path__"))
@@ -678,22 +679,21 @@ class Book:
         )
         if made:
             entries.append((MODULE, 0, False, (), made))
-        functions = [(k, n) for k, n in self._nodes.items() if n.kind == _FUNCTION]
-        functions.sort(key=lambda one: one[0])
+        functions = [(key, node) for key, node in nodes.items() if node.kind == _FUNCTION]
         for key, node in functions:
             ident, data, _ = node.entry
             entries.append((FUNCTION, node.serial, False, (key,), (ident, *data)))
         # Calls, names in `sys.modules`, and what these need come first: the rest may need them.
-        calls = frozenset(key for key in self._nodes if key[0] in (CALLS, MODULES))
+        calls = frozenset(key for key in nodes if key[0] in (CALLS, MODULES))
         first = self._used_by(calls) if calls else set()
-        defined = sorted(key for key, node in self._nodes.items() if node.kind == _CLASS)
-        groups = sorted(self._groups.values(), key=_order)
+        defined = [key for key, node in nodes.items() if node.kind == _CLASS]
+        groups = [one for one in self._groups.values() if not nodes.keys().isdisjoint(one.keys)]
+        groups.sort(key=lambda one: order(one.keys, one.leads))
         places = []
         for early in (True, False):
             for key in defined:
                 if (key in first) is early:
-                    node = self._nodes[key]
-                    entries.append((CLASS, node.serial, False, (key,), node.entry))
+                    entries.append((CLASS, nodes[key].serial, False, (key,), nodes[key].entry))
             some = [one for one in groups if first.isdisjoint(one.keys) is not early]
             entries += [group.entry() for group in some]
             places += [group.data for group in some if group.kind == PLACED]
@@ -704,46 +704,39 @@ class Book:
         ]
         return entries, places
 
-    def _write(self, layout: Layout) -> _State:
-        entries, places = self._entries()
-        written = pickle.dumps(entries, 5)
-        if self._state is not None and written == self._written:
-            return self._state
-        whole = written
-        serial = next(_serials)
+    def _write(self, layout: Layout, names: frozenset[Key]) -> State:
+        """Return the state for messages that use these names."""
+        brings = frozenset(self._used_by(names | self._always) & self._nodes.keys())
+        entries, places = self._entries(brings)
+        written = whole = pickle.dumps(entries, 5)
+        if len(written) >= INLINE_BELOW and brings != self.told:  # all large ones are one
+            if self.told not in self._fresh:
+                every = self._write(layout, self.told)
+                self._states[self.told] = self._fresh[self.told] = every
+            return self._fresh[self.told]
+        old = self._states.get(names)
+        if old is not None and (old.epoch, old.written) == (self._epoch, written):
+            return old
         tokens = [token for place in places if (token := place.parts[0]) is not None]
-        about = None
+        place = about = None
         if len(written) >= INLINE_BELOW and layout.publisher is not None:
-            self._place = layout.publisher(lambda _: written, "program's state")
-            token, about = self._place.parts
+            place = layout.publisher(lambda _: written, "program's state")
+            token, about = place.parts
             if token is not None:
                 tokens.append(token)
             written = b""
         exact = layout.book is not None
-        head = HEAD.pack(_outgoing.sender, serial, exact, about is not None)
+        head = HEAD.pack(_outgoing.sender, next(serials), self._epoch, exact, place is not None)
         body = head + (written if about is None else pickle.dumps(about, 5))
-        state = _State(preparation(body, len(tokens)))
+        state = State(preparation(body, len(tokens)))
         state.by_name = preparation(body, len(tokens), _BY_NAME)
-        state.tokens = tokens
-        self._state = state
-        self._written = whole  # last, because it says that the state is the one of these bytes
+        state.tokens, state.brings, state.place = tokens, brings, place
+        state.epoch, state.written = self._epoch, whole
         return state
 
 
-HEAD = struct.Struct("<16sQ??")
-"""Of a state: the sender, the serial number, whether it is exact, and whether it is a place."""
-
 copyreg.add_extension("xpool._pickling.by_value.received", "prepare", PREPARE)
 _BY_NAME = b"cxpool._pickling.by_value.received\nprepare\n"  # the opcode GLOBAL
-
-
-def _order(group: _Group) -> tuple[Any, ...]:
-    # Attributes come after their owners, values that use others after these, and calls after all.
-    # Plain attributes of classes come first, because code that loads a value may use them.
-    key = group.keys[0]
-    dotted = ["." in path for _, path in group.keys]
-    plain = all(dotted) and not group.leads and isinstance(owner_of(key), type)
-    return key[0] == CALLS, not plain, any(dotted), group.leads, group.keys
 
 
 def _script_top() -> Any:  # imported late, because few workers send, and it imports `ast`
@@ -781,11 +774,11 @@ class _Program:
         if reducers.everyone and layout.book is not None:
             names = names | reducers.everyone
         if home or told.issuperset(names):
-            book.last.brought = frozenset()
             return None
         with _lock:
             state = book.state(names, layout)
-            book.last.brought = book.told
+        if type(told) is Brought:
+            told.keys = state.brings
         buffers = [in_place(pickled, token) for token in state.tokens] if state.tokens else []
         return state if layout.out_of_band else state.by_name, buffers
 

@@ -1,0 +1,65 @@
+"""The format of a state: what `sent` writes and `received` reads."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import Any
+
+from xpool._memory.holds import Block
+from xpool._pickling import Key
+from xpool._pickling.by_value.origin import owner_of
+from xpool._pickling.by_value.registered_calls import CALLS
+
+(
+    SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED, CALL,
+    IMPORTED_AS,
+) = range(12)  # fmt: skip
+"""Kinds of entries."""
+
+Entry = tuple[Any, ...]
+"""``(kind, serial, first, keys, data)``.  With ``first``, the program has not changed it since it
+was first sent."""
+
+HEAD = struct.Struct("<16sQQ??")
+"""The sender, the serial number, the epoch, whether the state is exact, and whether it is a place.
+
+States of one epoch have the same values, so a receiver sets each of them once in an epoch."""
+
+
+serials = itertools.count(1)
+
+
+class SentGroup:
+    """Globals that refer to common objects, and what was sent of them."""
+
+    def __init__(self, keys: tuple[Key, ...], kind: int, data: Any) -> None:
+        self.keys, self.kind, self.data = keys, kind, data
+        self.serial = next(serials)
+        self.first = True
+        self.functions: dict[Key, int] = {}
+        self.leads = False  # whether the values use other globals
+
+    def entry(self) -> Entry:
+        data = self.data.parts[1] if self.kind == PLACED else self.data
+        return self.kind, self.serial, self.first, self.keys, data
+
+
+class State(bytes):
+    """The pickled beginning of messages, with the globals that it brings."""
+
+    by_name: bytes  # the same for a receiver without the extension code
+    tokens: list[Block]  # blocks that it names
+    place: Any  # the broadcast, if it is large
+    brings: frozenset[Key]
+    epoch: int
+    written: bytes  # its entries
+
+
+def order(keys: tuple[Key, ...], leads: bool) -> tuple[Any, ...]:
+    """Return the sort key of an entry of values; ``leads``: they use other globals."""
+    # Attributes come after their owners, values that use others after these, and calls after all.
+    # Plain attributes of classes come first, because code that loads a value may use them.
+    dotted = ["." in path for _, path in keys]
+    plain = all(dotted) and not leads and isinstance(owner_of(keys[0]), type)
+    return keys[0][0] == CALLS, not plain, any(dotted), leads, keys
