@@ -45,5 +45,5 @@ def preload(*modules: str) -> None:
     start_early(modules)
     # Imported before the program has torch's objects: a later import would start a garbage
     # collection, which takes 150 ms with all of these objects.
-    for needed in "xpool._pools.process", "xpool._pools.assembly", "xpool._pickling.by_value.sent":
-        importlib.import_module(needed)
+    for needed in "_pools.process", "_pools.assembly", "_pickling.by_value.script_top":
+        importlib.import_module(f"xpool.{needed}")
