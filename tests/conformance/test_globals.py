@@ -1147,8 +1147,12 @@ if __name__ == "__main__":
 
 
 def test_a_list_that_is_nested_too_deeply_is_not_none(tmp_path):
-    """A worker does not take it for a connection that the script's top sets to None at first."""
-    assert scripts.run_ok([scripts.write(tmp_path / "nested.py", NESTED)]) == "True\n"
+    """A worker does not take it for a connection that the script's top sets to None at first.
+
+    From Python 3.12 on, it can be pickled.
+    """
+    out = scripts.run_ok([scripts.write(tmp_path / "nested.py", NESTED)])
+    assert out in ("True\n", "3000\n")
 
 
 ITEMS_ALONE = """
