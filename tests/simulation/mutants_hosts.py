@@ -287,7 +287,7 @@ def _(original, service):
         original(service)
 
 
-@hosts("the driver does not wake up for a retry", HostService, "_pause")
-def _(original, service, tries):
-    with swapped(service, "at", nothing):
-        return original(service, tries)
+@hosts("the driver does not wake up for a retry", HostService, "__init__")
+def _(original, service, *args, **keywords):
+    original(service, *args, **keywords)
+    service.sched.alarm = nothing
