@@ -113,6 +113,7 @@ def prepare(state: bytes, *buffers: Any) -> None:
             written = _placed(None if written[1] is None else left.pop(), written)
         _receive(written, left, ours)
         settings.imports_done()
+        seen = here.seen.get((sender, ours))  # another thread may have begun an epoch
         if seen is None or seen[0] != epoch:
             seen = here.seen[sender, ours] = epoch, set()
         seen[1].add(serial)
