@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
+from xpool._pickling.by_value import origin
 from xpool._pickling.by_value.classes import CACHES
 from xpool._pickling.by_value.origin import (
     MAIN_NAMES,
@@ -30,9 +31,8 @@ _LINE_OF_CLASS = frozenset({"__firstlineno__", "__static_attributes__"})
 """Names that Python 3.13 and later bind in the body of a class: its line number, and attributes in
 an order that differs between runs."""
 
-OF_MODULES = frozenset(
-    {"__name__", "__file__", "__doc__", "__spec__", "__loader__", "__package__", "__path__"}
-    | {"__builtins__", "__cached__", "__annotations__", "__module__", "__qualname__"}
+OF_MODULES = origin.OF_MODULES | frozenset(
+    {"__file__", "__doc__", "__annotations__", "__module__", "__qualname__"}
 )
 """Globals that every module has, and names that every class body has."""
 

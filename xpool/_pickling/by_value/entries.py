@@ -52,7 +52,6 @@ class State(bytes):
     tokens: list[Block]  # blocks that it names
     place: Any  # the broadcast, if it is large
     brings: frozenset[Key]
-    epoch: int
     written: bytes  # its entries
 
 

@@ -151,7 +151,7 @@ class Book:
         self._sent: set[Key] = set()
         # What every message brings, also all that has changed since it was first sent.
         self._always: frozenset[Key] = frozenset()
-        self._states: dict[frozenset[Key], State] = {}  # by the names of messages
+        self._states: dict[frozenset[Key], State] = {}  # of the epoch, by the names of messages
         self._fresh: dict[frozenset[Key], State] = {}  # those that are as the globals are now
         self._epoch = 0
         self._written = b""  # all entries of the epoch
@@ -308,6 +308,7 @@ class Book:
             self._fresh.clear()
             written = pickle.dumps(self._entries(self.told)[0], 5)
             if written != self._written:
+                self._states.clear()
                 self._epoch, self._written = next(serials), written
             self._torn = False
         elif state is not None:
@@ -339,7 +340,7 @@ class Book:
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Look at all globals again, as far as they have changed, and at those that they use."""
         nodes, todo = dict[Key, _Node](), set(wanted)
-        aliases, self._named = globals_of_modules(SHARED_BY_ALL)
+        shared, self._named = globals_of_modules(SHARED_BY_ALL)
         spaces = {module: namespace(module) for module, _ in wanted}.values()
         every = (value for space in spaces for value in list(space.values()))
         self._tuples = {id(value) for value in every if type(value) is tuple}
@@ -348,8 +349,8 @@ class Book:
         while todo:
             key = todo.pop()
             node = nodes[key] = self._look(key)
-            for one in node.objects & aliases.keys():
-                todo.update(set(aliases[one]) - nodes.keys())
+            for one in node.objects & shared.keys():
+                todo.update(set(shared[one]) - nodes.keys())
             todo |= node.names - nodes.keys()
         before, self._nodes, self.told = self._nodes, nodes, frozenset(nodes)
         self._regroup(layout)
@@ -715,7 +716,7 @@ class Book:
                 self._states[self.told] = self._fresh[self.told] = every
             return self._fresh[self.told]
         old = self._states.get(names)
-        if old is not None and (old.epoch, old.written) == (self._epoch, written):
+        if old is not None and old.written == written:
             return old
         tokens = [token for place in places if (token := place.parts[0]) is not None]
         place = about = None
@@ -731,7 +732,7 @@ class Book:
         state = State(preparation(body, len(tokens)))
         state.by_name = preparation(body, len(tokens), _BY_NAME)
         state.tokens, state.brings, state.place = tokens, brings, place
-        state.epoch, state.written = self._epoch, whole
+        state.written = whole
         return state
 
 
