@@ -16,8 +16,7 @@ from xpool import WorkerReport
 from xpool._engine import channel as channel_module
 from xpool._python import parents_only
 from xpool._wire.outbox import CAPACITY, COUNTERS, NO_LIMIT, STACK_AT, Outbox, entries, make_file
-from xpool._wire.pipes import BlockingFrameReader, FrameReader, FrameWriter
-from xpool._wire.wire import TO_PARENT
+from xpool._wire.wire import TO_PARENT, BlockingFrameReader, FrameReader, FrameWriter
 
 pytestmark = pytest.mark.pure
 

@@ -27,8 +27,7 @@ from xpool._memory.anonymous_files import File
 from xpool._pickling import frame
 from xpool._wire import records
 from xpool._wire.outbox import CAPACITY, HEADER, Outbox, entries
-from xpool._wire.pipes import MOST_MESSAGE_BYTES, FrameReader
-from xpool._wire.wire import ANSWER, ENTRY, TO_PARENT
+from xpool._wire.wire import ANSWER, ENTRY, MOST_MESSAGE_BYTES, TO_PARENT, FrameReader
 from xpool._worker.protocol import Replies
 from xpool.pickle import decode, encode
 

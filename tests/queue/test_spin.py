@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from xpool._wire import spin
-from xpool._wire.spin import Spin
+from xpool._wire import wire
+from xpool._wire.wire import Spin
 
 SOMETHING = [(3, 1)]
 
@@ -37,8 +37,8 @@ class Poll:
 
 @pytest.fixture
 def two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spin, "time", Clock())
-    monkeypatch.setattr(spin, "default_processes", lambda: 2)
+    monkeypatch.setattr(wire, "time", Clock())
+    monkeypatch.setattr(wire, "default_processes", lambda: 2)
 
 
 @pytest.mark.usefixtures("two_processors")
@@ -105,7 +105,7 @@ def test_an_interrupt_does_not_end_polling():
 
 
 def test_one_processor_never_polls(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(spin, "default_processes", lambda: 1)
+    monkeypatch.setattr(wire, "default_processes", lambda: 1)
     poll = Poll(1)
     assert Spin().look(poll) == []
     assert poll.looks == 0
@@ -116,9 +116,9 @@ def test_a_busy_machine(monkeypatch: pytest.MonkeyPatch):
     """If another process takes the processor for a time slice, the next waits sleep."""
 
     def lose_the_processor() -> None:
-        spin.time.now += 3e-3  # type: ignore[attr-defined]
+        wire.time.now += 3e-3  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(spin, "_give_way", lose_the_processor)
+    monkeypatch.setattr(wire, "_give_way", lose_the_processor)
     one = Spin()
     poll = Poll(2)
     assert one.look(poll) == SOMETHING
@@ -127,4 +127,4 @@ def test_a_busy_machine(monkeypatch: pytest.MonkeyPatch):
     looked = 0
     while one.look(later) == []:
         looked += 1
-    assert (looked, later.looks) == (spin._LONG, 1)
+    assert (looked, later.looks) == (wire._LONG, 1)

@@ -31,7 +31,7 @@ from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.submission import Submission
 from xpool._engine.worker_process import FunctionCache, WorkerProcess
 from xpool._wire.outbox import Outbox
-from xpool._wire.pipes import FrameReader
+from xpool._wire.wire import FrameReader
 from xpool.errors import InternalError
 
 

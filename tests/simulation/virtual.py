@@ -16,8 +16,7 @@ from xpool._engine.jobs.time_queue import TimeQueue
 from xpool._engine.reactor import Reactor
 from xpool._engine.worker_process import WorkerProcess
 from xpool._wire.outbox import HEADER, NO_LIMIT, Outbox
-from xpool._wire.pipes import FrameReader, FrameWriter
-from xpool._wire.wire import Refusal
+from xpool._wire.wire import FrameReader, FrameWriter, Refusal
 
 from .seeds import World
 

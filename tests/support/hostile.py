@@ -48,7 +48,7 @@ def _known() -> dict[str, int]:
     """Return the descriptors that the worker's objects have."""
     from multiprocessing import parent_process
 
-    from xpool._wire.pipes import BlockingFrameReader
+    from xpool._wire.wire import BlockingFrameReader
     from xpool._worker import worker_relay as relay
     from xpool._worker.peers import Peers
     from xpool._worker.protocol import Replies

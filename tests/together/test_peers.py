@@ -35,7 +35,7 @@ from xpool import (
 )
 from xpool._python.interrupt import may_raise
 from xpool._wire import packets
-from xpool._wire.spin import Spin
+from xpool._wire.wire import Spin
 from xpool._worker import peers
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]

@@ -17,7 +17,7 @@ from xpool._memory.arena import Arena
 from xpool._python import parents_only, sockets
 from xpool._python.parents_only import owned
 from xpool._wire.outbox import COUNTERS, NO_LIMIT, Outbox, make_file
-from xpool._wire.pipes import FrameReader, FrameWriter
+from xpool._wire.wire import FrameReader, FrameWriter
 from xpool._worker.entry import ONE, SEVERAL
 
 

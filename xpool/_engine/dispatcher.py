@@ -11,8 +11,7 @@ from xpool._engine.jobs.scheduler import Batch
 from xpool._engine.reactor import Reactor
 from xpool._engine.worker_process import WorkerProcess
 from xpool._pickling.frame import inline
-from xpool._wire.pipes import FrameWriter
-from xpool._wire.wire import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame
+from xpool._wire.wire import TASKS, TIMED, FrameWriter, Parts, forget_frame, func_frame, tasks_frame
 
 
 class Dispatcher:

@@ -15,7 +15,7 @@ from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.replacement import Replacement
 from xpool._engine.worker_process import WorkerProcess
 from xpool._python.interrupt import deliver, interruptible, pending
-from xpool._wire.spin import Spin
+from xpool._wire.wire import Spin
 
 
 class Submission:

@@ -20,8 +20,7 @@ from xpool._engine.relay import Relay
 from xpool._memory.arena import Arena
 from xpool._python.parents_only import disown, owned
 from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, Outbox
-from xpool._wire.pipes import FrameReader, FrameWriter
-from xpool._wire.wire import Refusal
+from xpool._wire.wire import FrameReader, FrameWriter, Refusal
 
 
 class Recipe(NamedTuple):

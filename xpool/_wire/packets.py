@@ -17,7 +17,7 @@ from xpool._memory.buffers import new_buffer
 from xpool._memory.system import available_memory
 from xpool._python import at_fork
 from xpool._python.anonymous import new_file
-from xpool._wire.pipes import write_all
+from xpool._wire.wire import write_all
 
 LONGEST = 96 * 1024
 """The size in bytes of the largest message in a packet.  A larger pickle gets a block."""

@@ -27,9 +27,18 @@ from xpool._python import error_imports
 from xpool._python.exits import flush
 from xpool._python.import_hooks import when_imported
 from xpool._wire.outbox import Outbox
-from xpool._wire.pipes import BlockingFrameReader, write_all
-from xpool._wire.spin import Spin
-from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, STOP, TASKS, TIMED, TO_WORKER, Mode
+from xpool._wire.wire import (
+    BODY_AGAIN,
+    BODY_ERROR,
+    STOP,
+    TASKS,
+    TIMED,
+    TO_WORKER,
+    BlockingFrameReader,
+    Mode,
+    Spin,
+    write_all,
+)
 from xpool._worker.callables import (
     TaskFunction,
     bound,

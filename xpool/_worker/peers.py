@@ -33,8 +33,7 @@ from xpool._pickling.policy import Layout
 from xpool._python import at_fork, sockets
 from xpool._python.interrupt import deliver, interruptible, pending, uninterrupted
 from xpool._wire import packets
-from xpool._wire.spin import Spin
-from xpool._wire.wire import LINK, WANTED
+from xpool._wire.wire import LINK, WANTED, Spin
 from xpool.errors import OptionError, PeerLost, TimeoutError
 from xpool.pickle import decode, encode
 
