@@ -22,7 +22,7 @@ from support.waiting import eventually
 import xpool
 from xpool import InternalError, Pool
 from xpool._calls.results import Unopened
-from xpool._engine.pickled_results import Encoded
+from xpool._engine.answers import Encoded
 from xpool._memory.anonymous_files import File
 from xpool._pickling import frame
 from xpool._wire import records

@@ -9,8 +9,8 @@ import pytest
 from support import work
 
 from xpool._calls.terms import Limit, Terms
+from xpool._engine.answers import Encoded
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of
-from xpool._engine.pickled_results import Encoded
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts.conversation import CALL_BYTES

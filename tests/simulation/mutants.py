@@ -15,8 +15,6 @@ from unittest import mock
 import pytest
 
 from xpool._engine.answers import Answers
-from xpool._engine.direct import DirectReceive
-from xpool._engine.dispatcher import Dispatcher
 from xpool._engine.engine import Engine
 from xpool._engine.jobs import budget, heavy
 from xpool._engine.jobs.budget import EndKind, RestartPolicy
@@ -26,7 +24,7 @@ from xpool._engine.jobs.ranges import covers, piece
 from xpool._engine.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, InFlight, Scheduler, Terms
 from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates
 from xpool._engine.jobs.waiting import RangeQueue, Waiting
-from xpool._engine.monitor import WorkerMonitor
+from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.submission import Submission
 from xpool._engine.worker_process import FunctionCache, WorkerProcess
@@ -544,7 +542,7 @@ def _(original, worker):
 
 engine(
     "the rest of a message that did not fit is not sent",
-    Dispatcher,
+    WorkerMonitor,
     "send",
     lambda _, worker, parts: worker.writer.send(parts),
 )

@@ -170,6 +170,8 @@ class AsyncResult(Job, Generic[T]):
     # The id of the thread that runs the callback.  For this thread the result is already ready.
     _calling: int | None = None
     _cancelled = False
+    # The answers of several tasks, by the number of the first task of each.
+    _pieces: dict[int, Any] | None = None
 
     def __init__(
         self,
@@ -282,7 +284,13 @@ class AsyncResult(Job, Generic[T]):
     def _open_now(self) -> None:
         # If a signal handler raises here, nothing has changed, and the next `get` tries again.
         try:
-            success, value = self._success, self._unpack(self._value)
+            success, value = self._success, self._value
+            if isinstance(value, PickledResult):
+                (value,) = value.open()
+                if type(value) is Unopened:
+                    raise value.exc
+            if self._pieces is not None:
+                value = self._assembled(value)
             if not success and not isinstance(value, BaseException):
                 raise TypeError(f"the value of a failed task must be an exception, not {value!r}")
         except Exception as exc:
@@ -291,12 +299,9 @@ class AsyncResult(Job, Generic[T]):
             success, value = False, exc
         self._success, self._value, self._opened = success, value, True
 
-    def _unpack(self, value: Any) -> Any:
-        if isinstance(value, PickledResult):  # written out to save calls in `apply`
-            (value,) = value.open()
-            if type(value) is Unopened:
-                raise value.exc
-        return value
+    def _assembled(self, value: Any) -> Any:
+        """Return the value of a result that came in pieces, or its error ``value``."""
+        raise NotImplementedError
 
     # -- the engine's side -------------------------------------------------------------------
 
@@ -358,6 +363,8 @@ class MapResult(AsyncResult[list[T]]):
     that arrived first.  With ``on_error="return"``, errors take the places of results.
     """
 
+    _pieces: dict[int, Any]
+
     def __init__(
         self,
         number: int,
@@ -373,7 +380,7 @@ class MapResult(AsyncResult[list[T]]):
         self._chunked = chunked
         self.chunksize = 1
         self._failed = 0  # the number of the task whose error `get` raises
-        self._pieces: dict[int, Any] = {}
+        self._pieces = {}
 
     def describe(self, index: int) -> str:
         return f"{'chunk' if self._chunked else 'item'} {index} of {self.label}"
@@ -397,12 +404,11 @@ class MapResult(AsyncResult[list[T]]):
         self.settled = self._left == 0
         return self.settled
 
-    def _unpack(self, value: Any) -> Any:
+    def _assembled(self, value: Any) -> Any:
         if not self._success:
-            error = super()._unpack(value)
-            if isinstance(error, BaseException):
-                number_item(error, self._failed * self.chunksize, self.label)
-            return error
+            if isinstance(value, BaseException):
+                number_item(value, self._failed * self.chunksize, self.label)
+            return value
         out: list[Any] = []
         take: Callable[[Any], None] = out.extend if self._chunked else out.append
         returns_errors = self.options.returns_errors

@@ -29,16 +29,13 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from xpool._engine.answers import EngineOptions, Parts
-from xpool._engine.direct import DirectReceive
-from xpool._engine.dispatcher import Dispatcher
+from xpool._engine.answers import EngineOptions, EngineParts, StartFailure
 from xpool._engine.jobs.budget import RestartPolicy
 from xpool._engine.jobs.scheduler import InFlight, Scheduler
 from xpool._engine.ledger import Ledger
 from xpool._engine.maintenance import ArenaMaintenance
-from xpool._engine.monitor import WorkerMonitor
+from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.observation import Observation
-from xpool._engine.pickled_results import StartFailure
 from xpool._engine.reactor import Reactor
 from xpool._engine.relay import Relay
 from xpool._engine.replacement import Launch, Replacement
@@ -92,7 +89,7 @@ class Engine:
                 worker.share_process(together)
         self.ledger = Ledger(workers, self._reactor.now, describe)
         self._maintenance = ArenaMaintenance(recipe.arena, self._reactor)
-        parts = Parts(
+        parts = EngineParts(
             self.workers,
             self.sched,
             self._reactor,
@@ -100,17 +97,15 @@ class Engine:
             self._maintenance,
             RestartPolicy(options.restart_budget),
         )
-        self._dispatcher = Dispatcher(self._reactor)
         self._direct = DirectReceive(self._reactor)
-        self._monitor = WorkerMonitor(parts, self._dispatcher, self._direct, options)
+        self._monitor = WorkerMonitor(parts, self._direct, options)
         self.results = self._monitor.answers.results
         switchboard = None
         if recipe.has_control:
             switchboard = Switchboard(self.workers, self._reactor, self._monitor.distrust)
         self._replacement = Replacement(
-            parts, self._dispatcher, self._direct, self._monitor, switchboard,
-            options=options,
-        )  # fmt: skip
+            parts, self._direct, self._monitor, switchboard, options=options
+        )
         self._on_end = options.on_end
         submission = self._submission = Submission(
             self.lock, self.sched, self._monitor, self._replacement, self._direct
@@ -163,12 +158,12 @@ class Engine:
         """Keep a function for the workers; return the number that tasks call it by."""
         with self.lock:
             self._submission.leave_signal_handler()
-            return self._dispatcher.learn(mode, payload)
+            return self._monitor.learn(mode, payload)
 
     def forget(self, func: int) -> None:
         """Let workers drop a function: its job is done."""
         with self.lock:
-            self._dispatcher.forget(func, self.workers)
+            self._monitor.forget(func)
 
     def withdraw(self, job: int, index: int | None = None) -> None:
         """Drop the waiting tasks of a job that has ended, and stop its running ones."""

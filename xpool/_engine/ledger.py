@@ -159,23 +159,21 @@ class Ledger:
         self.events: list[Event] | None = None  # kept while a trace is written
         self.dropped = 0  # events above `MOST_EVENTS`
         self._traced = 0.0  # when the trace began
-        self._floor = SHORTEST
+        self.floor = SHORTEST
+        """Nanoseconds: only slower tasks may be among the slowest."""
         self._now, self.describe = now, describe
         self._numbers = itertools.count()
 
-    def answered(self, worker: int, batch: Batch | None, tasks: int, nanos: int) -> None:
-        """Record a message of ``tasks`` answers, the first of which belongs to ``batch``."""
-        account = self.accounts[worker]
-        account.tasks += tasks
-        account.busy += nanos
-        if batch is not None:
-            # For several answers in a message, only the total time is known.
-            if tasks == 1 and nanos > self._floor:
-                self._slow(worker, batch, nanos)
-            if self.events is not None:
-                seconds = nanos * 1e-9
-                what = self.describe(*batch.name(batch.first + batch.done))
-                self._add(Event(self._now() - seconds, seconds, what, worker, tasks))
+    def remarkable(self, worker: int, batch: Batch, tasks: int, nanos: int) -> None:
+        """Record a message of ``tasks`` answers that took ``floor`` or more, or while there is a
+        trace; ``batch``: of the first of them."""
+        # For several answers in a message, only the total time is known.
+        if tasks == 1 and nanos > self.floor:
+            self._slow(worker, batch, nanos)
+        if self.events is not None:
+            seconds = nanos * 1e-9
+            what = self.describe(*batch.name(batch.first + batch.done))
+            self._add(Event(self._now() - seconds, seconds, what, worker, tasks))
 
     def _slow(self, worker: int, batch: Batch, nanos: int) -> None:
         item = batch.items[batch.done] if batch.done < len(batch.items) else None
@@ -188,7 +186,7 @@ class Ledger:
             heapq.heappush(self.slowest, slow)
         else:
             heapq.heapreplace(self.slowest, slow)
-            self._floor = self.slowest[0].nanos
+            self.floor = self.slowest[0].nanos
 
     def weighed(self, batch: Batch, memory: int) -> None:
         """Record the private memory of a worker that runs a task of ``batch``."""

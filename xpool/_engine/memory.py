@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 
-from xpool._engine.answers import MemoryLimits, Parts
+from xpool._engine.answers import EngineParts, MemoryLimits
 from xpool._engine.worker_process import WorkerProcess
 from xpool._memory.system import Scope, available_memory, fullest_scope, oom_kills
 
@@ -48,7 +48,7 @@ class MemoryGuard:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: EngineParts,
         limits: MemoryLimits,
         end: Callable[[WorkerProcess, str], object],
         again: Callable[[], object],

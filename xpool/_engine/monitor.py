@@ -11,16 +11,18 @@ Called with the engine's lock held.
 
 from __future__ import annotations
 
-from xpool._engine.answers import Answers, EngineOptions, Parts
-from xpool._engine.direct import DirectReceive
-from xpool._engine.dispatcher import Dispatcher
+import threading
+from collections.abc import Callable
+
+from xpool._engine.answers import Answers, EngineOptions, EngineParts
 from xpool._engine.jobs.deadlines import Act, WorkerProgress
 from xpool._engine.jobs.scheduler import CALLS, Batch
 from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.memory import MemoryGuard
-from xpool._engine.reactor import Alarms
+from xpool._engine.reactor import Alarms, Reactor
 from xpool._engine.start_limit import STOP_GRACE_SECONDS, StartLimit, is_starved
 from xpool._engine.worker_process import WorkerProcess
+from xpool._pickling.frame import inline
 from xpool._wire.outbox import HEAD, LIMIT
 from xpool._wire.wire import (
     ANSWER,
@@ -28,9 +30,16 @@ from xpool._wire.wire import (
     GREETING,
     READY,
     SKIPPED,
+    TASKS,
+    TIMED,
     WIRE,
+    FrameWriter,
+    Parts,
     Refusal,
+    forget_frame,
+    func_frame,
     stop_frame,
+    tasks_frame,
 )
 
 ENDED = -1
@@ -43,16 +52,108 @@ PAGE_SETTLE_SECONDS = 0.002
 """Seconds until the other process has surely seen a new word in a shared page."""
 
 
+class DirectReceive:
+    """Which caller receives from which worker.
+
+    A caller that waits for one answer receives it in its own thread.  This saves two of the three
+    context switches of an answer.  Meanwhile the pipe is muted: it does not wake the engine's
+    thread.  It stays muted while the worker is idle, because an idle worker sends nothing.  A muted
+    pipe is polled before its worker gets a task; otherwise, data that a task wrote there would be
+    read as the next answer.  The sentinel reports a death to the engine's thread.
+    """
+
+    def __init__(self, reactor: Reactor) -> None:
+        self._reactor = reactor
+        # Guarded by the engine's lock, except when `Submission.call` reads `turns`.
+        self.turns: dict[int, tuple[WorkerProcess, int]] = {}  # by job: its worker, its thread
+        self._jobs: dict[int, int] = {}  # by worker
+        self.muted: set[int] = set()  # workers whose pipe does not wake the engine's thread
+        self._ended: set[int] = set()  # workers whose sentinel's event is handled after the turn
+        self.await_end: Callable[[WorkerProcess], object]  # listens to a sentinel: `Replacement`'s
+
+    def __contains__(self, worker: WorkerProcess) -> bool:
+        return worker.index in self._jobs
+
+    def begin(self, worker: WorkerProcess, job: int) -> None:
+        """Begin a turn: the calling thread receives the answer of this job."""
+        # Usually the pipe is still muted from the last turn, so no system call is needed.
+        if worker.index not in self.muted:
+            self._mute(worker, True)
+        self.turns[job] = worker, threading.get_ident()
+        self._jobs[worker.index] = job
+
+    def received_last(self, idle: dict[int, None]) -> bool:
+        """Whether a caller has received the answer of the worker that became idle last.
+
+        Then the program probably waits for each answer, and this worker polls for the next call.
+        """
+        return bool(idle) and next(reversed(idle)) in self.muted
+
+    def worker_of(self, job: int) -> WorkerProcess | None:
+        """Return the worker from which a job's caller receives; None: its turn is over."""
+        turn = self.turns.get(job)
+        return None if turn is None else turn[0]
+
+    def given(self, worker: WorkerProcess) -> None:
+        """Unmute a worker that gets a task, unless a caller receives from it."""
+        if worker.index in self.muted and worker.index not in self._jobs:
+            self._mute(worker, False)
+
+    def end(self, job: int) -> None:
+        """End the turn of the caller that receives the answer of this job, if it is not over."""
+        turn = self.turns.pop(job, None)
+        if turn is None:
+            return
+        worker = turn[0]
+        del self._jobs[worker.index]
+        in_flight = worker.in_flight
+        if in_flight.sent > in_flight.answered or worker.state is not WorkerStates.READY:
+            # The engine's thread receives the worker's other answers.
+            self._mute(worker, False)
+        if worker.index in self._ended:
+            self._ended.remove(worker.index)
+            self.await_end(worker)
+
+    def of_this_thread(self) -> list[int]:
+        """Return the jobs for which the calling thread polls already.
+
+        There are some if this thread runs a signal handler that has interrupted its wait.  Then the
+        engine's thread must receive the answers for the wait and for the handler.
+        """
+        me = threading.get_ident()
+        return [job for job, (_, thread) in self.turns.items() if thread == me]
+
+    def postpone_exit(self, worker: WorkerProcess) -> bool:
+        """Return whether a caller polls this worker's descriptors, so that they must stay open.  If
+        so, the worker's end is handled after the turn, which ends when the caller sees the end."""
+        if worker not in self:
+            return False
+        self._ended.add(worker.index)
+        return True
+
+    def gone(self, worker: WorkerProcess) -> None:
+        """Forget a process that has ended: the pipe of the next one is not muted."""
+        self.muted.discard(worker.index)
+
+    def _mute(self, worker: WorkerProcess, muted: bool) -> None:
+        # The reactor removes a pipe that has reached its end, and ends with the engine's thread.
+        there = not self._reactor.closed and worker.reader.fd in self._reactor
+        if (worker.index in self.muted) != muted and there:
+            self._reactor.mute(worker.reader.fd, muted)
+            (self.muted.add if muted else self.muted.discard)(worker.index)
+
+
 class WorkerMonitor:
     """Carries out what the scheduler, the deadlines and the workers' messages require."""
 
-    def __init__(
-        self, parts: Parts, dispatcher: Dispatcher, direct: DirectReceive, options: EngineOptions
-    ) -> None:
+    def __init__(self, parts: EngineParts, direct: DirectReceive, options: EngineOptions) -> None:
         self.stopped = False  # terminated: no message is sent or received any more
+        # Functions by number.  They are kept until the job ends, for workers that start later.
+        self._functions: dict[int, tuple[int, bytes | memoryview]] = {}
+        self._last_number = 0
         self.lifetime = options.lifetime  # tasks that a process may run
         self.workers, self._sched, self._reactor = parts.workers, parts.sched, parts.reactor
-        self._dispatcher, self._direct, self._ledger = dispatcher, direct, parts.ledger
+        self._direct, self._ledger = direct, parts.ledger
         self.answers = Answers(parts, self.give_idle, hands_back=options.hands_back)
         # Workers with two or more items in flight, which are checked when they are silent.
         self._multi_item: dict[int, None] = {}
@@ -95,7 +196,7 @@ class WorkerMonitor:
         worker.retire()
         self._sched.retire(worker.index)
         # The last message: the worker first answers all tasks that it was sent before.
-        self._dispatcher.send(worker, stop_frame())
+        self.send(worker, stop_frame())
 
     def condemn(self, worker: WorkerProcess, remark: str = "") -> None:
         """Kill a worker; it gets no more tasks and is not checked any more."""
@@ -303,8 +404,27 @@ class WorkerMonitor:
         return None
 
     def give(self, worker: WorkerProcess, batch: Batch) -> None:
-        """Send a batch to a worker whose pipe is watched, by the engine's thread or by a caller."""
-        self._dispatcher.send_batch(worker, batch)
+        """Send a batch to a worker, after its function if the worker does not have that yet.
+
+        The pipe of the worker is watched, by the engine's thread or by a caller.
+        """
+        before: Parts = []
+        # Functions to drop first, then the function, then its tasks: all in one write.
+        functions, func, writer = worker.functions, batch.func, worker.writer
+        if functions.dropped:
+            before = forget_frame(functions.take_dropped())
+        if func and func not in functions.known and func in self._functions:
+            # If the function is missing, its job has failed: answers to its tasks are ignored.
+            functions.add(func)
+            mode, payload = self._functions[func]
+            before += func_frame(func, mode, payload if worker.mapped else inline(payload))
+        items = batch.items if worker.mapped else [inline(item) for item in batch.items]
+        tasks = tasks_frame(func, items, TASKS if batch.terms.limit is None else TIMED)
+        writer.send(before + tasks if before else tasks)
+        if writer.backlog:
+            self._flush_later(writer)
+        if batch.flow is not None:
+            batch.flow.taken(batch.items)
         # The earliest time at which one of the new tasks can exceed its limit.
         limit = batch.terms.limit
         if limit is not None:
@@ -314,6 +434,37 @@ class WorkerMonitor:
             self._multi_item[worker.index] = None
             if not self._looks.pending(worker):
                 self._looks.schedule_by(worker, self._reactor.now() + OUTBOX_POLL_SECONDS)
+
+    def learn(self, mode: int, payload: bytes | memoryview) -> int:
+        """Keep a function; return the number that tasks call it by."""
+        self._last_number += 1
+        self._functions[self._last_number] = mode, payload
+        return self._last_number
+
+    def forget(self, func: int) -> None:
+        """Let the workers drop a function: its job is done."""
+        self._functions.pop(func, None)
+        for worker in self.workers:
+            worker.functions.drop(func)
+
+    def send(self, worker: WorkerProcess, parts: Parts) -> None:
+        """Write a frame: as much as the pipe has room for now, and the rest later."""
+        worker.writer.send(parts)
+        if worker.writer.backlog:
+            self._flush_later(worker.writer)
+
+    def _flush_later(self, writer: FrameWriter) -> None:
+        # If the pipe is watched already, `flush` will write the backlog.
+        if writer.fd in self._reactor:
+            return
+
+        def flush(fd: int) -> None:
+            writer.flush()
+            # Stop watching, since epoll reports a pipe with room at every turn.
+            if not writer.backlog:
+                self._reactor.remove(fd)
+
+        self._reactor.add(writer.fd, flush, writable=True)
 
     # -- silent workers ----------------------------------------------------------------------------
 

@@ -19,17 +19,14 @@ from collections import deque
 from functools import partial
 from typing import NamedTuple
 
-from xpool._engine.answers import EngineOptions, Parts
+from xpool._engine.answers import EngineOptions, EngineParts, StartFailure
 from xpool._engine.channel import Channel
-from xpool._engine.direct import DirectReceive
-from xpool._engine.dispatcher import Dispatcher
 from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.jobs.scheduler import Batch
 from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.launch import Handle
 from xpool._engine.ledger import WorkerEnd
-from xpool._engine.monitor import WorkerMonitor
-from xpool._engine.pickled_results import StartFailure
+from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.reactor import Alarms
 from xpool._engine.switchboard import Switchboard
 from xpool._engine.worker_process import WorkerProcess
@@ -127,8 +124,7 @@ class Replacement:
 
     def __init__(
         self,
-        parts: Parts,
-        dispatcher: Dispatcher,
+        parts: EngineParts,
         direct: DirectReceive,
         monitor: WorkerMonitor,
         switchboard: Switchboard | None,
@@ -149,7 +145,7 @@ class Replacement:
         self._workers, self._sched, self._reactor = parts.workers, parts.sched, parts.reactor
         self._maintenance, self._policy = parts.maintenance, parts.policy
         self._ledger, self._answers = parts.ledger, monitor.answers
-        self._dispatcher, self._direct, self._monitor = dispatcher, direct, monitor
+        self._direct, self._monitor = direct, monitor
         direct.await_end = self._await_end
         reactor = parts.reactor
         self._kills = Alarms(reactor, lambda worker: worker.kill(), serving=False)
@@ -213,7 +209,7 @@ class Replacement:
                 self._monitor.started(one)
                 if self._switchboard is not None:
                     self._switchboard.started(one)
-                self._dispatcher.send(one, boot_frame(config))
+                self._monitor.send(one, boot_frame(config))
         except BaseException:
             # Kill it: its end would not be seen.
             self._reactor.remove(handle.sentinel)

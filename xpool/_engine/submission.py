@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from xpool._engine.direct import DirectReceive
 from xpool._engine.jobs.scheduler import Scheduler, TaskRange, Terms
-from xpool._engine.monitor import WorkerMonitor
+from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.replacement import Replacement
 from xpool._engine.worker_process import WorkerProcess
 from xpool._python.interrupt import deliver, interruptible, pending

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.options import label
@@ -16,7 +15,7 @@ from xpool._pickling import Brought, Key
 from xpool._pools.hooks import Result
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
-from xpool._pools.submitters import FUNCTION, ITEM, HookedPool, HookSubmitter, Put, Work
+from xpool._pools.submitters import CO_ASYNC, FUNCTION, ITEM, HookedPool, HookSubmitter, Put, Work
 from xpool._python.interrupt import by_handler, shielded
 from xpool._wire.wire import Mode
 from xpool._worker.callables import applied, task_function
@@ -24,9 +23,6 @@ from xpool._worker.callables import applied, task_function
 if TYPE_CHECKING:
     from xpool._engine.protocols import EngineProtocol
     from xpool._pools.packing import Packer
-
-# inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR, whose import takes 10 ms.
-_IS_ASYNC = 0x80 | 0x200
 
 RECEIVE_MILLISECONDS = 5.0
 """How long a caller waits in `receive`.  Signal handlers are deferred meanwhile, and a call that
@@ -55,13 +51,9 @@ class EngineSubmitter(HookSubmitter):
         """Delivers the answers that a caller has received."""
 
     def name_of(self, func: Any) -> str:
-        inner: Any = func
-        if type(func) is FunctionType:
-            name = f"{func.__qualname__}()"
-        else:
-            name = super().name_of(func)
-            inner = func.func if isinstance(func, functools.partial) else func
-        if getattr(getattr(inner, "__code__", None), "co_flags", 0) & _IS_ASYNC:
+        name = super().name_of(func)
+        inner = func.func if isinstance(func, functools.partial) else func
+        if getattr(getattr(inner, "__code__", None), "co_flags", 0) & CO_ASYNC:
             raise TypeError(
                 f"{label(inner)} is a coroutine function, and a coroutine cannot leave the worker; "
                 f"send a function that runs it, with asyncio.run({label(inner)[:-1]}...))"

@@ -6,6 +6,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xpool._calls.keywords import names_of, refuse_unknown
@@ -29,7 +30,7 @@ from xpool._engine.jobs.states import PoolStates
 from xpool._pools.input_reader import Fed, FlowControl, InputReader
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
-from xpool._pools.submitters import HookSubmitter, Put, Work, begin_work
+from xpool._pools.submitters import CO_ASYNC, HookSubmitter, Put, Work, begin_work
 from xpool._python.interrupt import by_handler, deliver, interruptible, pending, shielded
 from xpool._worker.callables import task_function
 from xpool.errors import OptionError
@@ -139,7 +140,10 @@ def submit_call(
     """Submit ``func(*args, **kwds)``; return its result."""
     if pool._life.state is not PoolStates.RUN:
         pool._life.check_running()
-    name = pool._submitter.name_of(func)
+    if type(func) is FunctionType and not func.__code__.co_flags & CO_ASYNC:
+        name = f"{func.__qualname__}()"  # as `name_of`, to save its calls in loops of `apply`
+    else:
+        name = pool._submitter.name_of(func)
     if callback is not None or error_callback is not None:
         _check_callbacks(pool, callback, error_callback)
     if kwds and not hasattr(kwds, "keys"):

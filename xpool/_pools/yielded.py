@@ -19,9 +19,9 @@ from xpool._calls.options import TaskOptions
 from xpool._calls.progress import Progress
 from xpool._calls.results import PickledResult, Unopened, tasks_in
 from xpool._calls.streams import BOOKKEEPING, IMapIterator, ResultBuffer, Stream, weigh
+from xpool._engine.answers import Encoded
 from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._engine.jobs.states import PoolStates
-from xpool._engine.pickled_results import Encoded
 from xpool._pickling.by_value.exceptions import add_note
 from xpool._pickling.frame import inline
 from xpool._pools.engine_submitter import EngineSubmitter
