@@ -32,7 +32,7 @@ from xpool import (
     WorkerStartFailed,
     current_worker,
 )
-from xpool._engine import start_limit
+from xpool._engine import monitor
 from xpool.testing._saboteurs import spin
 
 pytestmark = pytest.mark.xpool_only
@@ -542,7 +542,7 @@ def test_a_worker_that_cannot_start_at_first(start: Any, log: Path):
 def test_an_initializer_that_hangs(start: Any, monkeypatch: pytest.MonkeyPatch):
     """The limit is for each worker's initializer, and the error has its stack."""
     # On a busy machine, a worker is killed before it can write its stack.
-    monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
+    monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
     pool = start(2, initializer=work.spin_in, initargs=(1,), initializer_timeout=2)
     with pytest.raises(WorkerStartFailed, match="Worker 1.*longer than its limit") as caught:
         pool.apply(who)

@@ -13,7 +13,7 @@ from support import work
 from support.waiting import Gate, Mailbox
 
 from xpool import CtxPool, TaskTimeout, WorkerDied, current_worker
-from xpool._engine import start_limit
+from xpool._engine import monitor
 from xpool.devices import DeviceContext, devices
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("cpu_client")]
@@ -204,7 +204,7 @@ def test_a_task_over_its_time(
 ):
     """A timeout interrupts a loop of training steps without disturbing the other core's task."""
     # On a busy machine one step may wait too long for a processor.
-    monkeypatch.setattr(start_limit, "STARVED_SECONDS", 60.0)
+    monkeypatch.setattr(monitor, "STARVED_SECONDS", 60.0)
     pool = make_pool(start, 2, 2)
     pool.run_all(train, 0, 1)
     beside = pool.apply_async(at_gate, (mailbox.path, gate.path))

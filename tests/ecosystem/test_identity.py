@@ -14,8 +14,7 @@ import pytest
 from support.programs import PROGRAM
 
 from xpool._pools.identity import Identity
-from xpool._pools.program import name_of
-from xpool._pools.values import Unknown
+from xpool._pools.values import Unknown, name_of
 from xpool.pickle import dumps
 
 NAME = "program_of_test_identity"

@@ -180,7 +180,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
     make_pool, monkeypatch, mailbox, gate, runnable
 ):
     """A worker that waits for a processor is not killed, any other stuck worker is."""
-    from xpool._engine import start_limit
+    from xpool._engine import monitor
     from xpool._engine import worker_process as worker
 
     asked = threading.Semaphore(0)
@@ -189,8 +189,8 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
         asked.release()
         return 0.0, 0.0, runnable  # a runnable worker has not run since it was asked
 
-    monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
-    for module in start_limit, worker:
+    monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
+    for module in monitor, worker:
         monkeypatch.setattr(module, "processor_times", processor)
     pool = make_pool(Pool, 1)
     pid = pool.apply(work.pid)
@@ -480,12 +480,12 @@ def pass_gate_at(gate, bad, x):
 
 def test_a_starting_worker_that_waits_for_a_processor(make_pool, monkeypatch):
     """A starting worker that waits for a processor is not killed before it can send its stack."""
-    from xpool._engine import start_limit
+    from xpool._engine import monitor
     from xpool._engine import worker_process as worker
 
-    monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
-    monkeypatch.setattr(start_limit, "STOP_GRACE_SECONDS", 0.001)  # no grace period
-    for module in start_limit, worker:  # the worker waits for a processor
+    monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
+    monkeypatch.setattr(monitor, "STOP_GRACE_SECONDS", 0.001)  # no grace period
+    for module in monitor, worker:  # the worker waits for a processor
         monkeypatch.setattr(module, "processor_times", lambda pid: (0.0, 0.0, True))
     pool = make_pool(Pool, 1, work.stay_on_three, (3,), initializer_timeout=LONG)
     with pytest.raises(WorkerStartFailed) as caught:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.tiers import also
 
-from xpool._engine import start_limit
+from xpool._engine import monitor
 from xpool._engine import worker_process as worker
 from xpool._engine.worker_process import processor_times
 
@@ -132,7 +132,7 @@ def test_no_history_depends_on_a_process_of_this_machine(monkeypatch):
         found.add(answer := processor_times(pid))
         return answer
 
-    for module in start_limit, worker:
+    for module in monitor, worker:
         monkeypatch.setattr(module, "processor_times", times)
     assert search(EngineWorld, range(60)) is None
     assert found == {(0.0, 0.0, False)}

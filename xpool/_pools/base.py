@@ -22,8 +22,13 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from xpool._calls.keywords import names_of_inits, refuse_unknown
-from xpool._calls.options import check_args, check_callable, resolve_processes
+from xpool._calls.options import (
+    check_args,
+    check_callable,
+    names_of_inits,
+    refuse_unknown,
+    resolve_processes,
+)
 from xpool._calls.progress import await_displays
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.hooks import Hooks

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from xpool._calls.keywords import names_of, refuse_unknown
-from xpool._calls.options import check_count
+from xpool._calls.options import check_count, names_of, refuse_unknown
 from xpool._pools.futures import PoolExecutor
 from xpool._pools.pool_options import PoolOptions
 from xpool._pools.process import Pool

@@ -28,22 +28,25 @@ from xpool._pickling.by_value.functions import annotations_of
 from xpool._pickling.by_value.names import ATOMS, found_by_name
 from xpool._pickling.by_value.origin import MAIN_NAMES, canonical, is_program
 from xpool._pickling.by_value.reads import in_modules, use_of
-from xpool._pools.program import (
+from xpool._pools.values import (
     CODE,
     OF_CLASSES,
     OF_MODULES,
+    Unknown,
+    Values,
     attributes_of,
     globals_of,
+    hashed,
     imported,
     is_in_c,
     is_standard,
     label_of,
+    marshalled,
     module_code,
     submodules,
     version_of,
     wrapped_by,
 )
-from xpool._pools.values import Unknown, Values, hashed, marshalled
 from xpool._python.hidden import registered_classes
 from xpool._python.interrupt import by_handler
 

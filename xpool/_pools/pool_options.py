@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from xpool._calls.keywords import names_of, names_of_inits, refuse_unknown
 from xpool._calls.options import (
     check_bytes,
     check_callable,
@@ -16,6 +15,9 @@ from xpool._calls.options import (
     check_memory,
     check_seconds,
     check_seed,
+    names_of,
+    names_of_inits,
+    refuse_unknown,
 )
 from xpool.errors import OptionError
 

@@ -9,7 +9,6 @@ from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from xpool._calls.keywords import names_of, refuse_unknown
 from xpool._calls.options import (
     OF_TERMS,
     TaskOptions,
@@ -22,6 +21,8 @@ from xpool._calls.options import (
     check_flag,
     check_keywords,
     default_chunksize,
+    names_of,
+    refuse_unknown,
 )
 from xpool._calls.progress import Progress
 from xpool._calls.results import AsyncResult, Job, MapResult, Unopened
@@ -386,7 +387,7 @@ def _stream(
     jobs, number = pool._jobs, next(pool._jobs.numbers)
     if options.journal is None:
         return Stream(results, number, gone)
-    from xpool._pools.recorded import Recorded  # imports sqlite3
+    from xpool._pools.journal import Recorded  # imports sqlite3
 
     return Recorded(results, number, gone, _open_journal(pool, func, options), jobs)
 

@@ -101,7 +101,7 @@ def run(
     box = Outbox(outbox)
     replies = Replies(box, functools.partial(write_all, answers), time.perf_counter)
     # Done before the program's code runs, so that the parent can ask a hanging initializer for its
-    # stack, and limit its time by the clock in the outbox (`_engine/start_limit`).
+    # stack, and limit its time by the clock in the outbox (`_engine/monitor`).
     if thread is None:
         listen(box, outbox, _Worker._run.__code__)
     else:

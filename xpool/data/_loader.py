@@ -10,8 +10,7 @@ import torch
 import torch.utils.data
 
 from xpool import pickle
-from xpool._calls.keywords import names_of, refuse_unknown
-from xpool._calls.options import check_choice
+from xpool._calls.options import check_choice, names_of, refuse_unknown
 from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool
 from xpool._pools.thread import ThreadPool
