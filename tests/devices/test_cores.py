@@ -258,7 +258,7 @@ def test_no_group_of_torch_distributed(start: Any):
 
 def test_a_failed_start_closes_channels(monkeypatch: pytest.MonkeyPatch):
     """If descriptors run out at the second of three channels, the first is closed."""
-    from xpool._engine import channel
+    from xpool._engine import worker_process as channel
 
     made = iter([channel.make_file()])  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from xpool import WorkerReport
-from xpool._engine import channel as channel_module
+from xpool._engine import worker_process as channel_module
 from xpool._python import parents_only
 from xpool._wire.outbox import CAPACITY, COUNTERS, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 from xpool._wire.wire import TO_PARENT, BlockingFrameReader, FrameReader, FrameWriter

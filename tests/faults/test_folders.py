@@ -132,7 +132,7 @@ def test_a_start_that_fails_half_way(process_kind, make_pool, monkeypatch, nth):
 @pytest.mark.exhaustive
 def test_a_start_that_fails_for_good(process_kind, make_pool, monkeypatch):
     """If a worker's start always fails, the pool stops and gives the reason."""
-    from xpool._pools import worker_config
+    from xpool._pools import assembly
     from xpool.errors import PoolClosed, WorkerStartFailed
 
     pool = make_pool(process_kind, 1)
@@ -141,7 +141,7 @@ def test_a_start_that_fails_for_good(process_kind, make_pool, monkeypatch):
     def refuse():
         raise LookupError("no such thing")
 
-    monkeypatch.setattr(worker_config, "_own_cpus", refuse)
+    monkeypatch.setattr(assembly, "_own_cpus", refuse)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises((WorkerStartFailed, PoolClosed), match="LookupError: no such thing"):
         pool.map(work.square, range(4))

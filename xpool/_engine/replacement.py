@@ -20,7 +20,6 @@ from functools import partial
 from typing import NamedTuple
 
 from xpool._engine.answers import EngineOptions, EngineParts, StartFailure
-from xpool._engine.channel import Channel
 from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.jobs.scheduler import Batch
 from xpool._engine.jobs.states import WorkerStates
@@ -29,7 +28,7 @@ from xpool._engine.ledger import WorkerEnd
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.reactor import Alarms
 from xpool._engine.switchboard import Switchboard
-from xpool._engine.worker_process import WorkerProcess
+from xpool._engine.worker_process import Channel, WorkerProcess
 from xpool._memory.arena import Arena
 from xpool._wire.wire import Refusal, boot_frame
 from xpool.errors import (
