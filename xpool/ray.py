@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from xpool._calls.options import check_count
-from xpool._hosts.hosts_assembly import make_engine
-from xpool._hosts.hosts_engine import HostEngine
+from xpool._hosts.hosts_engine import HostEngine, make_engine
 from xpool._hosts.ray_fleet import BEGUN_WITH, RESOURCES, Node, RayFleet, named, ray_module
 from xpool._pools.ctx_pools import CtxPool as _CtxPool
 from xpool._pools.process import Pool as _Pool

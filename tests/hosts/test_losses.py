@@ -19,7 +19,7 @@ from support.tiers import also
 from support.waiting import eventually, wait_gone
 
 import xpool
-import xpool._hosts.hosts_assembly
+import xpool._hosts.hosts_engine
 from xpool import Pool, TaskTimeout, WorkerDied
 from xpool._hosts import ray_fleet
 from xpool.errors import HostLost
@@ -33,7 +33,7 @@ LEASE = 3.0
 @pytest.fixture(autouse=True)
 def short_lease(monkeypatch):
     """Make the lease short, so that the tests are short."""
-    monkeypatch.setattr(xpool._hosts.hosts_assembly, "LEASE", LEASE)
+    monkeypatch.setattr(xpool._hosts.hosts_engine, "LEASE", LEASE)
 
 
 class Stage:
@@ -419,9 +419,9 @@ def test_the_driver_stops_for_longer_than_its_lease(stage, tmp_path):
     path = str(tmp_path / "log")
     text = DRIVER.replace("range(40)", "range(4)")
     text = text.format(address=stage.cluster.address, path=path, seconds=30).replace(
-        "if __name__", f"xpool._hosts.hosts_assembly.LEASE = {LEASE}\n\nif __name__"
+        "if __name__", f"xpool._hosts.hosts_engine.LEASE = {LEASE}\n\nif __name__"
     )
-    text = "import xpool._hosts.hosts_assembly\n" + text
+    text = "import xpool._hosts.hosts_engine\n" + text
     with scripts.popen([scripts.write(tmp_path / "driver.py", text)]) as driver:
         pids = {int(pid) for pid in driver.stdout.readline().split()}
         agents = {agent(pid) for pid in pids}

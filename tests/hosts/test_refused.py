@@ -9,7 +9,7 @@ import pytest
 from support import clusters, scripts, work
 from support.limits import WAIT
 
-import xpool._hosts.hosts_assembly
+import xpool._hosts.hosts_engine
 from xpool import CtxPool, OptionError, Pool, XPoolError
 from xpool._hosts.agent import facts
 
@@ -76,7 +76,7 @@ def test_requests_that_no_host_fulfils(cluster, where, why):
 def test_versions_differ(cluster, make_pool, monkeypatch, what):
     """If a host has another version of Python or a package, the error names both versions."""
     monkeypatch.setattr(
-        xpool._hosts.hosts_assembly, "facts", lambda modules: {**facts(modules), what: "0.0.1"}
+        xpool._hosts.hosts_engine, "facts", lambda modules: {**facts(modules), what: "0.0.1"}
     )
     pool = make_pool(over, n=1, per_host=1)
     with pytest.raises(XPoolError, match=rf"host .*127.* has {what} .*program has {what} 0.0.1"):

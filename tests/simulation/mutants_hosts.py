@@ -7,13 +7,10 @@ from xpool._engine.jobs.scheduler import Scheduler
 from xpool._engine.jobs.waiting import RangeQueue
 from xpool._hosts import messages as m
 from xpool._hosts import service
-from xpool._hosts.agent_session import AgentSession
-from xpool._hosts.conversation import Conversation
-from xpool._hosts.holdings import HostTable, Lost
-from xpool._hosts.hosts_scheduler import HostScheduler
-from xpool._hosts.link import Link
-from xpool._hosts.quotas import Quotas
-from xpool._hosts.service import HostService
+from xpool._hosts.agent import AgentSession
+from xpool._hosts.hosts_scheduler import HostScheduler, HostTable, Lost, Quotas
+from xpool._hosts.messages import Link
+from xpool._hosts.service import Conversation, HostService
 
 from .mutants import false, nothing, of_world, stays_in_front, swapped
 

@@ -23,10 +23,9 @@ from xpool._calls.terms import Terms
 from xpool._engine.jobs.ranges import TaskRange
 from xpool._engine.jobs.scheduler import BatchSizes
 from xpool._hosts import messages as m
-from xpool._hosts.conversation import CALL_BYTES, CALLS_IN_FLIGHT
 from xpool._hosts.hosts_scheduler import HostScheduler, Message
-from xpool._hosts.link import Link
-from xpool._hosts.service import BEAT_SECONDS
+from xpool._hosts.messages import Link
+from xpool._hosts.service import BEAT_SECONDS, CALL_BYTES, CALLS_IN_FLIGHT
 
 __all__ = ["Cluster", "Outcome", "UPLINK"]
 

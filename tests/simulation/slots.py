@@ -14,8 +14,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from xpool._hosts.hosts_scheduler import HostScheduler, Message
-from xpool._hosts.quotas import AHEAD_BYTES
+from xpool._hosts.hosts_scheduler import AHEAD_BYTES, HostScheduler, Message
 
 from .scale import UPLINK, Cluster
 

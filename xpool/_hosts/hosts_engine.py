@@ -1,8 +1,8 @@
 """The engine of a pool over hosts: it has the methods of `xpool._engine.engine.Engine`.
 
-The agent of each host has an ordinary engine (`agent`, `agent_session`); this is the driver's side.
-A host may have run the tasks that were permitted to it and that it has not answered (`scheduler`).
-Such a task of a lost host runs again only after that host's lease.  By then the agent has ended its
+The agent of each host has an ordinary engine (`agent`); this is the driver's side.  A host may have
+run the tasks that were permitted to it and that it has not answered (`hosts_scheduler`).  Such a
+task of a lost host runs again only after that host's lease.  By then the agent has ended its
 workers, even if the driver cannot reach the host.
 
 One lock guards everything.  The outcomes of calls to the fleet arrive as events; the engine's
@@ -12,24 +12,32 @@ thread takes them in `wait`, and `service` acts on them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.results import PickledResult
 from xpool._calls.terms import Terms
 from xpool._engine.jobs.ranges import TaskRange
+from xpool._engine.launch import wanted_modules
 from xpool._engine.ledger import EngineReport
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
+from xpool._hosts.agent import AgentConfig, facts
 from xpool._hosts.service import HostService
+from xpool._pickling.by_value.sent import Book
+from xpool._pickling.policy import BY_PIPE
+from xpool._pools import assembly
+from xpool._pools.process import describe
 
 if TYPE_CHECKING:
     from xpool._engine.stacks import Whereabouts
+    from xpool._pools.process import Pool
 
 LEASE = 10.0
 """Seconds for which an agent goes on after the last call of the driver."""
@@ -260,3 +268,40 @@ class HostEngine:
     def drop(self) -> None:
         self.dropped = True
         self._events.put(None)
+
+
+def make_engine(
+    pool: Pool,
+    workers: Sequence[int],
+    fleet: Callable[[AgentConfig], f.Fleet],
+    kind: str | None = None,
+) -> HostEngine:
+    """Return the engine of a pool over hosts.
+
+    Args:
+        pool: the pool.
+        workers: number of workers of each host.
+        fleet: makes the fleet that places the agents, from their configuration.
+        kind: of the devices that the workers are bound to; None: no devices.
+
+    Raises:
+        TaskNotPicklable: the initializer or a context cannot be pickled.
+    """
+    packer, options = pool._pack_by(BY_PIPE._replace(book=Book())), pool._options
+    initializer = packer.pack_option("initializer or initargs", (pool.initializer, pool.initargs))
+    spec = pool._worker_spec(initializer)
+    if kind is not None:
+        spec = spec._replace(contexts=None)  # each agent makes the contexts of its own workers
+    modules = wanted_modules()
+    config = AgentConfig(
+        spec=spec._replace(peers=0),  # workers of different hosts cannot send each other messages
+        main=assembly.Main.now(),
+        modules=modules,
+        options=assembly.engine_options(options, max(workers))._replace(hands_back=True),
+        memory_limit=options.memory_limit,
+        lease=LEASE,
+        facts=facts(modules),
+        kind=kind,
+    )
+    describing = functools.partial(describe, pool._jobs.unanswered)
+    return HostEngine(fleet(config), describing, lease=LEASE)
