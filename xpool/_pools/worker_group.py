@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from xpool._calls.options import check_seconds
 from xpool._memory.anonymous_files import File
 from xpool._worker.callables import task_function
-from xpool.distributed._members import Join, in_group
+from xpool.distributed._world import Join, in_group
 from xpool.errors import OptionError, PeerLost, WorkerDied
 
 ATTEMPTS = 3

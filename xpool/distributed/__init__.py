@@ -4,8 +4,7 @@ The public names are those of ``machin.parallel.distributed``. The guide is docs
 Importing this package imports torch.
 """
 
-from xpool.distributed._collective import CollectiveGroup
-from xpool.distributed._collective_group import RpcGroup
+from xpool.distributed._collective import CollectiveGroup, Pending
 from xpool.distributed._current import get_cur_name, get_cur_rank
 from xpool.distributed._group_errors import (
     GroupError,
@@ -14,7 +13,7 @@ from xpool.distributed._group_errors import (
     NotAMember,
     PeerLost,
 )
-from xpool.distributed._operations import Pending
+from xpool.distributed._rpc_group import RpcGroup
 from xpool.distributed._world import World, get_world, is_world_initialized, join
 
 __all__ = [

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import atexit
+import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from importlib import import_module
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
 import xpool.distributed._current as current
 import xpool.distributed._rendezvous as rendezvous
 import xpool.distributed._world_agent as agent
-from xpool.distributed._collective import CollectiveGroup
-from xpool.distributed._collective_group import RpcGroup
+from xpool._worker.worker_context import current_worker
+from xpool.distributed._collective import CollectiveGroup, explain
 from xpool.distributed._current import Peers
 from xpool.distributed._group_errors import GroupError, NotAMember, PeerLost
-from xpool.distributed._meetings import Meetings, meet
-from xpool.distributed._offers import Register
-from xpool.distributed._operations import explain
-from xpool.distributed._watching import FAREWELL_SECONDS, Farewell, Watchers, watch
+from xpool.distributed._meetings import FAREWELL_SECONDS, Farewell, Meetings, Watchers, meet, watch
+from xpool.distributed._rpc_group import Register, RpcGroup
 from xpool.errors import OptionError
 
 _joined: dict[str, int] = {}  # number of worlds that this process has joined, by address
@@ -499,3 +501,72 @@ def _is_built(backend: str) -> bool:
     """Whether this build of torch has a backend; True for a backend of another package."""
     ask = getattr(dist, f"is_{backend}_available", None)
     return ask is None or bool(ask())
+
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+_STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
+"""With this variable set, torch opens no store at a TCP address: it expects that one exists."""
+
+_generation = 0  # the generation of the group that this worker has joined; 0: none
+
+
+class Join(NamedTuple):
+    """A function that makes its worker a member of the pool's world, and returns its process id.
+
+    `Pool.create_group` runs it in each worker.
+    """
+
+    generation: int
+    size: int
+    address: str
+    backend: str
+    timeout: float
+
+    def __call__(self, *_: Any) -> int:
+        global _generation
+        if self.backend == "xla":
+            import_module("torch_xla.distributed.xla_backend")  # registers the backend
+        # A replacement has the index, and so the rank, of the worker that it replaces.
+        rank = current_worker().index
+        with _variables(self.address):
+            join(rank, self.size, self.address, backend=self.backend, timeout=self.timeout)
+        # Set after `join`, because a worker that could not join is in no group.
+        _generation = self.generation
+        return os.getpid()
+
+
+@contextmanager
+def _variables(address: str) -> Iterator[None]:
+    """Set torch's environment variables in the block: over hosts, to use the driver's store; on one
+    machine, to use the loopback interface, unless the environment names another interface."""
+    wanted: dict[str, str] = {}
+    if address.startswith("tcp:"):
+        wanted[_STORE_IS_THERE] = "True"
+    elif sys.platform == "linux" and _INTERFACE not in os.environ:
+        wanted[_INTERFACE] = "lo"
+    before = {name: os.environ.get(name) for name in wanted}
+    # Torch reads the variables only when it makes a group, so they are restored for the tasks.
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def in_group(generation: int) -> Iterator[None]:
+    """Run a block in all members.  If it fails in one, the others do not wait for that one."""
+    world = get_world()
+    # A replacement has not joined, and a group of an earlier generation has dead members.
+    if world is None or _generation != generation:
+        raise PeerLost(
+            f"worker {current_worker().index} has replaced another since the group was made, "
+            "and is not in it yet; the next run_all makes the group anew"
+        )
+    with world.group.together("run_all"):
+        yield

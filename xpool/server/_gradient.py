@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from xpool._calls.options import check_choice
-from xpool.distributed._collective_group import RpcGroup
 from xpool.distributed._group_errors import GroupError, PeerLost
+from xpool.distributed._rpc_group import RpcGroup
 from xpool.errors import OptionError
 from xpool.server._ordered import (
     OrderedServerBase,

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
-from xpool.distributed._collective_group import RpcGroup
+from xpool.distributed._rpc_group import RpcGroup
 from xpool.errors import OptionError, XPoolError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from xpool.distributed._collective_group import RpcGroup
 from xpool.distributed._group_errors import GroupError
+from xpool.distributed._rpc_group import RpcGroup
 from xpool.server._ordered import OrderedServerBase, OrderedServerSimple, OrderedServerSimpleImpl
 
 if TYPE_CHECKING:
