@@ -24,7 +24,7 @@ import torch.utils.data as theirs  # noqa: E402
 
 from xpool import OptionError, ThreadPool  # noqa: E402
 from xpool.data import DataLoader, _loader  # noqa: E402
-from xpool.data._worker_count import WorkerCount  # noqa: E402
+from xpool.data._report import WorkerCount  # noqa: E402
 
 # multiprocessing keeps these for ever after their first use, which is no leak of a test.
 KEPT = multiprocessing.Value("i"), multiprocessing.get_context("forkserver").Lock()

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 import torch.utils.data as theirs  # noqa: E402
 
 from xpool.data import DataLoader  # noqa: E402
-from xpool.data._worker_info import KEPT_BUFFERS, stack  # noqa: E402
+from xpool.data._loader_worker import KEPT_BUFFERS, stack  # noqa: E402
 
 SIZE = 3 * 2**17  # floats of an item. A batch of four takes 6 MiB.
 

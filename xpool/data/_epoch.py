@@ -19,13 +19,12 @@ from torch.utils.data import dataloader
 from xpool import pickle
 from xpool._python.waiters import LOST_SIGNAL
 from xpool.data._generators import Generators
-from xpool.data._lifetime import end_later
 from xpool.data._loader_worker import Base, EpochSpec, Made, WorkerCopy, is_pipe, is_stateful
 from xpool.data._pinning import PinThread, can_pin, pinned
 from xpool.data._report import Times
 from xpool.data._sampling import Preview, Request, Sampling, label
 from xpool.data._state import EpochProgress
-from xpool.data._workers import Inline, Processes, Threads
+from xpool.data._workers import Inline, Processes, Threads, end_later
 
 
 class Before(NamedTuple):

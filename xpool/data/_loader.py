@@ -16,14 +16,12 @@ from xpool._pools.base import BasePool
 from xpool._pools.thread import ThreadPool
 from xpool.data._epoch import Before, Epoch
 from xpool.data._generators import Generators, decoded
-from xpool.data._lifetime import prepare
 from xpool.data._loader_worker import Base, is_stateful
 from xpool.data._pinning import warn_of_pinning
-from xpool.data._report import LoaderReport, Times
+from xpool.data._report import LoaderReport, Times, WorkerCount
 from xpool.data._sampling import Preview, can_preview
 from xpool.data._state import EpochProgress, bases_of, between, check_state, facts
-from xpool.data._worker_count import WorkerCount
-from xpool.data._workers import Inline, Processes, Threads, check_auto, check_pool
+from xpool.data._workers import Inline, Processes, Threads, check_auto, check_pool, prepare
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
