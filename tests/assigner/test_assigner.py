@@ -21,7 +21,7 @@ import xpool
 from xpool.assigner import ModelAssigner, PlacementError
 from xpool.assigner import _machine as machine
 from xpool.devices import Host
-from xpool.devices._nvml import Spare
+from xpool.devices._host import Spare
 
 pytestmark = [pytest.mark.pure, pytest.mark.torch]
 

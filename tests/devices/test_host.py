@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from xpool.devices import Gpu, Host, devices
-from xpool.devices._host import find_chips
-from xpool.devices._nvml import Spare, find_gpus, find_spare
-from xpool.devices._sysfs import find_nodes, parse_cpulist
+from xpool.devices._host import Spare, find_chips, find_gpus, find_nodes, find_spare, parse_cpulist
 
 from .hosts import DEVICE_IDS, XLA, add_node, add_pci, add_vfio
 

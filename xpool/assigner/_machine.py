@@ -15,8 +15,8 @@ import torch
 from xpool._calls.options import check_iterable
 from xpool._memory.system import available_memory
 from xpool.devices import DeviceContext, Host, devices
+from xpool.devices._host import Spare, find_spare
 from xpool.devices._kinds import best
-from xpool.devices._nvml import Spare, find_spare
 from xpool.errors import DeviceError, OptionError
 
 

@@ -35,10 +35,8 @@ import os
 from dataclasses import replace
 
 from xpool.devices._device_context import DeviceContext
-from xpool.devices._host import Chip, Host
+from xpool.devices._host import Accelerator, Chip, Gpu, Host
 from xpool.devices._kinds import KINDS, DeviceRequest, best
-from xpool.devices._nvml import Gpu
-from xpool.devices._sysfs import Accelerator
 from xpool.errors import OptionError
 
 __all__ = ["Accelerator", "Chip", "DeviceContext", "Gpu", "Host", "devices"]

@@ -1,30 +1,328 @@
 """Describes a machine without opening a device or importing a framework.
 
 `Host.here` inspects the machine.  The rest of this package computes from its result.
+
+Functions `find_...` with a ``root`` read files of the kernel and its drivers, in ``sys`` and
+``dev`` there.  Those of accelerators return the devices in the order in which their runtime numbers
+them.  A container sees the sysfs of the whole machine but only its own files in ``/dev``, so
+devices without a file are left out.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from xpool.devices._nvml import Gpu, find_gpus
-from xpool.devices._sysfs import (
-    Accelerator,
-    find_amd,
-    find_ascend,
-    find_intel,
-    find_neuron,
-    find_nodes,
-    numa_node,
-    read,
-)
+# -- accelerators and NUMA nodes, in files -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """An AMD or Intel GPU, an Ascend NPU, or a Neuron device of this host."""
+
+    name: str = ""
+    """The name of its file in /dev, such as ``"renderD128"``, ``"davinci0"`` or ``"neuron0"``."""
+
+    node: int | None = None
+    """Its NUMA node, if known."""
+
+    parts: int = 1
+    """Number of its tiles (Intel) or of its physical cores (Neuron); 0: not known."""
+
+    model: str = ""
+    """``"integrated"`` for a GPU in Intel's processor, the name of a Neuron device, or empty."""
+
+
+def find_amd(root: Path) -> tuple[Accelerator, ...]:
+    """Return AMD's GPUs, in the order of the driver's topology, which ROCm uses.
+
+    Linux, drivers/gpu/drm/amd/amdkfd/kfd_topology.c: a node of the topology with SIMD units is a
+    GPU, and a process opens it through its render node.
+    """
+    if not (root / "dev/kfd").exists():
+        return ()
+    found = []
+    for _, folder in _numbered(root / "sys/class/kfd/kfd/topology/nodes", ""):
+        facts = dict(re.findall(r"^(\w+) (\d+)$", read(folder / "properties"), re.M))
+        name = f"renderD{facts.get('drm_render_minor', '')}"
+        if int(facts.get("simd_count", 0)) and (root / "dev/dri" / name).exists():
+            found.append(Accelerator(name, numa_node(root / "sys/class/drm" / name / "device")))
+    return tuple(found)
+
+
+def find_intel(root: Path) -> tuple[Accelerator, ...]:
+    """Return Intel's GPUs in PCI order, with the number of their tiles.
+
+    The drivers show a tile as ``tile0`` (xe) or as ``gt/gt0`` of the card (i915); Linux,
+    drivers/gpu/drm/xe and i915.  In a processor, i915's second ``gt`` is the media engine.
+    """
+    found = []
+    for pci in sorted((root / "sys/bus/pci/devices").glob("*")):
+        files = [path.name for path in (pci / "drm").glob("renderD*")]
+        if read(pci / "vendor") != "0x8086" or not files:
+            continue
+        if not (root / "dev/dri" / files[0]).exists():
+            continue
+        # Intel's processors have their GPU at this address.
+        integrated = pci.name == "0000:00:02.0"
+        tiles = len(list(pci.glob("tile[0-9]*"))) or len(list(pci.glob("drm/card*/gt/gt[0-9]*")))
+        found.append(
+            Accelerator(
+                files[0],
+                numa_node(pci),
+                1 if integrated else max(tiles, 1),
+                "integrated" if integrated else "",
+            )
+        )
+    return tuple(found)
+
+
+def find_ascend(root: Path) -> tuple[Accelerator, ...]:
+    """Return Huawei's Ascend NPUs: the driver's files ``/dev/davinci0``, ... (CANN's manuals)."""
+    return tuple(Accelerator(path.name) for _, path in _numbered(root / "dev", "davinci"))
+
+
+def find_neuron(root: Path) -> tuple[Accelerator, ...]:
+    """Return AWS's Neuron devices, with the number of their cores.
+
+    AWS Neuron, "Neuron Sysfs User Guide": ``core_count``, a folder for each core, and the name of
+    the device.
+    """
+    found = []
+    for _, file in _numbered(root / "dev", "neuron"):
+        about = root / "sys/devices/virtual/neuron_device" / file.name
+        count = read(about / "core_count")
+        cores = int(count) if count.isdigit() else len(list(_numbered(about, "neuron_core")))
+        model = read(about / "info/architecture/device_name")
+        found.append(Accelerator(file.name, parts=cores, model=model))
+    return tuple(found)
+
+
+def _numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
+    """Yield the entries of a folder whose names are the prefix and a number, by the number."""
+    found = ((path.name.removeprefix(prefix), path) for path in folder.glob(f"{prefix}[0-9]*"))
+    yield from sorted((int(number), path) for number, path in found if number.isdigit())
+
+
+def find_nodes(root: Path) -> dict[int, tuple[int, ...]]:
+    nodes = {}
+    for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cpus = parse_cpulist(read(path / "cpulist"))
+        if cpus:
+            nodes[int(path.name[4:])] = cpus
+    return nodes
+
+
+def parse_cpulist(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list in sysfs's format, in which ``0-3,8`` is 0, 1, 2, 3, 8."""
+    cpus: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match:
+            cpus += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(cpus)
+
+
+def numa_node(pci: Path) -> int | None:
+    """Return the NUMA node of a PCI device, or None if the system does not know it (-1)."""
+    text = read(pci / "numa_node")
+    return int(text) if text.isdigit() else None
+
+
+def read(path: Path) -> str:
+    """Return the text of a small file, or an empty text if the file cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""  # a device may vanish at any time
+
+
+# -- NVIDIA's GPUs -----------------------------------------------------------------------------
+# NVML, the driver's management library, opens no CUDA context.  The structures and constants come
+# from nvml.h (NVML API reference).
+
+LIBRARY = "libnvidia-ml.so.1"
+
+_PROHIBITED, _EXCLUSIVE_PROCESS = 2, 3  # nvmlComputeMode_t
+_UUID_SIZE = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as NVML lists it, in PCI order."""
+
+    uuid: str
+    """``GPU-...``"""
+
+    mig: tuple[str, ...] | None = None
+    """The GPU's MIG instances, ``MIG-...``; None: the GPU is not in MIG mode."""
+
+    node: int | None = None
+    """The GPU's NUMA node, if known."""
+
+    mode: str = ""
+    """The compute mode: ``"prohibited"``, ``"exclusive"`` (one process at a time) or empty."""
+
+    users: tuple[int, ...] = ()
+    """Ids of the processes that compute on the GPU."""
+
+
+# These are nvmlPciInfo_t, nvmlProcessInfo_t (of _v3), nvmlMemory_t and nvmlUtilization_t.
+class _PciInfo(ctypes.Structure):
+    _fields_ = [
+        ("busIdLegacy", ctypes.c_char * 16),
+        ("domain", ctypes.c_uint),
+        ("bus", ctypes.c_uint),
+        ("device", ctypes.c_uint),
+        ("pciDeviceId", ctypes.c_uint),
+        ("pciSubSystemId", ctypes.c_uint),
+        ("busId", ctypes.c_char * 32),
+    ]
+
+
+class _ProcessInfo(ctypes.Structure):
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("usedGpuMemory", ctypes.c_ulonglong),
+        ("gpuInstanceId", ctypes.c_uint),
+        ("computeInstanceId", ctypes.c_uint),
+    ]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint) for name in ("gpu", "memory")]
+
+
+def find_gpus(root: Path = Path("/"), library: str = LIBRARY) -> tuple[Gpu, ...] | None:
+    """Return the GPUs of this machine, or None if NVML or its driver is missing."""
+    with _opened_nvml(library) as nvml:
+        count = ctypes.c_uint()
+        # 0 is NVML_SUCCESS here and in all calls below.
+        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return None
+        return tuple(_gpu(nvml, i, root) for i in range(count.value))
+
+
+class Spare(NamedTuple):
+    """The free memory and idle time of a device."""
+
+    memory: int
+    """Free memory, in bytes."""
+
+    idle: float
+    """The share of the last sample period in which it was idle, 0 to 1; 1: not known."""
+
+
+def find_spare(names: Iterable[str], library: str = LIBRARY) -> list[Spare] | None:
+    """Return the free memory and idle time of devices, or None if NVML is missing or lacks one.
+
+    ``names`` are numbers in PCI order, ``GPU-...`` or ``MIG-...``, as in `VisibleDevice.name`.
+    """
+    with _opened_nvml(library) as nvml:
+        if nvml is None:
+            return None
+        found = [_spare(nvml, name) for name in names]
+    return [spare for spare in found if spare] if all(found) else None
+
+
+@contextmanager
+def _opened_nvml(library: str) -> Iterator[ctypes.CDLL | None]:
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError:
+        nvml = None
+    # NVML counts initializations, so the shutdown does not affect other users in this process.
+    if nvml is None or nvml.nvmlInit_v2() != 0:
+        yield None
+        return
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _spare(nvml: ctypes.CDLL, name: str) -> Spare | None:
+    device, memory, load = ctypes.c_void_p(), _Memory(), _Utilization()
+    if name.isdigit():
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(device))
+    else:
+        failed = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device))
+    if failed or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) != 0:
+        return None
+    # NVML reports no utilization for MIG instances.
+    known = nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(load)) == 0
+    return Spare(memory.free, 1 - load.gpu / 100 if known else 1.0)
+
+
+def _gpu(nvml: ctypes.CDLL, index: int, root: Path) -> Gpu:
+    device = ctypes.c_void_p()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
+        return Gpu("")  # unusable for this process; it keeps its place, so numbers stay right
+    mode = ctypes.c_uint()
+    nvml.nvmlDeviceGetComputeMode(device, ctypes.byref(mode))
+    names = {_PROHIBITED: "prohibited", _EXCLUSIVE_PROCESS: "exclusive"}
+    return Gpu(
+        _uuid(nvml, device),
+        _mig(nvml, device),
+        _node(nvml, device, root),
+        names.get(mode.value, ""),
+        _users(nvml, device),
+    )
+
+
+def _uuid(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> str:
+    text = ctypes.create_string_buffer(_UUID_SIZE)
+    nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_UUID_SIZE))
+    return text.value.decode()
+
+
+def _mig(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> tuple[str, ...] | None:
+    now, later = ctypes.c_uint(), ctypes.c_uint()
+    if nvml.nvmlDeviceGetMigMode(device, ctypes.byref(now), ctypes.byref(later)) or not now.value:
+        return None
+    most = ctypes.c_uint()
+    nvml.nvmlDeviceGetMaxMigDeviceCount(device, ctypes.byref(most))
+    instances = []
+    for i in range(most.value):
+        instance = ctypes.c_void_p()
+        args = device, ctypes.c_uint(i), ctypes.byref(instance)
+        if nvml.nvmlDeviceGetMigDeviceHandleByIndex(*args) == 0:
+            instances.append(_uuid(nvml, instance))
+    return tuple(instances)
+
+
+def _node(nvml: ctypes.CDLL, device: ctypes.c_void_p, root: Path) -> int | None:
+    info = _PciInfo()
+    if nvml.nvmlDeviceGetPciInfo_v3(device, ctypes.byref(info)) != 0:
+        return None
+    # The GPU is function 0 of its PCI device.  The other functions are sound and USB.
+    address = f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
+    return numa_node(root / "sys/bus/pci/devices" / address)
+
+
+def _users(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> tuple[int, ...]:
+    # With more than 64 processes, NVML fails (NVML_ERROR_INSUFFICIENT_SIZE) and reports none.
+    count = ctypes.c_uint(64)
+    found = (_ProcessInfo * count.value)()
+    if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found) != 0:
+        return ()
+    return tuple(info.pid for info in found[: count.value])
+
+
+# -- TPUs, and the machine ---------------------------------------------------------------------
 
 # The PCI vendor, and the generation of each of its devices, as sysfs writes them.
 _GOOGLE = "0x1ae0"

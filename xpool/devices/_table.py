@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import xpool.devices._cuda as cuda
 import xpool.devices._masks as masks
 from xpool.devices._host import Host
 
@@ -89,8 +88,8 @@ TABLE = {
         remedy="nvidia-smi shows which processes use it; torch must be a CUDA build "
         "(torch.version)",
         mask=masks.CUDA,
-        visible=cuda.visible_devices,
-        bind=cuda.cuda_env,
+        visible=masks.cuda,
+        bind=masks.cuda_env,
     ),
     "rocm": _row(
         "rocm",
