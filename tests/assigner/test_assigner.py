@@ -18,8 +18,7 @@ from support.tiers import also
 from torch import nn
 
 import xpool
-from xpool.assigner import ModelAssigner, PlacementError
-from xpool.assigner import _machine as machine
+from xpool.assigner import ModelAssigner, PlacementError, _assign
 from xpool.devices import Host
 from xpool.devices._host import Spare
 
@@ -42,8 +41,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, host: Host, spare: dict[str, Spare]) -> None:
     monkeypatch.setattr(Host, "here", classmethod(lambda cls, **_: host))
-    monkeypatch.setattr(machine, "find_spare", lambda names: [spare[name] for name in names])
-    monkeypatch.setattr(machine, "available_memory", lambda: 4 * GIB)
+    monkeypatch.setattr(_assign, "find_spare", lambda names: [spare[name] for name in names])
+    monkeypatch.setattr(_assign, "available_memory", lambda: 4 * GIB)
 
 
 def test_connected_models_share_a_device(two_gpus: None):
@@ -107,7 +106,7 @@ def test_distance_between_kinds(two_gpus: None):
 
 def test_shares_of_one_device():
     """A device named several times counts as several workers, which share its power."""
-    places = machine.find_places(["cpu", "cpu"], 1, Host())
+    places = _assign.find_places(["cpu", "cpu"], 1, Host())
     assert [place.power for place in places] == [0.5, 0.5]
     assert places[0].memory > 0
     assigner = ModelAssigner([linear() for _ in range(6)], {}, ["cpu"] * 3, cpu_weight=1)
@@ -117,23 +116,23 @@ def test_shares_of_one_device():
 
 def test_default_devices(monkeypatch: pytest.MonkeyPatch, two_gpus: None):
     """By default all visible GPUs are used, or the CPU if there are none."""
-    assert machine.find_places(None, 0)[1].device == torch.device("cuda", 1)
+    assert _assign.find_places(None, 0)[1].device == torch.device("cuda", 1)
     masked = gpu_host(2, environ={"CUDA_VISIBLE_DEVICES": "1"})
     on_machine(monkeypatch, masked, {"1": Spare(GIB, 0.5)})
-    (place,) = machine.find_places(None, 0)
+    (place,) = _assign.find_places(None, 0)
     assert (place.device, place.memory, place.power) == (torch.device("cuda", 0), GIB, 0.5)
     assert place.binding.env["CUDA_VISIBLE_DEVICES"] == "1"
     hidden = replace(masked, environ={"CUDA_VISIBLE_DEVICES": ""})
-    assert [p.device for p in machine.find_places(None, 0, hidden)] == [torch.device("cpu")]
-    assert [p.device for p in machine.find_places(None, 0, Host())] == [torch.device("cpu")]
+    assert [p.device for p in _assign.find_places(None, 0, hidden)] == [torch.device("cpu")]
+    assert [p.device for p in _assign.find_places(None, 0, Host())] == [torch.device("cpu")]
 
 
 def test_without_nvml(monkeypatch: pytest.MonkeyPatch):
     """Without NVML torch is asked for free memory, which starts the runtime."""
     host = replace(gpu_host(0, environ={"CUDA_VISIBLE_DEVICES": "0,1"}), gpus=None)
-    monkeypatch.setattr(machine, "find_spare", lambda names: None)
+    monkeypatch.setattr(_assign, "find_spare", lambda names: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: ((i + 1) * GIB, 9 * GIB))
-    places = machine.find_places(["cuda:0", "cuda:1"], 0, host)
+    places = _assign.find_places(["cuda:0", "cuda:1"], 0, host)
     assert [(place.memory, place.power) for place in places] == [(GIB, 1), (2 * GIB, 1)]
 
 

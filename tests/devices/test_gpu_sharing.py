@@ -32,7 +32,7 @@ from xpool import (
     TensorLost,
     WorkerDied,
 )
-from xpool._pickling.tensors import cuda_handles as cuda
+from xpool._pickling.tensors import device_memory as cuda
 
 from . import gpu_tasks as tasks
 

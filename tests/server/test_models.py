@@ -28,7 +28,7 @@ from xpool.server import (
     PushPullModelServerImpl,
     VersionError,
 )
-from xpool.server._gradient import ReduceType
+from xpool.server._models import ReduceType
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 

@@ -17,7 +17,7 @@ from torch.multiprocessing import reductions
 from torch.utils._pytree import tree_map
 
 from xpool._pickling.reducers import REDUCERS
-from xpool._pickling.tensors import cuda_handles as cuda
+from xpool._pickling.tensors import device_memory as cuda
 from xpool._pickling.tensors.dense import reduce_any
 from xpool.pickle import dumps
 

@@ -4,14 +4,19 @@ The public names are those of ``machin.parallel.server``.  The guide is docs/ser
 this package imports torch.
 """
 
-from xpool.server._gradient import ModelNotManaged, PushPullGradServer, PushPullGradServerImpl
+from xpool.server._models import (
+    ModelNotManaged,
+    PushPullGradServer,
+    PushPullGradServerImpl,
+    PushPullModelServer,
+    PushPullModelServerImpl,
+)
 from xpool.server._ordered import (
     OrderedServerBase,
     OrderedServerSimple,
     OrderedServerSimpleImpl,
     VersionError,
 )
-from xpool.server._served_model import PushPullModelServer, PushPullModelServerImpl
 
 __all__ = [
     "ModelNotManaged",

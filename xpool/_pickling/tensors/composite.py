@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from xpool._pickling.reducers import Context, builder
-from xpool._pickling.tensors.devices import is_kept
+from xpool._pickling.tensors.device_memory import is_kept
 from xpool.errors import TaskNotPicklable
 
 

@@ -34,8 +34,8 @@ from xpool._pickling.reducers import (
     set_attributes,
 )
 from xpool._pickling.tensors import composite, mapped
-from xpool._pickling.tensors import cuda_handles as cuda
-from xpool._pickling.tensors.devices import is_kept, on_own_device
+from xpool._pickling.tensors import device_memory as cuda
+from xpool._pickling.tensors.device_memory import is_kept, on_own_device
 from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
 from xpool._pickling.tensors.sharing import first_user, move, reduce_named, reduce_shared
 from xpool.errors import TaskNotPicklable

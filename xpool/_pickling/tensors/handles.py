@@ -9,7 +9,7 @@ hold this block, and the worker keeps the tensor as long as it is held.  So hand
 messages or killed processes need no special case.
 
 The pool's process can use a tensor on a GPU in place.  The tensor's worker then exports the memory
-(see `cuda`).
+(see `device_memory`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from xpool._memory.holds import Block
 from xpool._pickling.policy import pools
 from xpool._pickling.reducers import Context, builder, in_place, register
 from xpool._pickling.tensors import composite
-from xpool._pickling.tensors import cuda_handles as cuda
-from xpool._pickling.tensors.devices import copy_to, on_own_device
+from xpool._pickling.tensors import device_memory as cuda
+from xpool._pickling.tensors.device_memory import copy_to, on_own_device
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
 

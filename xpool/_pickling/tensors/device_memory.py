@@ -1,8 +1,13 @@
-"""Share mode for memory of GPUs, with `torch.multiprocessing.reductions`.
+"""Tensors in the memory of devices: copies through host memory, and shared memory of GPUs.
 
-torch counts the readers of its handles: each handle must be opened once, by one process.  So each
-message has its own handles, and a message that may be opened several times contains copies instead.
-A message names a GPU by its UUID, because processes may number GPUs differently.
+A copy goes to the receiver's own device, if it has one.  A worker's own device is the one to which
+it is bound (`xpool.devices`).  The pool's process has none, so a received tensor never starts a
+device's runtime there.
+
+Memory of GPUs is shared with `torch.multiprocessing.reductions`.  torch counts the readers of its
+handles: each handle must be opened once, by one process.  So each message has its own handles, and
+a message that may be opened several times contains copies instead.  A message names a GPU by its
+UUID, because processes may number GPUs differently.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from xpool._pickling.policy import Layout
 from xpool._pickling.reducers import Context, builder
 from xpool._pickling.tensors.extents import Seen
 from xpool.errors import DeviceError, TaskNotPicklable
@@ -136,3 +142,30 @@ def synchronize() -> None:
     """
     for ordinal in _shared:
         sys.modules["torch"].cuda.synchronize(ordinal)
+
+
+def is_kept(layout: Layout, tensor: Any) -> bool:
+    """Whether this worker keeps a tensor and sends a handle to it."""
+    if layout.keep is None or tensor.is_cpu or tensor.is_meta:
+        return False
+    return layout.method in (None, tensor.device.type)
+
+
+def on_own_device(tensor: Any) -> Any:
+    """Return a received tensor on the device of this process, or in host memory."""
+    # If this module was not imported before, the process has no device.
+    context: Any = sys.modules.get("xpool.devices._device_context")
+    device = context.own_device() if context is not None else None
+    return tensor if device is None else copy_to(tensor, device)
+
+
+def copy_to(tensor: Any, device: Any) -> Any:
+    """Return a leaf tensor on another device, with all other properties of the tensor."""
+    torch = sys.modules["torch"]
+    made = tensor.detach().to(device)
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    elif tensor.requires_grad:
+        made.requires_grad_()
+    made.__dict__.update(tensor.__dict__)
+    return made
