@@ -19,9 +19,8 @@ from support.waiting import eventually
 
 from xpool._memory import arena as module
 from xpool._memory.arena import MISSING, Arena
-from xpool._memory.holds import Block
+from xpool._memory.holds import Block, _capacity
 from xpool._memory.layout import ENTRIES, HOLDS, LARGE, PAGE
-from xpool._memory.region import _capacity
 
 pytestmark = pytest.mark.pure
 

@@ -20,7 +20,7 @@ from support.waiting import Gate, Mailbox, eventually
 
 import xpool
 from xpool._memory.arena import Arena
-from xpool._memory.region import Region
+from xpool._memory.holds import Region
 
 pytestmark = pytest.mark.torch
 

@@ -29,9 +29,8 @@ import time
 from threading import get_ident
 
 from xpool._memory import attachments
-from xpool._memory.holds import Block, Holds
+from xpool._memory.holds import Block, Holds, Region
 from xpool._memory.layout import ENTRIES, HOLDS, PAGE, ArenaFile, Entry
-from xpool._memory.region import Region
 from xpool._memory.system import available_memory, fixed_file
 from xpool._python import at_fork
 from xpool._python.hidden import is_mine
