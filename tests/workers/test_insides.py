@@ -10,8 +10,8 @@ import pytest
 from support import scripts
 
 from xpool._python import import_hooks
-from xpool._python.async_error import raise_in_thread, withdraw
 from xpool._python.hidden import is_free_threaded
+from xpool._worker.worker_threads import raise_in_thread, withdraw
 
 pytestmark = pytest.mark.xpool_only
 

@@ -14,9 +14,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from xpool._worker.line_streams import Lines
 from xpool._worker.worker_context import current_worker
-from xpool._worker.worker_relay import outbox
+from xpool._worker.worker_relay import Lines, outbox
 
 ERASE = "\r\x1b[J"
 """Erases the bar of the job and all below it.  They are drawn again a moment later."""

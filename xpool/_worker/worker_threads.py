@@ -19,6 +19,7 @@ the exception; it is killed a moment later, with its process.
 from __future__ import annotations
 
 import _thread
+import ctypes
 import os
 import queue
 import signal
@@ -28,7 +29,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from xpool._python.async_error import raise_in_thread, withdraw
 from xpool._python.worker_local import share_process
 from xpool._wire.outbox import STACK, STACK_AT, STOP_SIGNAL, TASK_LINE, Outbox
 from xpool._worker.callables import item_of
@@ -36,6 +36,31 @@ from xpool._worker.loop import become
 from xpool._worker.loop import run as serve
 from xpool._worker.stopping import again, may_stop, stack_of
 from xpool.errors import TaskStopped
+
+
+class _Withdrawn(BaseException):
+    """Takes the place of the exception that is withdrawn."""
+
+
+def raise_in_thread(ident: int | None, what: type[BaseException]) -> None:
+    """Raise ``what`` in a thread when it next runs Python code, instead of a pending exception."""
+    # The thread id is an unsigned long (Python/pystate.c).
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(what))
+
+
+def withdraw() -> None:
+    """Withdraw the exception that is pending in the calling thread, if there is one.
+
+    NULL would withdraw it too, but leaves a flag set that only the raising of an exception clears.
+    With this flag, CPython 3.11 never ends the first call that is profiled or traced.
+    """
+    try:
+        raise_in_thread(threading.get_ident(), _Withdrawn)
+        while True:
+            continue
+    except _Withdrawn:
+        return
+
 
 _News = queue.SimpleQueue["tuple[_WorkerThread, int | None] | None"]
 """A worker with None (it is ready) or its exit code; None alone: the parent has a request."""
