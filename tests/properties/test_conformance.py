@@ -33,7 +33,8 @@ from xpool.testing import (
 from xpool.testing import (
     _pool_machine as machine,
 )
-from xpool.testing._pool_model import Answer, Late
+from xpool.testing._eventually import Late
+from xpool.testing._pool_machine import Answer
 from xpool.testing._saboteurs import EXITS, STAGES, WAYS
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]

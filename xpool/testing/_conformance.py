@@ -16,9 +16,8 @@ from typing import Any
 
 from xpool._pools.base import BasePool
 from xpool._pools.turns import TURN
-from xpool.testing._eventually import eventually
+from xpool.testing._eventually import Late, eventually, in_time
 from xpool.testing._leaks import Snapshot
-from xpool.testing._pool_model import Late, in_time
 from xpool.testing._saboteurs import TaskError, perform
 
 QUICK = 0.5

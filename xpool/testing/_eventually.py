@@ -15,7 +15,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LIMIT", "Gate", "Mailbox", "eventually", "pass_gate", "post", "wait_gone", "watch"]
+from xpool import errors
+
+__all__ = [
+    "LIMIT", "Gate", "Late", "Mailbox", "eventually", "in_time", "pass_gate", "post", "wait_gone",
+    "watch",
+]  # fmt: skip
 
 LIMIT = float(os.environ.get("XPOOL_TEST_WAIT", "20"))
 """Seconds after which an expected event counts as missing."""
@@ -35,6 +40,34 @@ def eventually(fact: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
         if time.monotonic() > end:
             raise AssertionError(f"not within {limit:g} s: {what}")
         pause.wait(0.005)
+
+
+class Late(errors.TimeoutError):
+    """A call has not returned within the limit."""
+
+
+def in_time(act: Callable[[], Any], limit: float, threads: int = 1) -> Any:
+    """Call ``act()`` in new threads and return a result.  Raise `Late` after ``limit`` seconds."""
+    done: list[tuple[bool, Any]] = []
+
+    def run() -> None:
+        try:
+            done.append((True, act()))
+        except BaseException as exc:
+            done.append((False, exc))
+
+    working = [threading.Thread(target=run, daemon=True) for _ in range(threads)]
+    end = time.monotonic() + limit
+    for thread in working:
+        thread.start()
+    for thread in working:
+        thread.join(max(0.0, end - time.monotonic()))
+        if thread.is_alive():
+            raise Late
+    for ok, value in done:
+        if not ok:
+            raise value
+    return done[0][1]
 
 
 def watch(pid: int) -> int | None:
