@@ -197,8 +197,7 @@ def _subclassed(plain: Any, cls: Any) -> Any:
 
 @builder
 def _masked(data: Any, mask: Any, fill_value: Any, hard: bool, about: dict[Any, Any]) -> Any:
-    import numpy as np
-
+    np = sys.modules["numpy"]
     given = np.ma.nomask if mask is None else mask
     made: Any = np.ma.MaskedArray(data, given, copy=False, hard_mask=hard, keep_mask=False)
     made._fill_value = fill_value

@@ -1,6 +1,7 @@
 """Pickles tensors that are made of other tensors, and tensors of subclasses.
 
-Each is sent as its parts.  These are reduced like any tensor, so they keep their aliases.
+Each is sent as its parts.  These are reduced like any tensor, so they keep their aliases.  The
+receiver has them before it calls a function of this module, and so has imported torch.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _quantized_parts(torch: Any, tensor: Any) -> Any:
 
 @builder
 def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
-    import torch
+    torch = sys.modules["torch"]
 
     return torch.sparse_coo_tensor(
         indices, values, shape, is_coalesced=coalesced, check_invariants=False
@@ -64,7 +65,7 @@ def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
 
 @builder
 def _compressed(outer: Any, inner: Any, values: Any, shape: Any, layout: Any) -> Any:
-    import torch
+    torch = sys.modules["torch"]
 
     return torch.sparse_compressed_tensor(
         outer, inner, values, shape, layout=layout, check_invariants=False
@@ -78,7 +79,7 @@ def _mkldnn(dense: Any) -> Any:
 
 @builder
 def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, how: Any) -> Any:
-    import torch
+    torch = sys.modules["torch"]
 
     options = {"dtype": dtype, "device": "cpu"}
     if how[0] == torch.per_tensor_affine:
@@ -163,14 +164,14 @@ def _is_wrapper(torch: Any, tensor: Any) -> bool:
 
 @builder
 def _subclassed(bare: Any, cls: Any, grad: bool) -> Any:
-    import torch
+    torch = sys.modules["torch"]
 
     with torch._C._DisableTorchDispatch():
         return torch.Tensor._make_subclass(cls, bare, grad)
 
 
 def _set_state(tensor: Any, state: Any) -> None:
-    import torch
+    torch = sys.modules["torch"]
 
     if type(tensor).__setstate__ is torch.Tensor.__setstate__:
         torch._utils._set_obj_state(tensor, state)
@@ -185,6 +186,6 @@ def reduce_typed_storage(pickler: Context, storage: Any) -> Any:
 
 @builder
 def _typed_storage(storage: Any, dtype: Any) -> Any:
-    import torch
+    torch = sys.modules["torch"]
 
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

@@ -256,7 +256,7 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
         return made_of
     name = _NAMES[tensor.dtype]
     if tensor.is_meta:
-        return _meta, (name, tuple(tensor.shape), tensor.stride())
+        return _empty, (name, tuple(tensor.shape), tensor.stride(), "meta")
     if _has_names is not None and _has_names(tensor):
         raise TaskNotPicklable(
             f"{composite.about(tensor)} has named axes {tensor.names}, which cannot be sent to "
@@ -265,7 +265,7 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
     if not tensor.is_cpu:
         return _on_device(pickler, tensor)
     if tensor.numel() == 0:
-        return _empty, (name, tuple(tensor.shape), tensor.stride())
+        return _empty, (name, tuple(tensor.shape), tensor.stride(), "cpu")
     return _dense(pickler, torch, tensor, name)
 
 
@@ -373,11 +373,15 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
 # -- the receiving side ----------------------------------------------------------------------------
 
 
+def _imported_torch() -> Any:
+    import torch  # this may be the first tensor of the process
+
+    return torch
+
+
 def _from_buffer_of(name: str) -> Any:
     if name not in _FROM_BUFFER:
-        import torch
-
-        _learn(torch)
+        _learn(_imported_torch())
     return _FROM_BUFFER[name]
 
 
@@ -404,8 +408,7 @@ _head = Head(_tensor)
 
 @builder
 def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> Any:
-    import torch
-
+    torch = _imported_torch()
     dtype = getattr(torch, name)
     index, odd = divmod(offset, dtype.itemsize)
     if not odd:
@@ -437,33 +440,22 @@ def _in_file(lent: Any, name: str, count: int, offset: int, shape: Any, strides:
 
 @builder
 def _at(user: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
-    import torch
-
+    torch = sys.modules["torch"]
     storage = user if isinstance(user, torch.UntypedStorage) else user.untyped_storage()
     return torch.empty(0, dtype=getattr(torch, name)).set_(storage, offset, shape, strides)
 
 
 @builder
 def _spread(buffer: Any, name: str, once: Any, shape: Any, strides: Any) -> Any:
-    import torch
-
     compact = _tensor(buffer, name, once)
-    made = torch.empty_strided(once, strides, dtype=compact.dtype).copy_(compact)
+    made = sys.modules["torch"].empty_strided(once, strides, dtype=compact.dtype).copy_(compact)
     return made.as_strided_(shape, strides)
 
 
 @builder
-def _empty(name: str, shape: Any, strides: Any) -> Any:
-    import torch
-
-    return torch.empty_strided(shape, strides, dtype=getattr(torch, name), device="cpu")
-
-
-@builder
-def _meta(name: str, shape: Any, strides: Any) -> Any:
-    import torch
-
-    return torch.empty_strided(shape, strides, dtype=getattr(torch, name), device="meta")
+def _empty(name: str, shape: Any, strides: Any, device: str) -> Any:
+    torch = _imported_torch()
+    return torch.empty_strided(shape, strides, dtype=getattr(torch, name), device=device)
 
 
 @builder
@@ -473,8 +465,7 @@ def _storage_of(tensor: Any, of_device: bool = False) -> Any:
 
 @builder
 def _dressed(tensor: Any, flags: int) -> Any:
-    import torch
-
+    torch = sys.modules["torch"]
     if flags & _NEG:
         tensor = torch._neg_view(tensor).detach()
     if flags & _CONJ:

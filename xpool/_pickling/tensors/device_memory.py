@@ -63,18 +63,16 @@ def export(tensor: Any, about: Callable[[], str]) -> Any:
     Raises:
         TaskNotPicklable: CUDA cannot share the memory.  The text says why and what to do.
     """
-    from torch.multiprocessing.reductions import reduce_tensor
-
+    torch = sys.modules["torch"]
     ordinal = tensor.device.index
     gpu = identity(ordinal)
     if gpu is None:
-        version = sys.modules["torch"].__version__
         raise TaskNotPicklable(
-            f"{about()} cannot be shared: torch {version} gives GPUs no UUIDs; torch 2.4 does. "
-            f"{_WAY_OUT}"
+            f"{about()} cannot be shared: torch {torch.__version__} gives GPUs no UUIDs; torch 2.4 "
+            f"does. {_WAY_OUT}"
         )
     try:
-        rebuild, args = reduce_tensor(tensor)
+        rebuild, args = torch.multiprocessing.reductions.reduce_tensor(tensor)
     except RuntimeError as exc:
         if _RECEIVED in str(exc):
             return None
@@ -130,9 +128,7 @@ def identity(ordinal: int) -> str | None:
 
 @lru_cache(1)  # CUDA reads the mask once
 def _identities() -> list[str | None]:
-    import torch
-
-    return [identity(i) for i in range(torch.cuda.device_count())]
+    return [identity(i) for i in range(sys.modules["torch"].cuda.device_count())]
 
 
 def synchronize() -> None:

@@ -72,12 +72,11 @@ def reduce_named(pickler: Context, storage: Any) -> Any:
     Raises:
         TaskNotPicklable: the storage cannot be moved to such a file.  The text says why.
     """
-    from torch.multiprocessing import reductions
-
+    torch = sys.modules["torch"]
+    reductions = torch.multiprocessing.reductions
     nbytes, address = storage.nbytes(), storage.data_ptr()
     if not nbytes:
         return _open_storage, (None, 0)
-    torch = sys.modules["torch"]
     refused = f"A storage of {nbytes} bytes cannot be shared by name: "
     with _moving:
         place = mapped.place_of(pickler, storage)
