@@ -46,6 +46,7 @@ from xpool._pickling.by_value.entries import (
 from xpool._pickling.by_value.names import received
 from xpool._pickling.by_value.origin import (
     IMPORTED,
+    MISSING,
     MODULES,
     SENT,
     key_of_alias,
@@ -75,7 +76,9 @@ class _Incoming:
         self.serials: dict[Key, int] = {}
         self.idents: dict[Key, int] = {}  # which object of the program a function stands for
         self.called: set[Key] = set()
-        self.originals: dict[Key, Any] = {}  # what imports have made of globals that were set
+        # What imports have made of globals that were set: `MISSING` if there was none.
+        self.originals: dict[Key, Any] = {}
+        self.waiting: dict[Key, Any] = {}  # attributes of installed modules to set at their import
         self.imported: set[str] = set()
         # The reasons why values were not sent.  Some of these globals are None here.
         self.missing: dict[Key, str] = {}
@@ -219,9 +222,7 @@ def _take(
                 if key not in kept:
                     _set(key, value)
     elif kind == REMOVED:
-        _remove(keys[0])
-        if data and keys[0] in _incoming.originals:  # the program has what its import made again
-            _set(keys[0], _incoming.originals[keys[0]])
+        _take_back(keys[0], to_import=data)
     elif not main.is_forked():  # a fork has the program's value, which cannot be pickled
         _refuse(kind, keys[0], data)
     if ours:
@@ -289,9 +290,10 @@ def _set(key: Key, value: Any) -> None:
         _refuse(REFUSED, key, value.reason)
         return
     _incoming.missing.pop(key, None)
-    if key not in _incoming.originals and origin_of(module) != SENT and _has(key):
+    if key not in _incoming.originals and origin_of(module) != SENT:
         holder, name = place_of(key)
-        _incoming.originals[key] = holder[name]
+        if holder is not None:
+            _incoming.originals[key] = holder.get(name, MISSING)
     if "." in path:
         owner, attribute = owner_of(key), path.rpartition(".")[2]
         if isinstance(owner, type):
@@ -308,10 +310,29 @@ def _set(key: Key, value: Any) -> None:
         return
     there, name = place_of(key)
     if there is None:  # an installed module, an attribute of which the program has assigned
-        when_imported(module, lambda module: vars(module).__setitem__(path, value))
+        waiting = _incoming.waiting
+        if key not in waiting:
+            when_imported(module, lambda _: _set_waiting(key, waiting))
+        waiting[key] = value
         return
     there[name] = value
     main.forget_initial(module, path)
+
+
+def _set_waiting(key: Key, waiting: dict[Key, Any]) -> None:
+    value = waiting.pop(key, MISSING)
+    if value is not MISSING:
+        _set(key, value)
+
+
+def _take_back(key: Key, to_import: bool) -> None:
+    """Remove a global, or let it be what the import of its module has made, as in the program."""
+    _incoming.waiting.pop(key, None)
+    original = _incoming.originals.get(key, MISSING)
+    if to_import and original is not MISSING:
+        _set(key, original)
+    elif not to_import or key in _incoming.originals or origin_of(key[0]) == SENT:
+        _remove(key)
 
 
 def _remove(key: Key) -> None:

@@ -404,6 +404,7 @@ class Book:
                         (module, f"{path}.{name}") for name in classes.data_of_function(value)
                     }
                 return node
+            own = own and origin == SENT
             if own and is_class and classes.is_defined_by_statement(value):
                 return self._class(key, value)
             if own and type(value) is FunctionType and is_simple(value):
@@ -476,8 +477,6 @@ class Book:
             return _Node(_NAMED, value)  # the worker's own object takes the place of this one
         home = home_of(key, value)
         if home is not None:  # the worker's own, by its name
-            if origin_of(key[0]) == IMPORTED:
-                return _Node(_NAMED, value)
             self._named[id(value)] = home
             node = _Node(_PLAIN, value)
             node.written = write_group(reducers.InModule(home), Group({}, {}), True)

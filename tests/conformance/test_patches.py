@@ -1,0 +1,84 @@
+"""What the script puts in the place of functions and data of modules, and takes back."""
+
+from __future__ import annotations
+
+import pytest
+from support import scripts
+
+pytestmark = pytest.mark.xpool_only
+
+BACK = """
+import colorsys
+import contextlib
+import textwrap
+import xpool
+
+class Wide(textwrap.TextWrapper):
+    pass
+
+@contextlib.contextmanager
+def patched(value):
+    own = colorsys.yiq_to_rgb, colorsys.ONE_THIRD, textwrap.TextWrapper
+    colorsys.yiq_to_rgb = lambda *args: value
+    colorsys.ONE_THIRD, textwrap.TextWrapper = value, Wide
+    try:
+        yield
+    finally:
+        colorsys.yiq_to_rgb, colorsys.ONE_THIRD, textwrap.TextWrapper = own
+
+def other(x):
+    return x
+
+def use(x):
+    import colorsys as late
+    return late.yiq_to_rgb(x, 0, 0), late.ONE_THIRD, textwrap.TextWrapper.__name__
+
+def check(pool, function):
+    print(pool.apply(function, (1,)) == function(1), end=" ")
+
+if __name__ == "__main__":
+    for first in use, other:  # does the worker import the module before it is patched?
+        with xpool.Pool(1) as pool:
+            check(pool, first)
+            with patched(3):
+                check(pool, other)
+            check(pool, use)
+            with patched(4):
+                check(pool, use)
+            check(pool, use)
+        pool.join()
+"""
+
+
+def test_patches_of_installed_modules_that_are_taken_back(tmp_path):
+    """Before and after, a worker's own function runs with its own module's globals."""
+    out = scripts.run_ok([scripts.write(tmp_path / "back.py", BACK)])
+    assert out.split() == ["True"] * 10
+
+
+SETTING = "root = capwords = c = None\ndef get():\n    return root, capwords, c\n"
+SAME_NAME = """
+import calendar
+import string
+import state
+import xpool
+from logging import root
+
+def names(x):
+    return [getattr(one, "name", None) for one in state.get()], state.get()[1] is string.capwords
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(names, (1,)) == names(1))
+        state.root, state.capwords, state.c = root, string.capwords, calendar.c
+        print(pool.apply(names, (1,)) == names(1))
+        print(pool.apply(lambda: state.c is calendar.c))
+    pool.join()
+"""
+
+
+def test_objects_of_installed_modules_that_own_modules_get_later(tmp_path):
+    """An own module gets an object that an installed module has under the same name."""
+    (tmp_path / "state.py").write_text(SETTING)
+    out = scripts.run_ok([scripts.write(tmp_path / "same.py", SAME_NAME)])
+    assert out == "True\n" * 3
