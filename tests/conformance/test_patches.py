@@ -82,3 +82,63 @@ def test_objects_of_installed_modules_that_own_modules_get_later(tmp_path):
     (tmp_path / "state.py").write_text(SETTING)
     out = scripts.run_ok([scripts.write(tmp_path / "same.py", SAME_NAME)])
     assert out == "True\n" * 3
+
+
+PLUGIN = """
+import functools
+
+rate = 2
+def scale(x):
+    return x * rate, helper(x)
+def helper(x):
+    return x + rate
+class Job:
+    class Part:
+        def run(self, x):
+            return helper(x)
+    def __init__(self, n):
+        self.n = n
+    def run(self, x):
+        return helper(self.n) + x
+@functools.cache
+def cached(x):
+    return helper(x)
+"""
+LOADED = """
+import importlib.util
+import xpool
+
+spec = importlib.util.spec_from_loader("plugin", None)
+plugin = importlib.util.module_from_spec(spec)
+exec(open(FILE).read(), vars(plugin))
+
+def use(x):
+    return plugin.scale(x), plugin.Job(1).run(x)
+
+def back(x):
+    return plugin.scale, plugin.Job, plugin.Job(x)
+
+if __name__ == "__main__":
+    functions = plugin.scale, plugin.Job(3).run, plugin.Job.Part().run, plugin.cached
+    with xpool.Pool(1) as pool:
+        for plugin.rate in 2, 5:  # other functions refer to the module from the second turn on
+            plugin.cached.cache_clear()
+            print([pool.apply(one, (plugin.rate,)) == one(plugin.rate) for one in functions])
+            print(pool.apply(use, (1,)) == use(1), plugin.rate)
+        scale, Job, job = pool.apply(back, (1,))
+        print(scale is plugin.scale, Job is plugin.Job, type(job) is Job)
+    again = xpool.pickle.loads(xpool.pickle.dumps(plugin.scale))
+    print(again(1) == plugin.scale(1))
+    pool.join()
+"""
+
+
+def test_functions_of_modules_that_the_program_has_made(tmp_path):
+    """A module that is not in `sys.modules`: its functions and objects are sent directly, also
+    after a function that names the module."""
+    file = tmp_path / "plugin.txt"
+    file.write_text(PLUGIN)
+    text = LOADED.replace("FILE", repr(str(file)))
+    out = scripts.run_ok([scripts.write(tmp_path / "loaded.py", text)])
+    turn = "[True, True, True, True]\nTrue {}\n"
+    assert out == turn.format(2) + turn.format(5) + "True True True\nTrue\n"

@@ -68,7 +68,8 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
     module: Any = values.get("__name__")
     state: dict[str, Any] = {}
     space: Any
-    if not pickler.recurse and module_of(values) is not None:
+    known = module in sys.modules or pickler.follow  # others do not find one that was made by hand
+    if not pickler.recurse and known and module_of(values) is not None:
         space = canonical(module)
         pickler.names |= keys_of(function)
         # An import hook may have rewritten the module here, but not in the receiver, as pytest's

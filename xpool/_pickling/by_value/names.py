@@ -99,7 +99,7 @@ def name_for(pickler: Context, obj: Any) -> Any:
             if found_here(module, path) is not obj:
                 return None
             pickler.names.add((canonical(module), path.partition(".")[0]))
-            return path if "." in path else None
+            return _by_path(module, path) if "." in path else None
         if pickler.home:
             return _for_program(obj, canonical(module), path)
     if found_here(module, path) is not obj:
@@ -108,8 +108,16 @@ def name_for(pickler: Context, obj: Any) -> Any:
         return None
     if origin != INSTALLED and pickler.follow:
         pickler.names.add((canonical(module), path.partition(".")[0]))
+    elif module not in sys.modules:
+        return None  # no other process finds a module that this program has made
+    return _by_path(module, path)
+
+
+def _by_path(module: str, path: str) -> Any:
+    # The pickler looks in `sys.modules`, where a module that the program has made may be missing.
     # A child of `multiprocessing` has the main module under another name.
-    return path if module == canonical(module) else (_get, (canonical(module), path))
+    own = module == canonical(module) and module in sys.modules
+    return path if own else (_get, (canonical(module), path))
 
 
 def _comes_before(obj: Any) -> bool:
@@ -155,7 +163,9 @@ def _for_program(obj: Any, module: str, path: str) -> Any:
             return None
     elif (module, path.partition(".")[0]) not in received and not main.is_forked():
         return None
-    return path if found_here(module, path) is obj else None
+    if found_here(module, path) is not obj:
+        return None
+    return path if module == "__main__" else (_get, (module, path))
 
 
 @builder
@@ -169,7 +179,7 @@ def of_program(token: str, module: str, path: str) -> Any:
 
 
 def _get(module_name: str, path: str) -> Any:
-    return attrgetter(path)(import_module(module_name))
+    return attrgetter(path)(find_module(module_name) or import_module(module_name))
 
 
 def found_here(module_name: Any, path: str) -> Any:
