@@ -398,6 +398,15 @@ def test_filters_from_before_the_first_import_of_xpool_arrive(sides: Sides) -> N
         assert worker.get("sys.modules['warnings'].filters[0][:3]") == ("error", None, UserWarning)
 
 
+def test_a_locale_from_before_the_first_import_of_xpool_arrives(sides: Sides) -> None:
+    """`setlocale(LC_ALL, "C")` also changes LC_CTYPE, from which `open` takes its encoding."""
+    with sides(program=True, worker=True) as (program, worker):
+        program.run("import locale; locale.setlocale(locale.LC_ALL, 'C')")
+        worker.run("settings.receive(given)", program.get("settings.snapshot().rows"))
+        look = "open('/dev/null').encoding"
+        assert worker.get(look) == program.get(look)
+
+
 def test_rows_are_built_in_values_that_import_nothing(shared: Pair) -> None:
     """A worker can read all rows of a program before it imports any library."""
     shared.program.run(

@@ -317,8 +317,10 @@ class Locale(Row):
         return lambda: (*map(ask, numbers),)  # one question about all of them takes twice the time
 
     def is_fresh(self, value: Any) -> bool:
-        # Python itself sets LC_CTYPE at its start, to that of the environment.
-        if self.default is None and all(one in ("C", "POSIX") for one in value[1:]):
+        # Python itself sets LC_CTYPE at its start, to that of the environment.  If this is "C",
+        # Python is in its UTF-8 mode.
+        changed = value[0] in ("C", "POSIX") and not sys.flags.utf8_mode
+        if self.default is None and not changed and set(value[1:]) <= {"C", "POSIX"}:
             self.default = value
         return bool(value == self.default)
 
