@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from support import scripts
-from support.limits import WAIT
 from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
@@ -153,66 +150,26 @@ def main(unpicklable, method=None):
 GUARD = '\nif __name__ == "__main__":\n    made = "made behind the guard"\n    main({}, {})\n'
 
 
-def _run_main(folder, text, guarded, arguments=""):
-    """Run a script that calls `main`, behind the guard or not."""
-    guard = 'if __name__ == "__main__":\n    ' if guarded else ""
-    path = scripts.write(folder / "program.py", f"{text}\n{guard}main({arguments})\n")
-    return scripts.run_ok([path])
+def _run_main(folder, text, arguments=""):
+    """Run a script that calls `main`, without a guard."""
+    return scripts.run_ok([scripts.write(folder / "program.py", f"{text}\nmain({arguments})\n")])
 
 
 def _done(out: str) -> None:
     assert out.splitlines() == ["done"], out
 
 
-@pytest.mark.parametrize("method", [None, *also("forkserver", "spawn")])
+@pytest.mark.parametrize("method", [None, *also("forkserver", "spawn", "fork")])
 def test_guarded_script(tmp_path, method):
     """Functions of a guarded script see the values that globals have at the time of the call."""
     text = PROGRAM + GUARD.format({}, repr(method))
     _done(scripts.run_ok([scripts.write(tmp_path / "guarded.py", text)]))
 
 
-@pytest.mark.parametrize("guarded", [True, *also(False)])
-def test_fork(tmp_path, guarded):
-    """Forked workers see the same values. They inherit objects that cannot be pickled."""
-    text = PROGRAM + (GUARD.format({}, repr("fork")) if guarded else "\nmain({}, 'fork')\n")
-    _done(scripts.run_ok([scripts.write(tmp_path / "forked.py", text)]))
-
-
 def test_script_without_the_guard(tmp_path):
     """Workers do not run an unguarded script. The error names the global that cannot be pickled."""
     text = PROGRAM + "\nmain({})\n"
     _done(scripts.run_ok([scripts.write(tmp_path / "unguarded.py", text)]))
-
-
-def test_standard_input():
-    """The same program runs from ``python -``."""
-    _done(scripts.run_ok(["-"], PROGRAM + "\nmain({})\n"))
-
-
-def test_package_run_as_a_module(tmp_path):
-    """The same program runs from ``python -m package.module`` and imports relatively."""
-    package = tmp_path / "runpackage"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "other.py").write_text("BESIDE = [1]\ndef triple(x):\n    return 3 * x\n")
-    (package / "program.py").write_text(
-        "from .other import triple\n" + PROGRAM + GUARD.format({}, None)
-    )
-    done = scripts.popen(["-m", "runpackage.program"], cwd=str(tmp_path))
-    out, err = done.communicate(timeout=WAIT)
-    assert (out, err) == ("done\n", "")
-
-
-@pytest.mark.exhaustive
-def test_notebook(tmp_path):
-    """The same program runs in the cells of a notebook."""
-    pytest.importorskip("jupyter_client", reason="jupyter_client is not installed")
-    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
-    (tmp_path / "cells.json").write_text(json.dumps([PROGRAM, "main({})"]))
-    (tmp_path / "notebook.py").write_text(scripts.NOTEBOOK)
-    done = scripts.popen(["notebook.py"], cwd=str(tmp_path))
-    out, err = done.communicate(timeout=WAIT)
-    assert out.splitlines() == ["done"], err
 
 
 INHERITED = """
@@ -271,10 +228,9 @@ def main():
 """
 
 
-@pytest.mark.parametrize("guarded", [True, *also(False)])
-def test_task_that_runs_late(tmp_path, guarded):
+def test_task_that_runs_late(tmp_path):
     """A task that runs after tasks of a later call still sees the values of its own call."""
-    assert _run_main(tmp_path, LATE, guarded) == "[2] [1] [2]\n"
+    assert _run_main(tmp_path, LATE) == "[2] [1] [2]\n"
 
 
 OF_THE_PROCESS = """
@@ -419,11 +375,10 @@ ANSWERS = """\
 
 
 @pytest.mark.parametrize("options", ["{}", *also("{'memory_limit': 0}")])
-@pytest.mark.parametrize("guarded", [True, *also(False)])
-def test_one_element_of_a_large_global(tmp_path, guarded, options):
+def test_one_element_of_a_large_global(tmp_path, options):
     """If a large global is changed in place, a task gets its values at the time of the call. An
     element that a worker changed keeps its value until the program changes the global."""
-    assert _run_main(tmp_path, LARGE, guarded, options) == ANSWERS
+    assert _run_main(tmp_path, LARGE, options) == ANSWERS
 
 
 COUNTED = """
@@ -469,11 +424,10 @@ def main():
 """
 
 
-@pytest.mark.parametrize("guarded", [True, *also(False)])
-def test_a_final_global_is_pickled_once(tmp_path, guarded):
+def test_a_final_global_is_pickled_once(tmp_path):
     """A large global is pickled once for each call of a function that uses it, a Final global once
     for each pool."""
-    out = _run_main(tmp_path, COUNTED, guarded)
+    out = _run_main(tmp_path, COUNTED)
     first, last = ("1, 1, 1", "4, 1, 1", "5, 2, 2", "8, 2, 2"), (1, 1, 2, 2)
     assert out.splitlines() == [f"[{some}, {one}]" for some, one in zip(first, last)]
 
@@ -625,17 +579,26 @@ if __name__ == "__main__":
     assert out == ("1 {True}\n" if times else "0 set()\n")
 
 
-REDEFINED = """
+OF_A_SCRIPT = '''
+"""About this."""
 import functools
+import os
+import sys
 import xpool
+
+class Meta(type):
+    rate = 1
+class Model(metaclass=Meta):
+    speed = 1
+    class Inner:
+        rate = 1
+class Net(Model):
+    pass
 
 def loss(x):
     return x
 def step(x):
     return loss(x)
-class Model:
-    def run(self):
-        return 1
 def twice(func):
     @functools.wraps(func)
     def doubled(x):
@@ -643,131 +606,40 @@ def twice(func):
     return doubled
 def decorated(x):
     return x
-def replaced(x=1):
-    return x
-def later():
-    return 1
-def all_of_them(model):
-    return step(1), loss(1), Model().run(), model.run(), decorated(1), replaced(), later()
 
-def main():
-    global later
-    def later():
-        return 2
-    with xpool.Pool(1) as pool:
-        found = pool.apply(all_of_them, (Model(),))
-        print(found == all_of_them(Model()), found, pool.apply(loss, (1,)))
-    pool.join()
-
-if __name__ == "__main__":
-    def loss(x):
-        return -x
-    class Model:
-        def run(self):
-            return 2
-    decorated = twice(decorated)
-    replaced.__defaults__ = (7,)
-    main()
-"""
-
-
-def test_functions_that_are_defined_again(tmp_path):
-    """A worker gets the functions and classes that the guarded block or a function binds again, not
-    those of the top level."""
-    out = scripts.run_ok([scripts.write(tmp_path / "redefined.py", REDEFINED)])
-    assert out == "True (-1, -1, 2, 2, 2, 7, 2) -1\n"
-
-
-OF_CLASSES = """
-import abc
-import typing
-import xpool
-
-class Model:
-    rate = 1
-class Net(Model):
-    pass
-class Settings:
-    class Train:
-        rate = 1
-        class Last:
-            rate = 1
-class Meta(type):
-    rate = 1
-class Plugin(metaclass=Meta):
-    speed = 1
-class Like(typing.Protocol):
-    rate = 1
-class Alike(Like):
-    pass
-class Base(abc.ABC):
-    table = {}
-class Derived(Base):
-    pass
-
-def look(net):
-    return (Net.rate, net.rate, Settings.Train.rate, Settings.Train.Last.rate, Plugin.speed,
-            Plugin.rate, Alike.rate, Derived.table)
-
-def change(n):
-    Model.rate = Settings.Train.rate = Settings.Train.Last.rate = Plugin.speed = Meta.rate = n
-    Like.rate = n
-    Base.table["n"] = n
-
-if __name__ == "__main__":
-    with xpool.Pool(1) as pool:
-        for n in 2, 3:
-            change(n)
-            print(pool.apply(look, (Net(),)) == look(Net()), pool.apply(look, (Net(),)))
-    pool.join()
-"""
-
-
-def test_attributes_of_classes(tmp_path):
-    """A worker sees changed attributes of base classes, nested classes, and metaclasses."""
-    out = scripts.run_ok([scripts.write(tmp_path / "classes.py", OF_CLASSES)])
-    assert out.splitlines() == [f"True {(n,) * 7 + ({'n': n},)}" for n in (2, 3)]
-
-
-OF_FILE = '''
-"""About this."""
-import os
-import xpool
-
-def look(_):
-    return os.path.basename(__file__), __doc__, __name__
-
-with xpool.Pool(1) as pool:
-    print(pool.apply(look, (0,)))
-pool.join()
-'''
-
-
-def test_the_file_of_a_script_without_the_guard(tmp_path):
-    """Functions see the name of their file, and its docstring."""
-    out = scripts.run_ok([scripts.write(tmp_path / "of_file.py", OF_FILE)])
-    assert out == "('of_file.py', 'About this.', '__main__')\n"
-
-
-FINALIZED = """
-import xpool
+def __getattr__(name):
+    if name == "answer":
+        return 42
+    raise AttributeError(name)
 
 class Saver:
     def __del__(self):
         print("saved")
 saver = Saver()
 
-if __name__ == "__main__":
-    with xpool.Pool(1) as pool:
-        print(pool.apply(lambda: saver is not None))
-    pool.join()
-"""
+def look(net):
+    computed = [getattr(sys.modules["__main__"], name, 0) for name in ("answer", "no", "answer")]
+    classes = Net.rate, Net.speed, net.speed, Net.Inner.rate
+    functions = step(1), loss(1), decorated(1)
+    file = os.path.basename(__file__), __doc__, __name__
+    return file, computed, classes, functions, saver is not None
+
+with xpool.Pool(1) as pool:
+    print(pool.apply(look, (Net(),)) == look(Net()))
+    Model.speed = Meta.rate = Model.Inner.rate = 2
+    def loss(x):
+        return -x
+    decorated = twice(decorated)
+    print(pool.apply(look, (Net(),)) == look(Net()), look(Net())[2:])
+pool.join()
+'''
 
 
-def test_finalizers_of_globals_at_the_end_of_the_program(tmp_path):
-    """Python finalizes the script's globals while they still can print."""
-    out = scripts.run_ok([scripts.write(tmp_path / "finalized.py", FINALIZED)])
-    assert out == "True\nsaved\n"
+def test_what_a_script_has(tmp_path):
+    """A task sees the script's file and docstring, its ``__getattr__``, and its classes and
+    functions as they are at the call. Python finalizes the globals while they still can print."""
+    out = scripts.run_ok([scripts.write(tmp_path / "of_a_script.py", OF_A_SCRIPT)])
+    assert out == "True\nTrue ((2, 2, 2, 2), (-1, -1, 2), True)\nsaved\n"
 
 
 SENTINEL = """
@@ -799,11 +671,10 @@ def main():
 """
 
 
-@pytest.mark.parametrize("guarded", [True, *also(False)])
-def test_sentinels(tmp_path, guarded):
+def test_sentinels(tmp_path):
     """A bare object that is a global is the same object in defaults, arguments and results. A
     worker keeps its own values that contain it, as they share objects."""
-    out = _run_main(tmp_path, SENTINEL, guarded)
+    out = _run_main(tmp_path, SENTINEL)
     assert out == "True True\nmissing True True True\nTrue\n"
 
 
@@ -880,31 +751,6 @@ def test_a_shared_tensor_that_is_a_global_is_copied_with_a_warning(tmp_path):
     out = scripts.run_ok([scripts.write(tmp_path / "shared.py", SHARED)])
     warning = "Workers get a copy of the global 'counts' of __"
     assert out == f"[0.0, 0.0] {[warning]}\n[1.0, 1.0] 1\n"
-
-
-COMPUTED = """
-import sys
-import xpool
-
-def __getattr__(name):
-    if name == "answer":
-        return 42
-    raise AttributeError(name)
-
-def look(name):
-    return getattr(sys.modules["__main__"], name, None)
-
-if __name__ == "__main__":
-    with xpool.Pool(1) as pool:
-        print(pool.map(look, ["answer", "question", "answer"]))
-    pool.join()
-"""
-
-
-def test_computed_attributes_of_the_script(tmp_path):
-    """A worker's first lookup in the script uses the script's own ``__getattr__``."""
-    out = scripts.run_ok([scripts.write(tmp_path / "computed.py", COMPUTED)])
-    assert out == "[42, None, 42]\n"
 
 
 IMPORTS = """

@@ -60,27 +60,23 @@ EXPECTED = [
 ]
 PROGRAM = "import xpool\n" + BODY
 GUARD = '\nif __name__ == "__main__":\n    main()\n'
+UNGUARDED = PROGRAM + "\nmain()\n"
 
 
+@pytest.mark.parametrize("guard", ["", 'if __name__ == "__main__":'])
 @pytest.mark.parametrize("method", ["forkserver", *also("spawn", "fork")])
-def test_guarded_script(tmp_path, method):
-    """Functions, lambdas, classes and globals of a script work with every start method."""
+def test_a_script(tmp_path, guard, method):
+    """Functions, lambdas, classes and globals of a script work with every start method, with the
+    guard and without."""
     text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
-    path = scripts.write(tmp_path / "guarded.py", text + GUARD)
+    path = scripts.write(tmp_path / "script.py", f"{text}\n{guard or 'if True:'}\n    main()\n")
     assert scripts.run_ok([path]).splitlines() == EXPECTED
 
 
-@pytest.mark.parametrize("method", ["spawn", *also("forkserver", "fork")])
-def test_script_without_the_guard(tmp_path, method):
-    """A script without the guard works, or it ends with one error that says what to add."""
-    text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
-    path = scripts.write(tmp_path / "unguarded.py", text + "\nmain()\n")
-    done = scripts.run([path])
-    if done.returncode == 0:
-        assert done.stdout.splitlines() == EXPECTED and done.stderr == ""
-    else:
-        errors = [line for line in done.stderr.splitlines() if "Error" in line or "xpool." in line]
-        assert 'if __name__ == "__main__"' in errors[-1].replace("'", '"'), done.stderr
+@pytest.mark.parametrize(("arguments", "given"), [(["-c", UNGUARDED], ""), (["-"], UNGUARDED)])
+def test_a_program_without_a_file(arguments, given):
+    """``python -c`` and ``python -`` work."""
+    assert scripts.run_ok(arguments, given).splitlines() == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -122,35 +118,6 @@ def test_a_module_without_the_guard(tmp_path):
     assert (out, err) == ("top\n[6, 9]\n", "")
 
 
-def test_a_module_is_run_as_far_as_needed(tmp_path):
-    """A worker runs only the needed statements of a module started by ``python -m``."""
-    text = """
-        import sys
-        import xpool
-        import decimal
-
-        def task(x):
-            return "deci" + "mal" in getattr(sys, "modules")
-
-        def other(x):
-            return decimal.Decimal(x)
-
-        if __name__ == "__main__":
-            with xpool.Pool(1) as pool:
-                print(pool.map(task, [1]), pool.map(other, [1]))
-            pool.join()
-    """
-    scripts.write(tmp_path / "runme.py", text)
-    done = scripts.popen(["-m", "runme"], cwd=str(tmp_path))
-    out, err = done.communicate(timeout=WAIT)
-    assert (out, err) == ("[False] [Decimal('1')]\n", "")
-
-
-def test_command_line():
-    """``python -c`` works."""
-    assert scripts.run_ok(["-c", PROGRAM + "\nmain()\n"]).splitlines() == EXPECTED
-
-
 def test_interactive():
     """An interactive session works."""
     text = "import xpool\n" + BODY.replace("\n\ndef", "\n\n\ndef") + "\nmain()\n"
@@ -171,53 +138,6 @@ def test_interactive():
     )
     done = scripts.run(["-c", code], "\n".join([*lines, ""]))
     assert done.stdout.splitlines() == EXPECTED, done.stderr
-
-
-def test_annotations_of_a_script_that_is_run_as_a_whole(tmp_path):
-    """In a worker, annotations are objects, as in the program, if the script imports no
-    ``annotations``."""
-    text = """
-        import dataclasses
-        import xpool
-
-        CONFIG = globals().get("CONFIG", 1)
-
-        @dataclasses.dataclass
-        class Row:
-            size: int = 0
-
-        def read(text):
-            return [field.type(text) for field in dataclasses.fields(Row)]
-
-        if __name__ == "__main__":
-            with xpool.Pool(1) as pool:
-                print(pool.apply(read, ("3",)))
-            pool.join()
-    """
-    path = scripts.write(tmp_path / "annotated.py", text)
-    assert scripts.run_ok([path]) == "[3]\n"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.torch
-def test_torch_in_a_script(tmp_path):
-    """Functions of a script may take and return tensors."""
-    text = """
-        import torch
-        import xpool
-
-        def norm(t):
-            return t.norm()
-
-        if __name__ == "__main__":
-            with xpool.Pool(2) as pool:
-                print(pool.map(norm, [torch.ones(4), torch.zeros(4)]))
-                print(pool.apply(lambda t: t + 1, (torch.zeros(2),)))
-            pool.join()
-    """
-    path = scripts.write(tmp_path / "tensors.py", text)
-    lines = scripts.run_ok([path]).splitlines()
-    assert lines == ["[tensor(2.), tensor(0.)]", "tensor([1., 1.])"]
 
 
 def test_notebook(tmp_path):

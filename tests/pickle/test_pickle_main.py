@@ -6,29 +6,6 @@ from collections.abc import Callable
 
 import pytest
 from support import scripts
-from support.tiers import also
-
-SHARED_GLOBALS = """
-from receiver import Receiver
-model = None
-def init(factor):
-    global model
-    model = Model(factor)
-class Model:
-    def __init__(self, factor): self.factor = factor
-    def __call__(self, x): return offset + self.factor * x
-def task(x): return helper(x)
-def helper(x): return model(x)
-offset = 100
-with Receiver() as other:
-    other.call(init, 3)
-    assert other.call(task, 2) == 106
-    assert other.call(lambda x: task(x) + 1, 2) == 107
-    offset = 200                      # the parent's change arrives ...
-    assert other.call(task, 2) == 206
-    assert model is None              # ... and the worker's is not lost, nor comes back
-print("ok")
-"""
 
 NOT_CLOBBERED = """
 from receiver import Receiver
@@ -46,72 +23,6 @@ with Receiver() as other:
     back()
     assert count == 11, "a function that came back works on the globals here"
     assert other.call(lambda: count) == 11, "the caller has changed it since"
-print("ok")
-"""
-
-DEFINITIONS = """
-import collections, dataclasses, enum, functools, math, typing
-from receiver import Receiver
-T = typing.TypeVar("T")
-class Color(enum.Enum):
-    RED = 1
-    @property
-    def other(self): return Color.RED
-class Point(typing.NamedTuple):
-    x: int
-    y: int = 2
-Pair = collections.namedtuple("Pair", "a b")
-@dataclasses.dataclass
-class Data:
-    n: int = 1
-    items: list = dataclasses.field(default_factory=list)
-    def area(self) -> float: return math.pi * self.n
-class Box(typing.Generic[T]):
-    def __init__(self, value: T): self.value = value
-    def open(self) -> T: return self.value
-class Base:
-    def who(self): return "base"
-class Child(Base):
-    def who(self): return "child of " + super().who()
-    @classmethod
-    def make(cls): return cls()
-    @staticmethod
-    def two(): return 2
-@functools.lru_cache(maxsize=None)
-def cached(n): return n if n < 2 else cached(n - 1) + cached(n - 2)
-def decorate(f):
-    @functools.wraps(f)
-    def wrapper(*args): return f(*args) + 1
-    return wrapper
-@decorate
-def decorated(x): return x * 10
-class Failure(Exception):
-    def __init__(self, a, b):
-        super().__init__(f"{a}/{b}")
-        self.a, self.b = a, b
-def fail(): raise Failure(1, 2)
-def echo(x): return x
-with Receiver() as other:
-    for value in (Color.RED, Point(1), Pair(1, 2), Data(3), Box(4), Child(), Color, Point, Child):
-        back = other.call(echo, value)
-        assert type(back) is type(value), value
-    assert other.call(echo, Color.RED) is Color.RED
-    assert other.call(echo, Data(5)) == Data(5)
-    assert other.call(Data(2).area) > 6
-    assert other.call(Child().who) == "child of base"
-    assert type(other.call(Child.make)) is Child
-    assert other.call(Child.two) == 2
-    assert other.call(cached, 30) == 832040
-    assert other.call(decorated, 3) == 31
-    assert other.call(functools.partial(decorated, 3)) == 31
-    assert other.call(lambda c: c.other.name, Color.RED) == "RED"
-    assert other.call(type, Child()) is Child
-    try:
-        other.call(fail)
-    except Failure as failure:
-        assert (failure.a, failure.b, str(failure)) == (1, 2, "1/2")
-    else:
-        raise AssertionError
 print("ok")
 """
 
@@ -165,99 +76,6 @@ with Receiver() as other:
 print("ok")
 """
 
-LEFT_OUT = """
-from receiver import Receiver
-file = open(__import__("os").devnull)
-def uses():
-    return file.read()
-def does_not(): return 2
-def assigns():
-    global file
-    file = 5
-    return file
-with Receiver() as other:
-    assert other.call(does_not) == 2
-    try:
-        other.call(uses)
-    except NameError as exc:
-        text = str(exc) + str(getattr(exc, "__notes__", "")) + str(exc.__cause__)
-        assert "'file' of __main__ was not sent" in text, text
-        assert "initializer" in text, text
-    else:
-        raise AssertionError
-    assert other.call(assigns) == 5
-file.close()
-print("ok")
-"""
-
-
-PROGRAMS = {
-    "shared globals": SHARED_GLOBALS,
-    "not clobbered": NOT_CLOBBERED,
-    "definitions": DEFINITIONS,
-    "dispatch": DISPATCH,
-    "left out": LEFT_OUT,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        *((name, "file") for name in PROGRAMS),
-        ("definitions", "stdin"),
-        ("definitions", "command"),
-        *also(*((name, how) for name in PROGRAMS for how in ("stdin", "command")
-                if name != "definitions")),
-    ],
-)  # fmt: skip
-def test_by_value(run_program: Callable[..., str], name: str, how: str) -> None:
-    """The functions, classes and globals of ``__main__`` are sent by value."""
-    program = PROGRAMS[name]
-    if how == "command":
-        program = program.replace("\n\n", "\n")
-    assert run_program(program, how).strip() == "ok"
-
-
-GUARDED = """
-import functools
-from receiver import Receiver
-class A:
-    def f(self): return FACTOR
-FACTOR = 3
-def times(x): return FACTOR * x
-def echo(x): return x
-@functools.lru_cache
-def cached(x): return times(x)
-if __name__ == "__main__":
-    extra = 5
-    def inside(x): return times(x) + extra
-    class Inner:
-        def g(self): return extra
-    with Receiver() as other:
-        FACTOR = 1000
-        assert other.call(lambda x: x * extra, 2) == 10
-        assert other.call(times, 2) == 2000, "as in the program, not as the script's top has it"
-        FACTOR = 3
-        assert other.call(times, 2) == 6
-    with Receiver() as other:
-        assert other.call(lambda x: times(x) + extra, 2) == 11
-        assert other.call(times, 2) == 6
-        assert other.call(echo, times) is times
-        assert type(other.call(echo, A())) is A
-        assert other.call(A().f) == 3
-        assert other.call(cached, 2) == 6
-        assert other.call(inside, 2) == 11
-        assert other.call(Inner().g) == 5
-        assert type(other.call(echo, Inner())) is Inner
-    print("ok")
-"""
-
-
-@pytest.mark.parametrize("how", ["file", "module"])
-def test_guarded(run_program: Callable[..., str], how: str) -> None:
-    """Functions of a guarded script are sent, those that the guarded block defines, too."""
-    assert run_program(GUARDED, how).strip() == "ok"
-
 
 def test_imports_nothing_heavy(run_program: Callable[..., str]) -> None:
     """Importing the package and sending lambdas imports neither dill nor torch nor numpy."""
@@ -301,6 +119,12 @@ if __name__ == "__main__":
     print([b"RATES" in p.dumps(one) for one in ([rate], [rate, x, x[2:]])])
 """
     assert run_program(program).strip() == "[False, False]"
+
+
+@pytest.mark.parametrize("program", [NOT_CLOBBERED, DISPATCH], ids=["not clobbered", "dispatch"])
+def test_by_value(run_program: Callable[..., str], program: str) -> None:
+    """The functions, classes and globals of ``__main__`` are sent by value."""
+    assert run_program(program).strip() == "ok"
 
 
 INTERRUPTED = """
