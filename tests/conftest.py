@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import importlib.util
 import os
 import re
@@ -110,6 +111,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option for exhaustive tests."""
     parser.addoption("--all", action="store_true", help="exhaustive tests too (make test-all)")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run the tests of a file in one process, since they share pools and templates."""
+    return importlib.import_module("xdist.scheduler").LoadFileScheduling(config, log)
 
 
 def _is_pure(item: pytest.Item) -> bool:
