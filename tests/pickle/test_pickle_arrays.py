@@ -57,31 +57,10 @@ def test_dtypes(kind: Any, size: int) -> None:
     assert (encode(one)[0] == frame.FRAMED) == large
 
 
-SHAPES = {
-    "no axes": lambda: np.array(3.5),
-    "no elements": lambda: np.empty((2, 0, 3)),
-    "fortran": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-    "axes moved": lambda: np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0),
-    "backwards": lambda: np.arange(6).reshape(2, 3)[::-1, ::-1],
-    "broadcast": lambda: np.broadcast_to(np.arange(3), (BIG, 3)),
-    "windows": lambda: np.lib.stride_tricks.sliding_window_view(np.arange(9), 4),
-    "no bytes": lambda: np.zeros(3, "V0"),
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_strides(name: str) -> None:
-    """Strides without gaps are kept, and repeated elements are sent once."""
-    one = SHAPES[name]()
-    for back in trips(one):
-        assert (back == one).all()
-        assert back.strides == one.strides
-        assert back.flags.writeable == one.flags.writeable
-    assert len(encode(one)) < 400
-
-
 def test_gaps() -> None:
-    """Bytes between elements are not sent, and the received array has none."""
+    """Bytes between elements are not sent, and the received array has none. Repeated elements are
+    sent once."""
+    assert len(encode(np.broadcast_to(np.arange(3), (BIG, 3)))) < 400
     x = np.arange(60_000).reshape(300, 200)
     for one in (x[:, ::2], x[::-3, 5], x.T[::2], x[:, :1], x["i4"] if x.dtype.names else x[1:, 1:]):
         assert len(encode(one)) < one.nbytes + 500
@@ -103,34 +82,6 @@ def test_read_only(size: int) -> None:
     view, base = trip([one, np.arange(3)])
     assert not view.flags.writeable
     assert base.flags.writeable
-
-
-@pytest.mark.parametrize("size", [40, BIG])
-def test_views_of_one_array(size: int) -> None:
-    """Overlapping views share memory after the trip; other views send their own elements."""
-    x = np.arange(4 * size).reshape(4, size)
-    for group in ([x, x[1]], [x[1], x], [x[:2], x[1:3]], [x[:, ::2], x], [x.T, x[2, ::-1]]):
-        back = trip(group)
-        assert all((a == b).all() for a, b in zip(back, group, strict=True))
-        back[0][...] = -1
-        assert (back[1] == -1).any()
-    assert len(encode([x[0], x[3]])) < 2 * x[0].nbytes + 1000
-    frozen = x[1:3]
-    frozen.flags.writeable = False
-    back, seen = trip([x, frozen])
-    back[...] = 5
-    assert (seen == 5).all()
-    assert not seen.flags.writeable
-
-
-def test_views_of_a_record() -> None:
-    """Fields of one record array still share its memory."""
-    x = np.zeros(5, [("a", "i4"), ("b", "f8")])
-    back, a, b = trip([x, x["a"], x["b"]])
-    back["a"][:] = 1
-    assert (a == 1).all()
-    assert not b.any()
-    assert len(encode([x["a"], x["b"]])) < 600
 
 
 def test_of_objects() -> None:
@@ -237,17 +188,6 @@ def test_scalars_dtypes_and_generators() -> None:
     generator = np.random.default_rng(3)
     back = trip(generator)
     assert back.random() == generator.random()
-
-
-def test_with_torch() -> None:
-    """A tensor and an array of the same memory still share it."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    for size in (5, BIG):
-        x = np.arange(float(size))
-        for group in ([x, torch.from_numpy(x)], [torch.from_numpy(x)[1:], x]):
-            one, two = trip(group)
-            one[...] = -1
-            assert (two[-3:] == -1).all()
 
 
 # -- the standard library's -----------------------------------------------------------------------

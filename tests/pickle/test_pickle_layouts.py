@@ -86,6 +86,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "expanded, with gaps": lambda: torch.arange(12.0)[::2].view(6, 1).expand(6, 7),
     "an axis of length 1": lambda: torch.ones(3, 5)[:, :1],
     "empty, with strides": lambda: torch.ones(4, 5)[2:2].t(),
+    "no axes": lambda: torch.tensor(3.5),
+    "channels last": lambda: torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last),
+    "frozen parameter": lambda: torch.nn.Parameter(torch.arange(6), requires_grad=False),
 }
 if hasattr(torch, "float4_e2m1fn_x2"):
     KINDS["float4"] = lambda: torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
