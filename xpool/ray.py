@@ -17,19 +17,43 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xpool._calls.options import check_count
 from xpool._hosts.hosts_engine import HostEngine, make_engine
-from xpool._hosts.ray_fleet import BEGUN_WITH, RESOURCES, Node, RayFleet, named, ray_module
 from xpool._pools.ctx_pools import CtxPool as _CtxPool
 from xpool._pools.process import Pool as _Pool
+from xpool.devices._table import TABLE
 from xpool.errors import OptionError
+
+if TYPE_CHECKING:
+    from xpool._hosts.ray_fleet import Node
 
 __all__ = ["CtxPool", "Devices", "HostDevice", "Hosts", "Pool", "devices", "hosts"]
 
 CONNECT_SECONDS = 5.0
 """Seconds within which a cluster must accept a connection."""
+
+RESOURCES: dict[str | None, str] = {
+    None: "CPU",
+    **{kind: row.resource for kind, row in TABLE.items() if row.resource},
+}
+"""Ray's name of the resource of each kind of device."""
+
+
+def _ray_fleet() -> Any:
+    """Return `xpool._hosts.ray_fleet`, whose import imports Ray.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+    try:
+        from xpool._hosts import ray_fleet
+    except ImportError as exc:
+        raise ImportError(
+            "Ray is not installed, and pools over hosts need it: pip install xpool[ray]"
+        ) from exc
+    return ray_fleet
 
 
 class Hosts(NamedTuple):
@@ -44,6 +68,11 @@ class Hosts(NamedTuple):
     kind: str | None = None
     total: int | None = None
 
+    @property
+    def resource(self) -> str:
+        """Ray's name of what each worker has one of."""
+        return RESOURCES[self.kind]
+
     def find(self) -> list[Node]:
         """Connect to the cluster, and return the hosts with the wanted resources and labels.
 
@@ -51,7 +80,8 @@ class Hosts(NamedTuple):
             ImportError: Ray is not installed.
             OptionError: no cluster was found, or no host in it fits.
         """
-        ray = ray_module()
+        fleet = _ray_fleet()
+        ray = fleet.ray
         if ray.util.client.ray.is_connected():
             raise OptionError(
                 "this program uses Ray Client (ray://), which is too slow for a pool, at 0.2 GB/s: "
@@ -62,7 +92,7 @@ class Hosts(NamedTuple):
                 _look_for(self.address or os.environ.get("RAY_ADDRESS", ""))
                 env = None if self.runtime_env is None else dict(self.runtime_env)
                 ray.init(address=self.address, configure_logging=False, runtime_env=env)
-                BEGUN_WITH.append(self.runtime_env)
+                fleet.BEGUN_WITH.append(self.runtime_env)
             except OSError as exc:
                 raise OptionError(
                     f"no Ray cluster is at address={self.address!r}: start one (ray start --head), "
@@ -72,22 +102,24 @@ class Hosts(NamedTuple):
 
     def make_engine(self, pool: Any, nodes: list[Node]) -> HostEngine:
         workers = [node.workers for node in nodes]
-        return make_engine(pool, workers, functools.partial(RayFleet, self, nodes), self.kind)
+        fleet = functools.partial(_ray_fleet().RayFleet, self, nodes)
+        return make_engine(pool, workers, fleet, self.kind)
 
     def driver_address(self) -> str:
         """Return the address at which hosts reach this program."""
-        return str(ray_module().util.get_node_ip_address())
+        return str(_ray_fleet().ray.util.get_node_ip_address())
 
     def living(self) -> list[Node]:
         """Return the living hosts that fit.  Hosts with more workers come first."""
-        every = [self._node(one) for one in named(ray_module().nodes()) if one["Alive"]]
+        fleet = _ray_fleet()
+        every = [self._node(one) for one in fleet.named(fleet.ray.nodes()) if one["Alive"]]
         fit = sorted((one for one in every if one is not None), key=lambda one: -one.workers)
         if not every:
             raise OptionError("the Ray cluster has no living host: start one (ray start)")
         if not fit:
             raise OptionError(
                 f"none of the {len(every)} hosts of the Ray cluster has {self.per_host or 1} "
-                f"{RESOURCES[self.kind]}s, resources={dict(self.resources or {})} and "
+                f"{self.resource}s, resources={dict(self.resources or {})} and "
                 f"labels={dict(self.labels or {})}: ask for less, or add a host"
             )
         if self.total is None:
@@ -108,7 +140,7 @@ class Hosts(NamedTuple):
 
     def _node(self, about: dict[str, Any]) -> Node | None:
         has, labels = about["Resources"], about.get("Labels") or {}
-        there = int(has.get(RESOURCES[self.kind], 0))
+        there = int(has.get(self.resource, 0))
         workers = self.per_host or there
         wanted = dict(self.resources or {})
         if not 0 < workers <= there or any(has.get(k, 0) < v for k, v in wanted.items()):
@@ -116,7 +148,8 @@ class Hosts(NamedTuple):
         if any(labels.get(k) != v for k, v in (self.labels or {}).items()):
             return None
         cpus = min(workers, int(has.get("CPU", 0)))
-        return Node(about["NodeID"], about["xpool_name"], workers, cpus)
+        node: Node = _ray_fleet().Node(about["NodeID"], about["xpool_name"], workers, cpus)
+        return node
 
 
 class HostDevice(NamedTuple):

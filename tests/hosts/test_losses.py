@@ -21,7 +21,6 @@ from support.waiting import eventually, wait_gone
 import xpool
 import xpool._hosts.hosts_engine
 from xpool import Pool, TaskTimeout, WorkerDied
-from xpool._hosts import ray_fleet
 from xpool.errors import HostLost
 
 pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
@@ -278,6 +277,7 @@ def test_an_agent_that_dies_is_replaced(stage, tmp_path):
     """A host whose agent dies gets another agent, even if it is the only host. Tasks with retries
     run there. After several such deaths, the host gets no more agents."""
     import xpool.ray
+    from xpool._hosts import ray_fleet
 
     only = xpool.ray.hosts(per_host=1, resources={"losses": 1}, n=1)
     with Pool(hosts=only) as pool:
@@ -298,6 +298,8 @@ def test_an_agent_that_dies_is_replaced(stage, tmp_path):
 
 def test_an_end_that_is_reported_twice(stage, monkeypatch):
     """While an agent is being replaced, a second failed call to it does not report a lost host."""
+    from xpool._hosts import ray_fleet
+
     node = ray_fleet.Node("an id", "a name", 1, 1)
     fleet = ray_fleet.RayFleet(None, [node], None)
     fleet._nodes[0] = node

@@ -1,6 +1,6 @@
 """The fleet of a Ray cluster: the driver places actors with agents on its hosts and calls them.
 
-Ray is imported at its first use.
+Importing this module imports Ray: `xpool.ray` does so at its first use.
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import ray
+import ray.util.client
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    RayActorError,
+    RayTaskError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xpool._hosts import fleet as f
 from xpool._hosts.agent import Agent, AgentConfig
 from xpool._hosts.messages import Blob, packed, unpacked
 from xpool._hosts.service import CALLS_IN_FLIGHT
-from xpool.devices._table import TABLE
 from xpool.errors import XPoolError
 
 MONITOR_EVERY, MONITOR_FROM = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
@@ -44,8 +53,6 @@ class HostAgent:
         self._agent.start()
 
     def call(self, said: Any, refs: Sequence[Any] = ()) -> Any:
-        import ray
-
         assert self._agent is not None
         return as_one(self._agent.call(parts_of(said), lambda i: memoryview(ray.get(refs[i]))))
 
@@ -62,8 +69,6 @@ def _before_rays_monitor() -> float | None:
 
 def _drop_thread_limit() -> None:
     """Unset OMP_NUM_THREADS if Ray has set it: its value does not fit workers."""
-    import ray
-
     given = ray.get_runtime_context().runtime_env.get("env_vars") or {}
     with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/environ", "rb") as file:
         if b"\0OMP_NUM_THREADS=" not in b"\0" + file.read() and "OMP_NUM_THREADS" not in given:
@@ -75,11 +80,13 @@ def as_one(parts: list[Any]) -> Any:
 
     Ray does not copy arrays into its pickles.
     """
-    if len(parts) == 1:
-        return parts[0]
-    import numpy
+    return parts[0] if len(parts) == 1 else [parts[0], *map(_array, parts[1:])]
 
-    return [parts[0], *(numpy.frombuffer(one, "uint8") for one in parts[1:])]
+
+def _array(payload: bytes | memoryview) -> Any:
+    import numpy  # a program without large values needs none
+
+    return numpy.frombuffer(payload, "uint8")
 
 
 def parts_of(said: Any) -> list[Any]:
@@ -117,13 +124,6 @@ class Node(NamedTuple):
     cpus: int
 
 
-RESOURCES: dict[str | None, str] = {
-    None: "CPU",
-    **{kind: row.resource for kind, row in TABLE.items() if row.resource},
-}
-"""Ray's name of the resource of each kind of device."""
-
-
 def named(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return Ray's descriptions of its hosts, each with a name for texts, ``xpool_name``.
 
@@ -140,46 +140,16 @@ def named(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-class Where(Protocol):
-    """Which hosts a pool uses, and what it needs of each: `xpool.ray.Hosts`."""
-
-    @property
-    def n(self) -> int | None: ...
-    @property
-    def resources(self) -> Mapping[str, float] | None: ...
-    @property
-    def runtime_env(self) -> Mapping[str, Any] | None: ...
-    @property
-    def kind(self) -> str | None: ...
-    def living(self) -> list[Node]: ...
-
-
-def ray_module() -> Any:
-    """Return Ray.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import ray
-        import ray.util.client
-    except ImportError as exc:
-        raise ImportError(
-            "Ray is not installed, and pools over hosts need it: pip install xpool[ray]"
-        ) from exc
-    return ray
-
-
 class RayFleet:
     """The agents of one pool; `Fleet` describes the public methods.
 
     Args:
-        where: which hosts the pool uses.
+        where: which hosts the pool uses: a `xpool.ray.Hosts`.
         nodes: the hosts that exist now.
         config: the configuration of each agent.
     """
 
-    def __init__(self, where: Where, nodes: list[Node], config: AgentConfig) -> None:
+    def __init__(self, where: Any, nodes: list[Node], config: AgentConfig) -> None:
         self._where, self._first_nodes, self._config = where, nodes, pickle.dumps(config)
         self._tell: Callable[[Any], object] = id
         # Written by the thread that makes the pool, and later only by the thread that places
@@ -206,9 +176,6 @@ class RayFleet:
         return [node.workers for node in self._first_nodes]
 
     def _place(self, node: Node) -> int:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         where = self._where
         options: dict[str, Any] = {
             "num_cpus": node.cpus,
@@ -219,7 +186,7 @@ class RayFleet:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
         }
         if where.kind not in (None, "cpu"):
-            options["resources"][RESOURCES[where.kind]] = node.workers
+            options["resources"][where.resource] = node.workers
         gpus = options["resources"].pop("GPU", None)
         if gpus is not None:
             options["num_gpus"] = gpus
@@ -253,7 +220,7 @@ class RayFleet:
             try:
                 ended = self._ends.get(timeout=QUERY_SECONDS)
             except queue.Empty:
-                if ray_module().is_initialized():  # else a query would connect to a cluster anew
+                if ray.is_initialized():  # else a query would connect to a cluster anew
                     with contextlib.suppress(Exception):  # the cluster does not answer: ask again
                         self._say_who_waits()
                         self._look_at_hosts()
@@ -295,8 +262,6 @@ class RayFleet:
                     self._add(node)
 
     def _replace(self, number: int) -> None:
-        import ray
-
         node = self._nodes[number]
         if not ray.is_initialized() or number in self._over or self._agents[node.id] > REPLACED:
             return
@@ -336,12 +301,9 @@ class RayFleet:
             self._tell(f.Dead(number, str(wrong)))  # no call under way will fail and report it
 
     def _is_dead(self, error: BaseException) -> bool:
-        from ray import exceptions
-
-        if isinstance(error, exceptions.ActorUnavailableError):
+        if isinstance(error, ActorUnavailableError):
             return False
-        gone = exceptions.RayActorError, exceptions.ActorUnschedulableError
-        return isinstance(error, gone)
+        return isinstance(error, (RayActorError, ActorUnschedulableError))
 
     def call(self, host: int, call: f.Call, hold: bool = False) -> None:
         refs: list[Any] = []
@@ -369,7 +331,7 @@ class RayFleet:
         actor = self._actors.get(host)
         if actor is None:  # the pool is over
             return
-        if not ray_module().is_initialized():  # a call would connect to a cluster anew
+        if not ray.is_initialized():  # a call would connect to a cluster anew
             self._tell(f.Dead(host, SHUT_DOWN))
             return
         try:
@@ -384,8 +346,6 @@ class RayFleet:
     def receive(self, host: int, number: int, seconds: float) -> f.Replied | None:
         ref = self._held.pop((host, number), None)
         if ref is not None:
-            import ray
-
             try:
                 return _reply(host, number, ray.get(ref, timeout=seconds))
             except BaseException as exc:  # also one that a signal handler raises
@@ -401,27 +361,20 @@ class RayFleet:
             self._tell(_reply(host, number, found))
 
     def _failed(self, host: int, number: int, error: BaseException) -> None:
-        from ray import exceptions
-
         if self._is_dead(error):
             self._dead(host, _reason(error))
-        elif isinstance(error, exceptions.RayTaskError):  # the agent raised: a bug of xpool
+        elif isinstance(error, RayTaskError):  # the agent raised: a bug of xpool
             self._tell(f.Refused(getattr(error, "cause", error)))
         else:
             self._tell(f.Unreached(host, number))
 
     def put(self, payload: bytes | memoryview) -> Any:
         """Put an object into Ray's store; hosts copy it from one another."""
-        import numpy
-        import ray
-
         if not ray.is_initialized():
             raise XPoolError(SHUT_DOWN)
-        return ray.put(numpy.frombuffer(payload, "uint8"))
+        return ray.put(_array(payload))
 
     def stop(self, host: int) -> None:
-        import ray
-
         self._over.add(host)
         actor = self._actors.get(host)
         if actor is None:  # the pool is over
@@ -450,27 +403,23 @@ def _reply(host: int, number: int, found: Any) -> f.Replied:
 
 def _draining() -> Collection[str]:
     """Return the ids of hosts that will be removed, such as those of a spot market."""
-    from ray._private.state import state  # no public function returns them
-
-    return getattr(state, "get_draining_nodes", dict)()  # older versions have none
+    # No public function returns them, and older versions have none.
+    return getattr(ray._private.state.state, "get_draining_nodes", dict)()
 
 
 def _free_cpus() -> dict[str, float]:
     """Return the number of free CPUs of each host, by Ray's id."""
-    from ray._private.state import state  # no public function returns it
-
-    ask = getattr(state, "available_resources_per_node", dict)  # older versions have none
+    # No public function returns it, and older versions have none.
+    ask = getattr(ray._private.state.state, "available_resources_per_node", dict)
     return {node: has.get("CPU", 0.0) for node, has in ask().items()}
 
 
 def _why(error: BaseException) -> str:
     """Return why Ray could not be called."""
-    return f"{type(error).__name__}: {error}" if ray_module().is_initialized() else SHUT_DOWN
+    return f"{type(error).__name__}: {error}" if ray.is_initialized() else SHUT_DOWN
 
 
 def _kill(actor: Any) -> None:
-    import ray
-
     with contextlib.suppress(Exception):  # the actor has ended already
         ray.kill(actor, no_restart=True)
 
