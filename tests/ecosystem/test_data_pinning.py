@@ -16,8 +16,7 @@ pytestmark = pytest.mark.torch
 import torch  # noqa: E402
 from torch.utils import data as theirs  # noqa: E402
 
-from xpool.data import DataLoader  # noqa: E402
-from xpool.data import _pinning as pinning  # noqa: E402
+from xpool.data import DataLoader, _epoch  # noqa: E402
 
 Pair = namedtuple("Pair", "batch text")
 
@@ -40,17 +39,16 @@ class Batch:
 @pytest.fixture(scope="module", autouse=True)
 def started():
     """Let CUDA open its descriptors before the leak check."""
-    if pinning.can_pin():
+    if _epoch.can_pin():
         torch.ones(1).pin_memory()
 
 
 @pytest.fixture(autouse=True)
 def with_device(monkeypatch):
     """Allow pinning without a device. Only `pin_memory` of batches is called."""
-    if not pinning.can_pin():  # with CUDA, torch would ask the driver for a device
+    if not _epoch.can_pin():  # with CUDA, torch would ask the driver for a device
         monkeypatch.setattr(torch, "get_device_module", lambda: torch.cpu, raising=False)
-    monkeypatch.setattr(pinning, "can_pin", lambda: True)
-    monkeypatch.setattr("xpool.data._epoch.can_pin", lambda: True)
+    monkeypatch.setattr(_epoch, "can_pin", lambda: True)
 
 
 def pin_threads():
@@ -122,7 +120,7 @@ ENDS = """
     import os, threading
     import torch
     from xpool.data import DataLoader
-    from xpool.data import _epoch as epoch, _pinning as pinning
+    from xpool.data import _epoch
 
     def work():
         for _ in range(20):
@@ -152,9 +150,9 @@ ENDS = """
         assert os.waitpid(child, 0)[1] == 0
         options = {"dataset": Items()}
     else:
-        if not pinning.can_pin():
+        if not _epoch.can_pin():
             torch.get_device_module = lambda: torch.cpu
-        epoch.can_pin = pinning.can_pin = lambda: True
+        _epoch.can_pin = lambda: True
         options = {"dataset": range(9), "collate_fn": Batch, "pin_memory": True}
         begun.release()
     batches = iter(DataLoader(num_workers=1, workers="thread", **options))

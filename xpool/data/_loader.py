@@ -14,10 +14,9 @@ from xpool._calls.options import check_choice, names_of, refuse_unknown
 from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool
 from xpool._pools.thread import ThreadPool
-from xpool.data._epoch import Before, Epoch
+from xpool.data._epoch import Before, Epoch, warn_of_pinning
 from xpool.data._generators import Generators, decoded
 from xpool.data._loader_worker import Base, is_stateful
-from xpool.data._pinning import warn_of_pinning
 from xpool.data._report import LoaderReport, Times, WorkerCount
 from xpool.data._sampling import Preview, can_preview
 from xpool.data._state import EpochProgress, bases_of, between, check_state, facts
