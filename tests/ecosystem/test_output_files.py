@@ -15,7 +15,7 @@ import pytest
 
 from xpool import CtxPool, OptionError, P2PPool, Pool, TaskTimeout, ThreadPool, WorkerDied
 from xpool._calls.results import Job
-from xpool._worker.output_files import TaskFiles
+from xpool._worker.task_output import TaskFiles
 from xpool.devices._device_context import PROCESS
 
 

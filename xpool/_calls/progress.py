@@ -8,7 +8,7 @@ display may raise any error.
 
 Below a bar on a terminal, the thread draws the bars of the pool's tasks, one line for each worker.
 Between two writes, the cursor is in the line of the pool's bar, so that workers can insert lines
-there (`xpool._worker.task_bars`).
+there (`xpool._worker.task_output`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from xpool.pickle import encode
 if TYPE_CHECKING:
     from xpool._pickling.policy import Layout
     from xpool._pools.worker_group import WorkerGroup
-    from xpool._worker.output_files import TaskFiles
+    from xpool._worker.task_output import TaskFiles
 
 CAUSE_SECONDS = 30.0
 """The longest wait for the error or death that has caused a `PeerLost`.  It may arrive later than

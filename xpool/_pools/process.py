@@ -191,7 +191,7 @@ class Pool(BasePool):
         """Make the engine: it has a private channel to each worker."""
         hosts = self._options.hosts
         if self._options.output == "files":
-            from xpool._worker.output_files import TaskFiles
+            from xpool._worker.task_output import TaskFiles
 
             self._files = TaskFiles(self.name)
             self.output_folder = self._files.folder

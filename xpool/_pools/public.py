@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypeVarTuple, Unpack
 
-    from xpool._worker.output_files import TaskFiles
+    from xpool._worker.task_output import TaskFiles
 
     Cs = TypeVarTuple("Cs", default=Unpack[tuple[()]])  # what a function gets before the item
 else:

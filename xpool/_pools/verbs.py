@@ -37,7 +37,7 @@ from xpool._worker.callables import task_function
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
-    from xpool._worker.output_files import TaskFiles
+    from xpool._worker.task_output import TaskFiles
 
 It = TypeVar("It", bound=IMapIterator[Any])
 

@@ -99,9 +99,8 @@ _NOTHING = nullcontext()
 @cache
 def _contexts() -> tuple[Any, Any, Any]:
     """Import what the program, which makes the records, does not need."""
-    from xpool._worker.output_files import output_to
     from xpool._worker.seeds import seeded
-    from xpool._worker.task_bars import above_bar
+    from xpool._worker.task_output import above_bar, output_to
 
     return above_bar, output_to, seeded
 
