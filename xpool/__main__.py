@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,7 +21,7 @@ from typing import Any
 from xpool._engine.stacks import outside
 from xpool._pools.observing import as_stacks
 from xpool._pools.process import Pool
-from xpool.devices._host import Host, usable_cpus
+from xpool.devices._host import Host, installed, usable_cpus
 from xpool.errors import WorkerDied
 
 __all__ = ["main"]
@@ -57,17 +56,12 @@ def look(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {
+    return {
         "xpool": sys.modules["xpool"].__version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        **installed(_PACKAGES),
     }
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _workers() -> dict[str, Any]:

@@ -6,9 +6,7 @@ unpickles a user's payload: it passes payloads on as bytes, large ones through t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import sys
@@ -39,6 +37,7 @@ from xpool._pools.assembly import (
 )
 from xpool._pools.ctx_pools import shared_processes
 from xpool.devices import DeviceContext, devices
+from xpool.devices._host import installed
 from xpool.errors import OptionError
 from xpool.pickle import encode
 
@@ -279,11 +278,8 @@ class AgentConfig(NamedTuple):
 def facts(modules: Sequence[str]) -> dict[str, str]:
     """Return the versions that must agree on all hosts, by name: Python's and those of xpool and
     ``modules``, as far as they are installed."""
-    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
-    for name in ("xpool", *modules):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"Python": python, **installed(("xpool", *modules))}
 
 
 class Agent:

@@ -411,7 +411,7 @@ class Host:
                 "npu": find_ascend(root),
                 "neuron": find_neuron(root),
             },
-            packages=_packages(),
+            packages=installed(_FRAMEWORKS),
             build=_torch_build(),
             metal=sys.platform == "darwin" and os.uname().machine == "arm64",
             reported=_reported() if ask_torch else ("", 0),
@@ -488,9 +488,13 @@ def holders(files: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
     return found
 
 
-def _packages() -> dict[str, str]:
+_FRAMEWORKS = ("torch", "torch_xla", "torch_tpu", "torch_npu", "torch_neuronx")
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those of these packages that are installed."""
     found = {}
-    for name in ("torch", "torch_xla", "torch_tpu", "torch_npu", "torch_neuronx"):
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
