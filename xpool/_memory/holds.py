@@ -22,6 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+from xpool._memory.buffers import array_type
 from xpool._memory.layout import ENTRIES, LARGE, PAGE, ArenaFile, Entry
 from xpool._python.hidden import is_mine
 from xpool._python.interrupt import shielded, uninterrupted
@@ -344,10 +345,8 @@ block_types: dict[int, Any] = {}  # by capacity, of which there are only four an
 def make_block_type(capacity: int) -> Any:
     made = block_types.get(capacity)
     if made is None:
-        import ctypes
-
         # `arena` keeps the mapping alive, because an object of `from_address` owns no memory.
-        bases = Block, ctypes.c_char * capacity
+        bases = Block, array_type(capacity)
         slots = "arena", "filled", "former", "number", "stands_for"
         space = {"__slots__": slots, "capacity": capacity}
         # Two threads may make the same type at once, and both types work.

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from importlib import import_module
+from typing import Any
 
 from xpool._python import at_fork
 
@@ -38,11 +39,15 @@ def kept_descriptor() -> int | None:
     return _spare
 
 
-def ready() -> None:
-    """Import the modules if this was not done yet."""
+def ready() -> Any:
+    """Import the modules if this was not done yet; return `traceback`."""
+    if _spare is not None:
+        _import()
+    return import_module("traceback")
+
+
+def _import() -> None:
     global _spare
-    if _spare is None:
-        return
     with _importing:
         spare, _spare = _spare, None
         if spare is None:

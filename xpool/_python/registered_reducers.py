@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import sys
 import types
 from collections.abc import Callable
 from multiprocessing import reduction
@@ -67,10 +68,9 @@ def _is_own(reduce: Any) -> bool:
 
 
 def _reduce(reduce: Callable[[Any], Any], pickler: Any, obj: Any) -> Any:
-    import ctypes
-
+    ctypes: Any = sys.modules.get("ctypes")
     # The base of all types of ctypes, _ctypes._CData, has no public name.
-    if isinstance(obj, ctypes.c_int.__mro__[-2]):
+    if ctypes is not None and isinstance(obj, ctypes.c_int.__mro__[-2]):
         # Only objects in shared memory need the reducer, which refuses to send them.
         return reduce(obj) if hasattr(obj, "_wrapper") else NotImplemented
     if pickler.group is not None or pickler.layout.kept or not pickler.layout.out_of_band:

@@ -49,9 +49,7 @@ _ADVICE = (
 
 def refused(exc: BaseException, value: Any) -> bytes | memoryview:
     """Return the message that a result cannot be sent, and release the result."""
-    error_imports.ready()
-    from traceback import clear_frames  # imported by `ready`
-
+    traceback = error_imports.ready()
     reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
     failure = errors.ResultNotPicklable(reason or exc, safe_repr(value, 500))
     if isinstance(exc, TaskNotPicklable) and exc.parts is not None:
@@ -65,7 +63,7 @@ def refused(exc: BaseException, value: Any) -> bytes | memoryview:
         one = raised.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            clear_frames(one.__traceback__)
+            traceback.clear_frames(one.__traceback__)
             raised += [one.__cause__, one.__context__]
     return payload
 
@@ -80,13 +78,10 @@ def traceback_of(exc: BaseException) -> str:
 
 def _text_of(exc: BaseException, tb: TracebackType | None) -> str:
     """Return the traceback from ``tb`` on as text."""
-    error_imports.ready()
-    from traceback import format_exception  # imported by `ready`
-
+    traceback = error_imports.ready()
     if isinstance(exc, ModuleNotFoundError):
         _say_where(exc)
-
-    return "".join(format_exception(type(exc), exc, tb))
+    return "".join(traceback.format_exception(type(exc), exc, tb))
 
 
 def _say_where(exc: ModuleNotFoundError) -> None:

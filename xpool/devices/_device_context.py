@@ -101,16 +101,15 @@ class DeviceContext:
         """
         if _opened.get() is None:
             raise RuntimeError("DeviceContext.devices is known in the worker only; use .device")
-        import torch
-
+        own = self.device
         if self.core is not None:
-            return [self.device]
+            return [own]
         if self.framework == "torch_xla":
             xm = import_module("torch_xla.core.xla_model")
-            return [torch.device(name) for name in xm.get_xla_supported_devices()]
+            return [type(own)(name) for name in xm.get_xla_supported_devices()]
         if self.count == 1:
-            return [self.device]
-        return [torch.device(row_of(self.kind).type, i) for i in range(self.count)]
+            return [own]
+        return [type(own)(row_of(self.kind).type, i) for i in range(self.count)]
 
     def enter(self) -> None:
         """Open the device's runtime in the calling worker, and bind the worker to the device.
@@ -172,8 +171,7 @@ def _open_torch(context: DeviceContext) -> None:
 
 
 def _open_mps(context: DeviceContext) -> None:
-    import torch
-
+    torch = import_module("torch")
     if not torch.backends.mps.is_available():
         raise RuntimeError("torch.backends.mps.is_available() is False")
     torch.empty(1, device=context.device)  # opens Metal, so that a failure shows now
