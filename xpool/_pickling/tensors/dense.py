@@ -3,8 +3,9 @@
 A tensor is reduced in steps, each of which the receiver undoes:
 
 1. Properties besides the values (a Parameter, a leaf that requires grad, a conjugate view, a
-   subclass, attributes) are sent with the bare tensor (`_dressed`, `composite`).
-2. A tensor made of other tensors (sparse, nested, quantized) is sent as these (`composite`).
+   subclass, attributes) are sent with the bare tensor (`_dressed`, `reduce_subclass`).
+2. A tensor made of other tensors (sparse, nested, quantized) is sent as these (`parts`).  They are
+   reduced like any tensor, so they keep their aliases.
 3. Elements at steps in a storage are sent as bytes (`_dense`).  If other objects of the message
    lie in the same memory, they are sent as a place in a `Piece` (see `extents`).
 
@@ -33,9 +34,9 @@ from xpool._pickling.reducers import (
     register,
     set_attributes,
 )
-from xpool._pickling.tensors import composite, mapped
 from xpool._pickling.tensors import device_memory as cuda
-from xpool._pickling.tensors.device_memory import is_kept, on_own_device
+from xpool._pickling.tensors import mapped
+from xpool._pickling.tensors.device_memory import about, is_kept, on_own_device
 from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
 from xpool._pickling.tensors.sharing import first_user, move, reduce_named, reduce_shared
 from xpool.errors import TaskNotPicklable
@@ -64,8 +65,8 @@ def _lazy_torch() -> None:
     # A Parameter always has properties besides its elements.
     REDUCERS[torch.nn.Parameter] = reduce_any
     REDUCERS[torch.UntypedStorage] = _reduce_storage
-    FOR_SUBCLASSES[torch.Tensor] = composite.reduce_subclass
-    REDUCERS[torch.storage.TypedStorage] = composite.reduce_typed_storage
+    FOR_SUBCLASSES[torch.Tensor] = reduce_subclass
+    REDUCERS[torch.storage.TypedStorage] = reduce_typed_storage
 
 
 LAZY["torch"] = LAZY["torch.nn.parameter"] = LAZY["torch.storage"] = _lazy_torch
@@ -179,7 +180,7 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
         if block is None and not odd and hasattr(storage, "xpool_place"):
             file = mapped.place_of(pickler, storage)
             if file is not None and first_user(pickler, address, tensor) is tensor:
-                lent = mapped.lend(pickler, storage, file, partial(composite.about, tensor))
+                lent = mapped.lend(pickler, storage, file, partial(about, tensor))
                 place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
                 return _in_file, (lent, name, count, *place)
         return _dense(pickler, sys.modules["torch"], tensor, name)
@@ -218,7 +219,7 @@ def _short(tensor: Any, by_number: bool) -> bytes | None:
 def reduce_any(pickler: Context, tensor: Any) -> Any:
     """Reduce a tensor or Parameter of any kind."""
     if tensor.requires_grad or tensor._backward_hooks:
-        composite.check(tensor)
+        check(tensor)
     # In share mode, a worker keeps the tensor on its device and sends a handle.
     if is_kept(pickler.layout, tensor):
         assert pickler.layout.keep is not None
@@ -251,7 +252,7 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
 
 def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
     """Reduce a tensor that has no properties besides its values."""
-    made_of = composite.parts(torch, tensor)
+    made_of = parts(torch, tensor)
     if made_of is not None:
         return made_of
     name = _NAMES[tensor.dtype]
@@ -259,7 +260,7 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
         return _empty, (name, tuple(tensor.shape), tensor.stride(), "meta")
     if _has_names is not None and _has_names(tensor):
         raise TaskNotPicklable(
-            f"{composite.about(tensor)} has named axes {tensor.names}, which cannot be sent to "
+            f"{about(tensor)} has named axes {tensor.names}, which cannot be sent to "
             "another process. Send x.rename(None), and the names beside it."
         )
     if not tensor.is_cpu:
@@ -272,7 +273,7 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
 def _on_device(pickler: Context, tensor: Any) -> Any:
     """Reduce a tensor on a device: as shared memory if this message allows it, else as a copy."""
     if tensor.is_cuda:
-        shared = cuda.reduce_shared(pickler, tensor, partial(composite.about, tensor))
+        shared = cuda.reduce_shared(pickler, tensor)
         if shared is not None:
             return shared
         copied = _into_block(pickler, tensor)
@@ -345,7 +346,7 @@ def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
         and storage.resizable()
         and not storage.is_shared()
     ):
-        move(arena, layout, storage, partial(composite.about, tensor), tensor)
+        move(arena, layout, storage, partial(about, tensor), tensor)
     return storage
 
 
@@ -353,7 +354,7 @@ def _with_memory(tensor: Any) -> Any:
     if tensor._is_zerotensor():  # autograd's zeros without memory
         return tensor.clone()
     raise TaskNotPicklable(
-        f"{composite.about(tensor)} has no values: its storage was resized to 0 bytes. Send it "
+        f"{about(tensor)} has no values: its storage was resized to 0 bytes. Send it "
         "when its storage has been filled again, or leave it out."
     )
 
@@ -473,3 +474,178 @@ def _dressed(tensor: Any, flags: int) -> Any:
     if flags & _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & _GRAD))
     return tensor.requires_grad_() if flags & _GRAD else tensor
+
+
+# -- tensors made of other tensors -----------------------------------------------------------------
+# The receiver has the parts before it calls one of these functions, and so has imported torch.
+
+
+def parts(torch: Any, tensor: Any) -> Any:
+    """Return how to rebuild a bare tensor from others, or None if it is elements in a storage."""
+    layout = tensor.layout
+    if layout is torch.strided:
+        if tensor.is_quantized:
+            return _quantized_parts(torch, tensor)
+        # torch reduces nested tensors to other tensors.
+        return NotImplemented if tensor.is_nested else None
+    shape = tuple(tensor.shape)
+    if layout is torch.sparse_coo:
+        # The public methods refuse an uncoalesced tensor.
+        members = (tensor._indices(), tensor._values())
+        return _sparse, (*members, shape, tensor.is_coalesced())
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        rows, columns = tensor.crow_indices(), tensor.col_indices()
+        return _compressed, (rows, columns, tensor.values(), shape, layout)
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        columns, rows = tensor.ccol_indices(), tensor.row_indices()
+        return _compressed, (columns, rows, tensor.values(), shape, layout)
+    # The memory belongs to mkldnn, so the values are converted in both directions.
+    if tensor.is_mkldnn:
+        return _mkldnn, (tensor.to_dense(),)
+    return NotImplemented  # torch pickles it, or says that it cannot
+
+
+def _quantized_parts(torch: Any, tensor: Any) -> Any:
+    """Reduce to the whole storage, because four-bit elements need not begin at a byte.
+
+    torch's own reduction is not used: when it is loaded, it warns of a deprecated kind of storage.
+    """
+    scheme: Any = tensor.qscheme()
+    if scheme == torch.per_tensor_affine:
+        how: Any = (scheme, tensor.q_scale(), tensor.q_zero_point())
+    else:
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        how = (scheme, scales, zeros, tensor.q_per_channel_axis())
+    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return _quantized, (tensor.untyped_storage(), tensor.dtype, *place, how)
+
+
+@builder
+def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
+    torch = sys.modules["torch"]
+
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=coalesced, check_invariants=False
+    )
+
+
+@builder
+def _compressed(outer: Any, inner: Any, values: Any, shape: Any, layout: Any) -> Any:
+    torch = sys.modules["torch"]
+
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, shape, layout=layout, check_invariants=False
+    )
+
+
+@builder
+def _mkldnn(dense: Any) -> Any:
+    return dense.to_mkldnn()
+
+
+@builder
+def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, how: Any) -> Any:
+    torch = sys.modules["torch"]
+
+    options = {"dtype": dtype, "device": "cpu"}
+    if how[0] == torch.per_tensor_affine:
+        _, scale, zero = how
+        made = torch._empty_affine_quantized(shape, scale=scale, zero_point=zero, **options)
+    else:
+        _, scales, zeros, axis = how
+        made = torch._empty_per_channel_affine_quantized(
+            shape, scales=scales, zero_points=zeros, axis=axis, **options
+        )
+    return made.set_(storage, offset, shape, strides)
+
+
+def check(tensor: Any) -> None:
+    """Check that a tensor does not refer to the autograd graph of this process.
+
+    Raises:
+        TaskNotPicklable: the tensor is a result that tracks gradients, or it has hooks.
+    """
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise TaskNotPicklable(
+            f"{about(tensor)} is the result of a computation that tracks gradients; the graph "
+            "behind it cannot be sent to another process. Send x.detach() instead."
+        )
+    hooks = [*(tensor._backward_hooks or {}).values()]
+    hooks += [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
+    hooks = [hook for hook in hooks if not hasattr(hook, "__torch_unserializable__")]
+    if hooks:
+        raise TaskNotPicklable(
+            f"{about(tensor)} has hooks for its gradient ({hooks[0]!r}), which cannot be sent "
+            "to another process. Remove them (the handle that register_hook returned has "
+            "remove()), send x.detach(), or say that a hook may be left behind by decorating it "
+            "with torch.utils.hooks.unserializable_hook."
+        )
+
+
+# -- subclasses -----------------------------------------------------------------------------------
+
+
+def reduce_subclass(pickler: Context, tensor: Any) -> Any:
+    """Reduce a tensor of a class without its own reducer to its values, class and attributes.
+
+    A wrapper has no memory, and its attributes are the wrapped tensors.  torch pickles it.
+    """
+    torch = sys.modules["torch"]
+    cls = type(tensor)
+    own_ways = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
+    if cls.__reduce_ex__ not in own_ways or cls.__reduce__ is not torch.Tensor.__reduce__:
+        return NotImplemented
+    # Otherwise each use of the tensor would call the `__torch_function__` of its class.
+    with torch._C.DisableTorchFunctionSubclass():
+        check(tensor)
+        if is_kept(pickler.layout, tensor):
+            assert pickler.layout.keep is not None
+            return pickler.layout.keep(pickler, tensor)
+        if _is_wrapper(torch, tensor):
+            return NotImplemented
+        grad = tensor.requires_grad
+        # Make a plain tensor of the same memory, without calling the class's `__torch_dispatch__`.
+        with torch._C._DisableTorchDispatch():
+            bare = torch.Tensor._make_subclass(torch.Tensor, tensor)
+    state = torch._utils._get_obj_state(tensor)
+    if state:
+        return _subclassed, (bare, cls, grad), state, None, None, _set_state
+    return _subclassed, (bare, cls, grad)
+
+
+def _is_wrapper(torch: Any, tensor: Any) -> bool:
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    try:
+        return bool(tensor.numel() > 0 and tensor.data_ptr() == 0)
+    except RuntimeError:  # it has no storage, so it has no address
+        return True
+
+
+@builder
+def _subclassed(bare: Any, cls: Any, grad: bool) -> Any:
+    torch = sys.modules["torch"]
+
+    with torch._C._DisableTorchDispatch():
+        return torch.Tensor._make_subclass(cls, bare, grad)
+
+
+def _set_state(tensor: Any, state: Any) -> None:
+    torch = sys.modules["torch"]
+
+    if type(tensor).__setstate__ is torch.Tensor.__setstate__:
+        torch._utils._set_obj_state(tensor, state)
+    else:
+        tensor.__setstate__(state)
+
+
+def reduce_typed_storage(pickler: Context, storage: Any) -> Any:
+    """Reduce a storage with a dtype, such as the old class ``FloatStorage``."""
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+@builder
+def _typed_storage(storage: Any, dtype: Any) -> Any:
+    torch = sys.modules["torch"]
+
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

@@ -35,11 +35,14 @@ _shared: set[int] = set()
 """The numbers of the GPUs whose memory this process shares with others."""
 
 
-def reduce_shared(pickler: Context, tensor: Any, about: Callable[[], str]) -> Any:
-    """Return how to open a tensor's memory in another process, or None if the message gets a copy.
+def about(tensor: Any) -> str:
+    """Return a description of a tensor for an error's text."""
+    shape = "nested" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
+    return f"A tensor {shape}, {tensor.dtype}, on {tensor.device}"
 
-    Args:
-        about: returns a description of the tensor, for an error.
+
+def reduce_shared(pickler: Context, tensor: Any) -> Any:
+    """Return how to open a tensor's memory in another process, or None if the message gets a copy.
 
     Raises:
         TaskNotPicklable: CUDA cannot share the memory.  The text says why and what to do.
@@ -52,10 +55,10 @@ def reduce_shared(pickler: Context, tensor: Any, about: Callable[[], str]) -> An
     if seen.plan is None:
         seen.exports = True
         return _nothing, ()
-    return export(tensor, about)
+    return export(tensor)
 
 
-def export(tensor: Any, about: Callable[[], str]) -> Any:
+def export(tensor: Any) -> Any:
     """Return the function that opens a tensor's memory once in another process, and its arguments.
 
     Return None if the memory was received from another process and cannot be exported again.
@@ -68,8 +71,8 @@ def export(tensor: Any, about: Callable[[], str]) -> Any:
     gpu = identity(ordinal)
     if gpu is None:
         raise TaskNotPicklable(
-            f"{about()} cannot be shared: torch {torch.__version__} gives GPUs no UUIDs; torch 2.4 "
-            f"does. {_WAY_OUT}"
+            f"{about(tensor)} cannot be shared: torch {torch.__version__} gives GPUs no UUIDs; "
+            f"torch 2.4 does. {_WAY_OUT}"
         )
     try:
         rebuild, args = torch.multiprocessing.reductions.reduce_tensor(tensor)
@@ -77,7 +80,7 @@ def export(tensor: Any, about: Callable[[], str]) -> Any:
         if _RECEIVED in str(exc):
             return None
         raise TaskNotPicklable(
-            f"{about()} cannot be shared: CUDA's IPC fails here ({exc}). {_WAY_OUT}"
+            f"{about(tensor)} cannot be shared: CUDA's IPC fails here ({exc}). {_WAY_OUT}"
         ) from exc
     _shared.add(ordinal)
     return open_exported, (gpu, rebuild, args)

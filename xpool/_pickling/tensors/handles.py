@@ -23,7 +23,6 @@ from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._pickling.policy import pools
 from xpool._pickling.reducers import Context, builder, in_place, register
-from xpool._pickling.tensors import composite
 from xpool._pickling.tensors import device_memory as cuda
 from xpool._pickling.tensors.device_memory import copy_to, on_own_device
 from xpool._python.worker_local import WorkerLocal
@@ -136,10 +135,10 @@ def _reduce(pickler: Context, handle: TensorHandle) -> Any:
 
 def _export(*args: Any) -> Any:
     tensor = args[-1]  # a context may precede the tensor
-    exported = cuda.export(tensor, lambda: composite.about(tensor))
+    exported = cuda.export(tensor)
     if exported is None:
         raise TaskNotPicklable(
-            f"{composite.about(tensor)} cannot be opened: another process made it, and CUDA cannot "
+            f"{cuda.about(tensor)} cannot be opened: another process made it, and CUDA cannot "
             "share memory that was received. Use handle.cpu(), or return a clone() of it."
         )
     return exported
