@@ -23,7 +23,7 @@ from xpool._calls.options import check_count
 from xpool._hosts.hosts_engine import HostEngine, make_engine
 from xpool._pools.ctx_pools import CtxPool as _CtxPool
 from xpool._pools.process import Pool as _Pool
-from xpool.devices._table import TABLE
+from xpool.devices._device_context import TABLE
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
