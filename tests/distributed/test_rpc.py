@@ -30,9 +30,7 @@ from xpool.distributed import (
     get_world,
     is_world_initialized,
 )
-from xpool.distributed import (
-    _world_agent as agent,
-)
+from xpool.distributed import _world as own_world
 from xpool.errors import OptionError, RemoteTraceback, ResultNotPicklable, TaskNotPicklable
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
@@ -350,7 +348,7 @@ def leaves_while_called(world: World) -> str:
         return str(error.value)
     group.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent, "SHUTDOWN_SECONDS", 0.2)
+        patch.setattr(own_world, "SHUTDOWN_SECONDS", 0.2)
         with pytest.warns(ResourceWarning, match="still ran in"):
             world.stop(graceful=False)
     set_stop()

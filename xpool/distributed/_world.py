@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import resource
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,10 +17,10 @@ from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
+from torch.distributed import rpc
 
 import xpool.distributed._current as current
 import xpool.distributed._rendezvous as rendezvous
-import xpool.distributed._world_agent as agent
 from xpool._worker.worker_context import current_worker
 from xpool.distributed._collective import CollectiveGroup, explain
 from xpool.distributed._current import Peers
@@ -116,7 +118,7 @@ class World:
 
     def _join(self, address: str, rpc_address: str, backend: str) -> None:
         if self.has_rpc:
-            agent.check_rank(self.rank)
+            check_agents_rank(self.rank)
         if self.has_dist and dist.is_initialized():
             raise OptionError(
                 "this process has a default group of torch.distributed, and can have one: call "
@@ -150,7 +152,7 @@ class World:
                 )
             if self.has_rpc:
                 self._running.append("rpc")
-                agent.start(self.name, *place, rpc_store, earlier, limit, self.rpc_timeout)
+                start_agent(self.name, *place, rpc_store, earlier, limit, self.rpc_timeout)
                 # Watched before the meeting, so that a death ends the meeting.
                 watch(self.peers, limit)
                 # No rank may use the world, or leave it, while others still connect.
@@ -387,7 +389,7 @@ class World:
             if "rpc" in self._running:
                 # Called before the groups end, because the farewell contains their progress.
                 self.watchers.leave(self.peers, None if graceful else self._farewell)
-                agent.shut_down(graceful)
+                shut_down_agent(graceful)
             for group in list(self._collective):  # each group removes itself from the list
                 group.end()
             # If `World.group` was used, its end has destroyed torch's default group.
@@ -503,6 +505,8 @@ def _is_built(backend: str) -> bool:
     return ask is None or bool(ask())
 
 
+# -- the world of a pool's workers -----------------------------------------------------------------
+
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -570,3 +574,112 @@ def in_group(generation: int) -> Iterator[None]:
         )
     with world.group.together("run_all"):
         yield
+
+
+# -- torch's RPC agent -----------------------------------------------------------------------------
+# A process can start an agent after it has ended another one.  For this, the functions work around
+# six properties of torch's RPC, and set private names of torch, except those that torch's version
+# lacks.
+#
+# * The ranks meet through a process group with a timeout of half an hour, which no option changes.
+# * The agent opens the store at its address itself, without a timeout if a host name has no
+#   address.
+# * It numbers meetings by counters of the process, and a replacement process would count from 0.
+# * A process can only ever have one rank.  So another rank is refused early.
+# * The agent opens 57 descriptors for each connected rank, so 16 ranks reach the usual limit.
+# * Its shutdown waits for the functions that others have called here, even if they run for hours.
+
+DESCRIPTORS = 60  # about as many as TensorPipe opens for each connected rank
+SHUTDOWN_SECONDS = 10
+
+_agents_rank: int | None = None  # the rank of this process; None before its first agent
+
+_SCHEME = "xpool"
+_offered: tuple[Any, int, int] | None = None  # store, rank and world size, while an agent starts
+
+
+def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield the store that `start_agent` got, because torch accepts only an address."""
+    offered = _offered  # torch keeps this generator, which keeps the store
+    assert offered is not None
+    yield offered
+
+
+dist.register_rendezvous_handler(_SCHEME, _rendezvous)
+
+
+def check_agents_rank(rank: int) -> None:
+    """Raise `OptionError` if this process cannot have an agent of this rank."""
+    if _agents_rank not in (None, rank):
+        raise OptionError(
+            f"This process was rank {_agents_rank} of a world with RPC, and torch lets it have no "
+            f"other rank: give it that rank again, not {rank}, or use init_rpc=False."
+        )
+
+
+def start_agent(
+    name: str,
+    rank: int,
+    world_size: int,
+    store: Any,
+    earlier: int,
+    timeout: float,
+    rpc_timeout: float,
+) -> None:
+    """Start the agent.  Return when all ranks have started theirs.
+
+    ``earlier`` is the number of worlds that have used this store, ``timeout`` the seconds in which
+    all ranks must start, ``rpc_timeout`` the default timeout of later calls, in seconds.
+    """
+    global _agents_rank, _offered
+    # Set before torch is called, because torch keeps the rank even if the start fails.
+    _agents_rank = rank
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"{_SCHEME}://", rpc_timeout=rpc_timeout, **_transports(world_size)
+    )
+    rpc._init_counter = earlier  # torch's prefix in the store contains it
+    for counts in ("_all_gather_sequence_id", "_all_gather_sequence_id_to_states"):
+        getattr(rpc.api, counts, {}).clear()
+    constants: Any = rpc.backend_registry.rpc_constants
+    limit = getattr(constants, "DEFAULT_PROCESS_GROUP_TIMEOUT", None)
+    with warnings.catch_warnings():
+        # torch itself uses a class here that it has deprecated.
+        warnings.filterwarnings("ignore", "You are using a Backend .*", UserWarning)
+        constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)
+        _offered = store, rank, world_size
+        try:
+            rpc.init_rpc(name, rpc.BackendType.TENSORPIPE, rank, world_size, options)
+        finally:
+            constants.DEFAULT_PROCESS_GROUP_TIMEOUT = limit
+            _offered = None
+
+
+def _transports(world_size: int) -> dict[str, Any]:
+    """Return options for TensorPipe with fewer transports if all need too many descriptors."""
+    room, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # at the soft limit, open(2) fails
+    if room == resource.RLIM_INFINITY or (world_size + 4) * DESCRIPTORS < room:
+        return {}
+    return {"_transports": ["uv"], "_channels": ["basic"]}  # 7 to 9 descriptors for each rank
+
+
+def shut_down_agent(graceful: bool) -> None:
+    """End the agent, if there is one.  ``graceful``: wait until all ranks end theirs, too."""
+
+    def end() -> None:
+        try:
+            rpc.shutdown(graceful, timeout=SHUTDOWN_SECONDS)
+        except RuntimeError:
+            pass  # it was not running, or a rank has just died; it has ended now
+
+    # This thread can be abandoned, because torch's timeout does not limit waits for functions here.
+    thread = threading.Thread(target=end, name="xpool-rpc-shutdown", daemon=True)
+    thread.start()
+    # With ``graceful``, torch waits twice: for all ranks, and for the ends of their calls.
+    thread.join(2 * SHUTDOWN_SECONDS if graceful else SHUTDOWN_SECONDS)
+    if thread.is_alive():
+        warnings.warn(
+            "This process has left its world while functions that other members had called still "
+            "ran in it; it cannot join another world with RPC before they have returned.",
+            ResourceWarning,
+            stacklevel=4,
+        )
