@@ -30,6 +30,7 @@ import operator
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
@@ -223,8 +224,8 @@ def _set_cudnn(name: str) -> Callable[[Any, Any], object]:
     return lambda torch, value: setattr(torch.backends.cudnn, name, value)
 
 
-def _digits(_: None) -> Callable[[], Any]:
-    return getattr(sys, "get_int_max_str_digits", lambda: 4300)  # Python 3.10.0 to 3.10.6
+_digits: Callable[[], int]
+_digits = getattr(sys, "get_int_max_str_digits", lambda: 4300)  # Python 3.10.0 to 3.10.6
 
 
 _environ, _filters, _loggers = Environ(), Filters(), Loggers()
@@ -251,7 +252,7 @@ TABLE: tuple[Row, ...] = (
         "digits of int as str",
         None,
         4300,
-        _digits,
+        lambda _: _digits,
         lambda _, value: getattr(sys, "set_int_max_str_digits", id)(value),
     ),
     Line(
@@ -398,25 +399,56 @@ _lock = threading.RLock()  # guards the four below, and the worker's side
 _serials = _count()
 _sources: dict[str, _Source] = {}
 _found: dict[tuple[int, ...], Snapshot] = {}
-# Replaced as a whole, so that reading it needs no lock: functions that read the tokens, the tokens,
-# the snapshot, and the libraries that were not imported.
-_last: tuple[list[Any], list[Any], Snapshot, tuple[str, ...]] | None = None
+# Replaced as a whole, so that reading it needs no lock: what `_look` has found.
+_last: Any = None
 renew(globals(), _lock=threading.RLock, _serials=_count)
 
 
 _call: Callable[[Any], Any] = getattr(operator, "call", lambda peek: peek())  # from 3.11 on
+_IN_LINE = (
+    "os.environ",
+    "working folder",
+    "sys.path",
+    "sys.argv",
+    "warning filters",
+    "time zone",
+    "recursion limit",
+    "digits of int as str",
+    "socket timeout",
+)
+"""Rows whose tokens `snapshot` reads itself, in this order: by `_call` each takes twice as long."""
+
+_CALLED = "working folder", "warning filters", "socket timeout"
+"""Those of them whose functions it calls."""
 
 
 def snapshot() -> Snapshot:
     """Return the present settings of this thread: the same object while nothing has changed."""
     if _last is not None:
-        peeks, kept, found, awaited = _last
+        found: Snapshot
+        found, here, mask, folder, filters, timeout, peeks, kept, modules = _last
         try:
-            if [*map(_call, peeks)] == kept and (
-                not awaited or sys.modules.keys().isdisjoint(awaited)
+            now = os.umask(mask)
+            if now != mask:
+                os.umask(now)
+            elif (
+                (
+                    os.environ._data,  # type: ignore[attr-defined]
+                    folder(),
+                    sys.path,
+                    sys.argv,
+                    filters(),
+                    (time.tzname, time.timezone, time.altzone, time.daylight),
+                    sys.getrecursionlimit(),
+                    _digits(),
+                    timeout(),
+                )
+                == here
+                and (not peeks or [*map(_call, peeks)] == kept)
+                and len(sys.modules) == modules
             ):
                 return found
-        except Exception:  # another thread has replaced what a token refers to
+        except Exception:  # the program has replaced an object to which a token belongs
             pass
     return _look()
 
@@ -425,6 +457,7 @@ def snapshot() -> Snapshot:
 def _look() -> Snapshot:
     global _last
     with _lock:
+        modules = len(sys.modules)  # an import may bring a library that has rows
         for row in TABLE:
             source = _sources.get(row.name)
             if source is not None:
@@ -444,10 +477,20 @@ def _look() -> Snapshot:
             if len(_found) > _KNOWN:
                 del _found[next(iter(_found))]  # not all: threads may take turns with two
             found = _found[key] = Snapshot(next(_serials), rows)
-        sources = list(_sources.values())
-        awaited = {row.module for row in TABLE if row.module and row.name not in _sources}
-        peeks, kept = [one.peek for one in sources], [one.kept for one in sources]
-        _last = peeks, kept, found, tuple(awaited)
+        sources = dict(_sources)
+        here = tuple(sources.pop(name).kept if name in sources else ... for name in _IN_LINE)
+        mask = sources.pop("umask")
+        if any(row.module in sys.modules for row in TABLE if row.name not in _sources):
+            modules = -1  # a library is being imported
+        _last = (
+            found,
+            here,
+            mask.kept,
+            *(getattr(_sources.get(name), "peek", lambda: ...) for name in _CALLED),
+            [one.peek for one in sources.values()],
+            [one.kept for one in sources.values()],
+            modules,
+        )
         return found
 
 
