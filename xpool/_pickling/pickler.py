@@ -216,7 +216,7 @@ def encode(
         result = _pickle(obj, _Options(layout, recurse, home=home))
     else:
         try:
-            pickler = _at_rest.pop()  # it belongs to this thread until `_at_once` puts it back
+            pickler = _at_rest.pop()  # it belongs to this thread until it is put back
             pickler.layout = layout
         except IndexError:
             pickler = _FastPickler(layout)
@@ -230,42 +230,38 @@ def encode(
                 raise
             result = _pickle(obj, _Options(layout, home=home), error)
         else:
-            data = _at_once(pickler, told)
-            if data is not None:
+            # If tensors share memory, a second run writes the common memory only once.
+            spans = pickler.tensors
+            if spans is not None and spans.again:
+                result = _finish(pickler, obj, _Options(layout, home=home))
+            else:
+                chunks, buffers = pickler.chunks, pickler.buffers
+                data: bytes | memoryview
+                data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                if not home:
+                    book = layout.book or reducers.script.anyone
+                    preface = book.preface(pickler, layout, told)
+                    if preface is not None:
+                        state, blocks = preface
+                        data = state + data[2:]  # without the opcode PROTO
+                        if blocks:
+                            buffers[:0] = blocks
+                pickler.names.clear()
+                small = len(data) < INLINE_BELOW
+                if buffers or not (small or layout.lessor is None):
+                    data = frame.pack((data,), buffers, layout, pickler.shared)
+                    # Cleared now, because they hold memory.
+                    buffers.clear()
+                    pickler.shared.clear()
+                if small:  # after a larger message, the pickler would keep too much memory
+                    pickler.tensors = None
+                    pickler.spaces.clear()
+                    chunks.clear()
+                    pickler.clear_memo()
+                    # Appended last, because another thread may now use it.
+                    _at_rest.append(pickler)
                 return data
-            result = _finish(pickler, obj, _Options(layout, home=home))
     return _message(result, layout, home, told)
-
-
-def _at_once(pickler: _FastPickler, told: frozenset[Key]) -> bytes | memoryview | None:
-    """Return the message of a finished pickler, or None if another step is necessary."""
-    # If tensors share memory, a second run writes the common memory only once.
-    spans = pickler.tensors
-    if spans is not None and spans.again:
-        return None
-    chunks, buffers, layout = pickler.chunks, pickler.buffers, pickler.layout
-    data: bytes | memoryview
-    data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    preface = reducers.script.preface(pickler, layout, pickler.home, told)
-    if preface is not None:
-        state, blocks = preface
-        data = state + data[2:]  # without the opcode PROTO
-        buffers[:0] = blocks
-    pickler.names.clear()
-    small = len(data) < INLINE_BELOW
-    if buffers or not (small or layout.lessor is None):
-        data = frame.pack((data,), buffers, layout, pickler.shared)
-        # Cleared now, because they hold memory.
-        pickler.buffers.clear()
-        pickler.shared.clear()
-    if small:  # after a larger message, the pickler would keep too much memory
-        pickler.tensors = None
-        pickler.spaces.clear()
-        chunks.clear()
-        pickler.clear_memo()
-        # Appended last, because another thread may now use it.
-        _at_rest.append(pickler)
-    return data
 
 
 def _forget(pickler: Any) -> None:
@@ -481,7 +477,8 @@ def _message(
     result: Pickled, layout: Layout, home: bool, told: frozenset[Key] = frozenset()
 ) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
-    preface = reducers.script.preface(result, layout, home, told)
+    book = layout.book or reducers.script.anyone
+    preface = None if home else book.preface(result, layout, told)
     if preface is not None:
         chunks = [preface[0], chunks[0][2:], *chunks[1:]]  # without the opcode PROTO
         buffers = [*preface[1], *buffers]

@@ -30,15 +30,15 @@ import sys
 import threading
 import time
 import weakref
-from abc import get_cache_token
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from importlib import import_module
 from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from xpool._pickling import Brought, Key, reducers
-from xpool._pickling.by_value import checks, classes, registered_calls, registry, settings
+from xpool._pickling.by_value import checks, classes, compared, registered_calls, registry, settings
+from xpool._pickling.by_value.compared import Compared, Node
 from xpool._pickling.by_value.entries import (
     CALL,
     CLASS,
@@ -82,15 +82,13 @@ from xpool._pickling.by_value.origin import (
     namespace,
     origin_of,
     origins,
-    place_of,
     renew_origins,
     value_of,
 )
 from xpool._pickling.by_value.reads import functions_in, is_open, of_annotations, reads
 from xpool._pickling.by_value.registered_calls import CALLS, registered
-from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.frame import PREPARE, preparation
-from xpool._pickling.pickler import Pickled, write_global, write_group, write_values
+from xpool._pickling.pickler import write_global, write_group, write_values
 from xpool._pickling.policy import INLINE_BELOW, Layout
 from xpool._pickling.reducers import Group, in_place
 from xpool._python import at_fork, registered_reducers
@@ -99,34 +97,9 @@ from xpool._python.interrupt import pass_on
 
 _MOST_STATES = 256  # that a book keeps
 
-# -- the globals and what is known of them --------------------------------------------------------
-
-_GONE, _PLAIN, _FUNCTION, _CLASS, _NAMED, _DATA, _CALL = range(7)
-
-
-class _Node:
-    """A global, or an attribute of a class, as it was when it was looked at last."""
-
-    def __init__(self, kind: int, value: Any, names: Iterable[Key] = ()) -> None:
-        self.kind = kind
-        # Not kept alive if it is data, which may be large.
-        self.value = None if kind == _DATA else value
-        self.id = id(value)
-        self.names = frozenset(names)  # what the value uses
-        self.parts: Any = None  # of a function, those that are compared; of a class, likewise
-        self.written: Pickled | None = None
-        self.error = ""  # why there is no pickle
-        self.objects: set[int] = set()  # ids of the objects that another global may refer to, too
-        self.serial = 0
-        self.entry: tuple[Any, ...] = ()
-        self.large, self.alive = False, list[Any]()
-        self.group: SentGroup | None = None  # the group in which it was sent
-
-
-_NEW = _Node(-1, None)
+_NEW = Node(-1, None)
 """Takes the place of the node of a global that was not looked at before."""
 _NEW.id = 0
-
 
 _books: weakref.WeakSet["Book"] = weakref.WeakSet()
 
@@ -146,94 +119,101 @@ class Book:
 
     def __init__(self) -> None:
         self.told: frozenset[Key] = frozenset()
-        self._nodes: dict[Key, _Node] = {}
+        self._nodes: dict[Key, Node] = {}
         self._groups: dict[tuple[Key, ...], SentGroup] = {}
         self._sent: set[Key] = set()
         # What every message brings, also all that has changed since it was first sent.
         self._always: frozenset[Key] = frozenset()
         self._states: dict[frozenset[Key], State] = {}  # of the epoch, by the names of messages
-        self._fresh: dict[frozenset[Key], State] = {}  # those that are as the globals are now
+        # Those that are as the globals were when `_noted` was made; it has this dict, too.
+        self._fresh: dict[frozenset[Key], State] = {}
         self._epoch = 0
-        self._written = b""  # all entries of the epoch
+        self._of_epoch: Any = None  # the serial numbers of all that it has
         self._settings: settings.Snapshot | None = None
         self._imports: tuple[str, ...] = ()
         self._generation = 0  # of the origins of modules
-        self._torn = True  # whether the last change was not completed
         self._looked_at: Any = None  # the calls of `registered`, and the reducers of the program
         self._nones: frozenset[str] = frozenset()  # names that `__main__` binds to None
-        # What is compared for each message:
-        self._same: list[tuple[Any, str, Any]] = []
-        self._ids: list[tuple[Any, str, int]] = []
-        self._functions: list[tuple[Any, Any, Any, Any]] = []
-        self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
-        self._registrations: Any = None  # of abstract base classes
-        self._main: tuple[dict[str, Any], int] = {}, 0  # the globals of `__main__`; their number
-        self._spaces: list[dict[str, Any]] = []  # those of the program's modules
-        self._sizes: list[int] = []  # how many they are
+        # What `preface` compares, and `_fresh`.  None: the last change was not completed.
+        self._noted: Any = None
+        self._compared: Compared | None = None
         self._tuples: set[int] = set()  # ids of globals that are tuples
-        self._stateless: list[Any] = []  # the objects of `_named`
-        self._changing: list[tuple[type, Any]] = []  # classes with parts that may change in place
-        self._small: list[tuple[Any, str]] = []
-        self._small_bytes = b""
         # By id: the objects without state that are globals of modules which workers import.
         self._named: dict[int, Key] = {}
-        self._large: list[tuple[SentGroup, list[tuple[Any, str]]]] = []
-        self._made: set[tuple[Key, ...]] = set()  # those of them that are as they are now
-        self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use, for `_large`
+        self._made: set[tuple[Key, ...]] = set()  # the large groups that are as they are now
+        self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use
         _books.add(self)
 
     def forget(self) -> None:
         """Let all objects of the program go."""
-        self._nodes, self._same, self._ids, self._functions = {}, [], [], []
-        self._classes, self._changing, self._small, self._large = [], [], [], []
-        self.told, self._main, self._torn = frozenset(), ({}, 0), True
+        self._nodes, self._noted, self._compared = {}, None, None
+        self.told, self._named = frozenset(), {}
         self._states, self._fresh = {}, {}
-        self._spaces, self._sizes = [], []
 
     # -- comparing --------------------------------------------------------------------------------
 
-    def _holds(self) -> bool:
-        """Whether all globals are the same objects, and what cannot be compared so is equal."""
-        main, count = self._main
-        if len(main) != count or any(map(vars, self._stateless)):
-            return False
-        for holder, name, value in self._same:
-            if holder.get(name, MISSING) is not value:
-                return False
-        for holder, name, ident in self._ids:
-            if id(holder.get(name, MISSING)) != ident:
-                return False
-        for function, code, defaults, kwdefaults in self._functions:
-            if (
-                function.__code__ is not code
-                or function.__defaults__ is not defaults
-                or function.__kwdefaults__ is not kwdefaults
-                or function.__dict__
-            ):
-                return False
-        for cls, ids, bases in self._classes:
-            if [*map(id, vars(cls).values())] != ids or cls.__bases__ != bases:
-                return False
-        if self._classes and get_cache_token() != self._registrations:
-            return False
-        for cls, definition in self._changing:
-            if classes.definition_of(cls) is not definition:
-                return False
-        return not self._small or self._write_small() == self._small_bytes
+    def preface(
+        self, pickled: Any, layout: Layout, told: frozenset[Key]
+    ) -> tuple[bytes, list[PickleBuffer]] | None:
+        """Return the state that a message needs and its buffers, or None if it needs none.
 
-    def _write_small(self) -> bytes | None:
-        """Return the pickle of the small data; None: it cannot be pickled now."""
-        values = [holder.get(name) for holder, name in self._small]
-        try:
-            return b"".join(write_group(values, Group({}, self._named), False).chunks)
-        except Exception as error:  # an object's `__reduce__` can raise any error
-            pass_on(error)
+        ``pickled``: a pickler or a `Pickled`, with the names and the blocks of the message.
+        """
+        names = pickled.names
+        if reducers.everyone and layout.book is not None:
+            names = names | reducers.everyone
+        if told.issuperset(names):
             return None
+        now, noted = settings.snapshot(), self._noted
+        known = holds = False
+        state = None
+        if noted is not None:
+            # Most calls need no more than this, and not the lock, as `noted` is never changed.
+            (calls, table, forking), at_once, last, fresh = noted
+            spaces, main, count, same, functions, more = at_once
+            known = (
+                copyreg.dispatch_table == table
+                and registered_reducers.forking == forking
+                and ([*registered] == calls if registered else not calls)
+            )
+            for space, size in spaces:
+                if len(space) != size:
+                    known = False
+            holds = known and len(main) == count
+            try:
+                for holder, name, value in same:
+                    if holder[name] is not value:
+                        holds = False
+                        break
+            except KeyError:
+                holds = False
+            for function, code, defaults, kwdefaults in functions:
+                if (
+                    function.__code__ is not code
+                    or function.__defaults__ is not defaults
+                    or function.__kwdefaults__ is not kwdefaults
+                    or function.__dict__
+                ):
+                    holds = False
+                    break
+            if holds and now is last and not more:
+                state = fresh.get(frozenset(names))
+        if state is None:
+            with _lock:
+                if noted is not self._noted:  # another thread has changed it since then
+                    known = holds = False
+                state = self._state(frozenset(names), layout, now, known, holds)
+        if type(told) is Brought:
+            told.keys = state.brings
+        blocks = [in_place(pickled, token) for token in state.tokens] if state.tokens else []
+        return state if layout.out_of_band else state.by_name, blocks
 
     def _compare_large(self, names: frozenset[Key]) -> bool:
         """Whether the large groups that these use equal their copies; forget the others."""
+        if self._compared is None or not self._compared.large:
+            return True
         used, equal = self._used_by(names), True
-        for group, places in self._large:
+        for group, places in self._compared.large:
             if used.isdisjoint(group.keys) or group.keys in self._made:
                 continue
             begun = time.perf_counter()
@@ -270,47 +250,60 @@ class Book:
 
     # -- finding ----------------------------------------------------------------------------------
 
-    def state(self, names: Iterable[Key], layout: Layout) -> State:
-        """Return the state for a message that uses these names.  The caller holds `_lock`."""
-        now = settings.snapshot()
-        looked_at = [*registered], copyreg.dispatch_table, registered_reducers.forking
-        sizes = [*map(len, self._spaces)]
-        known = not self._torn and self.told.issuperset(names) and looked_at == self._looked_at
-        known = known and sizes == self._sizes
-        changed = not (known and self._holds())
-        wanted = frozenset(names)
+    def _state(
+        self,
+        wanted: frozenset[Key],
+        layout: Layout,
+        now: settings.Snapshot,
+        known: bool,
+        holds: bool,
+    ) -> State:
+        """Return the state for a message that uses these names.  The caller holds `_lock`.
+
+        ``known``: whether there are no other globals and calls than before.  ``holds``: whether
+        those that are compared without the lock are the same.
+        """
+        was = self._compared
+        known = known and self.told.issuperset(wanted)
+        changed = not (known and holds and was is not None and was.holds())
         state = None if changed or now is not self._settings else self._fresh.get(wanted)
-        if state is not None and not self._large:
+        if state is not None and was is not None and not was.large:
             return state
         # Another object after each change of `sys.path` and of the working folder.
         generation = renew_origins(now)
         moved = changed and self._leads_elsewhere()
-        if moved or generation != self._generation or sizes != self._sizes:
-            self._generation, self._torn, known, changed = generation, True, False, True
+        grown = was is not None and was.has_grown()
+        if moved or generation != self._generation or grown:
+            self._generation, self._noted, known, changed = generation, None, False, True
             for node in self._nodes.values():
-                if node.kind == _NAMED:  # it is looked at again
+                if node.kind == compared.NAMED:  # it is looked at again
                     node.id = 0
-                elif node.kind == _FUNCTION:
+                elif node.kind == compared.FUNCTION:
                     node.parts = None
         self._made.clear()
-        # Torn until all is consistent: a signal handler may raise in code of the program that runs.
+        # None until all is consistent: a signal handler may raise in code of the program that runs.
         if changed:
-            self._torn = True
+            self._noted = None
             if not known:
                 self._always = self._always.union(self._of_all())
             self._find(layout, self.told.union(wanted, self._always))
-        if self._large and not self._compare_large(wanted):
-            changed = self._torn = True
+        if not self._compare_large(wanted):
+            changed, self._noted = True, None
             self._find(layout, self.told)
         if changed or now is not self._settings:
-            self._torn = True
-            self._settings = now
-            self._fresh.clear()
-            written = pickle.dumps(self._entries(self.told)[0], 5)
-            if written != self._written:
+            self._noted = None
+            self._settings, self._fresh = now, {}
+            serials_now = (
+                now.serial,
+                self._imports,
+                {key: node.serial for key, node in self._nodes.items() if node.serial},
+                {keys: group.serial for keys, group in self._groups.items()},
+            )
+            if serials_now != self._of_epoch:
                 self._states.clear()
-                self._epoch, self._written = next(serials), written
-            self._torn = False
+                self._epoch, self._of_epoch = next(serials), serials_now
+            assert self._compared is not None
+            self._noted = self._looked_at, self._compared.at_once, now, self._fresh
         elif state is not None:
             return state
         if len(self._states) >= _MOST_STATES:
@@ -339,13 +332,13 @@ class Book:
 
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Look at all globals again, as far as they have changed, and at those that they use."""
-        nodes, todo = dict[Key, _Node](), set(wanted)
+        nodes, todo = dict[Key, Node](), set(wanted)
         shared, self._named = globals_of_modules(SHARED_BY_ALL)
         spaces = {module: namespace(module) for module, _ in wanted}.values()
         every = (value for space in spaces for value in list(space.values()))
         self._tuples = {id(value) for value in every if type(value) is tuple}
         named = [value_of(key) for key in self._named.values()]
-        self._stateless = [value for value in named if hasattr(value, "__dict__")]
+        stateless = [value for value in named if hasattr(value, "__dict__")]
         while todo:
             key = todo.pop()
             node = nodes[key] = self._look(key)
@@ -359,32 +352,33 @@ class Book:
         self._always = self._always.union(
             some, *(one.keys for one in self._groups.values() if not one.first)
         )
-        self._note_what_to_compare()
+        self._used = {}
+        self._compared = Compared(nodes, self._groups.values(), self._named, stateless)
 
-    def _look(self, key: Key) -> _Node:
+    def _look(self, key: Key) -> Node:
         module, path = key
         value = value_of(key)
         old = self._nodes.get(key, _NEW)
         if old.id == id(value):
             defined = isinstance(value, (FunctionType, type))
             unchanged = (
-                (old.kind in (_GONE, _PLAIN, _NAMED) and not defined)
+                (old.kind in (compared.GONE, compared.PLAIN, compared.NAMED) and not defined)
                 or (
-                    old.kind == _FUNCTION
+                    old.kind == compared.FUNCTION
                     and old.parts == parts_of_function(value)
                     and not is_open(value)
                 )
-                or (old.kind == _DATA and old.large)
+                or (old.kind == compared.DATA and old.large)
             )
             if unchanged:
                 return old
         if value is MISSING:
-            return _Node(_GONE, value)
+            return Node(compared.GONE, value)
         if module == CALLS:
             return self._call(key, value)
         origin = origin_of(module)
         if path in OF_MODULES or (path in OF_IMPORTS and origin != SENT):
-            return _Node(_NAMED, value)
+            return Node(compared.NAMED, value)
         if type(value) in ATOMS or is_imported(value):
             return self._plain(key, value)
         is_class = isinstance(value, type)
@@ -392,11 +386,11 @@ class Book:
             method = functions_in(value)[0]
             named = getattr(method, "__qualname__", "") == path and method.__module__ == module
             if named and not is_patch(method, module):
-                return _Node(_NAMED, value)  # what the import has made
+                return Node(compared.NAMED, value)  # what the import has made
         if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
             own = canonical(value.__module__) == module and value.__qualname__ == path
             if own and origin == IMPORTED and not is_patch(value, module):
-                node = _Node(_NAMED, value, reads(value))
+                node = Node(compared.NAMED, value, reads(value))
                 if is_class:
                     self._note_class(node, value, module, path)
                 else:
@@ -411,17 +405,17 @@ class Book:
                 return self._function(key, value)
         return self._data(key, value)
 
-    def _plain(self, key: Key, value: Any) -> _Node:
+    def _plain(self, key: Key, value: Any) -> Node:
         """Return the node of a value that never changes."""
-        node = _Node(_PLAIN, value)
+        node = Node(compared.PLAIN, value)
         if isinstance(value, ModuleType) and origin_of(value.__name__) == SENT:
             node.names = frozenset({(canonical(value.__name__), "__name__")})
         if type(value) in (str, bytes) and len(value) >= INLINE_BELOW:
             node.written = write_group(value, Group({}, {}), True)
         return node
 
-    def _function(self, key: Key, function: FunctionType) -> _Node:
-        node = _Node(_FUNCTION, function, reads(function))
+    def _function(self, key: Key, function: FunctionType) -> Node:
+        node = Node(compared.FUNCTION, function, reads(function))
         node.parts = parts_of_function(function)
         annotations = annotations_of(function)
         written = b""
@@ -437,28 +431,28 @@ class Book:
         code, defaults, kwdefaults = node.parts[:3]
         data = marshalled(code), defaults, kwdefaults, function.__doc__
         old = self._nodes.get(key, _NEW)
-        same = old.kind == _FUNCTION and old.id == node.id
+        same = old.kind == compared.FUNCTION and old.id == node.id
         ident = old.entry[0] if same else next(serials)
         self._number(key, node, (ident, data, written))
         return node
 
-    def _number(self, key: Key, node: _Node, entry: tuple[Any, ...]) -> None:
+    def _number(self, key: Key, node: Node, entry: tuple[Any, ...]) -> None:
         """Set the entry of a definition, with a new serial number unless it is as before."""
         old = self._nodes.get(key, _NEW)
         node.entry = entry
         same = old.kind == node.kind and old.entry == entry
         node.serial = old.serial if same else next(serials)
 
-    def _class(self, key: Key, cls: type) -> _Node:
+    def _class(self, key: Key, cls: type) -> Node:
         definition = classes.definition_of(cls)
-        node = _Node(_CLASS, cls, definition.names)
+        node = Node(compared.CLASS, cls, definition.names)
         node.parts = definition
         token = registry.token_of(cls)
         self._number(key, node, (token, definition.version, definition.blob, definition.names))
         self._note_class(node, cls, *key)
         return node
 
-    def _note_class(self, node: _Node, cls: type, module: str, path: str) -> None:
+    def _note_class(self, node: Node, cls: type, module: str, path: str) -> None:
         """Add the attributes of a class that are data, and those of the classes in it."""
         found = set[Key]()
         for inner, owner in classes.with_nested(path, cls):
@@ -466,22 +460,24 @@ class Book:
             found |= of_annotations(annotations_of(owner), module)
         node.names |= found
 
-    def _call(self, key: Key, call: tuple[Any, ...]) -> _Node:
+    def _call(self, key: Key, call: tuple[Any, ...]) -> Node:
         written = write_group(call, Group({id(call): key}, self._named), False)
-        node = _Node(_CALL, call, written.names)
+        node = Node(compared.CALL, call, written.names)
         node.written = written
         return node
 
-    def _data(self, key: Key, value: Any) -> _Node:
+    def _data(self, key: Key, value: Any) -> Node:
         if checks.is_of_import(key, value):
-            return _Node(_NAMED, value)  # the worker's own object takes the place of this one
+            return Node(
+                compared.NAMED, value
+            )  # the worker's own object takes the place of this one
         home = home_of(key, value)
         if home is not None:  # the worker's own, by its name
             self._named[id(value)] = home
-            node = _Node(_PLAIN, value)
+            node = Node(compared.PLAIN, value)
             node.written = write_group(reducers.InModule(home), Group({}, {}), True)
             return node
-        node = _Node(_DATA, value)
+        node = Node(compared.DATA, value)
         group = Group({id(value): key}, self._named, [])
         assert group.objects is not None
         try:
@@ -510,7 +506,7 @@ class Book:
         ):
             sent = origin_of(value.__module__) == SENT and type(value) is FunctionType
             if not sent or is_simple(value):  # type: ignore[arg-type]  # it goes by its name
-                node.kind, node.value = _PLAIN, value
+                node.kind, node.value = compared.PLAIN, value
         node.large = node.written.nbytes >= INLINE_BELOW
         return node
 
@@ -520,7 +516,7 @@ class Book:
         """Divide the data into groups, and pickle those that are new or have changed."""
         of_object: dict[int, list[Key]] = {}
         for key, node in self._nodes.items():
-            if node.kind == _DATA and node.written is not None:
+            if node.kind == compared.DATA and node.written is not None:
                 for one in node.objects:
                     of_object.setdefault(one, []).append(key)
         together: dict[Key, set[Key]] = {}
@@ -533,10 +529,10 @@ class Book:
         done = set[Key]()
         for key in sorted(self._nodes):
             node = self._nodes[key]
-            if key in done or node.kind in (_FUNCTION, _CLASS):
+            if key in done or node.kind in (compared.FUNCTION, compared.CLASS):
                 self._sent.add(key)
                 continue
-            if node.kind in (_NAMED, _GONE) and key not in self._sent:
+            if node.kind in (compared.NAMED, compared.GONE) and key not in self._sent:
                 continue
             if node.error and origin_of(key[0]) == INSTALLED:
                 continue  # the worker's own attribute of an installed module stays
@@ -554,13 +550,13 @@ class Book:
         node = self._nodes[keys[0]]
         leads = any(self._nodes[key].names for key in keys)
         data: Any
-        if node.kind == _CALL and node.written is not None:
+        if node.kind == compared.CALL and node.written is not None:
             return old or SentGroup(keys, CALL, b"".join(node.written.chunks))
-        if node.kind in (_GONE, _NAMED):
-            kind, data = REMOVED, node.kind == _NAMED
+        if node.kind in (compared.GONE, compared.NAMED):
+            kind, data = REMOVED, node.kind == compared.NAMED
         elif isinstance(node.value, ModuleType):
             kind, data = IMPORTED_AS, (canonical(node.value.__name__),)
-        elif node.kind == _PLAIN and node.written is None:
+        elif node.kind == compared.PLAIN and node.written is None:
             kind, data = VALUES, [node.value]
         elif node.written is None:
             kind, data = self._refusal(keys[0], node)
@@ -571,7 +567,7 @@ class Book:
             name: one.entry[0]
             for key in keys
             for name in self._nodes[key].names
-            if (one := self._nodes[name]).kind == _FUNCTION
+            if (one := self._nodes[name]).kind == compared.FUNCTION
         }
         if old is not None and (kind, data, functions) == (old.kind, old.data, old.functions):
             old.leads = leads
@@ -583,7 +579,7 @@ class Book:
         self._sent.update(keys)
         return group
 
-    def _refusal(self, key: Key, node: _Node) -> tuple[int, str]:
+    def _refusal(self, key: Key, node: Node) -> tuple[int, str]:
         nones = self._nones if key[0] == "__main__" else _script_top().nones_of(key[0])
         # Data that are nested too deeply belong to no process, and None would be a wrong value.
         left = key[1] in nones and "maximum recursion depth" not in node.error
@@ -615,51 +611,6 @@ class Book:
             written = write_values(keys, values, self._named, False)
         return VALUES, b"".join(written.chunks)
 
-    def _note_what_to_compare(self) -> None:
-        self._same, self._ids, self._functions = [], [], []
-        self._classes, self._changing, self._small, self._large = [], [], [], []
-        self._used = {}
-        main = namespace("__main__")
-        self._registrations, self._main = get_cache_token(), (main, len(main))
-        self._same.append((sys.modules, "__main__", sys.modules.get("__main__", MISSING)))
-        modules = {module for module, _ in self._nodes} - {CALLS, "__main__"} | {MODULES}
-        self._spaces = [namespace(one) for one in modules if origin_of(one) != INSTALLED]
-        self._sizes = [*map(len, self._spaces)]
-        large = set[Key]()
-        for group in self._groups.values():
-            if group.kind == PLACED:
-                large.update(group.keys)
-                if not all(map(checks.is_final, group.keys)) and any(
-                    self._nodes[key].kind == _DATA for key in group.keys
-                ):
-                    self._large.append((group, [place_of(key) for key in group.keys]))
-        small = []
-        for key, node in self._nodes.items():
-            holder, name = place_of(key)
-            if holder is None or node.kind == _CALL:
-                continue
-            if node.kind == _DATA:
-                self._ids.append((holder, name, node.id))
-                value = holder.get(name)
-                if node.written is not None and key not in large and not is_generator(value):
-                    small.append((key, holder, name))
-                continue
-            self._same.append((holder, name, node.value))
-            if node.kind == _FUNCTION:
-                self._functions.append((node.value, *node.parts[:3]))
-            elif isinstance(node.value, type) and node.kind in (_CLASS, _NAMED):
-                for _, owner in classes.with_nested(key[1], node.value):
-                    ids = [*map(id, vars(owner).values())]
-                    self._classes.append((owner, ids, owner.__bases__))
-                if node.kind == _CLASS:
-                    methods, changes = classes.parts_of(node.value)
-                    self._functions += methods
-                    if changes:
-                        self._changing.append((node.value, node.parts))
-        self._small = [one[1:] for one in sorted(small, key=lambda one: one[0])]
-        # If they cannot be pickled, b"" equals no later pickle, and all is looked at again.
-        self._small_bytes = (self._write_small() if small else None) or b""
-
     # -- writing ----------------------------------------------------------------------------------
 
     def _entries(self, keys: Collection[Key]) -> tuple[list[Entry], list[Any]]:
@@ -679,14 +630,14 @@ class Book:
         )
         if made:
             entries.append((MODULE, 0, False, (), made))
-        functions = [(key, node) for key, node in nodes.items() if node.kind == _FUNCTION]
+        functions = [(key, node) for key, node in nodes.items() if node.kind == compared.FUNCTION]
         for key, node in functions:
             ident, data, _ = node.entry
             entries.append((FUNCTION, node.serial, False, (key,), (ident, *data)))
         # Calls, names in `sys.modules`, and what these need come first: the rest may need them.
         calls = frozenset(key for key in nodes if key[0] in (CALLS, MODULES))
         first = self._used_by(calls) if calls else set()
-        defined = [key for key, node in nodes.items() if node.kind == _CLASS]
+        defined = [key for key, node in nodes.items() if node.kind == compared.CLASS]
         groups = [one for one in self._groups.values() if not nodes.keys().isdisjoint(one.keys)]
         groups.sort(key=lambda one: order(one.keys, one.leads))
         places = []
@@ -726,7 +677,9 @@ class Book:
                 tokens.append(token)
             written = b""
         exact = layout.book is not None
-        head = HEAD.pack(_outgoing.sender, next(serials), self._epoch, exact, place is not None)
+        head = HEAD.pack(
+            reducers.script.sender, next(serials), self._epoch, exact, place is not None
+        )
         body = head + (written if about is None else pickle.dumps(about, 5))
         state = State(preparation(body, len(tokens)))
         state.by_name = preparation(body, len(tokens), _BY_NAME)
@@ -743,19 +696,15 @@ def _script_top() -> Any:  # imported late, because few workers send, and it imp
     return import_module("xpool._pickling.by_value.script_top")
 
 
-# -- messages -------------------------------------------------------------------------------------
-
-
-class _Outgoing:
-    """The state of a sender, guarded by `_lock`."""
-
-    def __init__(self) -> None:
-        self.sender = os.urandom(16)
-        self.anyone = Book()  # for messages that belong to no pool
+# -- the sender -----------------------------------------------------------------------------------
 
 
 class _Program:
     """Answers the pickler's questions about the program."""
+
+    def __init__(self) -> None:
+        self.sender = os.urandom(16)
+        self.anyone = Book()  # for messages that belong to no pool
 
     def pickled_namespace(self, values: dict[Any, Any]) -> Any:
         """Reduce the globals of ``__main__``.  Return `NotImplemented` for any other dict."""
@@ -763,31 +712,12 @@ class _Program:
             return namespace, ("__main__",)
         return NotImplemented
 
-    def preface(
-        self, pickled: Any, layout: Layout, home: bool, told: frozenset[Key]
-    ) -> tuple[bytes, list[PickleBuffer]] | None:
-        """Return the state that a message needs and its buffers, or None if it needs none.
 
-        ``pickled``: a pickler or a `Pickled`, with the names and the blocks of the message.
-        """
-        names, book = pickled.names, layout.book or _outgoing.anyone
-        if reducers.everyone and layout.book is not None:
-            names = names | reducers.everyone
-        if home or told.issuperset(names):
-            return None
-        with _lock:
-            state = book.state(names, layout)
-        if type(told) is Brought:
-            told.keys = state.brings
-        buffers = [in_place(pickled, token) for token in state.tokens] if state.tokens else []
-        return state if layout.out_of_band else state.by_name, buffers
-
-
-# Guards `_outgoing` and books.  Also held while values are pickled, so that two threads do not give
-# one value two numbers.  Reentrant, because pickling runs code that may send an object.
+# Guards books.  Also held while values are pickled, so that two threads do not give one value two
+# numbers.  Reentrant, because pickling runs code that may send an object.
 _lock = threading.RLock()
-_outgoing = _Outgoing()
 reducers.script = _Program()
 
 
-at_fork.renew(globals(), _lock=threading.RLock, _outgoing=_Outgoing)  # a child is another sender
+at_fork.renew(globals(), _lock=threading.RLock)
+at_fork.renew(vars(reducers), script=_Program)  # a child is another sender

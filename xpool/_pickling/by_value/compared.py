@@ -1,0 +1,154 @@
+"""The program's globals as they were looked at last, and whether they are still the same.
+
+`sent` asks for each message.  What cannot change is compared by identity, and the rest by its
+pickle.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import get_cache_token
+from collections.abc import Iterable
+from typing import Any
+
+from xpool._pickling import Key
+from xpool._pickling.by_value import checks, classes
+from xpool._pickling.by_value.entries import PLACED, SentGroup
+from xpool._pickling.by_value.origin import (
+    INSTALLED,
+    MISSING,
+    MODULES,
+    namespace,
+    origin_of,
+    place_of,
+)
+from xpool._pickling.by_value.registered_calls import CALLS
+from xpool._pickling.by_value.standard import is_generator
+from xpool._pickling.pickler import Pickled, write_group
+from xpool._pickling.reducers import Group
+from xpool._python.interrupt import pass_on
+
+GONE, PLAIN, FUNCTION, CLASS, NAMED, DATA, CALL = range(7)
+"""Kinds of nodes."""
+
+
+class Node:
+    """A global, or an attribute of a class, as it was when it was looked at last."""
+
+    def __init__(self, kind: int, value: Any, names: Iterable[Key] = ()) -> None:
+        self.kind = kind
+        # Not kept alive if it is data, which may be large.
+        self.value = None if kind == DATA else value
+        self.id = id(value)
+        self.names = frozenset(names)  # what the value uses
+        self.parts: Any = None  # of a function, those that are compared; of a class, likewise
+        self.written: Pickled | None = None
+        self.error = ""  # why there is no pickle
+        self.objects: set[int] = set()  # ids of the objects that another global may refer to, too
+        self.serial = 0
+        self.entry: tuple[Any, ...] = ()
+        self.large, self.alive = False, list[Any]()
+        self.group: SentGroup | None = None  # the group in which it was sent
+
+
+class Compared:
+    """What is compared for each message.
+
+    ``named``: by id, objects without state that are globals of modules which workers import.
+
+    Attributes:
+        at_once: what `Book.preface` compares without the lock: how many globals other modules and
+            `__main__` have, globals that are the same objects, functions; and whether `holds` and
+            `Book` compare more.
+        large: the groups in shared memory, with the places of their globals.
+    """
+
+    def __init__(
+        self,
+        nodes: dict[Key, Node],
+        groups: Iterable[SentGroup],
+        named: dict[int, Key],
+        stateless: list[Any],
+    ) -> None:
+        self._named, self._stateless = named, stateless
+        self._gone: list[tuple[Any, str]] = []
+        self._data: list[tuple[Any, str, int]] = []
+        self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
+        self._registrations = get_cache_token()  # of abstract base classes
+        self._changing: list[tuple[type, Any]] = []  # classes with parts that may change in place
+        self.large: list[tuple[SentGroup, list[tuple[Any, str]]]] = []
+        main = namespace("__main__")
+        modules = {module for module, _ in nodes} - {CALLS, "__main__"} | {MODULES}
+        spaces = [namespace(one) for one in modules if origin_of(one) != INSTALLED]
+        self._spaces = [(space, len(space)) for space in spaces]
+        large = set[Key]()
+        for group in groups:
+            if group.kind == PLACED:
+                large.update(group.keys)
+                if not all(map(checks.is_final, group.keys)) and any(
+                    nodes[key].kind == DATA for key in group.keys
+                ):
+                    self.large.append((group, [place_of(key) for key in group.keys]))
+        small, functions = [], list[tuple[Any, Any, Any, Any]]()
+        same = [(sys.modules, "__main__", sys.modules.get("__main__"))]
+        for key, node in nodes.items():
+            holder, name = place_of(key)
+            if holder is None or node.kind == CALL:
+                continue
+            if node.kind == GONE:
+                self._gone.append((holder, name))
+                continue
+            if node.kind == DATA:
+                self._data.append((holder, name, node.id))
+                value = holder.get(name)
+                if node.written is not None and key not in large and not is_generator(value):
+                    small.append((key, holder, name))
+                continue
+            same.append((holder, name, node.value))
+            if node.kind == FUNCTION:
+                functions.append((node.value, *node.parts[:3]))
+            elif isinstance(node.value, type) and node.kind in (CLASS, NAMED):
+                for _, owner in classes.with_nested(key[1], node.value):
+                    self._classes.append((owner, [*map(id, vars(owner).values())], owner.__bases__))
+                if node.kind == CLASS:
+                    methods, changes = classes.parts_of(node.value)
+                    functions += methods
+                    if changes:
+                        self._changing.append((node.value, node.parts))
+        self._small = [one[1:] for one in sorted(small, key=lambda one: one[0])]
+        # If they cannot be pickled, b"" equals no later pickle, and all is looked at again.
+        self._small_bytes = (self._write_small() if small else None) or b""
+        more = self._stateless or self._gone or self._data or self._classes or self._changing
+        self.at_once = self._spaces, main, len(main), same, functions, bool(more or self.large)
+
+    def has_grown(self) -> bool:
+        """Whether modules have got more or fewer globals."""
+        return any(len(space) != size for space, size in self._spaces)
+
+    def holds(self) -> bool:
+        """Whether what cannot be compared by identity alone is equal, but for large data."""
+        if any(map(vars, self._stateless)):
+            return False
+        if any(name in holder for holder, name in self._gone):
+            return False
+        for holder, name, ident in self._data:
+            if id(holder.get(name, MISSING)) != ident:
+                return False
+        for cls, ids, bases in self._classes:
+            if [*map(id, vars(cls).values())] != ids or cls.__bases__ != bases:
+                return False
+        if self._classes and get_cache_token() != self._registrations:
+            return False
+        for cls, definition in self._changing:
+            if classes.definition_of(cls) is not definition:
+                return False
+        return not self._small or self._write_small() == self._small_bytes
+
+    def _write_small(self) -> bytes | None:
+        """Return the pickle of the small data; None: it cannot be pickled now."""
+        values = [holder.get(name) for holder, name in self._small]
+        try:
+            return b"".join(write_group(values, Group({}, self._named), False).chunks)
+        except Exception as error:  # an object's `__reduce__` can raise any error
+            pass_on(error)
+            return None
