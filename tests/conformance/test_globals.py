@@ -1108,3 +1108,45 @@ def test_a_message_brings_what_it_needs(tmp_path):
     objects may use it.  Messages with different needs take turns."""
     out = scripts.run_ok([scripts.write(tmp_path / "needs.py", NEEDS)])
     assert out.splitlines() == ["True True", "True [4, 4]", "True [8, 8] True", "True"]
+
+
+DEFAULTS = """
+import xpool
+
+def positional(x=1):
+    return x
+def named(*, x=1):
+    return x
+def other():
+    return 0
+class Model:
+    def run(self, *, x=1):
+        return x
+def model():
+    return Model().run()
+
+if __name__ == "__main__":
+    tasks = [positional, named, model]
+    with xpool.Pool(1) as pool:
+        def said():
+            return [repr(pool.apply(task)) for task in tasks]
+        print(*said())
+        positional.__defaults__ = (True,)
+        named.__kwdefaults__["x"] = 2
+        Model.run.__kwdefaults__["x"] = 3
+        print(*said())
+        positional.__defaults__ = (1.0,)
+        named.__kwdefaults__["x"] = 2.0
+        print(*said())
+        tasks = [other]
+        positional.__defaults__ = (5,)
+        print(*said())
+        tasks = [positional]
+        print(*said())
+"""
+
+
+def test_defaults_that_change_in_place(tmp_path):
+    """Also to a value that is equal and of another type, and in the dict of a function itself."""
+    out = scripts.run_ok([scripts.write(tmp_path / "defaults.py", DEFAULTS)])
+    assert out.splitlines() == ["1 1 1", "True 2 3", "1.0 2.0 3", "0", "5"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from abc import get_cache_token
 from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 from xpool._pickling import Key
@@ -119,7 +120,9 @@ class Compared:
         # If they cannot be pickled, b"" equals no later pickle, and all is looked at again.
         self._small_bytes = (self._write_small() if small else None) or b""
         more = self._stateless or self._gone or self._data or self._classes or self._changing
-        self.at_once = self._spaces, main, len(main), same, functions, bool(more or self.large)
+        # With the copy, the values are alive, and no other object has the id of one.
+        whole = [(*one, _named(one[3]), one[3] and dict(one[3])) for one in functions]
+        self.at_once = self._spaces, main, len(main), same, whole, bool(more or self.large)
 
     def has_grown(self) -> bool:
         """Whether modules have got more or fewer globals."""
@@ -152,3 +155,17 @@ class Compared:
         except Exception as error:  # an object's `__reduce__` can raise any error
             pass_on(error)
             return None
+
+
+def same_parts(before: Any, now: Any) -> bool:
+    """Whether a function is as it was (`parts_of_function`)."""
+    return (
+        before is not None
+        and all(map(is_, before[:4], now[:4]))
+        and (_named(before[4]), before[5]) == (_named(now[4]), now[5])
+    )
+
+
+def _named(kwdefaults: dict[str, Any] | None) -> list[Any] | None:
+    """Return what tells whether the defaults of keywords have changed in place."""
+    return None if kwdefaults is None else [*kwdefaults, *map(id, kwdefaults.values())]

@@ -38,7 +38,7 @@ from typing import Any
 
 from xpool._pickling import Brought, Key, reducers
 from xpool._pickling.by_value import checks, classes, compared, registered_calls, registry, settings
-from xpool._pickling.by_value.compared import Compared, Node
+from xpool._pickling.by_value.compared import Compared, Node, same_parts
 from xpool._pickling.by_value.entries import (
     CALL,
     CLASS,
@@ -187,11 +187,12 @@ class Book:
                         break
             except KeyError:
                 holds = False
-            for function, code, defaults, kwdefaults in functions:
+            for function, code, defaults, kwdefaults, named, _ in functions:
                 if (
                     function.__code__ is not code
                     or function.__defaults__ is not defaults
                     or function.__kwdefaults__ is not kwdefaults
+                    or (named is not None and [*kwdefaults, *map(id, kwdefaults.values())] != named)
                     or function.__dict__
                 ):
                     holds = False
@@ -365,7 +366,7 @@ class Book:
                 (old.kind in (compared.GONE, compared.PLAIN, compared.NAMED) and not defined)
                 or (
                     old.kind == compared.FUNCTION
-                    and old.parts == parts_of_function(value)
+                    and same_parts(old.parts, parts_of_function(value))
                     and not is_open(value)
                 )
                 or (old.kind == compared.DATA and old.large)
@@ -428,8 +429,8 @@ class Book:
             else:
                 written = b"".join(pickled.chunks)
                 node.names |= pickled.names
-        code, defaults, kwdefaults = node.parts[:3]
-        data = marshalled(code), defaults, kwdefaults, function.__doc__
+        code, defaults, _, doc, kwdefaults = node.parts[:5]
+        data = marshalled(code), defaults, kwdefaults, doc
         old = self._nodes.get(key, _NEW)
         same = old.kind == compared.FUNCTION and old.id == node.id
         ident = old.entry[0] if same else next(serials)
@@ -441,6 +442,8 @@ class Book:
         old = self._nodes.get(key, _NEW)
         node.entry = entry
         same = old.kind == node.kind and old.entry == entry
+        if node.kind == compared.FUNCTION:
+            same = same and repr(old.entry) == repr(entry)  # True equals 1
         node.serial = old.serial if same else next(serials)
 
     def _class(self, key: Key, cls: type) -> Node:
