@@ -199,7 +199,15 @@ def computed(x):
 def exported(x):
     return {name: getattr(first, name) for name in first.__all__}
 
-ALL = by_global, by_attribute, late, submodule, by_plugins, computed, exported
+def by_text(x):
+    import package
+    return getattr(package, "RATE"), getattr(package, "ADDED", None)
+
+def by_vars(x):
+    import package.inner
+    return {name: value for name, value in vars(package.inner).items() if name.isupper()}
+
+ALL = by_global, by_attribute, late, submodule, by_plugins, computed, exported, by_text, by_vars
 
 def show(pool):
     answers = [pool.apply(one, (1,)) for one in ALL]
@@ -216,7 +224,7 @@ def main():
         lib = package.lib = second
         show(pool)
         second.RATE = package.RATE = 11
-        package.inner.RATE = 12
+        package.inner.RATE = package.ADDED = package.inner.NEW = 12
         plugins["add"].DONE.append(1)
         first.__all__.append("RATE")
         show(pool)
@@ -241,7 +249,39 @@ def test_names_that_lead_to_other_modules(tmp_path):
         (tmp_path / f"{name}.py").write_text(text)
     text = LEADS.replace("FOLDER", repr(str(tmp_path)))
     out = scripts.run_ok([scripts.write(tmp_path / "leads.py", text)])
-    assert out == "True True True True True True True\n" * 3
+    assert out == f"{' '.join(['True'] * 9)}\n" * 3
+
+
+BY_PATH = """
+import importlib
+import first
+import xpool
+
+paths = ["first.scaled"]
+
+def find(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+def call(x):
+    return [find(path)(x) for path in paths]
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(call, (1,)) == call(1))
+        first.RATE = 5
+        print(pool.apply(call, (1,)) == call(1))
+        first.scaled = lambda x: "other"
+        print(pool.apply(call, (1,)) == call(1))
+    pool.join()
+"""
+
+
+def test_functions_that_code_finds_by_a_path_that_is_a_text(tmp_path):
+    """They see the data of their modules, although no name in the code leads to them."""
+    (tmp_path / "first.py").write_text(SETTINGS)
+    out = scripts.run_ok([scripts.write(tmp_path / "paths.py", BY_PATH)])
+    assert out == "True\n" * 3
 
 
 INSTALLED = """

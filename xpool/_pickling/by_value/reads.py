@@ -71,6 +71,9 @@ class Code:
         self.attributes.update(code.co_names)
         if not code.co_names:
             return
+        if not _BY_NAME.isdisjoint(code.co_names):  # `getattr(module, "rate")`
+            texts = (one for one in code.co_consts if type(one) is str)
+            self.attributes.update(one for one in texts if one.isidentifier())
         import dis  # imported here, because its import is slow
 
         last = ""
@@ -138,7 +141,7 @@ def keys_of(function: FunctionType) -> set[Key]:
             continue
         imported: Any = sys.modules.get(absolute)
         if name_of(imported) is not None:
-            modules.append((imported, False))
+            modules.append((imported, use.whole))
             known = attributes_of(imported)
             submodules = [f"{absolute}.{one}" for one in inside if one not in known]
         else:
@@ -156,7 +159,13 @@ def keys_of(function: FunctionType) -> set[Key]:
             found.update((one, name) for name in classes)
     if not _ANY_MODULE.isdisjoint(use.attributes):
         every = ((one, find_module(one)) for one in program_modules())
-        modules += [(one, use.whole and name == "__main__") for name, one in every if name_of(one)]
+        # `getattr(import_module(path), name)`
+        computed = not (_IMPORTS.isdisjoint(use.attributes) or _BY_NAME.isdisjoint(use.attributes))
+        modules += [
+            (one, computed or (use.whole and name == "__main__"))
+            for name, one in every
+            if name_of(one)
+        ]
         found.add(("__main__", "__getattr__"))
     there = in_modules(modules, use, expand=True)
     found.update((canonical(one.__name__), name) for one, name, _ in there)
@@ -166,7 +175,8 @@ def keys_of(function: FunctionType) -> set[Key]:
 _ANY_CLASS = frozenset({"__subclasses__", "load", "loads", "Unpickler"})
 """Names by which code gets classes that it does not name: those of a pickle, for example."""
 
-_ANY_MODULE = frozenset({"modules", "import_module", "__import__"})
+_IMPORTS = frozenset({"import_module", "__import__"})
+_ANY_MODULE = _IMPORTS | {"modules"}
 """Names by which code gets modules that it does not name: ``sys.modules["__main__"].rate``."""
 
 _OF_SOURCE = frozenset({"getfile", "getsource", "getsourcefile", "getsourcelines"})
