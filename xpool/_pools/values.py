@@ -6,6 +6,7 @@ Digests depend on values, but not on addresses, or the order of sets.
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import hashlib
 import importlib.machinery
@@ -299,6 +300,8 @@ class Values:
         if kind in _BY_TOKEN:  # its pickle has a token, which differs in each run
             about = [getattr(obj, name, None) for name in _ABOUT_TYPES]
             return self._values(b"type", (kind, *about))
+        if issubclass(kind, enum.Enum):  # its pickle has only its name
+            return self._values(b"member", (kind, *map(vars(obj).get, ("_name_", "_value_"))))
         if isinstance(obj, _WITHOUT_VALUE):
             return self._values(b"one of", (kind,))
         wrapped = wrapped_by(obj)

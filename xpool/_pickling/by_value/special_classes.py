@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from xpool._pickling.by_value.registry import shell
+from xpool._pickling.reducers import FOR_SUBCLASSES, Context
 
 Shell = tuple[Any, tuple[Any, ...], frozenset[str]]
 
@@ -72,7 +73,7 @@ _OF_ENUM = frozenset(
 )
 
 # Attributes of a member that the metaclass sets, or that are caches.
-_OF_MEMBER = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"})
+_OF_MEMBER = frozenset({"_name_", "__objclass__", "_sort_order_", "_inverted_"})
 
 
 def enum_shell(cls: Any, token: str) -> Shell | None:
@@ -89,13 +90,12 @@ def enum_shell(cls: Any, token: str) -> Shell | None:
 
 
 def member_attributes(cls: Any) -> dict[str, dict[str, Any]]:
-    """Return the attributes that the members' own code has set, by the member's name."""
-    found = {}
-    for key, one in cls.__members__.items():
-        extra = {name: value for name, value in vars(one).items() if name not in _OF_MEMBER}
-        if extra:
-            found[key] = extra
-    return found
+    """Return the values of the members and the attributes that their own code has set, by the
+    member's name.  A class that the receiver has gets them again, if they have changed."""
+    return {
+        key: {name: value for name, value in vars(one).items() if name not in _OF_MEMBER}
+        for key, one in cls.__members__.items()
+    }
 
 
 def _raw(member: Any, data_type: type) -> tuple[Any, ...]:
@@ -156,6 +156,18 @@ def _make_enum(
         return made
 
     return shell(token, build)
+
+
+def _reduce_member(pickler: Context, member: Any) -> Any:
+    """Pickle a member by its name: the class may not find it by a copy of its value."""
+    kind: Any = type(member)
+    name = vars(member).get("_name_")
+    if kind.__reduce_ex__ is not enum.Enum.__reduce_ex__ or type(name) is not str:
+        return NotImplemented
+    return (getattr, (kind, name)) if getattr(kind, name, None) is member else NotImplemented
+
+
+FOR_SUBCLASSES[enum.Enum] = _reduce_member
 
 
 # -- models of pydantic -----------------------------------------------------------------------

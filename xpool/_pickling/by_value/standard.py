@@ -8,6 +8,7 @@ global's name, so a pool with ``seed=`` draws the same numbers in each run.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import struct
 import sys
 import weakref
@@ -18,8 +19,10 @@ from pickle import PickleBuffer
 from typing import Any
 
 from xpool._memory.buffers import array_type
+from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.origin import MISSING
+from xpool._pickling.by_value.reads import in_python
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._pickling.reducers import FOR_SUBCLASSES, LAZY, Context, builder, register
 
@@ -189,6 +192,26 @@ def _fill_weak(obj: Any, items: list[Any]) -> None:
     obj.update(items)
     obj.__dict__["_kept"] = items
 
+
+def _reduce_dict(pickler: Context, obj: Any) -> Any:
+    """Pickle a dict whose attributes are its items (``self.__dict__ = self``) as such a one."""
+    kind: Any = type(obj)
+    if getattr(obj, "__dict__", None) is not obj or any(in_python(kind, one) for one in _OF_STATE):
+        named = reducers.named if in_python(kind, "__reduce__") else None
+        return NotImplemented if named is None else named(pickler, obj)
+    new = copyreg.__newobj__  # type: ignore[attr-defined]
+    return new, (kind,), True, None, iter(kind.items(obj)), _show_items
+
+
+_OF_STATE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+
+
+@builder
+def _show_items(obj: Any, _: bool) -> None:
+    object.__setattr__(obj, "__dict__", obj)
+
+
+FOR_SUBCLASSES[dict] = _reduce_dict
 
 LAZY["weakref"] = LAZY["_weakrefset"] = _lazy_weak
 LAZY["_struct"] = _lazy_struct

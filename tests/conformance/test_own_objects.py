@@ -1,0 +1,123 @@
+"""Objects of the script that a plain copy would change."""
+
+from __future__ import annotations
+
+import pytest
+from support import scripts
+
+pytestmark = pytest.mark.xpool_only
+
+MEMBERS = """
+import enum
+import functools
+import xpool
+
+class Scale:
+    def __init__(self, k):
+        self.k = k
+
+class Kind(enum.Enum):
+    MISSING = object()
+    TWICE = Scale(2)
+    LARGER = functools.partial(max, 5)
+    ROWS = [1]
+    AGAIN = TWICE
+    def of(self, x, other=None):
+        return self.value.k * x, other is Kind.MISSING
+
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+
+class Named(enum.Enum):
+    ONE = 1
+    def __reduce_ex__(self, protocol):
+        return Named, (1,)
+
+ITEMS = [*Kind, Flags.A, Flags.A | Flags.B, Named.ONE]
+
+def use(x, unset=Kind.MISSING):
+    table = {Kind.MISSING: 1, Flags.A: 2}
+    same = unset is Kind.MISSING, ITEMS[0] is unset, Kind.AGAIN is Kind.TWICE
+    return same, table[unset], Kind.TWICE.of(x, unset), Kind.LARGER.value(7), Kind.ROWS.value
+
+def places(one):
+    return [one is other for other in ITEMS]
+
+def back(x):
+    return ITEMS
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(use, (1,)) == use(1))
+        Kind.TWICE.value.k = 3
+        Kind.ROWS.value.append(2)
+        print(pool.apply(use, (1,)) == use(1))
+        print(pool.map(places, ITEMS) == [*map(places, ITEMS)])
+        print(all(one is other for one, other in zip(ITEMS, pool.apply(back, (1,)))))
+    pool.join()
+"""
+
+
+def test_members_of_enumerations_whose_values_equal_no_copy(tmp_path):
+    """They are the same members in globals, defaults, arguments and results."""
+    out = scripts.run_ok([scripts.write(tmp_path / "members.py", MEMBERS)])
+    assert out == "True\n" * 4
+
+
+ITEMS_AS_ATTRIBUTES = """
+import collections
+import xpool
+
+class Options(dict):
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.__dict__ = self
+
+class Saved(Options):
+    def __getstate__(self):
+        return dict(self)
+    def __setstate__(self, state):
+        self.update(state, loaded=True)
+
+class Plain(collections.OrderedDict):
+    pass
+
+options = Options(rate=1, net=Options(depth=2))
+options.self = options
+inner = options.net
+saved = Saved(a=1)
+plain = Plain(z=1, a=2)
+plain.extra = 3
+
+def trial(x):
+    options.update(rate=x)
+    inner.depth = x
+    same = options.self is options, options.net is inner
+    return same, options.rate, options["rate"], options.net["depth"]
+
+def others(x):
+    return saved.get("loaded"), list(plain), plain.extra
+
+def of(one):
+    one.rate = 7
+    return one["rate"], type(one) is Options
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(trial, (5,)))
+        options.rate = 8
+        print(pool.apply(trial, (6,)))
+        print(pool.apply(others, (1,)), pool.apply(of, (options,)))
+    pool.join()
+"""
+
+
+def test_dicts_whose_attributes_are_their_items(tmp_path):
+    """``self.__dict__ = self``: a worker that sets an item sees it as an attribute."""
+    out = scripts.run_ok([scripts.write(tmp_path / "options.py", ITEMS_AS_ATTRIBUTES)])
+    assert out.splitlines() == [
+        "((True, True), 5, 5, 5)",
+        "((True, True), 6, 6, 6)",
+        "(True, ['z', 'a'], 3) (7, True)",
+    ]
