@@ -121,3 +121,99 @@ def test_dicts_whose_attributes_are_their_items(tmp_path):
         "((True, True), 6, 6, 6)",
         "(True, ['z', 'a'], 3) (7, True)",
     ]
+
+
+DRAWS = """
+import functools
+import random
+from random import random as draw
+import numpy as np
+import xpool
+
+between = functools.partial(random.uniform, 0, 1)
+normal = np.random.standard_normal
+table = {"choice": random.choice}
+
+class Noise:
+    def __init__(self):
+        self.source = random.gauss
+    def first(self, source=random.random):
+        return self.source(0, 1), source()
+
+noise = Noise()
+
+def drawn(seed):
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed)
+    return draw(), between(), normal(), table["choice"](range(10**9)), *noise.first()
+
+def of(source):
+    random.seed(3)
+    return source()
+
+if __name__ == "__main__":
+    with xpool.Pool(2) as pool:
+        print(pool.apply(drawn, (3,)) == drawn(3))
+        print(pool.map(of, [random.random, draw]) == [of(draw)] * 2)
+    pool.join()
+    with xpool.Pool(2) as pool:
+        first, second = pool.run_all(drawn, None)
+        print([one != other for one, other in zip(first, second)])
+    pool.join()
+"""
+
+
+def test_functions_that_draw_random_numbers_under_other_names(tmp_path):
+    """They draw from the worker's own generator, which a task can seed."""
+    out = scripts.run_ok([scripts.write(tmp_path / "draws.py", DRAWS)])
+    assert out.splitlines() == ["True", "True", str([True] * 6)]
+
+
+STREAMS = """
+import functools
+import sys
+import types
+import xpool
+
+error = sys.stderr
+data = sys.stdout.buffer
+write = sys.stderr.write
+say = functools.partial(print, file=sys.stderr)
+
+class Printer:
+    def __init__(self, stream=sys.stdout):
+        self.stream = stream
+
+printer = Printer()
+
+def own(x, out=sys.stdout):
+    say("said")
+    write("written ")
+    streams = sys.stdout, sys.stderr, sys.stdout.buffer, sys.stdout
+    return [one is other for one, other in zip((out, error, data, printer.stream), streams)]
+
+def same(stream):
+    return stream is sys.stderr
+
+OPTIONS = {"rate": 1}
+SHOWN = types.MappingProxyType(OPTIONS)
+
+def shown(x):
+    OPTIONS["rate"] = x
+    return SHOWN["rate"]
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(own, (1,)), pool.apply(same, (sys.stderr,)))
+        print(pool.apply(shown, (5,)))
+        print(pool.apply(lambda: sys.stdout) is sys.stdout)
+    pool.join()
+"""
+
+
+def test_standard_streams_and_views_of_dicts(tmp_path):
+    """A standard stream is the worker's own; a read-only view shows the dict that tasks change."""
+    done = scripts.run([scripts.write(tmp_path / "streams.py", STREAMS)])
+    assert done.stdout.splitlines() == ["[True, True, True, True] True", "5", "True"], done.stderr
+    assert "said" in done.stderr and "written" in done.stderr

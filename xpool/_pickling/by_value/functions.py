@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import marshal
 import sys
 import threading
@@ -290,10 +291,10 @@ def _partialmethod(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
 
 @register(MappingProxyType)
 def _reduce_proxy(pickler: Context, obj: Any) -> Any:
-    return _make_proxy, (dict(obj),)
+    return _make_proxy, (gc.get_referents(obj)[0],)  # the dict that it shows
 
 
-def _make_proxy(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+def _make_proxy(values: Any) -> MappingProxyType[Any, Any]:
     return MappingProxyType(values)
 
 

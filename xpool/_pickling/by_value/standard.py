@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import io
 import struct
 import sys
 import weakref
@@ -38,6 +39,13 @@ _KINDS: dict[tuple[str, str], Callable[[Any, int], Any]] = {
 }
 """By module and class: how a package makes one with a seed."""
 
+_OF_PACKAGES: dict[str, Callable[[Any], Any]] = {
+    "random": lambda random: random.random.__self__,
+    "numpy.random.mtrand": lambda mtrand: mtrand._rand,
+    "torch._C": lambda _: sys.modules["torch"].default_generator,
+}
+"""By the same module: the generator that the functions of the package use."""
+
 seed_of: Any = None
 """In a worker, the function that returns the seed for a name (`xpool._worker.seeds`)."""
 
@@ -48,11 +56,19 @@ def is_generator(value: Any) -> bool:
 
 
 def _reduce(pickler: Context, obj: Any) -> Any:
+    module = type(obj).__module__
+    if module in _OF_PACKAGES and _OF_PACKAGES[module](sys.modules[module]) is obj:
+        return package_generator, (module,)  # `draw = random.uniform` refers to it
     key = None if pickler.group is None else pickler.group.own.get(id(obj))
     if key is None:
         return NotImplemented
     kind = type(obj)
     return own_generator, (kind.__module__, kind.__name__, ".".join(key))
+
+
+@builder
+def package_generator(module: str) -> Any:
+    return _OF_PACKAGES[module](import_module(module))
 
 
 @builder
@@ -76,6 +92,28 @@ def _lazy_random() -> None:
 
 LAZY.update({place[0]: partial(_lazy_generator, *place) for place in _KINDS})
 LAZY["random"] = _lazy_random
+
+
+_STREAMS = ("stdout", "stderr", "stdin", "__stdout__", "__stderr__", "__stdin__")
+
+
+def _reduce_stream(pickler: Context, obj: Any) -> Any:
+    """Pickle a standard stream: in the receiver, it is the receiver's own."""
+    for name in _STREAMS:
+        stream = getattr(sys, name, None)
+        if obj is stream or obj is getattr(stream, "buffer", None):
+            return standard_stream, (name, obj is not stream)
+    return NotImplemented
+
+
+@builder
+def standard_stream(name: str, binary: bool) -> Any:
+    stream = getattr(sys, name)
+    return stream.buffer if binary else stream
+
+
+register(io.BufferedWriter, io.BufferedReader, io.FileIO)(_reduce_stream)  # buffers of streams
+FOR_SUBCLASSES[io.TextIOWrapper] = _reduce_stream
 
 
 def _lazy_struct() -> None:
