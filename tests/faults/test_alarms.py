@@ -381,3 +381,37 @@ def test_a_stack_overflow_in_the_engine_breaks_the_pool(verb):
             pool.close()
         pool.join()
     assert broken
+
+
+C_HANDLER = """
+    import ctypes, os, signal, sys
+    import xpool
+
+    if __name__ == "__main__":
+        embedded = sys.argv[1] == "a program with Python inside"
+        if embedded:
+            sys.orig_argv = []
+        system = ctypes.CDLL(None)
+
+        def handle():
+            # The C library calls _exit(SIGINT).
+            system.signal(signal.SIGINT, ctypes.cast(system._exit, ctypes.c_void_p))
+
+        if not embedded:
+            handle()
+        with xpool.Pool(1, context="fork") as pool:
+            assert pool.apply(abs, (-1,)) == 1
+            if embedded:
+                handle()
+                assert pool.apply(abs, (-1,)) == 1
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("it is Python's handler")
+"""
+
+
+@pytest.mark.parametrize("what", ["a program of Python", "a program with Python inside"])
+def test_a_handler_of_c_code(tmp_path, what):
+    """A pool leaves it in place, although Python believes that its own handler is set. uWSGI ends
+    its processes by such a handler, and sets it after the import of the application."""
+    done = scripts.run([scripts.write(tmp_path / "c_handler.py", C_HANDLER), what])
+    assert (done.returncode, done.stderr) == (signal.SIGINT, "")

@@ -12,7 +12,7 @@ from support.waiting import eventually
 
 from xpool import TaskCancelled
 
-from .test_saboteurs import check_usable
+from .after_faults import check_usable
 from .test_time_limits import STUCK
 
 pytestmark = pytest.mark.xpool_only

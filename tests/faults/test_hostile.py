@@ -17,7 +17,7 @@ from support.tiers import also
 from xpool import P2PPool, Pool
 
 from . import matrix
-from .test_saboteurs import check_usable
+from .after_faults import check_usable
 
 pytestmark = pytest.mark.xpool_only
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 import threading
 import types
@@ -16,17 +15,9 @@ from support.limits import WAIT
 
 from xpool import Pool, PoolClosed, WorkerDied, WorkerStartFailed, XPoolError
 
-from .test_saboteurs import story
+from .after_faults import story
 
 pytestmark = pytest.mark.xpool_only
-
-REASONS = {
-    "raise": "sabotage",
-    "sys.exit": r"exit code 3|sys\.exit\(3\)",
-    "os._exit": "exit code 4",
-    "SIGKILL": "SIGKILL",
-    "SIGSEGV": "SIGSEGV",
-}
 
 
 def start_failure(make_pool, kind, *args, **kwds):
@@ -40,24 +31,6 @@ def start_failure(make_pool, kind, *args, **kwds):
         assert isinstance(error.__cause__, WorkerStartFailed), story(error)
         return error.__cause__
     return pytest.fail("the task was answered")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", REASONS)
-def test_initializer_that_always_fails(process_kind, make_pool, how, log):
-    """An initializer that always fails stops the pool with WorkerStartFailed and the reason."""
-    error = start_failure(make_pool, process_kind, 2, work.end_logged, (how, str(log)))
-    assert re.search(REASONS[how], story(error))
-    if how == "raise":
-        assert isinstance(error.__cause__, RuntimeError) and "sabotage" in str(error.__cause__)
-    assert 0 <= error.worker < 2 and error.attempts >= 1 and error.reason
-    assert 1 <= len(log.read_text().split()) <= 20
-
-
-def test_another_start_method(make_pool, log):
-    """With another start method, the pool stops with the reason too."""
-    error = start_failure(make_pool, Pool, 1, work.end_logged, ("raise", str(log)), context="fork")
-    assert "sabotage" in story(error)
 
 
 def test_everything_pending_is_answered(process_kind, make_pool, log):

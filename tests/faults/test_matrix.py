@@ -6,19 +6,26 @@ start method.
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
 import os
 import signal
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 from support import cells, scripts, work
 from support.kinds import KINDS, STDLIB
 from support.limits import PROGRAM_LIMIT, WAIT
+from support.tiers import also
 from support.waiting import eventually, wait_gone
 
+from xpool import P2PPool, TaskTimeout, WorkerDied
+
 from . import matrix
-from .test_saboteurs import check_death, check_usable
-from .test_signals import workers_of
+from .after_faults import check_death, check_usable, workers_of
 
 pytestmark = pytest.mark.xpool_only
 
@@ -65,7 +72,10 @@ IN_WORKERS = grid(
     lambda stage, how: stage == "run" or how in ("raise", "SIGKILL", "hang"),
 )
 STARTS = grid(
-    matrix.PROCESSES, ["initializer"], PROCESS_KINDS, lambda stage, how: how in ("SIGSTOP", "hang")
+    matrix.PROCESSES,
+    ["initializer"],
+    PROCESS_KINDS,
+    lambda stage, how: how in ("raise", "SIGSTOP", "hang"),
 )
 IDLE = grid(
     matrix.PROCESSES, ["idle"], PROCESS_KINDS, lambda stage, how: how in ("SIGKILL", "hang")
@@ -205,3 +215,162 @@ def test_in_the_caller(kind, method, stage, how, expected):
         assert (said, program.returncode) == (expected, 0), err
         assert stage == "initializer" or "usable" in out
     assert wait_gone(workers, 3) == []
+
+
+# In verbs, and together with others --------------------------------------------------------------
+
+
+VERBS = pytest.mark.parametrize("how", ["SIGKILL", "hang"])
+
+
+def outcomes(results):
+    """Return the values of an iterator and its errors."""
+    good, bad = [], []
+    while True:
+        try:
+            good.append(next(results))
+        except StopIteration:
+            return good, bad
+        except Exception as error:
+            bad.append(error)
+
+
+@VERBS
+@pytest.mark.parametrize("chunksize", [1, 5])
+def test_in_a_map(process_kind, make_pool, how, chunksize, log):
+    """The map fails after all other chunks have run once. The error names the item's chunk."""
+    pool = make_pool(process_kind, 2, work.nothing)
+    task = functools.partial(work.end_or_return, how, 17, str(log))
+    limit = cells.LIMIT if how == "hang" else None
+    result = pool.map_async(task, range(40), chunksize, timeout=limit)
+    assert cells.outcome(result) == matrix.PROCESSES["run"][how]
+    with pytest.raises((WorkerDied, TaskTimeout)) as caught:
+        result.get(0)
+    assert ("chunk 3" if chunksize == 5 else "item 17") in caught.value.task
+    ran = collections.Counter(map(int, log.read_text().split()))
+    lost = set(range(18, 20)) if chunksize == 5 else set()
+    assert set(ran) == set(range(40)) - lost and set(ran.values()) == {1}
+    assert pool.map(work.square, range(10), timeout=WAIT) == [i * i for i in range(10)]
+
+
+@VERBS
+@pytest.mark.parametrize("verb", ["imap", *also("imap_unordered")])
+def test_in_a_lazy_map(process_kind, make_pool, how, verb, log):
+    """The iterator raises the error for one item, and yields the results of the others."""
+    pool = make_pool(process_kind, 2, work.nothing)
+    task = functools.partial(work.end_or_return, how, 7, str(log))
+    limit = cells.LIMIT if how == "hang" else None
+    good, bad = outcomes(getattr(pool, verb)(task, range(200), timeout=limit))
+    assert sorted(good) == [i for i in range(200) if i != 7]
+    assert verb == "imap_unordered" or good == sorted(good)
+    assert [cells.named(error) for error in bad] == [matrix.PROCESSES["run"][how]]
+
+
+def test_exit_without_a_code(process_kind, make_pool):
+    """`sys.exit()` in a task ends the worker with exit code 0, and the error has this code."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(WorkerDied) as caught:
+        pool.apply(sys.exit)
+    assert caught.value.exitcode == 0
+    assert "raise an exception instead" in str(caught.value)
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_calls_of_one_worker_run_in_order(process_kind, make_pool, log):
+    """Calls run in the order in which they were made, whatever their options."""
+    pool = make_pool(process_kind, 1)
+    terms = [{}, {"timeout": 30}, {"retries": 2}, {}]
+    calls = [pool.apply_async(work.logged, (str(log), i), **terms[i % 4]) for i in range(100)]
+    assert [call.get(WAIT) for call in calls] == list(range(100))
+    assert [int(line) for line in log.read_text().split()] == list(range(100))
+
+
+# Signals of other processes ----------------------------------------------------------------------
+
+
+def lost_of(results, expected):
+    """Check the results, and return those that a death has cost."""
+    lost = []
+    for i, (result, value) in enumerate(zip(results, expected, strict=True)):
+        try:
+            assert result.get(WAIT) == value
+        except WorkerDied:
+            lost.append(i)
+    return lost
+
+
+def test_killed_while_it_reads_a_large_task(process_kind, make_pool, mailbox, gate):
+    """If a worker is killed while it receives a large task, at most this task fails."""
+    pool = make_pool(process_kind, 1)
+    (victim,) = workers_of(pool, mailbox, gate, 1)
+    os.kill(victim, signal.SIGSTOP)
+    results = [pool.apply_async(len, (bytes(30_000_000),)) for _ in range(3)]
+    os.kill(victim, signal.SIGKILL)
+    assert len(lost_of(results, [30_000_000] * 3)) <= 1
+    check_usable(pool, mailbox, gate, 1)
+
+
+def test_stopped_worker_does_not_delay_the_others(make_pool, mailbox, gate):
+    """While one worker is stopped before it reads a large task, the other worker runs tasks."""
+    pool = make_pool(P2PPool, 2)
+    stopped, running = (pool.apply(work.pid, worker=i) for i in range(2))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        large = [pool.apply_async(len, (bytes(20_000_000),), worker=0) for _ in range(2)]
+        assert [pool.apply_async(work.pid, worker=1).get(WAIT) for _ in range(20)] == [running] * 20
+        assert not any(r.ready() for r in large)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert [r.get(WAIT) for r in large] == [20_000_000] * 2
+
+
+def test_stopped_worker_is_killed(process_kind, make_pool, mailbox, gate, log):
+    """If a stopped worker is killed, other workers run its tasks. At most one task fails."""
+    pool = make_pool(process_kind, 2)
+    victim = workers_of(pool, mailbox, gate, 2)[0]
+    os.kill(victim, signal.SIGSTOP)
+    results = [pool.apply_async(work.logged, (str(log), i)) for i in range(40)]
+    os.kill(victim, signal.SIGKILL)
+    lost = lost_of(results, range(40))
+    assert len(lost) <= 1
+    assert sorted(map(int, log.read_text().split())) == [i for i in range(40) if i not in lost]
+
+
+def ignore_sigterm(box):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    work.post_and_spin(box)
+
+
+@pytest.mark.parametrize("task", [work.stop_self, ignore_sigterm])
+def test_terminate_ends(process_kind, make_pool, mailbox, task):
+    """`terminate` ends a worker that is stopped, or ignores SIGTERM."""
+    pool = make_pool(process_kind, 2)
+    pool.apply_async(task, (mailbox.path,))
+    victim = int(mailbox.line())
+    pool.terminate()
+    pool.join()
+    assert wait_gone([victim], 10) == []
+
+
+def test_kill_after_kill(process_kind, make_pool, mailbox):
+    """Although busy workers are killed all the time, every task gets an answer."""
+    pool = make_pool(process_kind, 2)
+
+    def killer():
+        while (line := mailbox.line(WAIT)) != "stop":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line), signal.SIGKILL)
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    try:
+        results = [pool.apply_async(work.post_pid, (mailbox.path,)) for _ in range(30)]
+        for result in results:
+            try:
+                assert isinstance(result.get(WAIT), int)
+            except WorkerDied:
+                continue
+    finally:
+        work.post(mailbox.path, "stop")
+        thread.join(WAIT)
+    assert pool.apply(work.square, (3,)) == 9

@@ -319,3 +319,24 @@ def test_ctrl_c_at_the_end_of_the_program(tmp_path):
     """Ctrl-C while a program's end stops its pools prints nothing, and the workers end."""
     out = scripts.run_ok([scripts.write(tmp_path / "parent.py", AT_EXIT)])
     assert wait_gone([int(pid) for pid in out.split()]) == []
+
+
+OPEN_AT_EXIT = """
+    import signal, sys
+    from xpool import Pool
+
+    if __name__ == "__main__":
+        handler = signal.SIG_IGN if sys.argv[2] == "ignored" else lambda *_: None
+        signal.signal(signal.SIGTERM, handler)
+        pool = Pool(2, context=sys.argv[1])
+        print(pool.map(abs, [-1]))
+"""
+
+
+@pytest.mark.parametrize("how", ["ignored", "handled"])
+@pytest.mark.parametrize("context", ["fork", *also("spawn", "forkserver")])
+def test_an_open_pool_where_sigterm_ends_nothing(tmp_path, context, how):
+    """At the exit, `multiprocessing` sends SIGTERM to the workers that it has started, and waits
+    for them. The pool has ended before."""
+    path = scripts.write(tmp_path / "open_at_exit.py", OPEN_AT_EXIT)
+    assert scripts.run_ok([path, context, how]) == "[1]\n"

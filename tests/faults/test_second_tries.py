@@ -14,7 +14,7 @@ from support.limits import WAIT
 import xpool
 from xpool import PoolBroken, PoolClosed, TaskTimeout, WorkerDied
 
-from .test_saboteurs import story
+from .after_faults import story
 
 pytestmark = pytest.mark.xpool_only
 

@@ -15,14 +15,13 @@ import time
 import pytest
 from support import scripts, work
 from support.limits import WAIT
-from support.tiers import also
 from support.waiting import eventually, wait_gone
 
 from xpool import P2PPool, Pool, PoolClosed, TaskTimeout, ThreadPool, WorkerStartFailed, XPoolError
 from xpool._engine import monitor
 from xpool._wire.outbox import STOP_SIGNAL
 
-from .test_saboteurs import check_usable, story
+from .after_faults import check_usable, story
 
 pytestmark = pytest.mark.xpool_only
 
@@ -59,16 +58,6 @@ def test_a_stuck_task_is_stopped(process_kind, make_pool, how, log, mailbox, gat
     assert [r.get(WAIT) for r in before + after] == list(range(40))
     assert sorted(map(int, log.read_text().split())) == list(range(40))
     check_usable(pool, mailbox, gate, 2)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("method", "how"), [("fork", "counts"), ("spawn", "in C")])
-def test_other_start_methods(make_pool, method, how):
-    """With other start methods, the error shows the stack too."""
-    pool = make_pool(Pool, 1, context=method)
-    assert pool.apply(work.square, (2,)) == 4  # imports use up the time of the task that needs them
-    assert STUCK[how].__name__ in stopped(pool.apply_async(STUCK[how], timeout=LIMIT)).stack
-    assert pool.apply(work.square, (3,)) == 9
 
 
 def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, log):
@@ -260,14 +249,6 @@ def test_an_import_that_ends_in_time(process_kind, make_pool, mailbox, gate):
     assert pool.apply(work.import_plugin) == ["plugin"]
 
 
-def test_a_stopped_process(process_kind, make_pool, mailbox):
-    """A worker stopped by SIGSTOP shows no stack, and is killed."""
-    pool = make_pool(process_kind, 1, work.nothing)
-    error = stopped(pool.apply_async(work.stop_self, (mailbox.path,), timeout=LIMIT))
-    assert error.pid == int(mailbox.line()) and wait_gone([error.pid]) == []
-    assert pool.apply(work.square, (3,)) == 9
-
-
 def test_time_in_the_queue_does_not_count(process_kind, make_pool, mailbox, gate):
     """The time limit starts when a worker begins the task."""
     pool = make_pool(process_kind, 1)
@@ -287,34 +268,6 @@ def test_one_limit_for_each_item_of_a_chunk(process_kind, make_pool):
     slow = functools.partial(work.slow_square, 0.1)
     assert pool.map(slow, range(12), 12, timeout=1) == [i * i for i in range(12)]
     assert list(pool.imap(slow, range(12), 12, timeout=1)) == [i * i for i in range(12)]
-
-
-@pytest.mark.parametrize("chunksize", [4, *also(1)])
-def test_one_bad_item_of_a_map(process_kind, make_pool, chunksize, log):
-    """If an item of a map is stuck, the map fails with TaskTimeout after the other items."""
-    pool = make_pool(process_kind, 2, work.nothing)
-    error = stopped(pool.map_async(work.stay_on_three, range(40), chunksize, timeout=LONG), LONG)
-    assert (
-        "stay_on_three" in error.stack and ("chunk 0" if chunksize == 4 else "item 3") in error.task
-    )
-    assert pool.map(work.square, range(10), timeout=WAIT) == [i * i for i in range(10)]
-
-
-@pytest.mark.parametrize("verb", ["imap", *also("imap_unordered")])
-def test_one_bad_item_of_a_lazy_map(process_kind, make_pool, verb):
-    """A lazy map raises TaskTimeout for one item, and yields the results of the others."""
-    pool = make_pool(process_kind, 2, work.nothing)
-    results = getattr(pool, verb)(work.stay_on_three, range(200), timeout=LONG)
-    good, bad = [], 0
-    while True:
-        try:
-            good.append(next(results))
-        except TaskTimeout:
-            bad += 1
-        except StopIteration:
-            break
-    assert sorted(good) == [i for i in range(200) if i != 3] and bad == 1
-    assert verb == "imap_unordered" or good == sorted(good)
 
 
 def test_many_stuck_tasks(process_kind, make_pool, log):
@@ -512,15 +465,6 @@ def test_an_initializer_that_does_not_end_at_first(process_kind, make_pool, tmp_
         process_kind, 1, work.stay_once, (str(tmp_path / "flag"),), initializer_timeout=LONG
     )
     assert pool.apply_async(work.square, (3,)).get(WAIT) == 9
-
-
-@pytest.mark.exhaustive
-def test_an_initializer_that_does_not_end_in_threads(thread_kind, make_pool, gate):
-    """In a thread pool, a stuck initializer stops the pool too. Its thread is not ended."""
-    pool = make_pool(thread_kind, 1, work.pass_gate, (gate.path,), initializer_timeout=LIMIT)
-    with pytest.raises(WorkerStartFailed, match="pass_gate") as caught:
-        pool.apply_async(work.square, (3,)).get(WAIT)
-    assert isinstance(caught.value.__cause__, TaskTimeout)
 
 
 def test_initializers_that_do_not_end_in_a_closed_pool(thread_kind, make_pool, gate):
