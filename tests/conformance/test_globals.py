@@ -479,56 +479,6 @@ def test_slow_checks_warn_once(tmp_path):
     assert all(part in line for part in parts), line
 
 
-ARRAYS = """
-import numpy
-import torch
-import xpool
-
-array = numpy.zeros((1000, 1000))
-columns = numpy.zeros((1000, 1000))[:, ::2]
-tensor = torch.zeros(1000, 1000)
-model = torch.nn.Linear(1000, 1000)
-
-def sums(_):
-    return array.sum(), columns.sum(), tensor.sum().item(), model.bias.sum().item()
-
-def scribble(_):
-    array[0, 0] = tensor[0, 0] = 9
-
-def main():
-    with xpool.Pool(2) as pool:
-        pool.run_all(scribble, 0)
-        print(array[0, 0], tensor[0, 0].item())
-        array[:] = columns[:] = tensor[:] = 1
-        with torch.no_grad():
-            model.bias.fill_(1)
-        print(*pool.apply(sums, (0,)))
-        tensor[0, 0] = 2
-        print(*pool.apply(sums, (0,)))
-        array[123, 456] = columns[7, 8] = 3
-        tensor.numpy()[9, 9] = 4
-        model.bias.data[3] = 5
-        print(*pool.apply(sums, (0,)))
-    pool.join()
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.torch
-def test_arrays_and_tensors(tmp_path):
-    """Workers see changes to large arrays, tensors and models. A worker keeps its own changes."""
-    out = scripts.run_ok([scripts.write(tmp_path / "arrays.py", ARRAYS)])
-    assert out.splitlines() == [
-        "0.0 0.0",
-        "1000000.0 500000.0 1000000.0 1000.0",
-        "1000000.0 500000.0 1000001.0 1000.0",
-        "1000002.0 500002.0 1000004.0 1004.0",
-    ]
-
-
 def test_the_item_is_noted_beside_a_missing_global(tmp_path):
     """If a global cannot be sent, the exception still has the note that names the item."""
     text = """

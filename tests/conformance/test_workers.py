@@ -81,24 +81,6 @@ def test_initializer_runs_again_in_a_replacement(process_kind, make_pool):
     assert pool.map(work.recall, range(3), 1) == [[(7,)]] * 3
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_locks_values_and_queues_through_initargs(make_pool, method):
-    """The initializer may receive locks, values and queues of multiprocessing."""
-    context = multiprocessing.get_context(method)
-    lock, value, queue = context.Lock(), context.Value("i", 0), context.SimpleQueue()
-    if STDLIB:
-        pool = make_pool(context.Pool, 2, work.remember, (lock, value, queue))
-    else:
-        from xpool import Pool
-
-        pool = make_pool(Pool, 2, work.remember, (lock, value, queue), context=method)
-    counts = pool.map(work.hold_lock_and_count, range(20), 1)
-    assert sorted(counts) == list(range(1, 21)) and value.value == 20
-    assert sorted(queue.get() for _ in range(20)) == list(range(1, 21))
-    queue.close()
-
-
 def test_locks_of_the_default_context(make_pool):
     """Locks, values and queues of the default context work with a pool of the default context."""
     lock, value, queue = (

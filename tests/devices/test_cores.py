@@ -412,34 +412,6 @@ def test_stopped_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
     assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
 
 
-@pytest.mark.exhaustive
-def test_again_and_again_under_load(start: Any, log: Path):
-    """While processes die, every task of several calling threads is answered."""
-    pool = start(2, 2)
-    wrong: list[Any] = []
-
-    def call() -> None:
-        for x in range(40):
-            got = pool.apply(identity, (x,), retries=20)
-            if got != x:
-                wrong.append((x, got))
-
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for round in range(6):
-        numbers = pool.map_async(identity, range(3000), retries=20)
-        for pid in {*pool.statistics()["pids"]} - {None}:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        assert numbers.get() == list(range(3000)), round
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def identity(core: Core, x: Any) -> Any:
     return x
 
@@ -683,30 +655,6 @@ def test_an_import_is_not_interrupted(start: Any, mailbox: Mailbox, gate: Gate):
 
 
 # -- memory, handles, broadcast ------------------------------------------------------------------
-
-
-def array_of(core: Core, value: int, size: int) -> Any:
-    return pytest.importorskip("numpy").full(size, value)
-
-
-@pytest.mark.exhaustive
-def test_large_results_of_a_process_that_dies(start: Any):
-    """Large results that were sent before their process died still arrive."""
-    pytest.importorskip("numpy")
-    pool = start(2)
-    for _ in range(4):
-        results = [pool.apply_async(array_of, (i, 1 << 17)) for i in range(12)]
-        for result in results:
-            result.wait()
-        with pytest.raises(WorkerDied):
-            pool.apply(kill)
-        more = pool.map(array_of_pair, range(8), 1)
-        assert [int(x.sum()) for x in more] == [i << 17 for i in range(8)]
-        assert [int(r.get().sum()) for r in results] == [i << 17 for i in range(12)]
-
-
-def array_of_pair(core: Core, value: int) -> Any:
-    return array_of(core, value, 1 << 17)
 
 
 class Standing(Core):

@@ -11,11 +11,9 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support import scripts
 from support.waiting import Gate, Mailbox
 
 import xpool
@@ -26,7 +24,6 @@ from xpool import (
     PoolClosed,
     ResultNotPicklable,
     TaskNotPicklable,
-    TaskTimeout,
     TensorHandle,
     TensorLost,
     WorkerDied,
@@ -448,24 +445,6 @@ def test_many_threads(two: CtxPool, mailbox: Mailbox, gate: Gate):
     assert not wrong
 
 
-PARENT = """
-import sys
-from devices.test_handles import start, tasks
-if __name__ == "__main__":
-    pool = start(sys.argv[1], 2)
-    handles = pool.map(tasks.make, [8] * 4, 1)
-    print(*pool.statistics()["pids"], flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.exhaustive
-def test_the_parent_is_killed(device: str, tmp_path: Path):
-    """Workers die with their parent, so their device memory is freed."""
-    script = scripts.write(tmp_path / "parent.py", PARENT)
-    assert scripts.kill_parent([script, device], 2) == []
-
-
 # -- what goes wrong ---------------------------------------------------------------------------
 
 
@@ -511,16 +490,6 @@ def test_retries_keep_the_tensor(two: CtxPool):
     with pytest.raises(ValueError, match="with"):
         two.apply(tasks.fail_with, (handle,), retries=1, retry_on=ValueError)
     assert two.apply(tasks.is_it, (handle,), timeout=1000)
-
-
-@pytest.mark.exhaustive
-def test_a_task_that_runs_too_long(make_two: Any):
-    """A task stopped by its time limit leaves worker and tensor intact."""
-    pool = make_two(1)
-    handle = pool.apply(tasks.make)
-    with pytest.raises(TaskTimeout):
-        pool.apply(tasks.hang, (handle,), timeout=0.2)
-    assert pool.apply(tasks.use, (handle,))[0] == handle.pid
 
 
 @pytest.mark.exhaustive
@@ -609,18 +578,6 @@ def test_a_forked_child(make_pool: Callable[..., Any]):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
     used()  # checks that the child has ended, which frees what was held for it
-
-
-@pytest.mark.exhaustive
-@pytest.mark.torch
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_start_methods(make_pool: Callable[..., Any], method: str):
-    """With every start method the worker has the tensor and the parent a handle."""
-    pool = make_pool(Pool, 2, context=method, is_copy_tensor=False)
-    handle = pool.apply(tasks.plain_make)
-    assert type(handle) is TensorHandle
-    assert pool.apply(tasks.plain_use, (handle,))[0] == handle.worker
-    assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 # -- what is shared ----------------------------------------------------------------------------

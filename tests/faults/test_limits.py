@@ -124,29 +124,6 @@ def test_descriptors_run_out_while_workers_are_replaced(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_twenty_pools(tmp_path):
-    """Twenty open pools that are then closed leave no process, thread or descriptor behind."""
-    text = """
-        import xpool
-        from support import leaks, work
-
-        if __name__ == "__main__":
-            with xpool.Pool(1) as pool:
-                pool.apply(work.square, (1,))
-            pool.join()
-            before = leaks.Snapshot.take()
-            pools = [xpool.Pool(1) for _ in range(20)]
-            print([pool.apply(work.square, (i,)) for i, pool in enumerate(pools)][-1])
-            for pool in pools:
-                pool.close()
-            for pool in pools:
-                pool.join()
-            print(before.leaks(5))
-    """
-    assert script(tmp_path, text) == ["361", "[]"]
-
-
-@pytest.mark.exhaustive
 @pytest.mark.torch
 def test_one_fork_server(tmp_path):
     """After several pools and imports, only one fork server runs. When the server that has imported

@@ -164,7 +164,8 @@ def test_workers_at_their_memory_limit(process_kind, make_pool):
 
 
 def test_the_parent_at_its_memory_limit(tmp_path):
-    """A program under ``ulimit -v`` has no arena. Results go through the pipe or are refused."""
+    """A program under ``ulimit -v`` has no arena. Results go through the pipe or are refused; share
+    mode is refused."""
     text = """
         import resource, sys
         import xpool
@@ -181,8 +182,12 @@ def test_the_parent_at_its_memory_limit(tmp_path):
                     print("refused")
                 print(pool.apply(work.square, (3,)))
             pool.join()
+            try:
+                xpool.Pool(2, is_copy_tensor=False)
+            except xpool.OptionError as error:
+                print("ulimit -v" in str(error) and "is_copy_tensor=False" in str(error))
     """
-    assert script(tmp_path, text) == ["True", "refused", "9"]
+    assert script(tmp_path, text) == ["True", "refused", "9", "True"]
 
 
 def test_sigkill_mentions_memory(process_kind, make_pool):

@@ -12,9 +12,7 @@ import pytest
 from support import tensor_work as tasks
 from support.kinds import START_METHODS
 from support.leaks import descriptors
-from support.limits import PROGRAM_LIMIT
 from support.memory import block_bytes
-from support.scripts import run_ok
 from support.tiers import also
 from support.waiting import Gate, Mailbox, eventually
 
@@ -177,31 +175,6 @@ def test_descriptors(make_pool: Callable[..., Any], calm: None) -> None:
     assert all((x == i).all() for i, x in enumerate(more))
 
 
-@pytest.mark.exhaustive
-def test_few_descriptors(warm: None) -> None:
-    """64 descriptors suffice for 5,000 live results of 4 KiB and 5,000 of 64 KiB."""
-    run_ok(
-        ["-"],
-        """
-        import resource
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(7)[1]))
-        import torch, xpool
-        from support import tensor_work as tasks
-        with xpool.Pool(2) as pool:
-            for size in 1024, 16384:
-                results = [pool.apply_async(tasks.filled_ints, (i, size)) for i in range(5000)]
-                values = [result.get() for result in results]
-                assert all((v == i).all() and len(v) == size for i, v in enumerate(values))
-                shared = list(pool.imap(tasks.filled_ints, range(100)))
-        pool.join()
-        with xpool.Pool(2, is_copy_tensor=False) as pool:
-            values = list(pool.imap(tasks.numbered_small, range(5000)))
-            assert all((v == i).all() for i, v in enumerate(values))
-        pool.join()
-        """,
-    )
-
-
 # -- limits ----------------------------------------------------------------------------------------
 
 
@@ -269,32 +242,6 @@ def test_refused_in_the_middle(
     assert arena().statistics()["held"] == 0
 
 
-@pytest.mark.exhaustive
-def test_limited_addresses(warm: None) -> None:
-    """Under ``ulimit -v`` there is no arena. Copy mode uses the pipe, share mode is refused."""
-    out = run_ok(
-        ["-"],
-        """
-        import resource
-        resource.setrlimit(resource.RLIMIT_AS, (20 << 30, 20 << 30))
-        import torch, xpool
-        from support import tensor_work as tasks
-        from xpool._memory.arena import Arena
-        assert Arena.own() is None
-        with xpool.Pool(2) as pool:
-            sent = [torch.full((1 << 20,), i) for i in range(10)]
-            back = list(pool.imap(tasks.same, sent))
-            assert all(torch.equal(a, b) for a, b in zip(sent, back))
-        pool.join()
-        try:
-            xpool.Pool(2, is_copy_tensor=False)
-        except xpool.OptionError as error:
-            print(error)
-        """,
-    )
-    assert "ulimit -v" in out and "is_copy_tensor=False" in out
-
-
 def test_worker_that_cannot_map_it(
     make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,41 +260,6 @@ def test_worker_that_cannot_map_it(
     assert [slot.mapped for slot in pool._engine.workers] == [False, False]
     with pytest.raises(xpool.WorkerStartFailed, match="Cannot allocate memory"):
         make_pool(xpool.Pool, 1, context="fork", is_copy_tensor=False).apply(abs, (1,))
-
-
-@pytest.mark.exhaustive
-def test_small_dev_shm(warm: None, tmp_path: Any) -> None:
-    """Pools work with a /dev/shm of 64 MB, as in containers."""
-    import subprocess
-    import sys
-
-    from support.scripts import environment
-
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, torch, xpool\n"
-        "from support import tensor_work as tasks\n"
-        "if __name__ == '__main__':\n"
-        "    assert os.statvfs('/dev/shm').f_blocks * os.statvfs('/dev/shm').f_frsize <= 64 << 20\n"
-        "    for share in False, True:\n"
-        "        with xpool.Pool(2, is_copy_tensor=not share) as pool:\n"
-        "            back = list(pool.imap(tasks.numbered_large, range(20)))\n"
-        "            assert all((x == i).all() for i, x in enumerate(back))\n"
-        "        pool.join()\n"
-        "    assert os.listdir('/dev/shm') == []\n"
-        "    print('well')\n"
-    )
-    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec"
-    command = ["unshare", "-m", "sh", "-c", f'{mount} "$0" "$1"', sys.executable, str(script)]
-    probe = subprocess.run(
-        ["unshare", "-m", "sh", "-c", f"{mount} true"], capture_output=True, text=True
-    )
-    if probe.returncode:
-        pytest.skip(f"no mount namespace here: {probe.stderr.strip()}")
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(), timeout=PROGRAM_LIMIT
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "well\n", "")
 
 
 def test_more_workers_than_attachments(make_pool: Callable[..., Any], calm: None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,40 +115,3 @@ def test_views_of_any_shape(data: Any) -> None:
                 one.fill_(-5)
                 assert (two == -5).sum() == len(elements)
                 one.copy_(saved)
-
-
-TORCH_PROGRAM = """
-import torch
-from receiver import Receiver
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x): return x * x
-    @staticmethod
-    def backward(ctx, grad): return grad
-class Data(torch.utils.data.Dataset):
-    def __getitem__(self, i): return torch.tensor(i)
-    def __len__(self): return 3
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = torch.nn.LSTM(2, 2)
-    def forward(self, x): return self.lstm(x)[0]
-net, x = Net(), torch.ones(1, 2)
-optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-def predict(x):
-    with torch.no_grad(): return net(x)
-with Receiver() as other:
-    assert other.call(lambda: torch.tensor(2.0).item()) == 2.0
-    assert other.call(lambda: Square.apply(torch.tensor(2.0)).item()) == 4.0
-    assert other.call(lambda: [x.item() for x in torch.utils.data.DataLoader(Data())]) == [0, 1, 2]
-    assert torch.allclose(other.call(predict, x), predict(x))
-    same = lambda net, o: net.lstm.weight_ih_l0 is o.param_groups[0]["params"][0]
-    assert other.call(same, net, optimizer)
-print("ok")
-"""
-
-
-@pytest.mark.exhaustive
-def test_torch_in_main(run_program: Callable[..., str]) -> None:
-    """Models, data sets and functions of a program from stdin can be sent."""
-    assert run_program(TORCH_PROGRAM, "stdin").strip() == "ok"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import signal
@@ -112,21 +111,6 @@ def test_aliases(make_queue: Any, copy: bool):
     assert (base[15] == -1) == (not copy)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("copy", [True, False])
-def test_large(make_queue: Any, start: Any, copy: bool):
-    """64 MiB tensors pass through, and the writer's memory is reused."""
-    q, results = make_queue(copy_tensor=copy), make_queue()
-    start("fork", parts.sums, q, results)
-    for i in range(12):
-        tensor = torch.full((64 << 20,), i, dtype=torch.uint8)
-        q.put(tensor)
-        del tensor
-        assert results.get(LIMIT) == (i, True, 64 << 20)
-    q.put(None)
-    assert _arena().statistics()["bytes"] <= 4 * (64 << 20)
-
-
 def test_limit_of_memory(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
     """A writer waits when the arena's limit is reached."""
     monkeypatch.setattr(_arena(), "limit", 16 << 20)
@@ -205,35 +189,6 @@ def _make_and_tell(outbox: Any, results: Any, ask: Any) -> None:
         parts.statistics(results)
 
 
-@pytest.mark.exhaustive
-def test_writer_ends_first(make_queue: Any, start: Any, method: str):
-    """What a process put outlives it, in the queue and at the receiver."""
-    q = make_queue()
-    process = start(method, parts.make_tensors, q, 4, 1 << 20)
-    taken = [q.get(LIMIT) for _ in range(2)]
-    process.join(LIMIT)
-    taken += [q.get(LIMIT) for _ in range(2)]
-    assert [(int(one[0]), int(one.sum())) for one in taken] == [(i, i << 20) for i in range(4)]
-
-
-@pytest.mark.exhaustive
-def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
-    """A dead writer's memory is freed, except the blocks that a reader holds."""
-    q = make_queue()
-    process = start("spawn", parts.make_tensors, q, 8, 4 << 20)
-    taken = [q.get(LIMIT) for _ in range(8)]
-    process.join(LIMIT)
-    (theirs,) = [arena for arena in Arena._known.values() if isinstance(arena, ForeignArena)]
-    assert theirs.file.used() >= 8 * (4 << 20)
-    kept = taken[3]
-    del taken
-    from xpool._memory import foreign
-
-    foreign.tidy()
-    assert theirs.file.used() < 2 * (4 << 20)
-    assert int(kept[0]) == 3 and bool((kept == 3).all())
-
-
 def test_memory_of_a_dead_writers_worker(make_queue: Any, start: Any):
     """Memory of a dead writer's worker is freed too."""
     q, go = make_queue(), make_queue()
@@ -251,36 +206,6 @@ def test_memory_of_a_dead_writers_worker(make_queue: Any, start: Any):
 
     eventually(tidied, "the memory of three tensors is freed")
     assert bool((kept == 7).all())
-
-
-@pytest.mark.exhaustive
-def test_few_descriptors(make_queue: Any, start: Any, tmp_path: Any):
-    """5,000 small shared tensors are alive under a soft limit of 64 descriptors."""
-    path = scripts.write(
-        tmp_path / "few.py",
-        """
-        import multiprocessing, resource, os, torch, sys
-        from xpool.queue import SimpleQueue
-        sys.path.insert(0, os.environ["PARTS"])
-        import parts
-
-        if __name__ == "__main__":
-            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-            there, back = SimpleQueue(), SimpleQueue()
-            context = multiprocessing.get_context("fork")
-            echo = context.Process(target=parts.echo, args=(there, back))
-            writer = context.Process(target=parts.make_tensors, args=(there, 5000, 1024))
-            echo.start(), writer.start()
-            kept = [back.get() for _ in range(5000)]
-            writer.join()
-            there.put(None)
-            echo.join()
-            print(all(bool((one == i % 251).all()) for i, one in enumerate(kept)))
-            assert len(os.listdir("/proc/self/fd")) < 30
-        """,
-    )
-    os.environ["PARTS"] = os.path.dirname(parts.__file__)
-    assert scripts.run_ok([path]).strip() == "True"
 
 
 @pytest.mark.exhaustive
@@ -385,28 +310,6 @@ def test_limit_on_addresses(tmp_path: Any):
     first, second, third = scripts.run_ok([path]).splitlines()
     assert (first, second) == (str(1 << 20), "no tensor")
     assert "use copy_tensor=True" in third
-
-
-@pytest.mark.exhaustive
-def test_fork_while_holding(make_queue: Any, start: Any):
-    """A forked child sees its parent's received tensor, also after the parent dropped it."""
-    q, go, results = make_queue(), make_queue(), make_queue()
-    start("spawn", parts.make_tensors, q, 2, 1 << 20)
-    tensor = q.get(LIMIT)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            go.get(LIMIT)
-            results.put(bool((tensor == 0).all()))
-        finally:
-            os._exit(0)
-    del tensor
-    gc.collect()
-    other = q.get(LIMIT)
-    assert int(other[0]) == 1
-    go.put("look")
-    assert results.get(LIMIT) is True
-    os.waitpid(pid, 0)
 
 
 # -- together with pools -----------------------------------------------------------------------

@@ -32,19 +32,9 @@ def filled(value: int, size: int) -> Any:
     return torch.full((size,), value, dtype=torch.uint8)
 
 
-def filled_ints(value: int, size: int = 1024) -> Any:
-    """Return ``size`` integers with one value."""
-    return torch.full((size,), value, dtype=torch.int32)
-
-
 def numbered(i: int) -> Any:
     """Return 64 KiB filled with a number."""
     return torch.full((16384,), i, dtype=torch.int32)
-
-
-def numbered_small(i: int) -> Any:
-    """Return 4 KiB filled with a number."""
-    return torch.full((1024,), i, dtype=torch.int32)
 
 
 def numbered_large(i: int) -> Any:
