@@ -19,6 +19,7 @@ from xpool._pickling.by_value.origin import (
     namespace,
     origin_of,
     origins,
+    with_origin,
 )
 from xpool._pickling.reducers import Context, builder
 from xpool._python.interrupt import pass_on
@@ -70,22 +71,18 @@ def name_for(pickler: Context, obj: Any) -> Any:
     """
     module = obj.__module__
     path = getattr(obj, "__qualname__", None) or obj.__name__
-    known = origins.get(module)
-    if (
-        known is not None
-        and module not in static_modules
-        and (
-            known[1] != SENT
-            or not (pickler.recurse or pickler.home or pickler.blob or pickler.group)
-        )
-    ):
+    here = with_origin.get(module)  # another thread writes the origin first
+    if here is not None and here is sys.modules.get(module) and module not in static_modules:
         # The usual case: the short way to the same answer.
-        here = sys.modules.get(module)
-        if here is known[0] and here.__dict__.get(path) is obj:
+        known = origins[module]
+        direct = known != SENT or not (
+            pickler.recurse or pickler.home or pickler.blob or pickler.group
+        )
+        if direct and here.__dict__.get(path) is obj:
             own = type(obj) is not FunctionType or obj.__globals__ is here.__dict__
             if not own and is_patch(obj, module):
                 return None
-            if known[1] != INSTALLED and pickler.follow:
+            if known != INSTALLED and pickler.follow:
                 pickler.names.add((module, path))
             return path
     origin = origin_of(module)

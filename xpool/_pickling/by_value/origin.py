@@ -42,8 +42,12 @@ OF_IMPORTS = frozenset(
 MISSING: Any = object()
 """Takes the place of a global that does not exist."""
 
-origins: dict[str, tuple[Any, int]] = {}
-"""By name: the module, and its origin.  `__mp_main__` is not in it."""
+# Two dicts: a thousand pairs would count towards the program's next garbage collection.
+with_origin: dict[str, Any] = {}
+"""The modules whose origin is known, by name.  `__mp_main__` is not in it."""
+
+origins: dict[str, int] = {}
+"""The origins of these modules, and of some that were forgotten or replaced."""
 
 _holds_for: tuple[Any, list[str], str] = None, [], ""  # settings, `sys.path`, working folder
 _generation = 0  # how often the origins were found again
@@ -86,9 +90,10 @@ def canonical(name: Any) -> str:
 
 def origin_of(name: Any) -> int:
     """Return the origin of the module with this name."""
-    known = origins.get(name)
-    if known is not None and known[0] is sys.modules.get(name):
-        return known[1]
+    # Another thread writes the origin first.
+    module = with_origin.get(name)
+    if module is not None and module is sys.modules.get(name):
+        return origins[name]
     if name in loose and name not in sys.modules:
         return INSTALLED if _is_installed_as(name, loose[name]) else SENT
     if not isinstance(name, str) or name == "__mp_main__":
@@ -97,7 +102,8 @@ def origin_of(name: Any) -> int:
     if is_program(name):
         found = IMPORTED if name != "__main__" and _is_importable(name) else SENT
     if name in sys.modules:
-        origins[name] = sys.modules[name], found
+        origins[name] = found
+        with_origin[name] = sys.modules[name]
     return found
 
 
@@ -117,7 +123,7 @@ def renew_origins(settings: Any) -> int:
         except OSError:  # it was removed
             folder = ""
         if _holds_for[1:] != (sys.path, folder):
-            origins.clear()
+            with_origin.clear()
             _of_program = [], ()
             _generation += 1
         _holds_for = settings, list(sys.path), folder
@@ -312,10 +318,20 @@ def key_of_alias(name: str) -> Key:
     return MODULES, name.replace(".", ":")
 
 
+def modules() -> Iterator[tuple[str, Any]]:
+    """Yield the names in `sys.modules`, and what is there; other threads may import meanwhile.
+
+    A list of pairs would count towards the program's next garbage collection.
+    """
+    for name in list(sys.modules):
+        if (module := sys.modules.get(name, MISSING)) is not MISSING:
+            yield name, module
+
+
 def aliases() -> Iterator[Key]:
     """Yield the keys of the names in `sys.modules` to which the program has given a module of
     another name, an object that is no module, or None."""
-    for name, value in list(sys.modules.items()):
+    for name, value in modules():
         own = name_of(value)
         if own == name or type(name) is not str or name in MAIN_NAMES or is_of_workers(name):
             continue
@@ -401,7 +417,7 @@ def home_of(key: Key, value: Any) -> Key | None:
     ):
         found = (
             module
-            for module, one in list(sys.modules.items())
+            for module, one in modules()
             if getattr(one, "__dict__", {}).get(name, MISSING) is value
             and module != here  # the program has assigned it there
             and origin_of(module) == INSTALLED

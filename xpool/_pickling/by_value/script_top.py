@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from xpool._pickling.by_value.functions import annotations_of
-from xpool._pickling.by_value.origin import attributes_of, home_of, name_of
+from xpool._pickling.by_value.origin import attributes_of, home_of, modules, name_of
 from xpool._pickling.by_value.reads import LOADS, absolute_name, functions_in, inner
 
 if TYPE_CHECKING:
@@ -200,15 +200,20 @@ _OPTIMIZED = 0x1  # co_flags of functions, and not of the bodies of modules and 
 
 
 @functools.lru_cache(maxsize=8)
-def _steps(code: CodeType) -> list[tuple[str, Any]]:
-    """Return the names and arguments of the instructions that mean something."""
-    found = list[tuple[str, Any]]()
+def _steps(code: CodeType) -> tuple[list[str], list[Any]]:
+    """Return the names and arguments of the instructions that mean something.
+
+    Two lists, because pairs would count towards the program's next garbage collection.
+    """
+    names, values = list[str](), list[Any]()
     for one in dis.get_instructions(code):
         if one.opname == _COMMON and one.argrepr == "None":
-            found.append(("LOAD_CONST", None))
+            names.append("LOAD_CONST")
+            values.append(None)
         elif one.opname not in _NOISE:
-            found.append((one.opname, one.argval))
-    return found
+            names.append(one.opname)
+            values.append(one.argval)
+    return names, values
 
 
 def _code_of(module: ModuleType) -> CodeType | None:
@@ -227,7 +232,7 @@ _WITHOUT_EFFECT = frozenset({"xpool", "numpy", "pandas", "torch"})
 
 def _imports(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
     used = {*namespace.get("__all__", ()), *_annotated(code, namespace)}
-    deleted = {name for kind, name in _steps(code) if kind == "DELETE_NAME"}
+    deleted = {name for kind, name in zip(*_steps(code)) if kind == "DELETE_NAME"}
     for level, name, inside, bound in _unused(code):
         # A name without a value: the import did not run, as under `TYPE_CHECKING`.
         if not used.isdisjoint(bound) or (namespace.keys() | deleted).isdisjoint(bound):
@@ -248,20 +253,23 @@ def _unused(code: CodeType) -> tuple[tuple[int, str, _Chain, _Chain], ...]:
     Each is the number of dots, the module, the names in it, and the names that it binds.
     """
     found = list[tuple[int, str, _Chain, _Chain]]()
-    steps = _steps(code)
-    for n, (kind, name) in enumerate(steps):
+    names, values = _steps(code)
+    for n, kind in enumerate(names):
         if kind == "IMPORT_NAME":
-            inside = steps[n - 1][1] or ()
+            name, inside = values[n], values[n - 1] or ()
             if inside != ("*",):
-                stores = (value for step, value in steps[n:] if step in _STORES)
+                rest = zip(names[n:], values[n:])
+                stores = (value for step, value in rest if step in _STORES)
                 bound = tuple(value for value, _ in zip(stores, inside or (name,)))
-                found.append((steps[n - 2][1], name, inside, bound))
+                found.append((values[n - 2], name, inside, bound))
     wanted = {name for *_, bound in found for name in bound}
     loaded = set[str]()
     for one in inner(code):
         # The names of attributes are among these, too.
         if not wanted.isdisjoint(one.co_names):
-            loaded.update(name for kind, name in _steps(one) if kind in LOADS and name in wanted)
+            loaded.update(
+                name for kind, name in zip(*_steps(one)) if kind in LOADS and name in wanted
+            )
             wanted -= loaded
     return tuple(one for one in found if loaded.isdisjoint(one[3]))
 
@@ -324,7 +332,7 @@ def _is_installed(root: str, value: Any, is_program: Callable[[str], bool]) -> b
 def _nones(code: CodeType, prefix: str = "") -> frozenset[str]:
     found = set[str]()
     stack: list[Any] = []  # its top part, as far as it is known
-    for kind, value in _steps(code):
+    for kind, value in zip(*_steps(code)):
         if kind == "LOAD_CONST":
             stack.append(value)
         elif kind in _STORES and stack:
@@ -395,7 +403,7 @@ def _chains_in(code: CodeType) -> frozenset[_Chain]:
     found = set[_Chain]()
     chain: _Chain = ()
     before = ""
-    for kind, value in _steps(code):
+    for kind, value in zip(*_steps(code)):
         if kind in LOADS:
             before = "setattr" if chain == ("setattr",) else ""
             chain = (value,)
@@ -440,7 +448,7 @@ def _resolved(chains: Iterable[_Chain], namespace: dict[str, Any]) -> set[tuple[
 def _assigned_by_modules(is_program: Callable[[str], bool]) -> set[tuple[str, str]]:
     found = set[tuple[str, str]]()
     tops: dict[str, bool] = {"__main__": False, "__mp_main__": False, "xpool": False}
-    for name, module in list(sys.modules.items()):
+    for name, module in modules():
         top = name.partition(".")[0]
         own = tops.get(top)
         if own is None:

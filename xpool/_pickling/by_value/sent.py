@@ -81,9 +81,9 @@ from xpool._pickling.by_value.origin import (
     name_of,
     namespace,
     origin_of,
-    origins,
     renew_origins,
     value_of,
+    with_origin,
 )
 from xpool._pickling.by_value.reads import functions_in, is_open, of_annotations, reads
 from xpool._pickling.by_value.registered_calls import CALLS, registered
@@ -108,7 +108,7 @@ _books: weakref.WeakSet["Book"] = weakref.WeakSet()
 def _forget() -> None:
     for book in list(_books):
         book.forget()
-    origins.clear()
+    with_origin.clear()
     registered_calls.forget()
     if "xpool._pickling.by_value.script_top" in sys.modules:
         _script_top().forget()

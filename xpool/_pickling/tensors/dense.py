@@ -76,7 +76,7 @@ def _learn(torch: Any) -> None:
     global _strided, _has_names
     _strided = torch.strided
     _has_names = getattr(torch.Tensor, "has_names", None)
-    for name, dtype in list(vars(torch).items()):  # another thread may import more
+    for dtype in list(vars(torch).values()):  # another thread may import more
         if isinstance(dtype, torch.dtype):
             name = str(dtype).removeprefix("torch.")
             _NAMES[dtype] = name
