@@ -148,3 +148,57 @@ def test_an_item_that_exits_names_its_function() -> None:
         with pytest.raises(WorkerDied, match="leave") as caught:
             pool.map(leave, [3])
         assert caught.value.exitcode == 3
+
+
+def test_a_call_in_a_full_stack_leaves_nothing_behind() -> None:
+    """A call that fails because the stack is full is not submitted, and the pool goes on."""
+
+    def call(depth: int) -> object:
+        return call(depth - 1) if depth else pool.apply_async(abs, (-1,))
+
+    refused = 0
+    with ThreadPool(2) as pool:
+        for depth in range(sys.getrecursionlimit() - 100, sys.getrecursionlimit()):
+            try:
+                call(depth)
+            except RecursionError:
+                refused += 1
+        assert refused > 0
+        assert pool.map(abs, [-1, -2]) == [1, 2]
+        pool.close()
+        pool.join()
+        counts = pool.statistics()
+    assert counts["submitted"] == counts["succeeded"] == 100 - refused + 2
+    assert counts["jobs"] == 0
+
+
+def test_a_dropped_value_of_a_future_may_use_the_pool() -> None:
+    """The thread that completes a dropped future holds no lock when the value is finalized."""
+    answers: SimpleQueue[object] = SimpleQueue()
+
+    class Value:
+        def __del__(self) -> None:
+            answers.put(pool.submit(abs, -5).result())
+
+    with ThreadPool(2) as pool:
+        for _ in range(20):
+            pool.submit(Value)
+            assert answers.get(timeout=WAIT) == 5
+
+
+def test_the_thread_of_a_task_completes_its_future() -> None:
+    """`Future.set_result` is called by the thread that ran the task."""
+    with ThreadPool(1) as pool:
+        name = pool.submit(lambda: threading.current_thread().name).result()
+        callers: SimpleQueue[str] = SimpleQueue()
+        go_on = threading.Event()
+        future = pool.submit(go_on.wait)
+        notify = future._condition.notify_all
+
+        def notify_all() -> None:
+            callers.put(threading.current_thread().name)
+            notify()
+
+        future._condition.notify_all = notify_all  # type: ignore[method-assign]
+        go_on.set()
+        assert callers.get(timeout=WAIT) == name

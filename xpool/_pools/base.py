@@ -11,6 +11,7 @@ A task is a tuple ``(job, chunk, func, args, kwds)``: run ``func(*args, **kwds)`
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import threading
@@ -63,6 +64,13 @@ _numbers = itertools.count(1)
 # The pools that have not ended.  Not a WeakSet, which runs Python code when a pool is dropped: if a
 # signal handler raised in that code, the exception would be lost.
 _pools: dict[int, weakref.ref[BasePool]] = {}
+
+
+@functools.cache
+def _futures() -> Any:
+    from xpool._pools import futures  # here, because `concurrent.futures` is slow to import
+
+    return futures
 
 
 def _living() -> list[BasePool]:
@@ -258,15 +266,13 @@ class BasePool(PublicVerbs, Hooks):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        from xpool._pools.futures import submit
-
-        return submit(self, func, args, kwds)
+        future: concurrent.futures.Future[T] = _futures().submit(self, func, args, kwds)
+        return future
 
     def executor(self: PoolOfFutures) -> PoolExecutor:
         """Return a `concurrent.futures.Executor` over this pool, which `shutdown` leaves open."""
-        from xpool._pools.futures import PoolExecutor
-
-        return PoolExecutor(self)
+        executor: PoolExecutor = _futures().PoolExecutor(self)
+        return executor
 
     # -- number of workers -------------------------------------------------------------------------
 

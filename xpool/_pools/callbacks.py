@@ -2,8 +2,9 @@
 
 A pool has two threads for them, each started at its first call.  One calls the callbacks of the
 program, and the other completes futures, so a callback can wait for a future of the same pool.
-Callers of `Future.result` complete some themselves.  A pool with ``on_worker_end=`` has a third
-thread, so a slow callback delays no replacement of a worker.
+Callers of `Future.result` complete some themselves, and threads of a `ThreadPool` those of their
+tasks.  A pool with ``on_worker_end=`` has a third thread, so a slow callback delays no replacement
+of a worker.
 
 The engine's thread runs no callbacks, since they may block, raise, or submit work and wait for it.
 Before a callback waits for a result of its pool, it passes its queue to a new thread, which can run

@@ -22,7 +22,7 @@ from xpool._engine.jobs.states import PoolStates
 from xpool._pools.callbacks import calling_back
 from xpool._pools.input_reader import Fed
 from xpool._pools.job_table import JobTable
-from xpool._pools.verbs import PLAIN, PoolOfVerbs, options_of, start_call
+from xpool._pools.verbs import PLAIN, PoolOfVerbs, options_of
 from xpool._python import at_fork
 from xpool._python.interrupt import by_handler, shielded
 from xpool._python.waiters import deadline_of
@@ -71,7 +71,8 @@ class _Call(AsyncResult[Any]):
             return
         error: BaseException | None
         try:
-            self._open()
+            if not self._opened:
+                self._open()
             error = None if self._success else self._value
         except BaseException as exc:  # unpickling may raise anything, for example `SystemExit`
             error = exc
@@ -147,30 +148,18 @@ class _Future(concurrent.futures.Future[T]):
     _forked: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        if not self.done():
-            timeout = self._receive(timeout)
+        if (job := self._job) is not None:  # unanswered
+            timeout = _await(job, timeout)
         if self._forked is not None:
             raise _as_broken(self._forked)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        if not self.done():
-            timeout = self._receive(timeout)
+        if (job := self._job) is not None:
+            timeout = _await(job, timeout)
         if self._forked is not None:
             return _as_broken(self._forked)
         return super().exception(timeout)
-
-    def _receive(self, timeout: float | None) -> float | None:
-        """Wait for the answer in this thread for a moment, if possible; return the time left."""
-        deadline = deadline_of(timeout)
-        about_to_block()
-        job = self._job
-        pool = None if job is None else job._pool
-        if pool is not None and job is not None and job.is_call:
-            _receive(pool, job, timeout)
-            if deadline is not None:
-                timeout = deadline - time.monotonic()
-        return timeout
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         """Have ``fn(future)`` called in a thread of the pool when this is done, or now if it is."""
@@ -199,9 +188,10 @@ class _Future(concurrent.futures.Future[T]):
 
     def _end(self, set_outcome: Callable[[Any], None], outcome: Any) -> None:
         self._job = None
-        # False: the future was cancelled meanwhile, so the outcome is dropped.
-        if self.set_running_or_notify_cancel():
+        try:
             set_outcome(outcome)
+        except concurrent.futures.InvalidStateError:
+            self._end_cancelled()  # it was cancelled meanwhile, so the outcome is dropped
         _unfinished.discard(self)
 
     def _end_cancelled(self) -> None:
@@ -223,6 +213,16 @@ class _Future(concurrent.futures.Future[T]):
 
     def _finish(self) -> None:
         concurrent.futures.wait([self])
+
+
+def _await(job: _Call, timeout: float | None) -> float | None:
+    """Wait for the answer in this thread for a moment, if possible; return the time left."""
+    about_to_block()
+    if not job.is_call or (pool := job._pool) is None:
+        return timeout
+    deadline = deadline_of(timeout)
+    _receive(pool, job, timeout)
+    return None if deadline is None else deadline - time.monotonic()
 
 
 @shielded
@@ -293,7 +293,8 @@ def submit(
     Raises:
         PoolClosed: the pool takes no more work.
     """
-    pool._life.check_running()
+    if pool._life.state is not PoolStates.RUN:
+        pool._life.check_running()
     name = pool._submitter.name_of(func)
     options = PLAIN
     if pool._calls_go_to is not None or pool._task_timeout is not None:
@@ -306,7 +307,7 @@ def submit(
         future._owner = owner
         _unfinished.add(future)
     try:
-        start_call(pool, job, func, args, kwds)
+        pool._start_call(pool, job, func, args, kwds)
     except BaseException:
         _unfinished.discard(future)
         raise

@@ -80,8 +80,13 @@ class JobTable:
         if self.at_turns:
             self.at_turns.wake()
 
-    def deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
-        """Hand the answer of task ``index`` to its job; ignore it if the job is answered."""
+    def deliver(
+        self, number: int, index: int, ok: bool, value: Any, futures: deque[Job] | None = None
+    ) -> None:
+        """Hand the answer of task ``index`` to its job; ignore it if the job is answered.
+
+        The job of a future is appended to ``futures``, if given, to be completed by the caller.
+        """
         with self._delivering:
             job = self.unanswered.get(number)
             if job is None:
@@ -93,7 +98,10 @@ class JobTable:
                 if isinstance(value, Carried):
                     value = value.exc
             if job.deliver(index, ok, value):
-                self.complete(job)
+                if futures is not None and job.is_future:
+                    futures.append(job)
+                else:
+                    self.complete(job)
 
     def deliver_recorded(self, number: int, index: int, ok: bool, value: Any) -> None:
         """Hand on an answer that is written in a journal."""

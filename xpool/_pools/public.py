@@ -17,6 +17,7 @@ from xpool._pools.verbs import (
     imap,
     map_now,
     options_of,
+    start_call,
     submit_call,
     submit_map,
 )
@@ -67,6 +68,9 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     # Whether the first argument of functions is their worker's context; and the contexts.
     _gives_context = False
     _contexts: list[Any] | None = None
+
+    # Enters the job of one call, and submits its task.
+    _start_call: Callable[..., None] = staticmethod(start_call)
 
     @takes_keywords(CallOptions)
     def apply(

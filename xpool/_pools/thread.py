@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._engine.thread_tasks import HeldTask
 from xpool._engine.threads import ThreadOptions, ThreadWorkers
@@ -73,13 +74,17 @@ class ThreadPool(BasePool):
         own, kind = ThreadSubmitter(self, self._jobs, self._threads), type(self)
         hooks = kind.pool_inqueue_put, kind.worker
         is_hooked = hooks != (ThreadPool.pool_inqueue_put, ThreadPool.worker)
-        self._submitter = HookSubmitter(self, self._jobs, own) if is_hooked else own
+        if is_hooked:
+            self._submitter = HookSubmitter(self, self._jobs, own)
+        else:
+            self._submitter = own
+            self._start_call = own.call_starter(self._start_call)
 
     def _answerer(self) -> Callable[[int, int, bool, Any], None]:
         """Return the function that threads call with results; it does not hold the pool."""
         jobs, results = self._jobs, self._results
         if type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get:
-            return _deliverer(jobs.deliver)
+            return _deliverer(jobs.deliver, jobs.callbacks.futures.call_here)
 
         # A subclass with its own hook gets the results there, in the engine's thread.
         def queue_result(number: int, index: int, ok: bool, value: Any) -> None:
@@ -145,7 +150,8 @@ class ThreadPool(BasePool):
 
 
 def _deliverer(
-    deliver: Callable[[int, int, bool, Any], None],
+    deliver: Callable[[int, int, bool, Any, deque[Job]], None],
+    call_here: Callable[[Any], None],
 ) -> Callable[[int, int, bool, Any], None]:
     """Return a function that calls ``deliver`` in one thread at a time, without a wait.
 
@@ -154,6 +160,7 @@ def _deliverer(
     """
     waiting: deque[tuple[int, int, bool, Any]] = deque()
     delivering = threading.Lock()
+    futures: deque[Job] = deque()
 
     acquire, release = delivering.acquire, delivering.release
 
@@ -166,12 +173,20 @@ def _deliverer(
             try:
                 if waiting:
                     result = waiting.popleft()
-                    deliver(*result)
+                    deliver(*result, futures)
             except BaseException as exc:
                 # Raised below, after the results that other threads have left meanwhile.
                 error = exc
             release()
-            del result  # now: this may run a finalizer, which may wait for another result
+            # Now: these may run a finalizer, which may wait for another result.
+            del result
+            while futures:
+                try:
+                    job = futures.popleft()
+                except IndexError:
+                    break
+                call_here(job)
+                del job
         if error is not None:
             try:
                 raise error

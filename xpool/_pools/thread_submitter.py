@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
+from xpool._calls.terms import ONCE
 from xpool._engine.thread_tasks import Source
 from xpool._engine.threads import ThreadWorkers
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
 from xpool._pools.submitters import HookedPool, HookSubmitter, Put, Work
+from xpool._python import at_fork
 from xpool._worker.callables import applied
 
 
@@ -24,6 +26,41 @@ class ThreadSubmitter(HookSubmitter):
     def __init__(self, pool: HookedPool, jobs: JobTable, threads: ThreadWorkers) -> None:
         super().__init__(pool, jobs)
         self._threads = threads
+
+    def call_starter(self, start_call: Callable[..., None]) -> Callable[..., None]:
+        """Return the pool's `start_call`, which defers no signal handlers: if one raises, the job
+        leaves the table, and threads skip its task.
+
+        The given one starts the other calls: those with options, and those that are refused.
+        """
+        jobs, tasks = self.jobs, self._threads.tasks
+        unanswered, counts, put, remove = jobs.unanswered, jobs.counts, tasks.put, tasks.remove
+
+        def start(
+            pool: Any, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any]
+        ) -> None:
+            if job.options.terms is not ONCE or not (at_fork.known[0] and jobs.accepting):
+                start_call(pool, job, func, args, kwds)
+                return
+            number = job.number
+            task = number, 0, func, args, kwds
+            counts["submitted"] += 1
+            try:
+                unanswered[number] = job
+                put(task)
+                # If another thread has closed the pool meanwhile, all threads may have ended.
+                if not jobs.accepting and remove(task):
+                    pool._life.check_running()  # raises
+            except BaseException:
+                # No handler can raise here, because nothing is called.
+                try:
+                    del unanswered[number]
+                    counts["submitted"] -= 1
+                except KeyError:
+                    pass  # it is answered
+                raise
+
+        return start
 
     def call(self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any]) -> None:
         """Submit the one task of a job."""

@@ -68,6 +68,9 @@ class PoolOfVerbs(Protocol):
     @property
     def _files(self) -> TaskFiles | None: ...
 
+    @property
+    def _start_call(self) -> Callable[..., None]: ...
+
 
 def options_of(
     pool: PoolOfVerbs,
@@ -156,7 +159,7 @@ def submit_call(
         next(pool._jobs.numbers), name, pool, callback, error_callback
     )
     job.options = options
-    start_call(pool, job, func, args, kwds)
+    pool._start_call(pool, job, func, args, kwds)
     return job
 
 

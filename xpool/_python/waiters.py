@@ -147,14 +147,23 @@ class TaskQueue:
             heappush(self.higher if priority > 0 else self.lower, entry)
         self._wake_one()
 
-    @uninterrupted
+    def remove(self, item: Any) -> bool:
+        """Take back an item that was put without a priority; False: a thread has taken it."""
+        for queue in self.first, self.last:
+            with contextlib.suppress(ValueError):
+                queue.remove(item)
+                return True
+        return False
+
     def _wake_one(self) -> None:
-        # No signal handler may raise between the two calls: if a lock is removed, but not released,
-        # its thread waits for ever.
+        """Release the lock of the thread that has begun to wait last."""
+        # The thread itself removes the lock from the list.  If a signal handler raised between a
+        # `pop` and a `release` here, the thread would wait for ever.
         try:
-            if self._idle:
-                self._idle.pop().release()
-        except IndexError:
+            lock = self._idle[-1]
+            if lock.locked():
+                lock.release()
+        except (IndexError, RuntimeError):
             return  # another thread has woken it
 
     def taker(self) -> Callable[[], Any]:
@@ -164,31 +173,34 @@ class TaskQueue:
         it.
         """
         first, last, higher, lower = self.first, self.last, self.higher, self.lower
-        idle = self._idle
-        lock: Any = threading.Lock()  # held by this thread, unless `put` has just released it
+        idle, wake_one = self._idle, self._wake_one
+        # Held by this thread, unless it was woken since.  Then it does not wait the next time.
+        lock: Any = threading.Lock()
         lock.acquire()
 
         def take() -> Any:
             while True:
                 try:
                     if higher or lower:
-                        return self.get_nowait()
-                    if first:
-                        return first.popleft()
-                    if last:
-                        return last.popleft()
-                except IndexError:
-                    continue  # another thread has taken it
-                # This thread registers before it checks, and `put` appends before it looks for a
-                # waiter.  So one of the two sees the other.
-                idle.append(lock)
-                if first or last or higher or lower:
-                    try:
+                        item = self.get_nowait()
+                    elif first:
+                        item = first.popleft()
+                    elif last:
+                        item = last.popleft()
+                    else:
+                        # This thread registers before it checks, and `put` appends before it looks
+                        # for a waiter.  So one of the two sees the other.
+                        idle.append(lock)
+                        if not (first or last or higher or lower):
+                            lock.acquire()
                         idle.remove(lock)
                         continue
-                    except ValueError:
-                        pass  # `put` has removed the lock and will release it
-                lock.acquire()
+                except IndexError:
+                    continue  # another thread has taken it
+                # Several puts may have woken only this thread.
+                if idle and (first or last or higher or lower):
+                    wake_one()
+                return item
 
         return take
 
