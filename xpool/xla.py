@@ -17,7 +17,7 @@ from xpool._worker import replica
 from xpool._worker.entry import set_environment
 from xpool._worker.replica import MpModelWrapper, MpSerialExecutor
 from xpool.devices import DeviceContext, Host, devices
-from xpool.devices._frameworks import running_runtime
+from xpool.devices._host import running_runtime
 from xpool.errors import OptionError
 
 __all__ = ["MpModelWrapper", "MpSerialExecutor", "launch", "spawn"]

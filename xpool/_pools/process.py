@@ -446,7 +446,7 @@ def _find_launcher(context: BaseContext | str | None) -> Launcher:
 def _refuse_fork_of_runtime() -> None:
     if "torch" not in sys.modules:
         return  # all such runtimes are torch's
-    from xpool.devices._frameworks import running_runtime  # only here: most programs never need it
+    from xpool.devices._host import running_runtime  # only here: most programs never need it
 
     runtime = running_runtime()
     if runtime is not None:

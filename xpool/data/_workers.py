@@ -51,7 +51,7 @@ from xpool.data._loader_worker import (
     with_copy,
     without_context,
 )  # fmt: skip
-from xpool.devices._frameworks import running_runtime
+from xpool.devices._host import running_runtime
 from xpool.errors import OptionError
 
 _NEEDED = (

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import xpool.devices._masks as masks
 import xpool.devices._tpu as tpu
 from xpool.devices._device_context import PROCESS, TABLE, DeviceContext, Row
-from xpool.devices._frameworks import check_torch_xla, pick_tpu_framework
-from xpool.devices._host import Host
+from xpool.devices._host import Host, check_torch_xla, pick_tpu_framework
 from xpool.errors import DeviceError, OptionError
 
 TPU_PORT = 8476
