@@ -11,7 +11,7 @@ import pytest
 
 from xpool._worker.entry import set_environment
 from xpool.devices import Chip, Host, devices
-from xpool.devices._tpu import SCRUB, Slice, accelerator_type, group_env
+from xpool.devices._masks import TPU_SCRUB, TpuSlice, accelerator_type, tpu_group_env
 from xpool.errors import DeviceError, OptionError
 
 from .hosts import TPU, XLA, tpu_host
@@ -68,7 +68,7 @@ def test_one_chip_for_each_independent_worker(generation: str, chips: int):
             "MKL_NUM_THREADS": "1",
         }
         assert {k: v for k, v in context.env.items() if v is not None} == wanted
-        assert {k for k, v in context.env.items() if v is None} == set(SCRUB) - set(wanted)
+        assert {k for k, v in context.env.items() if v is None} == set(TPU_SCRUB) - set(wanted)
         assert (context.framework, context.group) == ("torch_xla", 0)
 
 
@@ -290,16 +290,16 @@ def test_one_group_of_torch_tpu(generation: str, chips: int, topology: str):
 
 
 def test_the_group_env_is_a_pure_function():
-    """`group_env` returns equal variables for equal descriptions."""
-    at = Slice("v5e", 8)
-    made = [group_env(at, 3, range(8), range(9000, 9008), "torch_xla") for _ in range(2)]
+    """`tpu_group_env` returns equal variables for equal descriptions."""
+    at = TpuSlice("v5e", 8)
+    made = [tpu_group_env(at, 3, range(8), range(9000, 9008), "torch_xla") for _ in range(2)]
     assert made[0] == made[1]
     assert made[0]["TPU_PROCESS_PORT"] == "9003"
 
 
 def test_a_given_accelerator_type_is_kept():
     """An already set accelerator type is kept."""
-    assert accelerator_type(Slice("v3", 4, accelerator="v2-8")) == "v2-8"
+    assert accelerator_type(TpuSlice("v3", 4, accelerator="v2-8")) == "v2-8"
 
 
 @pytest.mark.parametrize("name", ["TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"])

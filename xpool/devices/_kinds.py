@@ -12,7 +12,6 @@ from functools import partial
 from typing import NamedTuple
 
 import xpool.devices._masks as masks
-import xpool.devices._tpu as tpu
 from xpool.devices._device_context import PROCESS, TABLE, DeviceContext, Row
 from xpool.devices._host import Host, check_torch_xla, pick_tpu_framework
 from xpool.errors import DeviceError, OptionError
@@ -244,7 +243,7 @@ def _xla(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     per_process = per_process or 1
     _check_shares(per_worker, per_process)
     # At least one of `per_worker` and `per_process` is 1.
-    env = dict.fromkeys(tpu.SCRUB) | {
+    env = dict.fromkeys(masks.TPU_SCRUB) | {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(max(per_worker, per_process)),
         "PJRT_LOCAL_PROCESS_COUNT": "1",
@@ -294,7 +293,7 @@ def _tpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
             )
     at = _slice(host)
     if independent:
-        envs = [tpu.independent_env(at, chips, framework) for chips in own]
+        envs = [masks.tpu_env(at, chips, framework) for chips in own]
         group = 0
     else:
         if per_worker != 1:
@@ -306,13 +305,13 @@ def _tpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
         chips = [c for part in own for c in part]
         ports = _ports(len(own) + 1, at)
         envs = [
-            tpu.group_env(at, rank, chips, ports[1:], framework, ports[0])
+            masks.tpu_group_env(at, rank, chips, ports[1:], framework, ports[0])
             for rank in range(len(own))
         ]
     # A later import of torch here would load torch_tpu, but only workers may open the chips.
     if framework == "torch_tpu" and "torch" not in sys.modules:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    each = tpu.DEVICES.get(at.generation, 1)
+    each = masks.TPU_DEVICES.get(at.generation, 1)
     parts = []
     for i, (chips, env) in enumerate(zip(own, envs)):
         nodes = [host.chips[c].node for c in chips]
@@ -328,9 +327,9 @@ def _workers_of_a_chip(
     generation = host.chips[0].generation
     most = 1
     if framework == "torch_xla" and independent and per_worker == 1:
-        most = tpu.DEVICES.get(generation, 1)
+        most = masks.TPU_DEVICES.get(generation, 1)
     if per_process is None:
-        return most if generation in tpu.CORE_EACH else 1
+        return most if generation in masks.TPU_CORE_EACH else 1
     _check_shares(per_worker, per_process)
     if per_process not in (1, most):
         raise OptionError(
@@ -357,13 +356,13 @@ def _masked_chips(host: Host) -> list[int]:
     return list(range(len(host.chips)))
 
 
-def _slice(host: Host) -> tpu.Slice:
+def _slice(host: Host) -> masks.TpuSlice:
     """Return the slice that the variables of a GKE pod or launcher describe, else this host."""
     names = tuple(h for h in host.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if h)
     generation = host.chips[0].generation
     accelerator = host.environ.get("TPU_ACCELERATOR_TYPE", "")
     if len(names) < 2:
-        return tpu.Slice(generation, len(host.chips), accelerator=accelerator)
+        return masks.TpuSlice(generation, len(host.chips), accelerator=accelerator)
     index = host.environ.get("TPU_WORKER_ID", "")
     bounds = host.environ.get("TPU_HOST_BOUNDS", "")
     if not (index.isdigit() and int(index) < len(names) and re.fullmatch(r"\d+,\d+,\d+", bounds)):
@@ -373,10 +372,10 @@ def _slice(host: Host) -> tpu.Slice:
             "host alone set TPU_WORKER_HOSTNAMES=localhost"
         )
     x, y, z = (int(d) for d in bounds.split(","))
-    return tpu.Slice(generation, len(host.chips), int(index), names, (x, y, z), accelerator)
+    return masks.TpuSlice(generation, len(host.chips), int(index), names, (x, y, z), accelerator)
 
 
-def _ports(count: int, at: tpu.Slice) -> list[int]:
+def _ports(count: int, at: masks.TpuSlice) -> list[int]:
     """Return ports for a group: free ports, or fixed ports if the group has several hosts."""
     if len(at.hosts) > 1:
         # The master has the first port.  The workers' ports begin at TPU_PORT.
