@@ -36,10 +36,10 @@ from xpool._pickling.by_value import main, registry, special_classes
 from xpool._pickling.by_value.functions import annotations_of, own_attributes
 from xpool._pickling.by_value.names import (
     ATOMS,
+    by_name,
     found_by_name,
     found_here,
     goes_by_name,
-    name_for,
 )
 from xpool._pickling.by_value.origin import (
     HEAP_TYPE,
@@ -60,11 +60,9 @@ from xpool._python.interrupt import pass_on, uninterrupted
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
 
 
-def reduce_class(pickler: Context, cls: type) -> Any:
-    """Pickle a class by name if the receiver finds it by name, else by value."""
-    name = name_for(pickler, cls)
-    if name is not None:
-        return name
+@by_name
+def _reduce_class(pickler: Context, cls: type) -> Any:
+    """Pickle a class by value."""
     if not is_defined_by_statement(cls):
         return NotImplemented
     if pickler.blob is None:
@@ -473,4 +471,4 @@ def _fill(cls: Any, versioned: tuple[int, tuple[type, ...], dict[str, Any]]) -> 
     entry.version = version
 
 
-reducers.FOR_SUBCLASSES[type] = reducers.REDUCERS[type] = reduce_class
+reducers.FOR_SUBCLASSES[type] = reducers.REDUCERS[type] = _reduce_class

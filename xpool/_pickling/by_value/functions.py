@@ -14,7 +14,7 @@ from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xpool._pickling.by_value.names import is_simple, name_for, static_modules
+from xpool._pickling.by_value.names import by_name, is_simple, name_for, static_modules
 from xpool._pickling.by_value.origin import (
     INSTALLED,
     SENT,
@@ -26,7 +26,6 @@ from xpool._pickling.by_value.origin import (
 )
 from xpool._pickling.by_value.reads import classes_of, keys_of, use_of
 from xpool._pickling.reducers import (
-    BUILDERS,
     FOR_SUBCLASSES,
     LAZY,
     Context,
@@ -56,14 +55,10 @@ def _make_space(name: Any) -> dict[str, Any]:
 
 
 @register(FunctionType)
-def reduce_function(pickler: Context, function: FunctionType) -> Any:
-    """Pickle a function by name if the receiver finds it by name, else by value."""
-    name: Any = BUILDERS.get(function)
-    if name is None:
-        name = name_for(pickler, function)
-    if name is not None:
-        return name
-    # The function is pickled by value.  First find its globals in the receiver.
+@by_name
+def _reduce_function(pickler: Context, function: FunctionType) -> Any:
+    """Pickle a function by value."""
+    # First find its globals in the receiver.
     names = use_of(function.__code__).names
     values = function.__globals__
     module: Any = values.get("__name__")
@@ -269,11 +264,9 @@ def _lru(maxsize: int | None, typed: bool, function: Callable[..., Any]) -> Any:
 
 
 @register(CachedFunction)
+@by_name
 def _reduce_lru_cache(pickler: Context, obj: Any) -> Any:
     """Pickle the inner function, for which the receiver makes a new cache."""
-    name = name_for(pickler, obj)
-    if name is not None:
-        return name
     options = obj.cache_parameters()
     args = options["maxsize"], options["typed"], obj.__wrapped__
     return _with_attributes(obj, _lru, args)

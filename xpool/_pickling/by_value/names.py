@@ -21,7 +21,7 @@ from xpool._pickling.by_value.origin import (
     origins,
     with_origin,
 )
-from xpool._pickling.reducers import Context, builder
+from xpool._pickling.reducers import BUILDERS, Context, Reducer, builder
 from xpool._python.interrupt import pass_on
 
 ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
@@ -63,28 +63,44 @@ def goes_by_name(obj: Any) -> bool:
     return known and found_by_name(obj)
 
 
-def name_for(pickler: Context, obj: Any) -> Any:
-    """Return the reduction of a function or class by name, or None if this is not possible.
+def by_name(reduce: Reducer) -> Reducer:
+    """Let a reducer pickle only functions and classes that the receiver does not find by name.
 
     Names of the program's modules are recorded: the receiver gets their globals, and definitions
     that it cannot import, before it loads the pickle.
     """
-    module = obj.__module__
-    path = getattr(obj, "__qualname__", None) or obj.__name__
-    here = with_origin.get(module)  # another thread writes the origin first
-    if here is not None and here is sys.modules.get(module) and module not in static_modules:
-        # The usual case: the short way to the same answer.
-        known = origins[module]
-        direct = known != SENT or not (
-            pickler.recurse or pickler.home or pickler.blob or pickler.group
-        )
-        if direct and here.__dict__.get(path) is obj:
-            own = type(obj) is not FunctionType or obj.__globals__ is here.__dict__
-            if not own and is_patch(obj, module):
-                return None
-            if known != INSTALLED and pickler.follow:
-                pickler.names.add((module, path))
-            return path
+
+    def reduce_by_name(pickler: Context, obj: Any) -> Any:
+        is_function = type(obj) is FunctionType
+        if is_function and obj in BUILDERS:
+            return BUILDERS[obj]
+        module = obj.__module__
+        path = getattr(obj, "__qualname__", None) or obj.__name__
+        here = with_origin.get(module)  # another thread writes the origin first
+        if here is not None and here is sys.modules.get(module) and module not in static_modules:
+            # The usual case: the short way to the same answer.
+            known = origins[module]
+            direct = known != SENT or not (
+                pickler.recurse or pickler.home or pickler.blob or pickler.group
+            )
+            if direct and here.__dict__.get(path) is obj:
+                own = not is_function or obj.__globals__ is here.__dict__
+                if not own and is_patch(obj, module):
+                    return reduce(pickler, obj)
+                if known != INSTALLED and pickler.follow:
+                    pickler.names.add((module, path))
+                return path
+        name = _name_of(pickler, obj, module, path)
+        return reduce(pickler, obj) if name is None else name
+
+    return reduce_by_name
+
+
+name_for = by_name(lambda pickler, obj: None)
+"""Return the reduction of a function or class by name, or None if this is not possible."""
+
+
+def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
     origin = origin_of(module)
     if module in static_modules:
         return path if found_by_name(obj) else _of_static(obj, module, path)
