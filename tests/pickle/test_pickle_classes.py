@@ -817,3 +817,19 @@ def test_a_deleted_attribute(receiver: Receiver) -> None:
     assert receiver.call(look, Config) == [True] * 4
     del Config.flag, Config.half, Config.get
     assert receiver.call(look, Config) == [False, False, False, True]
+
+
+def test_a_class_whose_body_defines_its_name(forgotten: Callable[[Any], Any]) -> None:
+    """`__name__` of the body is that of the instances, and the class keeps its own."""
+
+    class Fake:
+        __name__ = "fake"
+
+    class Computed:
+        @property
+        def __name__(self) -> str:
+            return "computed"
+
+    for cls, name in ((Fake, "fake"), (Computed, "computed")):
+        made = forgotten(cls)
+        assert made is not cls and (made().__name__, made.__name__) == (name, cls.__name__)

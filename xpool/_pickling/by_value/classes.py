@@ -267,8 +267,8 @@ def _special(cls: type, token: str) -> special_classes.Shell | None:
 def _shell(cls: type, token: str) -> tuple[Any, ...]:
     attributes = vars(cls)
     creation = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    # `__class__` cannot be set later: that would change the class of the class.
-    for name in ("__slots__", "__orig_bases__", "__class__"):
+    # `__class__` and `__name__` cannot be set later: that would change the class itself.
+    for name in ("__slots__", "__orig_bases__", "__class__", "__name__"):
         if name in attributes:
             creation[name] = attributes[name]
     return token, type(cls), _maker(type(cls)), cls.__name__, cls.__bases__, creation
@@ -314,8 +314,8 @@ CACHES = frozenset({"__slotnames__", "__annotations_cache__"})
 _ANNOTATE = frozenset({"__annotate_func__", "__annotate__"})  # from Python 3.14 on
 
 _MADE_BY_PYTHON = CACHES | _ANNOTATE | {
-    "__module__", "__qualname__", "__slots__", "__orig_bases__", "__class__", "__dict__",
-    "__weakref__",
+    "__module__", "__qualname__", "__slots__", "__orig_bases__", "__class__", "__name__",
+    "__dict__", "__weakref__",
     "_abc_impl", "__classcell__", "__classdictcell__", "_xpool_registered",
 }  # fmt: skip
 
