@@ -217,3 +217,89 @@ def test_standard_streams_and_views_of_dicts(tmp_path):
     done = scripts.run([scripts.write(tmp_path / "streams.py", STREAMS)])
     assert done.stdout.splitlines() == ["[True, True, True, True] True", "5", "True"], done.stderr
     assert "said" in done.stderr and "written" in done.stderr
+
+
+AGAIN = """
+import xpool
+import lib
+
+CLASS = '''
+class Model:
+    class Part:
+        number = {0}
+    def run(self):
+        return {0}
+model = Model()
+lib.kept = [model]
+table = {{"model": Model, "part": Model.Part, "large": [model] * 40000}}
+'''
+
+def own(x):
+    return model.run(), type(model) is Model, lib.run(), table["model"] is Model
+
+def inside(x):
+    return table["part"] is Model.Part, table["part"].number, table["large"][-1].run()
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        for number in range(3):  # as a cell of a notebook that runs again
+            exec(CLASS.format(number))
+            print(pool.apply(own, (1,)) == own(1), pool.apply(inside, (1,)) == inside(1))
+    pool.join()
+"""
+
+
+def test_a_class_that_is_defined_again_with_its_instances(tmp_path):
+    """Data that refer to it by its name have the new class, though their bytes are the same."""
+    (tmp_path / "lib.py").write_text("kept = []\ndef run():\n    return kept[0].run()\n")
+    out = scripts.run_ok([scripts.write(tmp_path / "again.py", AGAIN)])
+    assert out == "True True\n" * 3
+
+
+STRATEGIES = """
+import xpool
+import lib
+
+class Plain:
+    def run(self):
+        return "plain"
+
+class Other(Plain):
+    def run(self):
+        return "other", super().run()
+
+plain = Plain()
+
+def state(x):
+    unset = lib.UNSET is lib.get.__defaults__[0], lib.get(), lib.get(lib.UNSET)
+    return lib.run(), lib.strategy is plain, unset
+
+def given(default=lib.UNSET):
+    return default is lib.UNSET
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        for lib.strategy in plain, Other(), lib.First(), plain:
+            print(pool.apply(state, (1,)) == state(1), pool.apply(given))
+    pool.join()
+"""
+LIB = """
+class First:
+    def run(self):
+        return "first"
+class Unset:
+    pass
+UNSET = Unset()
+strategy = None
+def run():
+    return strategy.run()
+def get(x=UNSET):
+    return x is UNSET
+"""
+
+
+def test_objects_without_state_that_the_script_assigns_to_an_own_module(tmp_path):
+    """They arrive, and are not taken for what the module's import has made under that name."""
+    (tmp_path / "lib.py").write_text(LIB)
+    out = scripts.run_ok([scripts.write(tmp_path / "strategies.py", STRATEGIES)])
+    assert out == "True True\n" * 4

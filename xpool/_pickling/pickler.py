@@ -522,7 +522,7 @@ def write_group(value: Any, group: reducers.Group, out_of_band: bool) -> Pickled
 
 
 def write_values(
-    keys: tuple[Key, ...], values: list[Any], named: dict[int, Key], out_of_band: bool
+    keys: tuple[Key, ...], values: list[Any], named: dict[int, tuple[Any, ...]], out_of_band: bool
 ) -> Pickled:
     """Pickle the values of a group: of one global its value, of several a list."""
     own = {id(value): key for key, value in zip(keys, values, strict=True)}

@@ -55,14 +55,14 @@ class Group:
 
     Args:
         own: by id, the globals among them; a random generator is the receiver's own there.
-        named: by id, objects that are written by the name of a global.
+        named: by id, objects that are written by their names: the arguments of `of_module`.
         objects: gets all objects that are written; None: they are not wanted.
     """
 
     def __init__(
         self,
         own: dict[int, Key],
-        named: dict[int, Key],
+        named: dict[int, tuple[Any, ...]],
         objects: list[Any] | None = None,
     ) -> None:
         self.own, self.named, self.objects = own, named, objects
@@ -136,9 +136,16 @@ def builder(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @builder
-def of_module(module: str, name: str) -> Any:
-    """Return a global of a module."""
-    return getattr(import_module(module), name)
+def of_module(module: str, name: str, kind: type | None = None) -> Any:
+    """Return a global of a module.
+
+    ``kind``: its class, if it has no state.  Then the program may have put it in the place of what
+    the module's import has made, and the receiver makes one, too.
+    """
+    if kind is None:
+        return getattr(import_module(module), name)
+    found = getattr(import_module(module), name, None)
+    return found if type(found) is kind else object.__new__(kind)
 
 
 class InModule:

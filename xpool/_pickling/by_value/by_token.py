@@ -67,7 +67,7 @@ def _reduce_object(pickler: Context, obj: object) -> Any:
             if place is None:
                 return NotImplemented
             if origin_of(place[0]) == IMPORTED:
-                return of_module, place
+                return of_module, (*place, object)
         return _make_object, (registry.token_of(obj),)
 
 

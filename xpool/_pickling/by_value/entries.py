@@ -37,7 +37,7 @@ class SentGroup:
         self.keys, self.kind, self.data = keys, kind, data
         self.serial = next(serials)
         self.first = True
-        self.functions: dict[Key, int] = {}
+        self.defined: dict[Key, Any] = {}
         self.leads = False  # whether the values use other globals
 
     def entry(self) -> Entry:

@@ -83,8 +83,9 @@ def by_name(reduce: Reducer) -> Reducer:
             direct = known != SENT or not (
                 pickler.recurse or pickler.home or pickler.blob or pickler.group
             )
-            if direct and here.__dict__.get(path) is obj:
-                own = not is_function or obj.__globals__ is here.__dict__
+            space: dict[str, Any] = here.__dict__
+            if direct and space.get(path) is obj:
+                own = not is_function or obj.__globals__ is space
                 if not own and is_patch(obj, module):
                     return reduce(pickler, obj)
                 if known != INSTALLED and pickler.follow:

@@ -356,7 +356,7 @@ def _is_of_package(name: str, value: Any, own: str | None) -> bool:
 
 def globals_of_modules(
     free: frozenset[Any],
-) -> tuple[dict[int, list[tuple[str, str]]], dict[int, tuple[str, str]]]:
+) -> tuple[dict[int, list[tuple[str, str]]], dict[int, tuple[str, str, type]]]:
     """Return, by id, the globals of modules that workers import, other than definitions and objects
     of the types ``free``.
 
@@ -364,7 +364,7 @@ def globals_of_modules(
     worker's own objects, which defaults of functions in these modules refer to, too.
     """
     found: dict[int, list[tuple[str, str]]] = {}
-    named: dict[int, tuple[str, str]] = {}
+    named: dict[int, tuple[str, str, type]] = {}
     for name in program_modules():
         for attribute, value in (
             list(namespace(name).items()) if origin_of(name) == IMPORTED else ()
@@ -379,7 +379,7 @@ def globals_of_modules(
             if kind is object or (type(attribute) is str and not attribute.startswith("__")):
                 found.setdefault(id(value), []).append((name, attribute))
                 if _has_no_state(value):
-                    named.setdefault(id(value), (name, attribute))
+                    named.setdefault(id(value), (name, attribute, kind))
     return found, named
 
 

@@ -139,7 +139,7 @@ class Book:
         self._compared: Compared | None = None
         self._tuples: set[int] = set()  # ids of globals that are tuples
         # By id: the objects without state that are globals of modules which workers import.
-        self._named: dict[int, Key] = {}
+        self._named: dict[int, tuple[Any, ...]] = {}
         self._made: set[tuple[Key, ...]] = set()  # the large groups that are as they are now
         self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use
         _books.add(self)
@@ -334,12 +334,13 @@ class Book:
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Look at all globals again, as far as they have changed, and at those that they use."""
         nodes, todo = dict[Key, Node](), set(wanted)
-        shared, self._named = globals_of_modules(SHARED_BY_ALL)
+        shared, named = globals_of_modules(SHARED_BY_ALL)
+        self._named = {**named}
         spaces = {module: namespace(module) for module, _ in wanted}.values()
         every = (value for space in spaces for value in list(space.values()))
         self._tuples = {id(value) for value in every if type(value) is tuple}
-        named = [value_of(key) for key in self._named.values()]
-        stateless = [value for value in named if hasattr(value, "__dict__")]
+        values = [value_of(place[:2]) for place in named.values()]
+        stateless = [value for value in values if hasattr(value, "__dict__")]
         while todo:
             key = todo.pop()
             node = nodes[key] = self._look(key)
@@ -555,6 +556,15 @@ class Book:
         data: Any
         if node.kind == compared.CALL and node.written is not None:
             return old or SentGroup(keys, CALL, b"".join(node.written.chunks))
+        # What the values refer to by name: these may be other functions and classes now.
+        defined = {
+            name: one.entry[0]
+            for key in keys
+            for name in self._nodes[key].names
+            if (one := self._nodes[name]).kind in (compared.FUNCTION, compared.CLASS)
+        }
+        if old is not None and old.defined != defined:
+            old = None
         if node.kind in (compared.GONE, compared.NAMED):
             kind, data = REMOVED, node.kind == compared.NAMED
         elif isinstance(node.value, ModuleType):
@@ -565,18 +575,11 @@ class Book:
             kind, data = self._refusal(keys[0], node)
         else:
             kind, data = self._pickled(keys, old, layout)
-        # Functions that the values refer to by name: these may be other objects now.
-        functions = {
-            name: one.entry[0]
-            for key in keys
-            for name in self._nodes[key].names
-            if (one := self._nodes[name]).kind == compared.FUNCTION
-        }
-        if old is not None and (kind, data, functions) == (old.kind, old.data, old.functions):
+        if old is not None and (kind, data) == (old.kind, old.data):
             old.leads = leads
             return old
         group = SentGroup(keys, kind, data)
-        group.functions = functions
+        group.defined = defined
         group.leads = leads
         group.first = self._sent.isdisjoint(keys)
         self._sent.update(keys)
