@@ -303,3 +303,45 @@ def test_objects_without_state_that_the_script_assigns_to_an_own_module(tmp_path
     (tmp_path / "lib.py").write_text(LIB)
     out = scripts.run_ok([scripts.write(tmp_path / "strategies.py", STRATEGIES)])
     assert out == "True True\n" * 4
+
+
+REPLACED = """
+import xpool
+import lib
+
+def step(x):
+    return x + 1
+
+class Job:
+    own = staticmethod(step)
+    other = staticmethod(lib.work)
+    def __init__(self, first=step, second=lib.work):
+        self.both = first, second
+    def run(self, x):
+        return [one(x) for one in self.both]
+
+def use(x):
+    return Job.own(x), Job.other(x), Job().run(x), step(x)
+
+def workers(first):  # those of the second pool get the class for the first time
+    print(first.apply(use, (1,)) == use(1), end=" ")
+    with xpool.Pool(1) as second:
+        print(second.apply(use, (1,)) == use(1))
+    second.join()
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        workers(pool)
+        def step(x):
+            return x + 100
+        lib.work = lambda x: "new"
+        workers(pool)
+    pool.join()
+"""
+
+
+def test_a_class_keeps_functions_whose_names_lead_elsewhere_now(tmp_path):
+    """A static method and a default stay the function that the class was defined with."""
+    (tmp_path / "lib.py").write_text("def work(x):\n    return 'old', x\n")
+    out = scripts.run_ok([scripts.write(tmp_path / "replaced.py", REPLACED)])
+    assert out == "True True\n" * 2

@@ -148,7 +148,7 @@ class _Mark:
     """
 
     def __init__(self, cls: type, token: str, recurse: bool) -> None:
-        self.recurse = recurse
+        self.recurse, self.own = recurse, f"{cls.__qualname__}."
         self.blob = Blob(is_mark=True)
         self.rest: list[Any] = []
         self.changes = False  # whether a part, other than of functions, may be changed in place
@@ -195,7 +195,9 @@ class _Mark:
         self.blob.codes.append(function.__code__)
         named = (function.__kwdefaults__ or {}).items()
         parts = function.__defaults__, *map(tuple, (variables_of(function), named))
-        return [self.part(one) for one in (*parts, function.__dict__ or None)]
+        # A function from elsewhere is written by its name, as long as this leads to it.
+        by_name = function.__qualname__.startswith(self.own) or found_by_name(function)
+        return [by_name, *(self.part(one) for one in (*parts, function.__dict__ or None))]
 
     def part(self, value: Any) -> Any:
         kind = type(value)

@@ -84,7 +84,8 @@ def by_name(reduce: Reducer) -> Reducer:
                 pickler.recurse or pickler.home or pickler.blob or pickler.group
             )
             space: dict[str, Any] = here.__dict__
-            if direct and space.get(path) is obj:
+            there = space.get(path) is obj
+            if direct and there:
                 own = not is_function or obj.__globals__ is space
                 if not own and is_patch(obj, module):
                     return reduce(pickler, obj)
