@@ -668,41 +668,6 @@ def test_sentinels_of_a_module(tmp_path):
     assert out == "True 4\nTrue\n"
 
 
-SHARED = """
-import warnings
-import torch
-import xpool
-
-counts = torch.zeros(2).share_memory_()
-plain = torch.zeros(2)
-
-def bump(i):
-    counts[i] += 1
-    return plain
-
-def bump_argument(counts, i):
-    counts[i] += 1
-
-if __name__ == "__main__":
-    with xpool.Pool(1, is_copy_tensor=False) as pool, warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        pool.map(bump, [0, 1])
-        pool.map(bump, [0, 1])
-        print(counts.tolist(), [str(one.message)[:47] for one in seen])
-        pool.starmap(bump_argument, [(counts, 0), (counts, 1)])
-        print(counts.tolist(), len(seen))
-    pool.join()
-"""
-
-
-@pytest.mark.torch
-def test_a_shared_tensor_that_is_a_global_is_copied_with_a_warning(tmp_path):
-    """Share mode shares arguments. A warning says once that a shared global is copied."""
-    out = scripts.run_ok([scripts.write(tmp_path / "shared.py", SHARED)])
-    warning = "Workers get a copy of the global 'counts' of __"
-    assert out == f"[0.0, 0.0] {[warning]}\n[1.0, 1.0] 1\n"
-
-
 IMPORTS = """
 import sys
 import warnings

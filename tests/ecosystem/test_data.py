@@ -483,20 +483,6 @@ def test_advice():
         assert word in report.advice, report
 
 
-def test_a_worker_imports_no_pools():
-    """Making batches imports no pools, because each worker of the first epoch waits for its
-    imports."""
-    found = scripts.run_ok(
-        ["-"],
-        """
-        import sys
-        import xpool.data._loader_worker
-        print([name for name in sys.modules if name.startswith(("xpool.pool", "xpool._pools"))])
-        """,
-    )
-    assert found.split() == ["[]"]
-
-
 def test_threads():
     """Threads use the dataset itself, and have their own worker info. A given ThreadPool stays
     open."""

@@ -22,39 +22,7 @@ pytestmark = [
 ]
 
 PARENTS = """
-    import os, signal, threading
-    import torch
-    import xpool
-    from xpool.data import DataLoader
-
-    class Parents(torch.utils.data.Dataset):
-        def __len__(self):
-            return 40
-
-        def __getitem__(self, i):
-            return i, os.getpid(), os.getppid()
-
-    def epoch(loader, kills=False):
-        batches = iter(loader)
-        seen, pid, parents = (values.tolist() for values in next(batches))
-        print("fork" if parents[0] == os.getpid() else "server")
-        if kills:
-            os.kill(pid[0], signal.SIGKILL)
-        for places, _, parent in batches:
-            seen += places.tolist()
-            parents += parent.tolist()
-        assert sorted(seen) == list(range(40)), seen
-        assert not kills or set(parents) - {os.getpid()}, "the worker was replaced by a fork"
-
-    if __name__ == "__main__":
-        BEFORE
-        loader = DataLoader(Parents(), 2, num_workers=1)
-        epoch(loader, KILLS)
-        epoch(loader)
-"""
-
-GLOBALS = """
-    import sys
+    import os, signal, sys, threading
     import torch
     import xpool
     from xpool.data import DataLoader
@@ -62,46 +30,36 @@ GLOBALS = """
     sys.path.insert(0, FOLDER)
     import settings
 
-    class Sizes(torch.utils.data.Dataset):
+    class Parents(torch.utils.data.Dataset):
         def __len__(self):
-            return 4
+            return 40
 
         def __getitem__(self, i):
-            return settings.SIZE
+            own = [name for name in sys.modules if name.startswith(("xpool.pool", "xpool._pools"))]
+            return i, os.getpid(), os.getppid(), settings.SIZE, len(own)
+
+    def epoch(loader, kills=False):
+        batches = iter(loader)
+        seen, pid, parents, sizes, _ = (values.tolist() for values in next(batches))
+        print("fork" if parents[0] == os.getpid() else "server")
+        if kills:
+            os.kill(pid[0], signal.SIGKILL)
+        for places, _, parent, size, modules in batches:
+            seen += places.tolist()
+            parents += parent.tolist()
+            sizes += size.tolist()
+            assert parent[0] == os.getpid() or not modules.any(), "a worker waits for its imports"
+        assert sorted(seen) == list(range(40)), seen
+        forked = {size for size, parent in zip(sizes, parents) if parent == os.getpid()}
+        assert forked <= {224}, "forks see the values of globals of modules, also if a server runs"
+        assert not kills or set(parents) - {os.getpid()}, "the worker was replaced by a fork"
 
     if __name__ == "__main__":
         settings.SIZE = 224
-        xpool.preload("torch")
-        loader = DataLoader(Sizes(), 4, num_workers=1)
-        print(*next(iter(loader)).tolist())
-        with xpool.Pool(1) as pool:  # from the server, which has torch then
-            pool.apply(abs, (1,))
-        print(*next(iter(loader)).tolist())
-"""
-
-DEATH = """
-    import os, signal
-    import torch
-    from xpool.data import DataLoader
-
-    class Dying(torch.utils.data.Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, i):
-            if i == 0:
-                try:
-                    os.close(os.open(FILE, os.O_CREAT | os.O_EXCL))
-                except FileExistsError:
-                    return os.getppid()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return os.getppid()
-
-    FILE = FOLDER + "/died"
-    if __name__ == "__main__":
-        loader = DataLoader(Dying(), 1, num_workers=2)
-        list(loader)
-        print({parent.item() for parent in loader} == {os.getpid()})
+        BEFORE
+        loader = DataLoader(Parents(), 2, num_workers=1)
+        epoch(loader, KILLS)
+        epoch(loader)
 """
 
 HANDLERS = """
@@ -135,16 +93,13 @@ def parents(before, kills=False):
 
 
 PROGRAMS = {
-    # In a program without other threads, workers are forks. The server replaces dead ones.
+    # In a program without other threads, workers are forks. The server replaces dead ones; the
+    # next epoch still forks.
     "alone": (parents("pass", True), "fork fork"),
     "bare thread": (
         parents("lock = __import__('_thread').start_new_thread(threading.Event().wait, ())"),
         "server server",
     ),
-    # Workers see the program's values of globals, whether or not the server is ready.
-    "globals": (GLOBALS, " ".join(["224"] * 8)),
-    # After a worker's death, the next epoch still forks, although a fork server runs.
-    "a death at the end of an epoch": (DEATH, "True"),
     # A fork runs neither the program's signal handlers nor its event loop's.
     "handlers": (HANDLERS, "True True -1 -1"),
 }

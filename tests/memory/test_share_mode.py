@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,32 @@ def test_a_pool_in_copy_mode(sharing: Any, make_pool: Callable[..., Any]) -> Non
     received = other.apply(tasks.same, (tensor,))  # already lies in a block
     sharing.apply(tasks.write, (received, 3))
     assert int(received.sum()) == 3 * MIB
+
+
+counts = torch.zeros(2)
+
+
+def bump(i: int) -> None:
+    counts[i] += 1
+
+
+def bump_argument(tensor: Any, i: int) -> None:
+    tensor[i] += 1
+
+
+def test_a_global_is_copied_with_a_warning(
+    sharing: Any, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Share mode shares arguments. A warning says once that a shared global is copied."""
+    warnings.simplefilter("always")
+    monkeypatch.setitem(globals(), "counts", torch.zeros(2).share_memory_())
+    for _ in range(2):
+        sharing.map(bump, [0, 1])
+    assert counts.tolist() == [0, 0]
+    sharing.starmap(bump_argument, [(counts, 0), (counts, 1)])
+    assert counts.tolist() == [1, 1]
+    (said,) = recwarn
+    assert f"a copy of the global 'counts' of {__name__}" in str(said.message)
 
 
 def test_views_and_modules(sharing: Any) -> None:
