@@ -348,9 +348,23 @@ class SchedulerWorld(World):
         name = self.function(tasks[0][0])
         if shared and name in self.needs and len(tasks) > 1:
             self.wrong(f"worker {w} gets {tasks} of a heavy function")
+        if not self.holds(w):
+            self.runs(w, name)
+
+    def runs(self, w: int, name: str) -> None:
+        """A worker runs a task of a function."""
         self.latest.pop(w, None)
         if name in self.needs:
             self.latest[w] = name, self.needs[name], 0.0
+
+    def goes_on(self, w: int, at: int) -> None:
+        """A worker has ended a task before item ``at``, and runs this one."""
+        worker = self.workers[w]
+        if self.needs and at < len(worker.given):
+            name = self.function(worker.given[at][0][0])
+            if w not in self.latest or self.latest[w][0] != name:
+                self.settle([w])
+                self.runs(w, name)
 
     def settle(self, workers: list[int]) -> None:
         """The tasks of these workers have ended: their functions may need less."""
@@ -504,6 +518,7 @@ class SchedulerWorld(World):
                 self.wrong(f"cost {self.sched.sizes.cost} after {n} tasks in {seconds} s")
             for i in range(n):
                 self.end(worker.given[at + i][0], "answered")
+            self.goes_on(w, at + n)
         worker.answered += n
         self.after(w)
 
@@ -514,6 +529,7 @@ class SchedulerWorld(World):
             task, batch = worker.given[i]
             if i - batch.seq < batch.taken:
                 self.put_back([task])
+            self.goes_on(w, i + 1)
         self.sched.skipped(w, n)
 
     def put_back(self, tasks: list[Task]) -> None:

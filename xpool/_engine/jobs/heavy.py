@@ -88,12 +88,18 @@ class HeavyFunctions:
                 self.needs[name] = max(seen, FALL * self.needs[name])
 
     def given(self, w: int, batch: Batch) -> None:
-        """Record that a worker was given a batch."""
+        """Record that a worker without items was given a batch."""
         name = self.name(batch)
         if name in self.needs:
             self._latest[w] = name, self.needs[name], 0.0
         else:
             self._latest.pop(w, None)
+
+    def goes_on(self, w: int, batch: Batch) -> None:
+        """Record that a worker has ended a task, and runs the next one of a batch that it holds."""
+        if w not in self._latest or self._latest[w][0] != self.name(batch):
+            self.settle((w,))
+            self.given(w, batch)
 
     def has_heavy(self, w: int) -> bool:
         """Whether the latest task of a worker is heavy, if its end is not settled."""

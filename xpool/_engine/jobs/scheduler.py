@@ -301,7 +301,7 @@ class Scheduler(Waiting):
                 # `take` has moved the start of the range behind these items.
                 batch.first -= len(items)
                 self._hold(w, batch)
-                if self.heavy.needs:
+                if self.heavy.needs and len(in_flight.held) == 1:
                     self.heavy.given(w, batch)
                 if queue is self.alone:
                     self.lone = w
@@ -428,6 +428,8 @@ class Scheduler(Waiting):
                 self.idle[w] = None
         if seconds > 0.0:
             self.sizes.note(seconds / n)
+        if self.heavy.needs and in_flight.held:
+            self.heavy.goes_on(w, in_flight.held[0])
         return batch, first
 
     def retire(self, w: int) -> None:
