@@ -201,6 +201,41 @@ def test_withdrawing_beside_a_task_that_runs_alone():
     assert [batch.job for _, batch in sched.next_batches()] == [3]
 
 
+def test_a_bound_task_that_is_due_with_one_that_runs_alone():
+    """Both wait for the same moment. The bound one was there before, and a running one may wait for
+    it, so it is given first."""
+    sched = ready(3)
+    for w in range(3):
+        sched.put(task_range(job=w, retries=1, bound=w or None))
+    assert len(sched.next_batches()) == 3
+    alone, bound = sched.gone(0, 1), sched.gone(1, 1)
+    sched.again(*alone, when=1.0, alone=True)
+    sched.again(*bound, when=1.0)
+    assert sched.due(1.0) is None
+    sched.ready(1, None)
+    assert [(w, batch.job) for w, batch in sched.next_batches()] == [(1, 1)]
+
+
+def test_a_worker_that_goes_on_no_longer_runs_the_heavy_task():
+    """A worker got other tasks behind a task whose function became heavy later. When it runs these,
+    another worker gets the next heavy task, though there is memory for one only."""
+    sched = Scheduler(3, lambda job, index: f"f{job}")
+    sched.sizes.cost = 0.001
+    for w in range(3):
+        sched.ready(w, None)
+    sched.put(task_range(job=1, n=3, retries=1))
+    sched.next_batches()
+    sched.put(task_range(job=2, n=3 * 20))
+    assert sched.refill(0)
+    sched.ran_out(*sched.gone(1, 1), {"f1": 100})
+    sched.put(task_range(job=1, first=3, priority=1))
+    sched.answered(2, 1)
+    assert sched.next_batches() == [], "worker 0 runs a heavy task"
+    sched.answered(0, 1)
+    ((w, batch),) = sched.next_batches()
+    assert (w, batch.job) == (2, 1)
+
+
 def test_second_tries_come_in_the_order_of_their_times():
     """Retries are queued in the order of their times. `due` returns the next time."""
     sched = ready(1)

@@ -32,8 +32,12 @@ class TimeQueue(Generic[T]):
         """Take out what is due, the earliest first."""
         found = []
         while self._heap and self._heap[0][0] <= now:
-            found.append(heapq.heappop(self._heap)[2])
+            found.append(self.pop())
         return found
+
+    def pop(self) -> T:
+        """Take out the first object.  There must be one."""
+        return heapq.heappop(self._heap)[2]
 
     def take_out(self, wanted: Callable[[T], bool]) -> list[T]:
         """Take out these objects, whenever they are due."""

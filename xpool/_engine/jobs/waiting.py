@@ -284,9 +284,10 @@ class Waiting:
 
     def due(self, now: float) -> float | None:
         """Queue the ranges whose time has come; return when the next is due, None: never."""
-        for task_range in self.later.due(now):
-            self.put_back(task_range)
-        return self.later.next()
+        # One by one, because `put_back` of an item that is to run alone looks at those in `later`.
+        while (when := self.later.next()) is not None and when <= now:
+            self.put_back(self.later.pop())
+        return when
 
     def waiting(self) -> int:
         """Return how many items wait for a worker."""
