@@ -22,7 +22,6 @@ from xpool._hosts import fleet as f
 from xpool._hosts import hosts_scheduler as policy
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_engine import HostEngine
-from xpool._hosts.hosts_scheduler import BATCH_BYTES
 from xpool._hosts.service import DRIFT
 from xpool.errors import HostLost, WorkerDied
 
@@ -709,7 +708,7 @@ class HostWorld(World):
         shared = sum(batch.nbytes for batch in batches if batch.items.bound is None)
         bound = sum(batch.nbytes for batch in batches) - shared
         largest = max((batch.nbytes for batch in batches if len(batch.items.items) == 1), default=0)
-        most = policy.AHEAD_BYTES + BATCH_BYTES + (1 + host.workers) * largest
+        most = policy.AHEAD_BYTES + policy.BATCH_BYTES + (1 + host.workers) * largest
         if shared > most or shared + bound > most + host.workers * largest:
             self.wrong(f"{shared} bytes are at host {host.number}, and {bound} for its workers")
 

@@ -24,7 +24,6 @@ from xpool._engine.jobs.ranges import TaskRange
 from xpool._engine.jobs.scheduler import BatchSizes
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_scheduler import HostScheduler, Message
-from xpool._hosts.messages import Link
 from xpool._hosts.service import BEAT_SECONDS, CALL_BYTES, CALLS_IN_FLIGHT
 
 __all__ = ["Cluster", "Outcome", "UPLINK"]
@@ -292,7 +291,7 @@ class Cluster:
 
     def send(self, host: _Host, messages: list[Any]) -> None:
         """Send messages in order, in calls as `Conversation` makes them."""
-        link = Link()
+        link = m.Link()
         for one in messages:
             link.queue(one)
         while link.has_unsent:

@@ -21,7 +21,6 @@ from xpool._engine.launch import ForkServer
 from xpool._engine.protocols import LocalEngine
 from xpool._hosts import messages as m
 from xpool._hosts.fleet import Call
-from xpool._hosts.messages import Link
 from xpool._memory.anonymous_files import File
 from xpool._memory.system import default_processes
 from xpool._pickling.frame import lodge
@@ -73,7 +72,7 @@ class AgentSession:
         self._waiting: list[int] = []  # calls without a reply, oldest first
         self._replied: dict[int, float] = {}  # when each call had its first reply
         self._heard = 0  # number of the last call whose reply the driver has
-        self._link = Link()
+        self._link = m.Link()
         self._staged: dict[int, m.Stage] = {}
         self._kept = 0  # number of the last batch that this host has staged itself: below 0
         self._files: list[Any] = []  # broadcast objects: each exists as long as it is in this list

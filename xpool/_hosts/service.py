@@ -22,7 +22,6 @@ from xpool._engine.stacks import Whereabouts
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_scheduler import HostScheduler, Message
-from xpool._hosts.messages import Link
 from xpool.errors import HostLost, TaskTimeout, WorkerDied, XPoolError
 
 CALLS_IN_FLIGHT = 4
@@ -62,7 +61,7 @@ class Conversation:
         self.ended = False
         self.given_up = ""
         """Why the driver stopped it, or "".  It takes the place of the fleet's reason."""
-        self.link = Link()
+        self.link = m.Link()
         self._fleet, self._host = fleet, host
         self.trip = 0.0
         """The fewest seconds from a beat to its reply so far; 0: no beat was answered yet."""

@@ -23,7 +23,6 @@ import xpool.distributed._current as current
 import xpool.distributed._rendezvous as rendezvous
 from xpool._worker.worker_context import current_worker
 from xpool.distributed._collective import CollectiveGroup, explain
-from xpool.distributed._current import Peers
 from xpool.distributed._group_errors import GroupError, NotAMember, PeerLost
 from xpool.distributed._meetings import FAREWELL_SECONDS, Farewell, Meetings, Watchers, meet, watch
 from xpool.distributed._rpc_group import Register, RpcGroup
@@ -137,7 +136,7 @@ class World:
         self._store = dist.PrefixStore(f"xpool/{earlier}", base)
         self.names = rendezvous.exchange_names(self._store, address, self.name, *place, limit)
         self.rank_name_map = dict(enumerate(self.names))
-        self.peers = Peers(self.names, self.name, self._on_loss)
+        self.peers = current.Peers(self.names, self.name, self._on_loss)
         try:
             if self.has_dist:
                 # Appended before the start, because `_tear_down` also ends a failed start.

@@ -28,7 +28,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from xpool import errors
 from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
 from xpool._pools.process import Pool
-from xpool.errors import TimeoutError as PoolTimeout
 from xpool.testing._eventually import Gate, Late, in_time
 from xpool.testing._leaks import Snapshot
 from xpool.testing._saboteurs import TaskError, in_context, perform, perform_pair
@@ -100,7 +99,7 @@ def _drawn(iterator: Any, limit: float) -> list[Any]:
             values.append(iterator.next(limit))
         except StopIteration:
             break
-        except PoolTimeout:
+        except errors.TimeoutError:
             raise
         except errors.PoolClosed as exc:
             first = first or exc
@@ -151,7 +150,7 @@ class PoolModel:
         start = time.monotonic()
         try:
             value = answer.get(self._limit.seconds)
-        except PoolTimeout as exc:
+        except errors.TimeoutError as exc:
             # `TaskTimeout` is a TimeoutError, too, but it is an answer: the task took too long.
             if not isinstance(exc, errors.TaskTimeout):
                 self._limit.hangs(f"{answer.what} is not answered", self._pool)

@@ -34,9 +34,8 @@ from xpool._pickling.reducers import (
     register,
     set_attributes,
 )
-from xpool._pickling.tensors import device_memory as cuda
 from xpool._pickling.tensors import mapped
-from xpool._pickling.tensors.device_memory import about, is_kept, on_own_device
+from xpool._pickling.tensors.device_memory import about, is_kept, on_own_device, share_memory
 from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
 from xpool._pickling.tensors.sharing import first_user, move, reduce_named, reduce_shared
 from xpool.errors import TaskNotPicklable
@@ -273,7 +272,7 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
 def _on_device(pickler: Context, tensor: Any) -> Any:
     """Reduce a tensor on a device: as shared memory if this message allows it, else as a copy."""
     if tensor.is_cuda:
-        shared = cuda.reduce_shared(pickler, tensor)
+        shared = share_memory(pickler, tensor)
         if shared is not None:
             return shared
         copied = _into_block(pickler, tensor)

@@ -41,7 +41,7 @@ def about(tensor: Any) -> str:
     return f"A tensor {shape}, {tensor.dtype}, on {tensor.device}"
 
 
-def reduce_shared(pickler: Context, tensor: Any) -> Any:
+def share_memory(pickler: Context, tensor: Any) -> Any:
     """Return how to open a tensor's memory in another process, or None if the message gets a copy.
 
     Raises:

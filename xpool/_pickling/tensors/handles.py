@@ -23,8 +23,7 @@ from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._pickling.policy import pools
 from xpool._pickling.reducers import Context, builder, in_place, register
-from xpool._pickling.tensors import device_memory as cuda
-from xpool._pickling.tensors.device_memory import copy_to, on_own_device
+from xpool._pickling.tensors import device_memory
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
 
@@ -119,7 +118,7 @@ class TensorHandle:
 
 
 def _to_cpu(*args: Any) -> Any:
-    return copy_to(args[-1], "cpu")  # a context may precede the tensor
+    return device_memory.copy_to(args[-1], "cpu")  # a context may precede the tensor
 
 
 @register(TensorHandle)
@@ -129,17 +128,17 @@ def _reduce(pickler: Context, handle: TensorHandle) -> Any:
         return handle.__reduce__()
     # Another worker gets a copy.
     if layout.target is not None and layout.target != handle.worker:
-        return on_own_device, (handle.cpu(),)
+        return device_memory.on_own_device, (handle.cpu(),)
     return open_handle, (in_place(pickler, handle._block), handle._block.name, *handle._about)
 
 
 def _export(*args: Any) -> Any:
     tensor = args[-1]  # a context may precede the tensor
-    exported = cuda.export(tensor)
+    exported = device_memory.export(tensor)
     if exported is None:
         raise TaskNotPicklable(
-            f"{cuda.about(tensor)} cannot be opened: another process made it, and CUDA cannot "
-            "share memory that was received. Use handle.cpu(), or return a clone() of it."
+            f"{device_memory.about(tensor)} cannot be opened: another process made it, and CUDA "
+            "cannot share memory that was received. Use handle.cpu(), or return a clone() of it."
         )
     return exported
 
@@ -148,7 +147,7 @@ class Keeper:
     """The tensors that a worker keeps for handles."""
 
     here: WorkerLocal[Keeper] = WorkerLocal()
-    synchronize = staticmethod(cuda.synchronize)
+    synchronize = staticmethod(device_memory.synchronize)
 
     def __init__(self, arena: Arena, pool: str, worker: int, pid: int) -> None:
         self.pool = pool
@@ -177,7 +176,7 @@ class Keeper:
             self.pool,
             *self._who,
             *about,
-            cuda.identity(tensor.device.index) if tensor.is_cuda else None,
+            device_memory.identity(tensor.device.index) if tensor.is_cuda else None,
         )
 
     def get(self, name: int) -> Any:
