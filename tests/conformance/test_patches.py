@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from support import scripts
 
@@ -142,3 +144,36 @@ def test_functions_of_modules_that_the_program_has_made(tmp_path):
     out = scripts.run_ok([scripts.write(tmp_path / "loaded.py", text)])
     turn = "[True, True, True, True]\nTrue {}\n"
     assert out == turn.format(2) + turn.format(5) + "True True True\nTrue\n"
+
+
+SAME_AS_ANOTHER = """
+import json
+import types
+import xpool
+
+def text(x):
+    return json.dumps(x)
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(text, (1,)))
+        own = json
+        json = types.ModuleType("json")
+        json.dumps = lambda x: "fake"
+        try:
+            print(pool.apply(text, (1,)))
+        except NameError as error:
+            print("another module has the name 'json'" in str(error.__notes__))
+        json.__name__ = "own_json"
+        print(pool.apply(text, (1,)))
+        json = own
+        print(pool.apply(text, (1,)))
+    pool.join()
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
+def test_a_module_that_has_the_name_of_another_is_refused(tmp_path):
+    """A module that the script has made is not sent by a name that leads to another module."""
+    out = scripts.run_ok([scripts.write(tmp_path / "named.py", SAME_AS_ANOTHER)])
+    assert out.split() == ["1", "True", "fake", "1"]

@@ -225,6 +225,7 @@ _HINTS = {
     "TextIOWrapper": "Send the file's path and open it in the worker.",
     "BufferedReader": "Send the file's path and open it in the worker.",
     "BufferedWriter": "Send the file's path and open it in the worker.",
+    "module": "Make it with a name of its own, or put it into sys.modules under this name.",
     "coroutine": "Send the coroutine function and its arguments, and run it in the worker.",
 }
 

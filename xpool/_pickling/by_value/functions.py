@@ -302,6 +302,8 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
         return import_module, (name,)
     adopt(module)  # the program may have made it itself
     if find_module(name) is not module:
+        if getattr(module, "__file__", None) is None:  # the program has made it
+            raise Refused(f"another module has the name {name!r}", module)
         return NotImplemented
     origin = origin_of(name)
     if pickler.follow and not pickler.home and name != "__main__" and origin != INSTALLED:
