@@ -25,21 +25,35 @@ _OF_NAMEDTUPLE = frozenset(
 )
 
 
+def is_namedtuple(cls: type) -> bool:
+    return cls.__bases__[0] is tuple and {"_fields", "_field_defaults"} <= vars(cls).keys()
+
+
 def namedtuple_shell(cls: type, token: str) -> Shell | None:
     """Return how `collections.namedtuple` makes the class again."""
     attributes = vars(cls)
-    if cls.__bases__[0] is not tuple or "_field_defaults" not in attributes:
+    if not is_namedtuple(cls):
         return None
     fields: tuple[str, ...] = attributes["_fields"]
     defaults = attributes["_field_defaults"]
     values = tuple(defaults[name] for name in fields if name in defaults)
-    args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values, cls.__bases__)
+    given = arguments_of(cls)
+    args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values, given)
     skip = set(_OF_NAMEDTUPLE)
     text = attributes.get("__repr__")
     # `namedtuple` makes its own `__repr__` again.  If the class defines another one, it is sent.
     if isinstance(text, FunctionType) and text.__globals__ is vars(collections):
         skip.add("__repr__")
-    return _make_namedtuple, (*args, attributes.get("__orig_bases__")), frozenset(skip)
+    rest = cls.__bases__, attributes.get("__orig_bases__")
+    return _make_namedtuple, (*args, *rest), frozenset(skip)
+
+
+def arguments_of(cls: Any) -> Any:
+    """Return the defaults of a named tuple's ``__new__``.
+
+    Programs set them in this way: ``Point.__new__.__defaults__ = (0, 0)``.
+    """
+    return cls.__new__.__defaults__
 
 
 def _make_namedtuple(
@@ -49,6 +63,7 @@ def _make_namedtuple(
     module: str,
     fields: tuple[str, ...],
     defaults: tuple[Any, ...],
+    _given: Any,  # the state sets them
     bases: tuple[type, ...],
     orig_bases: Any,
 ) -> Any:
