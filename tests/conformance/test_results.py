@@ -141,23 +141,6 @@ def test_timeout_errors_are_pythons_too(pool, gate, mailbox, caught):
 
 
 @pytest.mark.xpool_only
-def test_cancel_of_a_waiting_task(pool, mailbox, gate, log):
-    """A cancelled task that has not begun never runs. `get` raises TaskCancelled."""
-    from xpool import TaskCancelled
-
-    busy = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, i)) for i in range(2)]
-    mailbox.lines(2)
-    waiting = [pool.apply_async(work.logged, (str(log), i)) for i in range(10)]
-    assert waiting[9].cancel()
-    with pytest.raises(TaskCancelled):
-        waiting[9].get()
-    gate.open(2)
-    assert [r.get() for r in busy] == [0, 1]
-    assert [r.get() for r in waiting[:9]] == list(range(9))
-    assert sorted(log.read_text().split()) == [str(i) for i in range(9)]
-
-
-@pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", ["apply_async", "map_async"])
 def test_a_failed_result_is_in_no_cycle(pool, verb):
     """After `get` has raised, the result is freed without the garbage collector."""

@@ -62,11 +62,29 @@ def test_a_finished_task(pool):
 
 
 def test_a_cancelled_job(kind, make_pool, mailbox, gate):
-    """The second `cancel` of a job returns true too."""
+    """`cancel` wakes a thread that waits in `get`, and the error callback runs once. A second
+    `cancel` returns true too, and `close` and `join` do not wait for the job."""
     pool = make_pool(kind, 1)
-    victim = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
+    good, bad, caught = [], [], []
+    victim = pool.apply_async(
+        work.post_and_gate, (mailbox.path, gate.path), callback=good.append,
+        error_callback=bad.append,
+    )  # fmt: skip
     mailbox.line()
-    assert victim.cancel() and victim.cancel() and cancelled(victim)
+
+    def wait():
+        with pytest.raises(TaskCancelled) as error:
+            victim.get(WAIT)
+        caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert victim.cancel() and victim.cancel()
+    thread.join()
+    pool.close()
+    pool.join(WAIT)
+    assert cancelled(victim)
+    assert len(caught) == 1 and not good and [type(one) for one in bad] == [TaskCancelled]
 
 
 def test_a_map(kind, make_pool, log, mailbox, gate):
@@ -115,40 +133,6 @@ def work_at_gate(paths):
     return "passed"
 
 
-def test_the_callback(kind, make_pool, mailbox, gate):
-    """The error callback runs once."""
-    pool = make_pool(kind, 1)
-    good, bad = [], []
-    victim = pool.apply_async(
-        work.post_and_gate, (mailbox.path, gate.path), callback=good.append,
-        error_callback=bad.append,
-    )  # fmt: skip
-    mailbox.line()
-    assert victim.cancel()
-    victim.wait(WAIT)
-    assert not good and len(bad) == 1 and isinstance(bad[0], TaskCancelled)
-
-
-def test_a_waiting_thread_wakes(kind, make_pool, mailbox, gate):
-    """`cancel` wakes a thread that waits in `get`."""
-    pool = make_pool(kind, 1)
-    victim = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
-    mailbox.line()
-    caught = []
-
-    def wait():
-        try:
-            victim.get(WAIT)
-        except TaskCancelled as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert victim.cancel()
-    thread.join()
-    assert len(caught) == 1
-
-
 def test_at_random_moments(kind, make_pool):
     """Jobs cancelled at random moments from another thread each get one answer. If `cancel`
     returned true, the answer is TaskCancelled."""
@@ -191,16 +175,6 @@ def test_after_terminate(kind, make_pool, mailbox, gate):
     assert not victim.cancel()
 
 
-def test_close_does_not_wait_for_it(kind, make_pool, mailbox, gate):
-    """After `cancel`, `close` and `join` do not wait for the job."""
-    pool = make_pool(kind, 2)
-    victims = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path)) for _ in range(4)]
-    mailbox.lines(2)
-    assert all(victim.cancel() for victim in victims)
-    pool.close()
-    pool.join(WAIT)
-
-
 def test_a_task_that_waits_for_its_next_try(kind, make_pool, log):
     """A task that waits for its next try can be cancelled."""
     pool = make_pool(kind, 1)
@@ -229,17 +203,3 @@ def test_some_of_many_calls_sent_together(process_kind, make_pool, log, gate):
     wanted = [i for i in range(300) if i not in victims]
     assert [calls[i].get(WAIT) for i in wanted] == wanted
     assert sorted(map(int, log.read_text().split())) == wanted
-
-
-def test_calls_cancelled_while_they_are_run(process_kind, make_pool):
-    """Cancelling some of many short calls, in any state, does not affect the others."""
-    pool = make_pool(process_kind, 2)
-    draw = random.Random(5)
-    for _ in range(5):
-        calls = [pool.apply_async(work.same, (i,)) for i in range(300)]
-        gone = {i for i in draw.sample(range(300), 40) if calls[i].cancel()}
-        assert all(cancelled(calls[i]) for i in gone)
-        assert [calls[i].get(WAIT) for i in range(300) if i not in gone] == [
-            i for i in range(300) if i not in gone
-        ]
-    assert pool.statistics()["jobs"] == 0

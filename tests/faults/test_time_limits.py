@@ -270,24 +270,6 @@ def test_one_limit_for_each_item_of_a_chunk(process_kind, make_pool):
     assert list(pool.imap(slow, range(12), 12, timeout=1)) == [i * i for i in range(12)]
 
 
-def test_many_stuck_tasks(process_kind, make_pool, log):
-    """Among many tasks, only the stuck ones fail, and each task gets one answer."""
-    pool = make_pool(process_kind, 2, work.nothing)
-    results = [
-        pool.apply_async(
-            work.spin_in_c if i % 8 == 0 else work.logged, (str(log), i), timeout=LIMIT
-        )
-        for i in range(32)
-    ]
-    for i, result in enumerate(results):
-        if i % 8 == 0:
-            with pytest.raises(TaskTimeout):
-                result.get(WAIT)
-        else:
-            assert result.get(WAIT) == i
-    assert sorted(map(int, log.read_text().split())) == [i for i in range(32) if i % 8]
-
-
 @pytest.mark.exhaustive
 def test_at_the_limit(process_kind, make_pool):
     """A task whose duration is about its limit gets one answer: its result or TaskTimeout."""
@@ -323,17 +305,6 @@ def test_the_default_of_the_pool(process_kind, make_pool):
     stopped(pool.apply_async(work.count_up, timeout=0.2), 0.2)
     assert pool.apply(work.slow_square, (2 * LIMIT, 3), timeout=math.inf) == 9
     assert pool.apply(work.square, (3,)) == 9
-
-
-@pytest.mark.exhaustive
-def test_a_limit_after_close(process_kind, make_pool):
-    """`close` and `join` return although tasks are stuck, because these have a limit."""
-    pool = make_pool(process_kind, 2)
-    results = [pool.apply_async(f, timeout=LIMIT) for f in STUCK.values()]
-    pool.close()
-    pool.join()
-    for result in results:
-        stopped(result)
 
 
 @pytest.mark.parametrize("how", STUCK)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -185,22 +184,6 @@ def test_the_program_ends_in_the_middle(kind, tmp_path):
     """A program may end with an unfinished iterator."""
     out = scripts.run_ok([scripts.write(tmp_path / "ends.py", ENDS.format(kind=kind))])
     assert out == "[0, 1, 2]\n"
-
-
-def test_asyncio(make_pool):
-    """The iterator works in `async for`."""
-    pool = make_pool(Pool, 1)
-
-    async def take():
-        found = []
-        async for value in pool.imap(endless, [0], yields=True, buffersize=3):
-            found.append(value)
-            if value == 20:
-                break
-        return found
-
-    assert asyncio.run(take()) == list(range(21))
-    assert pool.apply(work.square, (2,)) == 4
 
 
 @pytest.mark.parametrize("make", [Pool, ThreadPool])

@@ -9,7 +9,6 @@ import itertools
 import os
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -106,15 +105,6 @@ def test_input_is_drawn_as_far_as_buffersize(pool):
     for taken, answer in enumerate(found):
         assert answer == taken * taken
         assert len(drawn) <= taken + 1 + 3
-
-
-def test_an_error_of_a_task(pool):
-    """A task's error arrives with the worker's traceback. Other tasks get results."""
-    with pytest.raises(LookupError, match="no 3") as caught:
-        pool.map(lambda x: fail_at(3, x), range(9), chunksize=1)
-    assert "in fail_at" in "".join(traceback.format_exception(caught.value))
-    found = pool.map(lambda x: fail_at(3, x), range(9), on_error="return")
-    assert [x for x in found if not isinstance(x, LookupError)] == [0, 1, 2, 4, 5, 6, 7, 8]
 
 
 def test_a_time_limit_is_kept_on_any_host(pool):
