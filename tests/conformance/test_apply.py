@@ -124,12 +124,6 @@ def test_many_threads_submit(pool):
     assert wrong == []
 
 
-def test_not_callable(pool):
-    """A function that is not callable raises TypeError, in `apply_async` or in `get`."""
-    with pytest.raises(TypeError):
-        pool.apply_async(3).get()
-
-
 def test_wrong_arguments_raise_in_the_call(pool):
     """Arguments that do not match the function raise the function's own TypeError."""
     with pytest.raises(TypeError, match="multiply"):

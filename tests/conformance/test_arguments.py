@@ -46,6 +46,11 @@ REFUSED = [
     (PLAIN, "restart_budget", EITHER, [0, -1, 1.5, "3"]),
     (PLAIN, "memory_limit", EITHER, [-1]),
     (["ThreadPool"], "worker_memory", ValueError, BAD_SIZES),
+    (PLAIN, "initargs", EITHER, [3]),
+    (PLAIN, "name", TypeError, [5]),
+    *((PLAIN, flag, TypeError, ["no"]) for flag in ("is_copy_tensor", "is_daemon", "is_recursive")),
+    (PROCESS, "on_worker_end", TypeError, [3]),
+    (CONTEXT, "worker_contexts", EITHER, [[], 3, [1, 2]]),
 ]
 
 
@@ -59,11 +64,14 @@ def test_refused_by_constructors(names, option, error, values):
                 pytest.fail(f"{name} took {value!r}")
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_initargs_that_are_no_iterable(name):
-    """`initargs` that cannot be unpacked raise an error that names `initargs`."""
-    with pytest.raises((TypeError, ValueError), match="initargs"):
-        _class(name)(1, work.remember, 3)
+def test_hosts_without_ray(monkeypatch):
+    """Without Ray, the `ImportError` says what to install."""
+    from xpool import ray
+
+    pool = _class("Pool")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install xpool\[ray\]"):
+        pool(hosts=ray.hosts())
 
 
 @pytest.mark.parametrize("name", PLAIN + CONTEXT)
@@ -72,29 +80,6 @@ def test_unknown_argument(name):
     more = {"worker_contexts": [1]} if name in CONTEXT else {}
     with pytest.raises(TypeError, match="procs"):
         _class(name)(procs=1, **more)
-
-
-@pytest.mark.parametrize("name", CONTEXT)
-@pytest.mark.parametrize(("processes", "contexts"), [(2, [1]), (1, [1, 2]), (1, [])])
-def test_contexts_of_the_wrong_length(name, processes, contexts):
-    """If the number of contexts is not the number of workers, the ValueError names
-    `worker_contexts`."""
-    with pytest.raises(ValueError, match="worker_contexts"):
-        _class(name)(processes, worker_contexts=contexts)
-
-
-@pytest.mark.parametrize("name", CONTEXT)
-def test_contexts_that_are_no_list(name):
-    """Contexts without a length raise an error that names `worker_contexts`."""
-    with pytest.raises((TypeError, ValueError), match="worker_contexts"):
-        _class(name)(worker_contexts=3)
-
-
-@pytest.mark.parametrize("name", CONTEXT)
-def test_empty_contexts(name):
-    """An empty list of contexts is refused, because it means no workers."""
-    with pytest.raises(ValueError, match="worker_contexts|processes"):
-        _class(name)(worker_contexts=[])
 
 
 @pytest.mark.starts
@@ -129,6 +114,29 @@ def test_refused_by_verbs(pool, verb, keyword):
         with pytest.raises((TypeError, ValueError), match=keyword):
             getattr(pool, verb)(work.square, (1,), **{keyword: value}, **more)
             pytest.fail(f"{value!r} was accepted")
+
+
+@pytest.mark.parametrize("verb", VERBS[2:])
+def test_refused_by_verbs_of_many_items(pool, verb):
+    """The error names `chunksize` or `buffersize`, or says what the input is."""
+    call = getattr(pool, verb)
+    for value in (0, -1, "2", 1.5):
+        with pytest.raises(EITHER, match="(?i)chunksize"):
+            call(work.square, [(1,)], value)
+        if verb.startswith("imap"):
+            with pytest.raises(EITHER, match="buffersize"):
+                call(work.square, [1], buffersize=value)
+    with pytest.raises(TypeError, match="iterable, not int"):
+        call(work.square, 3)
+
+
+@pytest.mark.parametrize("bad", [None, 3])
+@pytest.mark.parametrize("verb", VERBS)
+def test_functions_that_cannot_be_called(pool, verb, bad):
+    """All verbs refuse a function that is not callable, and the pool stays usable."""
+    with pytest.raises(TypeError, match="func"):
+        getattr(pool, verb)(bad, [1])
+    assert pool.apply(work.square, (2,)) == 4
 
 
 def test_good_priorities_and_timeouts(pool):
@@ -179,11 +187,7 @@ def test_a_keyword_of_another_library(name, given, meant):
     """The error suggests this library's name for the keyword."""
     with pytest.raises(TypeError, match=rf"^{name}\(\) .*'{given}'; did you mean {meant}=\?$"):
         _class(name)(**{given: 1})
-
-
-def test_a_keyword_of_pools_for_an_executor():
-    """For `Executor`, the error suggests the name that `concurrent.futures` uses."""
-    for given in ("processes", "n_jobs"):
+    if meant == "processes":
         with pytest.raises(TypeError, match=r"^Executor\(\) .*; did you mean max_workers=\?$"):
             _class("Executor")(**{given: 1})
 
@@ -194,22 +198,6 @@ def test_args_that_cannot_be_unpacked(pool, verb):
     with pytest.raises(TypeError, match=r"args|argument after \*"):
         result = getattr(pool, verb)(work.square, 3)
         result.get()
-
-
-def test_kwds_that_are_no_mapping(pool):
-    """`kwds` that are not a mapping raise a TypeError, in the verb or in `get`."""
-    with pytest.raises(TypeError):
-        pool.apply_async(work.square, (1,), 3).get()
-
-
-@pytest.mark.parametrize("bad", [None, 3])
-def test_functions_that_cannot_be_called(pool, bad):
-    """All verbs refuse a function that is not callable, and the pool stays usable."""
-    with pytest.raises(TypeError):
-        pool.map(bad, [1])
-    with pytest.raises(TypeError):
-        list(pool.imap(bad, [1]))
-    assert pool.apply(work.square, (2,)) == 4
 
 
 def test_a_failed_constructor_leaves_nothing(warm):
@@ -237,16 +225,6 @@ def test_pools_of_threads_take_the_arguments_of_pools_of_processes(make_pool, th
     assert pool.map(call, range(3)) == [1, 2, 3] and pool.name == "some"
 
 
-def test_hosts_without_ray(monkeypatch):
-    """Without Ray, the `ImportError` says what to install."""
-    from xpool import ray
-
-    pool = _class("Pool")
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install xpool\[ray\]"):
-        pool(hosts=ray.hosts())
-
-
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("kind", ["ThreadPool", "CtxThreadPool"])
 @pytest.mark.parametrize(
@@ -270,10 +248,8 @@ def test_thread_pools_refuse_options_of_processes(kind, option):
 
 
 @pytest.mark.xpool_only
-def test_a_hook_for_ends_is_checked():
-    """``on_worker_end`` must be callable. Pools over hosts refuse it, with the reason."""
-    with pytest.raises(TypeError, match="on_worker_end must be a callable, not 3"):
-        _class("Pool")(1, on_worker_end=3)
+def test_a_hook_for_ends_over_hosts():
+    """Pools over hosts refuse ``on_worker_end``, with the reason."""
 
     class Hosts:
         make_engine = None

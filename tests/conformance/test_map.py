@@ -70,13 +70,6 @@ def test_empty_input(pool, chunksize):
     assert pool.map(work.square, iter(()), chunksize) == []
 
 
-def test_empty_result_is_ready_and_successful(pool):
-    """The result of an empty map is ready and successful."""
-    result = pool.map_async(work.square, [])
-    result.wait(WAIT)
-    assert result.ready() and result.successful()
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -151,34 +144,6 @@ def test_a_list_that_shrinks_during_the_call(process_kind, make_pool, chunksize)
     pool.join()
 
 
-def test_set_input(pool):
-    """`map` of a set returns a result for each element."""
-    assert sorted(pool.map(work.square, {1, 2, 3})) == [1, 4, 9]
-
-
-@pytest.mark.xpool_only
-@pytest.mark.parametrize("verb", ["map", "map_async", "starmap", "starmap_async"])
-@pytest.mark.parametrize("chunksize", [0, -1])
-def test_chunksize_below_one_is_refused(pool, verb, chunksize):
-    """A chunksize below one raises a ValueError that names it."""
-    with pytest.raises(ValueError, match="(?i)chunksize"):
-        getattr(pool, verb)(work.square, [(1,)], chunksize)
-
-
-@pytest.mark.xpool_only
-@pytest.mark.parametrize("chunksize", ["2", 1.5])
-def test_chunksize_of_a_wrong_type_is_refused(pool, chunksize):
-    """A chunksize that is not an integer raises an error that names it."""
-    with pytest.raises((TypeError, ValueError), match="(?i)chunksize"):
-        pool.map(work.square, [1], chunksize)
-
-
-def test_input_that_is_not_iterable(pool):
-    """An input that is not iterable raises TypeError."""
-    with pytest.raises(TypeError):
-        pool.map(work.square, 3)
-
-
 @pytest.mark.parametrize(("total", "at"), [(1, 0), (10, 3)], ids=["at-once", "midway"])
 def test_iterable_that_raises(pool, total, at):
     """`map` raises the iterable's error, on a second call too."""
@@ -247,13 +212,6 @@ def test_large_errors(pool):
 def test_a_hundred_thousand_items(pool):
     """`map` handles a hundred thousand items."""
     assert sum(pool.map(work.same, range(100_000))) == sum(range(100_000))
-
-
-@pytest.mark.xpool_only
-def test_map_of_a_lambda(pool):
-    """`map` accepts a lambda."""
-    k = 3
-    assert pool.map(lambda x: x * k, range(1000)) == [i * 3 for i in range(1000)]
 
 
 def test_two_maps_at_once(pool):

@@ -62,20 +62,6 @@ def test_timeouts_of_waits(timeout, tmp_path):
         queue.get(timeout)
 
 
-@pytest.mark.parametrize("name", ["is_copy_tensor", "is_daemon", "is_recursive"])
-def test_flags(name):
-    """A flag given as text is refused."""
-    with pytest.raises(TypeError, match=f"{name} must be True or False, not 'no'"):
-        Pool(1, **{name: "no"})
-
-
-@pytest.mark.parametrize("kind", [Pool, ThreadPool])
-def test_names(kind):
-    """A pool's name must be text."""
-    with pytest.raises(TypeError, match="name must be a str or None, not 5"):
-        kind(1, name=5)
-
-
 @pytest.mark.parametrize("hosts", ["localhost", ["a", "b"], 2])
 def test_hosts(hosts):
     """If hosts are given by name, the error says how to make hosts."""
