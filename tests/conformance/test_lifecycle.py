@@ -56,14 +56,6 @@ def test_the_error_after_the_end_is_pool_closed(kind, make_pool):
     assert isinstance(caught.value, XPoolError) and isinstance(caught.value, ValueError)
 
 
-def test_join_of_a_running_pool(kind, make_pool):
-    """`join` before `close` or `terminate` raises ValueError."""
-    pool = make_pool(kind, 1)
-    with pytest.raises(ValueError, match="running"):
-        pool.join()
-    assert pool.apply(work.square, (2,)) == 4
-
-
 def test_close_then_join_finishes_the_work(kind, make_pool):
     """After `close`, `join` waits until all submitted tasks are done."""
     pool = make_pool(kind, 2)
@@ -256,17 +248,6 @@ def test_ended_while_it_is_deleted(name):
 
 
 @pytest.mark.xpool_only
-def test_states_are_those_of_the_standard_library(kind, make_pool):
-    """The states equal the strings that `multiprocessing.pool` uses."""
-    pool = make_pool(kind, 1)
-    assert pool.state == multiprocessing.pool.RUN
-    pool.close()
-    assert pool.state in (multiprocessing.pool.CLOSE, multiprocessing.pool.TERMINATE)
-    pool.terminate()
-    assert pool.state == multiprocessing.pool.TERMINATE
-
-
-@pytest.mark.xpool_only
 def test_deleted_after_close_does_not_warn(kind, make_pool):
     """If a closed pool is dropped, it still runs its tasks and does not warn."""
     pool = kind(1)
@@ -303,21 +284,25 @@ def test_pools_do_not_pickle(pool):
 
 @pytest.mark.xpool_only
 def test_states_and_repr(kind, make_pool, mailbox, gate):
-    """The state changes from RUN to CLOSE to TERMINATE. `repr` shows it in one line."""
+    """The state changes from RUN to CLOSE to TERMINATE, the strings that `multiprocessing.pool`
+    uses. `repr` shows it in one line. `join` of a running pool raises ValueError."""
     from xpool import PoolStates
 
     pool = make_pool(kind, 2)
-    assert pool.state == PoolStates.RUN
+    assert pool.state == PoolStates.RUN == multiprocessing.pool.RUN
+    with pytest.raises(ValueError, match="running"):
+        pool.join()
     text = repr(pool)
     assert "\n" not in text and "Pool" in text and "2" in text and "RUN" in text
     pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
     mailbox.line()
     pool.close()
-    assert pool.state == PoolStates.CLOSE and "CLOSE" in repr(pool)
+    assert pool.state == PoolStates.CLOSE == multiprocessing.pool.CLOSE and "CLOSE" in repr(pool)
     gate.open()
     pool.join()
     pool.terminate()
-    assert pool.state == PoolStates.TERMINATE and "TERMINATE" in repr(pool)
+    assert pool.state == PoolStates.TERMINATE == multiprocessing.pool.TERMINATE
+    assert "TERMINATE" in repr(pool)
 
 
 @pytest.mark.xpool_only
