@@ -189,29 +189,33 @@ def _deliverer(
 
     acquire, release = delivering.acquire, delivering.release
 
+    def complete() -> None:
+        while futures:
+            try:
+                future = futures.popleft()
+            except IndexError:
+                return  # another thread completes it
+            call_here(future)
+            del future  # now, as below
+
     def answer(number: int, index: int, ok: bool, value: Any) -> None:
         waiting.append((number, index, ok, value))
         error: BaseException | None = None
         # Check again after the release: a thread that found the lock taken relies on this thread.
         while waiting and acquire(False):
-            result = None
+            one = None
             try:
                 if waiting:
-                    result = waiting.popleft()
-                    deliver(*result, futures)
+                    job, index, ok, one = waiting.popleft()
+                    deliver(job, index, ok, one, futures)
             except BaseException as exc:
                 # Raised below, after the results that other threads have left meanwhile.
                 error = exc
             release()
-            # Now: these may run a finalizer, which may wait for another result.
-            del result
-            while futures:
-                try:
-                    job = futures.popleft()
-                except IndexError:
-                    break
-                call_here(job)
-                del job
+            # Now: this may run a finalizer, which may wait for another result.
+            del one
+            if futures:
+                complete()
         if error is not None:
             try:
                 raise error
