@@ -66,7 +66,10 @@ PROCESSES: dict[str, list[Callable[[], Any]]] = {
 THREADS: dict[str, list[Callable[[], Any]]] = {
     "ThreadPool": [lambda: multiprocessing.pool.ThreadPool(WORKERS)],
     "ThreadPoolExecutor": [lambda: concurrent.futures.ThreadPoolExecutor(WORKERS)],
-    "xpool's threads": [lambda: xpool.ThreadPool(WORKERS)],
+    "xpool's threads": [
+        lambda: xpool.ThreadPool(WORKERS),
+        lambda: xpool.ThreadPool(WORKERS).executor(),
+    ],
 }
 
 
