@@ -288,11 +288,10 @@ def nothing_leaks(request: pytest.FixtureRequest, module_leaves_nothing: None) -
         request.getfixturevalue("warm")
     before = _taken(inside=not ALL_LEAKS)
     yield
-    # Threads for callbacks and logs, and the engine's thread of a pool of threads, start when
-    # needed and end with their pool. Those of pools that existed before the test may stay.
-    names = [re.fullmatch(r"(.*)-(engine|worker-\d+)", t.name) for t in before.threads]
-    pools = [name[1] for name in names if name]
-    left = before.leaks(WAIT, rf"({'|'.join(map(re.escape, pools))})-(callbacks|logs|engine).*")
+    # Threads for callbacks and logs start when needed and end with their pool. Those of pools that
+    # existed before the test may stay.
+    pools = [name[:-7] for t in before.threads if (name := t.name).endswith("-engine")]
+    left = before.leaks(WAIT, rf"({'|'.join(map(re.escape, pools))})-(callbacks|logs).*")
     if STDLIB:
         # Its pools close their descriptors later, when they are collected.
         left = [what for what in left if what.startswith(("process", "thread"))]

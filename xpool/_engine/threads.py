@@ -25,7 +25,6 @@ from xpool._calls.terms import terms_of
 from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.stacks import Whereabouts
 from xpool._engine.thread_tasks import HeldTask, HeldTasks, Places, PoolThread, Source, SourceQueue
-from xpool._python.interrupt import shielded
 from xpool._python.starting import PromptThread
 from xpool._worker.callables import bound, item_of, with_context
 from xpool._worker.stopping import stack_of
@@ -34,9 +33,6 @@ from xpool.errors import TaskTimeout, WorkerStartFailed
 
 _WAKE = object()
 """In the queue: wakes a thread, which then checks whether it is a surplus one."""
-
-_TURN = object()
-"""In the queue: a thread takes a turn of the pool."""
 
 _ANY = -1
 """The place for which `RestartPolicy` counts failed initializers, in any thread."""
@@ -63,15 +59,6 @@ class ThreadOptions(NamedTuple):
     initializer_timeout: float | None
     lifetime: int | None
     contexts: list[Any] | None
-
-
-class Turns(NamedTuple):
-    """What the engine's thread does, in a pool that has not started it."""
-
-    start: Callable[[], None]  # starts the engine's thread
-    take: Callable[[], None]  # takes turns until the pool has ended
-    take_one: Callable[[], None]
-    is_due: Callable[[], bool]  # whether there is something to do in a turn
 
 
 def _leave(context: Any) -> None:
@@ -108,8 +95,6 @@ class ThreadWorkers:
         self.held = HeldTasks(self.tasks, self.wake)
         self._places = Places()
         self._pauses: dict[int, float] = {}  # by index: a place stays empty until then
-        # Not empty if the engine's thread does not run.  Who removes the entry takes the turns.
-        self._turns: list[Turns] = []
 
     def start_missing(self) -> None:
         """Start a thread for every place that has none.
@@ -120,35 +105,6 @@ class ThreadWorkers:
         with self._places.lock:
             for index in self._places.missing(0 if self._ending else self._size):
                 self._start(index)
-
-    def postpone_turns(self, turns: Turns) -> None:
-        """Have no engine's thread, until `start_turns` is called.
-
-        Then the last thread that ends takes the last turn, and other threads take turns when
-        `wake` finds one due.
-        """
-        self._turns.append(turns)
-
-    def start_turns(self) -> None:
-        """Start the engine's thread unless it runs.
-
-        Raises:
-            RuntimeError: the system refuses a thread.
-        """
-        if self._turns:
-            self._start_turns()
-
-    @shielded
-    def _start_turns(self) -> None:
-        try:
-            turns = self._turns.pop()
-        except IndexError:
-            return  # another thread has started it
-        try:
-            turns.start()
-        except BaseException:
-            self._turns.append(turns)
-            raise
 
     def _start(self, index: int) -> None:
         pool_thread = self._places.threads[index] = PoolThread(index)
@@ -232,17 +188,6 @@ class ThreadWorkers:
                 self._lost(index, EndKind.FAILED if failed else EndKind.FINISHED, failed)
             if self.ended:
                 self.wake()
-            # This also ends a pool that has failed, or waits until threads may be started again.
-            if self.ended or self.failure is not None or self.held.alarm is not None:
-                self._take_turns()
-
-    def _take_turns(self) -> None:
-        """Become the engine's thread unless it runs."""
-        try:
-            turns = self._turns.pop()
-        except IndexError:
-            return
-        turns.take()
 
     def _initialize(self, me: PoolThread, context: Any) -> BaseException | None:
         """Call the context's ``enter`` and the initializer; return what one of them raised.
@@ -292,10 +237,6 @@ class ThreadWorkers:
                     if task is None:
                         return None
                     if task is _WAKE:
-                        continue
-                    if task is _TURN:
-                        for turns in self._turns[:1]:
-                            turns.take_one()
                         continue
                     if type(task) is Source:
                         me.source = task
@@ -438,8 +379,6 @@ class ThreadWorkers:
     def withdraw(self, job: int) -> None:
         """Abandon the threads that run tasks of this job, which has ended."""
         pool_threads = self._places.of_job(job)
-        if pool_threads:
-            self.start_turns()  # it tries again if the system refuses the threads below
         self._places.abandon(pool_threads)
         for pool_thread in pool_threads:
             self._lost(pool_thread.index, EndKind.STOPPED)
@@ -464,18 +403,13 @@ class ThreadWorkers:
         return found
 
     def wake(self) -> None:
-        """Make `wait` return; if the engine's thread does not run, have a thread take a turn."""
+        """Make `wait` return."""
         self._signal.put(None)
-        for turns in self._turns[:1]:
-            if turns.is_due():
-                self.tasks.put(_TURN)
 
     def drop(self) -> None:
         """Note that the pool is gone.  Called by the garbage collector, so it takes no lock."""
         self.dropped = True
         self._signal.put(None)
-        if self._turns:
-            self.release()  # the last thread that ends cleans up
 
     def release(self) -> None:
         """Let each thread end when the queue is empty."""
@@ -513,5 +447,4 @@ class ThreadWorkers:
         """Forget the threads, which a fork does not copy."""
         # Some thread of the parent may have held their locks.
         self.held, self._places = HeldTasks(self.tasks, self.wake), Places()
-        self._turns.clear()
         self._ending = True

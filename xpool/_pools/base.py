@@ -11,6 +11,7 @@ A task is a tuple ``(job, chunk, func, args, kwds)``: run ``func(*args, **kwds)`
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import threading
@@ -18,7 +19,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import cache, partial
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -37,10 +37,10 @@ from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
 from xpool._pools.public import PublicVerbs
 from xpool._pools.submitters import HookSubmitter
-from xpool._pools.turns import start_engine, take_turns
+from xpool._pools.turns import take_turns
 from xpool._python import at_fork
 from xpool._python.interrupt import interruptible, shielded, until_interrupted
-from xpool._python.starting import refuse_green_threads
+from xpool._python.starting import PromptThread, refuse_green_threads
 from xpool.errors import OptionError, TimeoutError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ _numbers = itertools.count(1)
 _pools: dict[int, weakref.ref[BasePool]] = {}
 
 
-@cache
+@functools.cache
 def _futures() -> Any:
     from xpool._pools import futures  # here, because `concurrent.futures` is slow to import
 
@@ -154,10 +154,18 @@ class BasePool(PublicVerbs, Hooks):
             is_set_up = True
             _call(self.repopulate_pool)
             ref = weakref.ref(self)
+            thread = PromptThread(
+                target=_take_turns,
+                args=(ref, self._backend, self._jobs, self._life),
+                name=f"{self.name}-engine",
+                daemon=True,
+            )
+            # Tells `tensors.sharing` that this thread runs no operations on tensors.
+            thread.runs_only_xpool = True  # type: ignore[attr-defined]
             # Do this before the start: the thread reads the state, and removes the pool's entry.
-            self._life.begin()
+            self._life.begin(thread)
             _pools[id(ref)] = ref
-            self._start_turns(ref)
+            thread.start()
         except BaseException:
             _pools.pop(id(ref), None)
             self._life.abort()
@@ -170,14 +178,6 @@ class BasePool(PublicVerbs, Hooks):
             self._jobs.callbacks.stop()
             self._jobs.callbacks.join()
             raise
-
-    def _start_turns(self, ref: weakref.ref[BasePool]) -> None:
-        """Have a thread take the pool's turns."""
-        start_engine(self._turns(ref), self.name)
-
-    def _turns(self, ref: weakref.ref[BasePool]) -> Callable[[], None]:
-        """Return the loop of the engine's thread, which does not hold the pool."""
-        return partial(_take_turns, ref, self._backend, self._jobs, self._life)
 
     # -- observing ---------------------------------------------------------------------------------
 
@@ -417,13 +417,10 @@ def _weakly(pool: BasePool) -> Callable[[], None]:
     return wake
 
 
-def _take_turns(
-    ref: weakref.ref[BasePool], backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle
-) -> None:
+def _take_turns(ref: weakref.ref[BasePool], *parts: Any) -> None:
     """The engine's thread."""
-    life.thread = threading.current_thread()
     try:
-        take_turns(ref, backend, jobs, life)
+        take_turns(ref, *parts)
     finally:
         _pools.pop(id(ref), None)
 

@@ -27,13 +27,14 @@ class Lifecycle:
         self.failure: BaseException | PickledResult | None = None
         self.drained = False  # closed, and all jobs are answered
         self.finished = Flag()  # the workers have ended, and the pool has released everything
-        self.thread: threading.Thread | None = None  # the engine's, when it runs
+        self.thread: threading.Thread | None = None
         # When the pool began, and when a pool without a backend has last checked its workers.
         self.started = self.maintained = time.monotonic()
         self._how_ended = self._advice = ""
 
-    def begin(self) -> None:
-        """Accept jobs from now on."""
+    def begin(self, thread: threading.Thread) -> None:
+        """Accept jobs from now on; ``thread`` is the engine's thread, which was not started yet."""
+        self.thread = thread
         self.state = PoolStates.RUN
         self._jobs.accepting = True
 
@@ -113,10 +114,6 @@ class Lifecycle:
         finally:  # what has failed the pool may fail this, too
             self._jobs.fail(jobs, exc)
             self._jobs.stop_input_readers()
-
-    def is_over(self) -> bool:
-        """Whether a closed pool has answered all jobs, so that `drain` is to be called."""
-        return self.state is PoolStates.CLOSE and not self._jobs.unanswered
 
     def drain(self) -> None:
         """End a closed pool whose jobs are all answered."""

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._engine.thread_tasks import HeldTask
-from xpool._engine.threads import ThreadOptions, ThreadWorkers, Turns
+from xpool._engine.threads import ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task
 from xpool._pools.pool_options import REFUSED_BY_THREADS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
 from xpool._pools.thread_submitter import ThreadSubmitter
-from xpool._pools.turns import start_engine, turn_of_worker
 from xpool._python.interrupt import shielded
 from xpool._worker.callables import each, star_each
 
@@ -83,27 +80,6 @@ class ThreadPool(BasePool):
             self._submitter = own
             self._start_call = own.call_starter(self._start_call)
 
-    def _start_turns(self, ref: weakref.ref[BasePool]) -> None:
-        """Let the last thread that ends take the pool's turns, if there is nothing to do before.
-
-        A pool whose threads may fail at their start, or with its own hook, has an engine's thread.
-        Other pools start it with the first task that has a time limit, retries or a priority.
-        """
-        turns = self._turns(ref)
-        hooked = type(self).pool_outqueue_get is not ThreadPool.pool_outqueue_get
-        if hooked or self.initializer is not None or self._contexts is not None:
-            start_engine(turns, self.name)
-            return
-        threads, jobs, life = self._threads, self._jobs, self._life
-
-        def is_due() -> bool:
-            failed = jobs.bookkeeping_error is not None or threads.failure is not None
-            return life.is_over() or (failed and life.failure is None)
-
-        start = partial(start_engine, turns, self.name)
-        one = partial(turn_of_worker, ref, threads, jobs, life)
-        threads.postpone_turns(Turns(start, turns, one, is_due))
-
     def _answerer(self) -> Callable[[int, int, bool, Any], None]:
         """Return the function that threads call with results; it does not hold the pool."""
         jobs, results = self._jobs, self._results
@@ -126,7 +102,6 @@ class ThreadPool(BasePool):
         last = isinstance(job, Stream)  # calls and maps go before the items of streams
         # The hook's arguments have no options, so they are taken from the job.
         if job is not None and not job.options.plain:
-            self._threads.start_turns()
             entry = HeldTask(obj, job.options, chunked=obj[2] in (each, star_each))
             self._threads.held.put(entry, last)
         else:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.hooks import Hooks
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
-from xpool._python.starting import PromptThread
 from xpool.errors import InternalError, PoolBroken
 
 if TYPE_CHECKING:
@@ -23,27 +21,6 @@ TURN = 0.1
 
 
 Some = TypeVar("Some", bound=Hooks)
-
-
-def start_engine(turns: Callable[[], None], name: str) -> None:
-    """Start the engine's thread of a pool."""
-    thread = PromptThread(target=turns, name=f"{name}-engine", daemon=True)
-    # Tells `tensors.sharing` that this thread runs no operations on tensors.
-    thread.runs_only_xpool = True  # type: ignore[attr-defined]
-    thread.start()
-
-
-def turn_of_worker(
-    ref: weakref.ref[Some], backend: WorkerBackend, jobs: JobTable, life: Lifecycle
-) -> None:
-    """Take one turn, in a thread of a pool whose engine's thread does not run."""
-    pool = ref()
-    if pool is not None and not _turn(pool, backend, jobs, life):
-        # The last thread that ends does the rest.
-        if life.drained:
-            pool._release_workers()
-        else:
-            pool.terminate_workers()
 
 
 def take_turns(
@@ -104,7 +81,7 @@ def _turn(pool: Hooks, backend: WorkerBackend | None, jobs: JobTable, life: Life
         life.maintained = time.monotonic()
         if life.state is not PoolStates.TERMINATE and pool.maintain_pool():
             pool.repopulate_pool()
-    if life.is_over():
+    if life.state is PoolStates.CLOSE and not jobs.unanswered:
         life.drain()
     return life.state is not PoolStates.TERMINATE
 
