@@ -1,7 +1,7 @@
 """How tasks come to the workers of an engine, from any thread of the program.
 
 The thread that submits a task writes it to an idle worker itself.  A thread that waits for a single
-answer may receive it itself (`call`, see `direct`), without the engine's thread.
+answer may receive it itself (`call`, see `DirectReceive`), without the engine's thread.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Submission:
                     self._sched.put(task_range)
                 self._monitor.give_idle()
 
-    # -- a caller that waits for one answer receives it himself: see `direct` ----------------------
+    # -- a caller that waits for one answer receives it: see `DirectReceive` -----------------------
 
     def call(self, task_range: TaskRange) -> None:
         """Submit a range of one task, and receive its answer in this thread if it is sent at once.
