@@ -11,7 +11,6 @@ import types
 import pytest
 from support import scripts, work
 from support.kinds import PROCESS_KINDS, STDLIB
-from support.tiers import also
 from support.waiting import eventually
 
 from xpool import OptionError
@@ -52,15 +51,11 @@ def test_initializer_in_threads(thread_kind, make_pool):
 
 
 def test_initializer_by_name(kind, make_pool):
-    """`initializer` and `initargs` may be keywords. `initargs` may be any iterable."""
+    """`initializer` and `initargs` may be keywords. `initargs` may be any iterable, or left out."""
     pool = make_pool(kind, processes=1, initializer=work.remember, initargs=["a", "b"])
     assert pool.apply(work.recall) == [("a", "b")]
-
-
-def test_initializer_without_arguments(kind, make_pool):
-    """`initargs` may be left out."""
-    pool = make_pool(kind, 1, work.remember)
-    assert pool.apply(work.recall) == [()]
+    work.initialised.clear()
+    assert make_pool(kind, 1, work.remember).apply(work.recall) == [()]
 
 
 @pytest.mark.xpool_only
@@ -155,23 +150,6 @@ def test_daemon_flag(process_kind, make_pool):
     assert pool.apply(work.is_daemon) is True
     if not STDLIB:
         assert make_pool(process_kind, 1, is_daemon=False).apply(work.is_daemon) is False
-
-
-@pytest.mark.xpool_only
-@pytest.mark.parametrize("method", ["forkserver", *also("spawn")])
-def test_environment_of_the_moment(make_pool, monkeypatch, method):
-    """A worker gets the environment that its parent has when the worker starts."""
-    from xpool import Pool
-
-    monkeypatch.setenv("XPOOL_TEST_VALUE", "first")
-    pool = make_pool(Pool, 1, maxtasksperchild=1, context=method)
-    assert pool.apply(work.environment, ("XPOOL_TEST_VALUE",)) == "first"
-    monkeypatch.setenv("XPOOL_TEST_VALUE", "second")
-    monkeypatch.delenv("XPOOL_TEST_ABSENT", raising=False)
-    again = make_pool(Pool, 1, context=method)
-    assert again.apply(work.environment, ("XPOOL_TEST_VALUE",)) == "second"
-    monkeypatch.delenv("XPOOL_TEST_VALUE")
-    assert make_pool(Pool, 1, context=method).apply(work.environment, ("XPOOL_TEST_VALUE",)) is None
 
 
 @pytest.mark.xpool_only
