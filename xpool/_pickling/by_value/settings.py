@@ -426,7 +426,7 @@ def snapshot() -> Snapshot:
     """Return the present settings of this thread: the same object while nothing has changed."""
     if _last is not None:
         found: Snapshot
-        found, here, mask, folder, filters, timeout, peeks, kept, modules = _last
+        found, here, mask, folder, filters, timeout, peeks, kept, awaited = _last
         try:
             now = os.umask(mask)
             if now != mask:
@@ -445,7 +445,7 @@ def snapshot() -> Snapshot:
                 )
                 == here
                 and (not peeks or [*map(_call, peeks)] == kept)
-                and len(sys.modules) == modules
+                and sys.modules.keys().isdisjoint(awaited)
             ):
                 return found
         except Exception:  # the program has replaced an object to which a token belongs
@@ -457,7 +457,6 @@ def snapshot() -> Snapshot:
 def _look() -> Snapshot:
     global _last
     with _lock:
-        modules = len(sys.modules)  # an import may bring a library that has rows
         for row in TABLE:
             source = _sources.get(row.name)
             if source is not None:
@@ -480,8 +479,8 @@ def _look() -> Snapshot:
         sources = dict(_sources)
         here = tuple(sources.pop(name).kept if name in sources else ... for name in _IN_LINE)
         mask = sources.pop("umask")
-        if any(row.module in sys.modules for row in TABLE if row.name not in _sources):
-            modules = -1  # a library is being imported
+        # Libraries that are not imported yet, or whose import has not ended.
+        awaited = {row.module for row in TABLE if row.module and row.name not in _sources}
         _last = (
             found,
             here,
@@ -489,7 +488,7 @@ def _look() -> Snapshot:
             *(getattr(_sources.get(name), "peek", lambda: ...) for name in _CALLED),
             [one.peek for one in sources.values()],
             [one.kept for one in sources.values()],
-            modules,
+            tuple(awaited),
         )
         return found
 
