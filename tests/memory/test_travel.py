@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from support import tensor_work as tasks
-from support.kinds import START_METHODS
 from support.leaks import descriptors
 from support.memory import block_bytes
 from support.tiers import also
@@ -394,9 +393,6 @@ def test_held_by_waiting_tasks(
     with pytest.raises(xpool.WorkerDied):
         first.get()
     assert [result.get() for result in rest] == [MIB * i for i in range(5)]
-
-
-assert START_METHODS  # `method_kind` uses them
 
 
 # -- streams ---------------------------------------------------------------------------------------
