@@ -34,6 +34,8 @@ class JobTable:
         self.accepting = False
         self.unanswered: dict[int, Job] = {}
         self.numbers = itertools.count(1)
+        # Where an engine puts answers; None: `pool_outqueue_get` returns them.
+        self.results: deque[Result] | None = None
         # Held while a result is delivered: by the engine's thread, or by a caller that receives.
         self._delivering = threading.Lock()
         self.input_readers: set[InputReader] = set()
@@ -59,6 +61,9 @@ class JobTable:
 
     def receive(self, get: Callable[[float], Result], timeout: float = 0.0) -> None:
         """Deliver the results that ``get`` returns, waiting ``timeout`` seconds for the first."""
+        if self.results is not None:
+            self.take(self.results)
+            return
         try:
             while True:
                 number, index, (ok, value) = get(timeout)

@@ -205,7 +205,9 @@ class Pool(BasePool):
         self._tasks = self._submitter = self._make_submitter()
         if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
             self._submitter = HookSubmitter(self, self._jobs, self._tasks)
-        if type(self).pool_outqueue_get is not Pool.pool_outqueue_get:
+        if type(self).pool_outqueue_get is Pool.pool_outqueue_get:
+            self._jobs.results = self._engine.results
+        else:
             # Also the answers that callers receive go to the hook, in the engine's thread.
             wake = self._jobs.wake
             self._tasks.take = lambda results: results and wake()
