@@ -32,7 +32,7 @@ from xpool import (
 )
 from xpool._engine.answers import Answers
 from xpool._memory.arena import Arena
-from xpool._pools.packing import Packer
+from xpool._pools.engine_submitter import Packer
 from xpool.devices import devices
 from xpool.queue import SimpleQueue
 

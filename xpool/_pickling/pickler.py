@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from xpool._memory.buffers import same_bytes
 from xpool._memory.holds import Block
 from xpool._pickling import Key, diagnose, frame, reducers
-from xpool._pickling.fastpath import SHORT
 from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout
+from xpool._pickling.reducers import SHORT
 from xpool._python.interrupt import by_handler
 from xpool._python.registered_reducers import of_program
 from xpool.errors import XPoolError

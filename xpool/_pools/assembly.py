@@ -26,8 +26,8 @@ from xpool._pickling.frame import inline
 from xpool._pickling.policy import pools as pools
 from xpool._pools.all_workers import AllWorkers as AllWorkers
 from xpool._pools.engine_submitter import EngineSubmitter as EngineSubmitter
-from xpool._pools.packing import Packer as Packer
-from xpool._pools.packing import find_arena as find_arena
+from xpool._pools.engine_submitter import Packer as Packer
+from xpool._pools.engine_submitter import find_arena as find_arena
 from xpool._pools.pool_options import PoolOptions
 from xpool._python import error_imports
 from xpool._python.import_hooks import search_path

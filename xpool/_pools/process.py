@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from xpool._pickling.policy import Layout
     from xpool._pools.all_workers import AllWorkers
     from xpool._pools.assembly import WorkerSpec
-    from xpool._pools.engine_submitter import EngineSubmitter
-    from xpool._pools.packing import Packer
+    from xpool._pools.engine_submitter import EngineSubmitter, Packer
     from xpool._pools.worker_group import WorkerGroup
 
     Ts = TypeVarTuple("Ts")

@@ -8,15 +8,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from xpool._pickling.fastpath import SHORT, Head, tail
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,
     REDUCERS,
+    SHORT,
     Context,
+    Head,
     builder,
     set_attributes,
+    tail,
 )
 from xpool._pickling.tensors.dense import Memory, bytes_of
 from xpool._pickling.tensors.extents import Seen, of_array

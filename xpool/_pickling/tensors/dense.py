@@ -22,17 +22,19 @@ from pickle import PickleBuffer
 from typing import Any
 
 from xpool._memory.buffers import buffer_at
-from xpool._pickling.fastpath import SHORT, Head, tail
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,
     REDUCERS,
+    SHORT,
     Context,
+    Head,
     builder,
     in_place,
     register,
     set_attributes,
+    tail,
 )
 from xpool._pickling.tensors import mapped
 from xpool._pickling.tensors.device_memory import about, is_kept, on_own_device, share_memory
