@@ -345,3 +345,31 @@ def test_a_class_keeps_functions_whose_names_lead_elsewhere_now(tmp_path):
     (tmp_path / "lib.py").write_text("def work(x):\n    return 'old', x\n")
     out = scripts.run_ok([scripts.write(tmp_path / "replaced.py", REPLACED)])
     assert out == "True True\n" * 2
+
+
+NESTED = """
+import xpool
+
+class Model:
+    class Config:
+        rate = 1
+        class Inner:
+            rows = [1]
+
+def use(x):
+    return Model.Config.rate, Model.Config.Inner.rows
+
+if __name__ == "__main__":
+    Model.Config = type("Config", (Model.Config,), {"rate": 7})
+    with xpool.Pool(1) as pool:
+        print(pool.apply(use, (1,)))
+        Model.Config.Inner.rows.append(2)
+        print(pool.apply(use, (1,)))
+    pool.join()
+"""
+
+
+def test_a_class_inside_one_that_was_replaced_by_its_subclass(tmp_path):
+    """Its attributes arrive, although its name leads to it through the subclass."""
+    out = scripts.run_ok([scripts.write(tmp_path / "nested.py", NESTED)])
+    assert out.splitlines() == ["(7, [1])", "(7, [1, 2])"]

@@ -49,6 +49,7 @@ from xpool._pickling.by_value.origin import (
     is_patch,
     module_of,
     origin_of,
+    value_of,
 )
 from xpool._pickling.by_value.reads import functions_in, in_python, variables_of
 from xpool._pickling.by_value.registry import ClassEntry, Definition
@@ -355,7 +356,9 @@ def data_attributes(cls: type) -> list[str]:
 
 def _data_of(cls: type) -> frozenset[str]:
     """Return the attributes that are sent beside the definition of a class."""
-    named = origin_of(cls.__module__) == SENT and found_by_name(cls)
+    # Not `found_by_name`, which also finds a class in a base of the class that its name says.
+    key = canonical(cls.__module__), cls.__qualname__
+    named = origin_of(cls.__module__) == SENT and value_of(key) is cls
     return frozenset(data_attributes(cls)) if named else frozenset()
 
 
@@ -391,7 +394,9 @@ def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
         for one in found
         if type(one) is FunctionType and not one.__dict__
     ]
-    return functions, any(_entry_of(owner).changes for owner in owners)
+    definition = _entry_of(cls).definitions.get(False)
+    inside = () if definition is None else definition.classes
+    return functions, any(entry.changes for entry in (*map(_entry_of, owners), *inside))
 
 
 # -- loading a definition -------------------------------------------------------------------
