@@ -388,7 +388,12 @@ def _import_modules(entries: list[Entry]) -> None:
         if kind in (VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED):
             for module, _ in keys:
                 if module not in sys.modules and origin_of(module) == IMPORTED:
-                    _import(module)
+                    try:
+                        _import(module)
+                    except ModuleNotFoundError as exc:
+                        # A module that the program has removed, with its file, has no names left.
+                        if kind != REMOVED or exc.name != module:
+                            raise
 
 
 def _import(name: str) -> None:
