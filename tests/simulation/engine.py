@@ -25,7 +25,7 @@ from xpool._wire.outbox import entries
 from xpool.errors import OptionError, TaskTimeout, WorkerDied, WorkerStartFailed
 
 from .seeds import Passing, Reader, World
-from .virtual import Kernel, Page, Pipe, SimReactor, SimWorker
+from .virtual import SEEN_WITHIN, Kernel, Page, Pipe, SimReactor, SimWorker
 from .worker import Handle, Worker
 
 __all__ = ["EngineWorld"]
@@ -747,10 +747,12 @@ class EngineWorld(World):
             plan.code = 3 if plan.rings else self.draw.faults.one_of([-9, -11, 0])
         return plan
 
-    def finishes(self, plan: _Plan) -> None:
-        """A worker has finished a task and sends the answer."""
+    def finishes(self, plan: _Plan, came_at: float) -> None:
+        """A worker has finished a task, announced at this time, and sends the answer."""
         task = plan.task
         known, limit = self.known[task], self.limits.get(task[0])
+        # The parent may see later that it no longer runs.
+        known.longest = max(known.longest, self.now + SEEN_WITHIN - came_at)
         if limit is not None and known.longest >= limit.seconds:
             known.over += 1  # the parent may have interrupted it, and then discards the answer
         elif plan.again:

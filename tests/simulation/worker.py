@@ -265,7 +265,7 @@ class Worker:
                     yield from self._write()
                 return plan.code
             self.at_work, self.unsafe = None, plan.task
-            world.finishes(plan)
+            world.finishes(plan, self.came_at)
             error = BODY_ERROR if plan.error or stopped else 0
             if plan.again and not stopped:
                 error |= BODY_AGAIN

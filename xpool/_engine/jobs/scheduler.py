@@ -553,6 +553,8 @@ class Scheduler(Waiting):
                 batch.taken = start
         for task_range in reversed(back):
             self.put_back(task_range)
+        if w == self.lone and not any(batch.done < batch.taken for batch in in_flight.held):
+            self.lone = None  # the item that was to run alone waits again
         # They do not count for `maxtasksperchild`: it never runs them.
         if in_flight.left is not None:
             in_flight.left += count
