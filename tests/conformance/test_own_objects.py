@@ -166,6 +166,7 @@ if __name__ == "__main__":
 
 def test_functions_that_draw_random_numbers_under_other_names(tmp_path):
     """They draw from the worker's own generator, which a task can seed."""
+    pytest.importorskip("numpy")
     out = scripts.run_ok([scripts.write(tmp_path / "draws.py", DRAWS)])
     assert out.splitlines() == ["True", "True", str([True] * 6)]
 
