@@ -56,7 +56,8 @@ class ContextFree:
 
 def _free(verb: str) -> Any:
     def call(self: ContextFree, func: Any, *args: Any, **kwds: Any) -> Any:
-        return getattr(self._pool, verb)(WithoutContext(func), *args, **kwds)
+        given = WithoutContext(func) if callable(func) else func  # the latter is refused
+        return getattr(self._pool, verb)(given, *args, **kwds)
 
     return call
 
