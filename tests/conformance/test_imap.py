@@ -382,6 +382,7 @@ def test_stop_iteration_of_the_input(pool):
         pytest.fail("the loop ended without an error")
 
 
+@pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", VERBS)
 def test_short_input_needs_no_thread(pool, verb, monkeypatch):
     """The caller draws a short list, tuple or range. A thread draws a longer one or a generator."""
@@ -410,6 +411,7 @@ def test_items_of_many_kinds_in_one_list(pool, verb):
     assert verb == "imap_unordered" or results == items
 
 
+@pytest.mark.xpool_only
 @pytest.mark.parametrize("after", [0, 10, 300])
 def test_unpicklable_item_after_numbers(process_kind, make_pool, after):
     """An item that cannot be pickled fails alone, wherever it is among numbers."""
@@ -421,6 +423,7 @@ def test_unpicklable_item_after_numbers(process_kind, make_pool, after):
     assert list(results) == list(range(after))
 
 
+@pytest.mark.xpool_only
 def test_large_items_with_a_buffersize(pool):
     """With a buffersize of 2, a short list of large items yields all results."""
     items = [bytes(300_000)] * 20
