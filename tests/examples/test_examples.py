@@ -301,7 +301,7 @@ def test_bars_in_tasks():
 
 def test_shared_names():
     """A worker has less memory for itself with a `SharedList` than with a list."""
-    out = run_example("shared_names.py", "--names=200000")
+    out = run_example("shared_names.py", "--names=600000")
     lists, shared = map(int, re.findall(r": (\d+) MB for each", out))
     assert shared < lists / 2, out
 
