@@ -472,9 +472,8 @@ class Book:
 
     def _data(self, key: Key, value: Any) -> Node:
         if checks.is_of_import(key, value):
-            return Node(
-                compared.NAMED, value
-            )  # the worker's own object takes the place of this one
+            # The worker's own object takes the place of this one.
+            return Node(compared.NAMED, value)
         home = home_of(key, value)
         if home is not None:  # the worker's own, by its name
             self._named[id(value)] = home
