@@ -560,22 +560,23 @@ class WorkerMonitor:
             self._looks.schedule_by(worker, now + OUTBOX_POLL_SECONDS)
             return
         box = worker.box
-        # Read these before draining the pipe: the next check takes what this one has seen.
-        began, tail = box.began, box.tail
-        seen = worker.early.look(began, tail)
+        # Read these before draining the pipe: the next check takes what this one has seen.  An
+        # answer since the last check is a change, too: a task may have ended just after it.
+        now_seen = began, tail, _ = box.began, box.tail, worker.in_flight.answered
+        seen = worker.early.look(*now_seen)
         # Messages first: an answer in the pipe may precede those in the outbox.
         self.drain(worker)
         if seen[1] > box.head and not worker.reader.partial:
             worker.early.took(self.take_early(worker, seen[1]))
             self._after_answers(worker)
-        sits = w in self._give_back_requests and seen == (began, tail)
+        sits = w in self._give_back_requests and seen == now_seen
         serves, sched = worker.state is WorkerStates.READY, self._sched
         if serves and (
             (sched.surplus(w, began) and (sched.idle or sits)) or sched.overtaken(w, began)
         ):
             self.recall(worker, began)
             self._looks.schedule_by(worker, now + PAGE_SETTLE_SECONDS)
-        elif w in self._multi_item and (tail > box.head or seen != (began, tail)):
+        elif w in self._multi_item and (tail > box.head or seen != now_seen):
             self._looks.schedule_by(worker, now + OUTBOX_POLL_SECONDS)
 
     def recall(self, worker: WorkerProcess, began: int) -> None:

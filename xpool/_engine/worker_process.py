@@ -247,11 +247,11 @@ class EarlyAnswers:
 
     def __init__(self) -> None:
         self.count = 0  # answers taken before the message that will announce them
-        self._seen = (0, 0)
+        self._seen = (0, 0, 0)
 
-    def look(self, began: int, tail: int) -> tuple[int, int]:
-        """Record what a check saw in the page; return what the previous one saw."""
-        seen, self._seen = self._seen, (began, tail)
+    def look(self, began: int, tail: int, answered: int) -> tuple[int, int, int]:
+        """Record what a check saw in the page, and the answers so far; return the previous ones."""
+        seen, self._seen = self._seen, (began, tail, answered)
         return seen
 
     def took(self, answers: int) -> None:
