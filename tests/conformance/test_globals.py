@@ -1065,3 +1065,60 @@ def test_defaults_that_change_in_place(tmp_path):
     """Also to a value that is equal and of another type, and in the dict of a function itself."""
     out = scripts.run_ok([scripts.write(tmp_path / "defaults.py", DEFAULTS)])
     assert out.splitlines() == ["1 1 1", "True 2 3", "1.0 2.0 3", "0", "5"]
+
+
+MENDED = """
+import xpool
+
+class Config:
+    pass
+
+config, rows = Config(), [1, iter_ := (n for n in range(3))]
+maybe = None
+
+def of_object(_):
+    return config.n
+
+def of_list(_):
+    return len(rows)
+
+def of_none(_):
+    return maybe
+
+def tell(pool, function):
+    try:
+        print(pool.apply(function, (0,)))
+    except NameError as error:
+        text = "".join([str(error), *getattr(error, "__notes__", ())])
+        print(*(one for one in ("generator", "TextIOWrapper") if one in text))
+
+def main():
+    global maybe
+    config.n, config.first, config.second = 1, iter_, open(__file__)
+    maybe = [iter_]
+    with config.second, xpool.Pool(1) as pool:
+        for _ in range(2):
+            tell(pool, of_object)
+        tell(pool, of_list)
+        tell(pool, of_none)
+        del config.first
+        tell(pool, of_object)
+        del config.second
+        rows[1] = maybe[0] = 2
+        for function in of_object, of_list, of_none:
+            tell(pool, function)
+        rows[1] = iter_
+        tell(pool, of_list)
+    pool.join()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_global_that_the_program_mends_in_place(tmp_path):
+    """A global that cannot be sent is sent when it can be, or the error has the new reason."""
+    assert scripts.run_ok([scripts.write(tmp_path / "mended.py", MENDED)]).splitlines() == [
+        *("generator", "generator", "generator", "None"),
+        *("TextIOWrapper", "1", "2", "[2]", "generator"),
+    ]

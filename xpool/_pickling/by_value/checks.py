@@ -34,13 +34,16 @@ def said(key: Key) -> str:
     return f"{key[1].replace(':', '.')!r} of {key[0]}"
 
 
-def took(key: Key, nbytes: int, seconds: float) -> None:
-    """Count the time of a check.  Warn once if the checks of this global have taken too long."""
+def took(key: Key, about: str, seconds: float) -> None:
+    """Count the time of a check.  Warn once if the checks of this global have taken too long.
+
+    ``about``: the global's size, or that it cannot be sent.
+    """
     before, name = _seconds.get(key, 0.0), key[1]
     after = _seconds[key] = before + seconds
     if before < _TOO_LONG <= after:
         _warn(
-            f"xpool compares the global {said(key)} ({nbytes:,} bytes pickled) at each "
+            f"xpool compares the global {said(key)} ({about}) at each "
             "call with the copy of the workers, since the program may have changed it in place. "
             f"The comparisons have taken {after:.1f} s. If it does not change, write "
             f"`{name.rpartition('.')[2]}: Final = ...` in the script, which ends them, or give it "

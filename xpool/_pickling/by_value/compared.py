@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from abc import get_cache_token
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import is_
 from typing import Any
 
 from xpool._pickling import Key
 from xpool._pickling.by_value import checks, classes
-from xpool._pickling.by_value.entries import PLACED, SentGroup
+from xpool._pickling.by_value.entries import LEFT_NONE, PLACED, REFUSED, SentGroup
 from xpool._pickling.by_value.origin import (
     INSTALLED,
     MISSING,
@@ -61,7 +61,8 @@ class Compared:
         at_once: what `Book.preface` compares without the lock: how many globals other modules and
             `__main__` have, globals that are the same objects, functions; and whether `holds` and
             `Book` compare more.
-        large: the groups in shared memory, with the places of their globals.
+        if_used: groups that are compared only for messages that use them, with the places of
+            their globals: those in shared memory, and those that cannot be sent.
     """
 
     def __init__(
@@ -77,19 +78,20 @@ class Compared:
         self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
         self._registrations = get_cache_token()  # of abstract base classes
         self._changing: list[tuple[type, Any]] = []  # classes with parts that may change in place
-        self.large: list[tuple[SentGroup, list[tuple[Any, str]]]] = []
+        self.if_used: list[tuple[SentGroup, list[tuple[Any, str]]]] = []
         main = namespace("__main__")
         modules = {module for module, _ in nodes} - {CALLS, "__main__"} | {MODULES}
         spaces = [namespace(one) for one in modules if origin_of(one) != INSTALLED]
         self._spaces = [(space, len(space)) for space in spaces]
         large = set[Key]()
         for group in groups:
-            if group.kind == PLACED:
-                large.update(group.keys)
-                if not all(map(checks.is_final, group.keys)) and any(
-                    nodes[key].kind == DATA for key in group.keys
-                ):
-                    self.large.append((group, [place_of(key) for key in group.keys]))
+            if group.kind not in (PLACED, REFUSED, LEFT_NONE):
+                continue
+            large.update(group.keys)
+            if not all(map(checks.is_final, group.keys)) and any(
+                nodes[key].kind == DATA for key in group.keys
+            ):
+                self.if_used.append((group, [place_of(key) for key in group.keys]))
         small, functions = [], list[tuple[Any, Any, Any, Any]]()
         same = [(sys.modules, "__main__", sys.modules.get("__main__"))]
         for key, node in nodes.items():
@@ -122,14 +124,14 @@ class Compared:
         more = self._stateless or self._gone or self._data or self._classes or self._changing
         # With the copy, the values are alive, and no other object has the id of one.
         whole = [(*one, _named(one[3]), one[3] and dict(one[3])) for one in functions]
-        self.at_once = self._spaces, main, len(main), same, whole, bool(more or self.large)
+        self.at_once = self._spaces, main, len(main), same, whole, bool(more or self.if_used)
 
     def has_grown(self) -> bool:
         """Whether modules have got more or fewer globals."""
         return any(len(space) != size for space, size in self._spaces)
 
     def holds(self) -> bool:
-        """Whether what cannot be compared by identity alone is equal, but for large data."""
+        """Whether what cannot be compared by identity alone is equal, but for `if_used`."""
         if any(map(vars, self._stateless)):
             return False
         if any(name in holder for holder, name in self._gone):
@@ -150,11 +152,17 @@ class Compared:
     def _write_small(self) -> bytes | None:
         """Return the pickle of the small data; None: it cannot be pickled now."""
         values = [holder.get(name) for holder, name in self._small]
-        try:
-            return b"".join(write_group(values, Group({}, self._named), False).chunks)
-        except Exception as error:  # an object's `__reduce__` can raise any error
-            pass_on(error)
-            return None
+        written, _ = attempt(write_group, values, Group({}, self._named), False)
+        return None if written is None else b"".join(written.chunks)
+
+
+def attempt(write: Callable[..., Pickled], *args: Any) -> tuple[Pickled | None, str]:
+    """Return what this function of the pickler writes, or None and why it cannot."""
+    try:
+        return write(*args), ""
+    except Exception as error:  # an object's `__reduce__` can raise any error
+        pass_on(error)
+        return None, f"{type(error).__name__}: {error}"
 
 
 def same_parts(before: Any, now: Any) -> bool:

@@ -38,7 +38,7 @@ from typing import Any
 
 from xpool._pickling import Brought, Key, reducers
 from xpool._pickling.by_value import checks, classes, compared, registered_calls, registry, settings
-from xpool._pickling.by_value.compared import Compared, Node, same_parts
+from xpool._pickling.by_value.compared import Compared, Node, attempt, same_parts
 from xpool._pickling.by_value.entries import (
     CALL,
     CLASS,
@@ -93,7 +93,6 @@ from xpool._pickling.policy import INLINE_BELOW, Layout
 from xpool._pickling.reducers import Group, in_place
 from xpool._python import at_fork, registered_reducers
 from xpool._python.hidden import CachedFunction
-from xpool._python.interrupt import pass_on
 
 _MOST_STATES = 256  # that a book keeps
 
@@ -209,24 +208,28 @@ class Book:
         blocks = [in_place(pickled, token) for token in state.tokens] if state.tokens else []
         return state if layout.out_of_band else state.by_name, blocks
 
-    def _compare_large(self, names: frozenset[Key]) -> bool:
-        """Whether the large groups that these use equal their copies; forget the others."""
-        if self._compared is None or not self._compared.large:
+    def _compare_used(self, names: frozenset[Key]) -> bool:
+        """Whether groups that these use are as they were; forget the others.
+
+        Compared are large groups with their copies, and what cannot be sent with the reason: the
+        program may have mended it in place.
+        """
+        if self._compared is None or not self._compared.if_used:
             return True
         used, equal = self._used_by(names), True
-        for group, places in self._compared.large:
+        for group, places in self._compared.if_used:
             if used.isdisjoint(group.keys) or group.keys in self._made:
                 continue
             begun = time.perf_counter()
             values = [holder.get(name) for holder, name in places]
-            try:
-                written = write_values(group.keys, values, self._named, True)
-                same = written.lies_in(group.data.content())
-            except Exception as error:  # an object's `__reduce__` can raise any error
-                pass_on(error)
-                same = False
+            written, why = attempt(write_values, group.keys, values, self._named, True)
+            if group.kind == PLACED:
+                about = f"{group.data.nbytes:,} bytes pickled"
+                same = written is not None and written.lies_in(group.data.content())
+            else:
+                about, same = "which cannot be sent", why == group.data
             if same:
-                checks.took(group.keys[0], group.data.nbytes, time.perf_counter() - begun)
+                checks.took(group.keys[0], about, time.perf_counter() - begun)
             else:
                 equal = False
                 for key in group.keys:
@@ -268,7 +271,7 @@ class Book:
         known = known and self.told.issuperset(wanted)
         changed = not (known and holds and was is not None and was.holds())
         state = None if changed or now is not self._settings else self._fresh.get(wanted)
-        if state is not None and was is not None and not was.large:
+        if state is not None and was is not None and not was.if_used:
             return state
         # Another object after each change of `sys.path` and of the working folder.
         generation = renew_origins(now)
@@ -288,7 +291,7 @@ class Book:
             if not known:
                 self._always = self._always.union(self._of_all())
             self._find(layout, self.told.union(wanted, self._always))
-        if not self._compare_large(wanted):
+        if not self._compare_used(wanted):
             changed, self._noted = True, None
             self._find(layout, self.told)
         if changed or now is not self._settings:
@@ -423,11 +426,8 @@ class Book:
         written = b""
         if annotations:
             node.names |= of_annotations(annotations, key[0])
-            try:
-                pickled = write_global(annotations)
-            except Exception as error:  # an object's `__reduce__` can raise any error
-                pass_on(error)
-            else:
+            pickled, _ = attempt(write_global, annotations)
+            if pickled is not None:
                 written = b"".join(pickled.chunks)
                 node.names |= pickled.names
         code, defaults, _, doc, kwdefaults = node.parts[:5]
@@ -483,11 +483,8 @@ class Book:
         node = Node(compared.DATA, value)
         group = Group({id(value): key}, self._named, [])
         assert group.objects is not None
-        try:
-            node.written = write_group(value, group, True)
-        except Exception as error:  # an object's `__reduce__` can raise any error
-            pass_on(error)
-            node.error = f"{type(error).__name__}: {error}"
+        node.written, node.error = attempt(write_group, value, group, True)
+        if node.written is None:
             return node
         checks.warn_of(key, value, group)
         node.names = frozenset(node.written.names)
@@ -597,7 +594,7 @@ class Book:
         written = nodes[0].written
         assert written is not None
         kept = old is not None and old.kind == PLACED
-        if kept and all(node.group is old for node in nodes):  # as `_compare_large` has found
+        if kept and all(node.group is old for node in nodes):  # as `_compare_used` has found
             assert old is not None
             return PLACED, old.data
         values: Any = [value_of(key) for key in keys]
