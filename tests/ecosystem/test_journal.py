@@ -619,3 +619,79 @@ def test_a_program_that_is_killed_goes_on(tmp_path, path):
     second = set(map(int, log.read_text().split())) if log.exists() else set()
     assert first | second == set(range(2000))
     assert not set(range(50)) & second
+
+
+LIBRARY = """
+rate = 1
+rows = None
+
+def scaled(x):
+    return rate * x
+
+def deeper(x):
+    from journal_library import scaled
+    return scaled(x)
+
+class Item:
+    def __init__(self, x):
+        self.x = x
+    def scaled(self):
+        import journal_library
+        return journal_library.rate * self.x
+
+def counted(x):
+    import journal_library
+    return x if journal_library.rows is None else None
+"""
+
+
+def test_values_in_modules_that_functions_import(tmp_path, monkeypatch):
+    """If the program changes a value in a module that the function imports, this is noticed, but
+    not in a call before whose time the module was not imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "journal_library.py").write_text(LIBRARY)
+
+    def plain(x):
+        import journal_library as library
+
+        return library.rate * x
+
+    def by_name(x):
+        from journal_library import deeper
+
+        return deeper(x)
+
+    def of_item(x):
+        return x.scaled()
+
+    def counted(x):
+        import journal_library
+
+        return journal_library.counted(x)
+
+    with ThreadPool(1) as pool:
+
+        def run(func, items, name=""):
+            return pool.map(func, items, journal=tmp_path / f"{func.__name__}{name}.db")
+
+        assert run(plain, [1, 2], "late") == [1, 2]  # imports it
+        library = sys.modules["journal_library"]
+        items = [library.Item(x) for x in range(2)]
+        cases = [(plain, [1, 2]), (by_name, [1, 2]), (of_item, items), (counted, [1, 2])]
+        for func, some in cases:
+            first = run(func, some)
+            assert run(func, some) == first
+        library.rate, library.rows = 5, 0
+        for func, some in cases[:3]:
+            with pytest.raises(
+                OptionError, match=r"the global rate of journal_library \(1, now 5\)"
+            ):
+                run(func, some)
+        with pytest.raises(OptionError, match="the global rows of journal_library"):
+            run(counted, [1, 2])
+        library.rate, library.rows = 1, (row for row in [1])
+        assert run(plain, [1, 2, 3]) == [1, 2, 3]
+        with pytest.raises(OptionError, match=r"global rows of .* is, or holds, .*generator"):
+            run(counted, [1, 2], "again")
+        del sys.modules["journal_library"]
+        assert run(plain, [1, 2]) == [1, 2]

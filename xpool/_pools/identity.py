@@ -21,13 +21,14 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from xpool._pickling.by_value.functions import annotations_of
 from xpool._pickling.by_value.names import ATOMS, found_by_name
 from xpool._pickling.by_value.origin import MAIN_NAMES, canonical, is_program
-from xpool._pickling.by_value.reads import in_modules, use_of
+from xpool._pickling.by_value.reads import Code, in_modules, use_of
 from xpool._pools.values import (
     CODE,
     OF_CLASSES,
@@ -78,6 +79,8 @@ class Identity(Values):
         self._nodes: dict[str, _Node] = {}
         self._held: dict[Any, Any] = {}  # by the keys of nodes; the `id` of these objects is in one
         self._todo: deque[tuple[_Node, Callable[[_Node], Any]]] = deque()
+        self._imports = _Node(_IMPORTS)  # leads to globals of modules that functions import
+        self._imports_told = 0  # those of them that `of_imports` has returned
         # These belong to the current node or item:
         self._leads_to: set[str] = set()
         self._codes: list[tuple[str, str]] = []  # labels and digests of functions without a name
@@ -97,6 +100,18 @@ class Identity(Values):
         node = _Node("")
         digest = self._look(node, lambda node: self._value(item))
         return digest, self._parts_of(node)
+
+    def of_imports(self) -> dict[str, str]:
+        """Return parts of the modules that the functions so far import when they run.
+
+        These are the globals that the functions name there.  They are missing if the program has
+        not imported the module yet.  Nothing is returned twice.
+        """
+        if len(self._imports.leads_to) == self._imports_told:
+            return {}
+        parts = self._parts_of(self._imports)
+        self._imports_told = len(self._imports.leads_to)
+        return parts
 
     # -- nodes -------------------------------------------------------------------------------------
 
@@ -245,6 +260,7 @@ class Identity(Values):
                 self._global(node, space, name, held)
         for name in sorted(imported(code, values.get("__package__"))):
             self._import(name)
+            self._imported(name, use)
         self._follow(node, annotations_of(function), values)
 
     def _fill_closure(self, node: _Node, function: Any) -> None:
@@ -342,6 +358,22 @@ class Identity(Values):
         self._node(("module", name), label, None, fill)
         return True
 
+    def _imported(self, name: str, use: Code) -> None:
+        """Add the globals that code uses of a module that it imports, if this is imported now.
+
+        `_import` adds the module's file.  These are the values that the program has set there.
+        """
+        module: Any = sys.modules.get(name)
+        if not (_is_module(module) and is_program(name)):
+            return
+        before, self._leads_to = self._leads_to, self._imports.leads_to
+        try:
+            for inside, one, held in sorted(in_modules([(module, False)], use), key=itemgetter(1)):
+                if one not in OF_MODULES:
+                    self._global(self._imports, vars(inside), one, held)
+        finally:
+            self._leads_to = before
+
     def _installed(self, module: Any) -> None:
         """Add the version of an installed module's package."""
         found = None if is_program(module) else version_of(module)
@@ -362,6 +394,7 @@ def _is_module(value: Any) -> bool:
     return issubclass(type(value), ModuleType)
 
 
+_IMPORTS = "the modules that it imports"
 _ROOT = "the function"
 """Takes the place of the label of a function without a name that `of_function` describes."""
 

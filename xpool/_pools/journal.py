@@ -10,6 +10,7 @@ changed, the journal is refused with an error that names the part.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -118,8 +119,9 @@ class Journal:
         self._name = name_of(func)
         self._identity = Identity()
         # None: the version identifies the function, so its parts are not computed.
-        self._parts = self._parts_of(func, beside) if version is None else None
-        self._known: set[str] = set()  # names of parts of items that are unchanged
+        of_function = functools.partial(self._identity.of_function, func, beside)
+        self._parts = self._described(of_function) if version is None else None
+        self._known: set[str] = set()  # names of parts that `_compare_others` has compared
         self._lock = threading.Lock()  # guards the connection
         with self._named():
             self._base = sqlite3.connect(
@@ -129,13 +131,14 @@ class Journal:
             with self._named():
                 self._begin(version)
             self._file = self._identify()
+            self._compare_others({})
         except BaseException:
             self._base.close()
             raise
 
-    def _parts_of(self, func: Any, beside: dict[str, Any]) -> dict[str, str]:
+    def _described(self, parts: Callable[[], dict[str, str]]) -> dict[str, str]:
         try:
-            return self._identity.of_function(func, beside)
+            return parts()
         except Unknown as exc:
             raise OptionError(
                 f"the journal {self.path} cannot tell whether {self._name} is the same in the next "
@@ -287,12 +290,19 @@ class Journal:
                 f"the journal {self.path} cannot recognise an item that is, or holds, {exc}: give "
                 "key=, a function that returns a name for each item"
             ) from exc
-        if self._parts is not None and not parts.keys() <= self._known:
-            self._compare_items(parts)
+        self._compare_others(parts)
         return f"item {digest.hex()}"
 
-    def _compare_items(self, parts: dict[str, str]) -> None:
-        """Refuse items whose classes or functions have changed."""
+    def _compare_others(self, parts: dict[str, str]) -> None:
+        """Refuse changes of parts of items, and of modules that functions import when they run.
+
+        A call may lack some of these parts.
+        """
+        if self._parts is None:
+            return
+        parts = {**self._described(self._identity.of_imports), **parts}
+        if parts.keys() <= self._known:
+            return
         base = self._base
         with self._lock, self._named(), self._transaction():
             self._add_parts(parts, True)
