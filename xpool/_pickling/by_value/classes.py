@@ -354,6 +354,18 @@ def data_attributes(cls: type) -> list[str]:
     return found
 
 
+def own_methods(cls: type) -> dict[str, Any]:
+    """Return by path what tells whether methods that a class got by its statement have changed."""
+    found = {}
+    for path, owner in with_nested(cls.__qualname__, cls):
+        for name, value in list(vars(owner).items()):
+            inner, own = functions_in(value)[0], f"{path}.{name}"
+            named = type(inner) is FunctionType and inner.__qualname__ == own
+            if named and not is_patch(inner, cls.__module__):
+                found[own] = value, inner.__code__
+    return found
+
+
 def _data_of(cls: type) -> frozenset[str]:
     """Return the attributes that are sent beside the definition of a class."""
     # Not `found_by_name`, which also finds a class in a base of the class that its name says.

@@ -10,6 +10,7 @@ import sys
 from abc import get_cache_token
 from collections.abc import Callable, Iterable
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 from xpool._pickling import Key
@@ -108,7 +109,8 @@ class Compared:
                     small.append((key, holder, name))
                 continue
             same.append((holder, name, node.value))
-            if node.kind == FUNCTION:
+            has_parts = type(node.value) is FunctionType and node.parts is not None
+            if has_parts and (node.kind == FUNCTION or not node.value.__dict__):
                 functions.append((node.value, *node.parts[:3]))
             elif isinstance(node.value, type) and node.kind in (CLASS, NAMED):
                 for _, owner in classes.with_nested(key[1], node.value):

@@ -11,6 +11,7 @@ from typing import Any
 
 from xpool._pickling.by_value import main, registry
 from xpool._pickling.by_value.origin import (
+    IMPORTED,
     INSTALLED,
     SENT,
     canonical,
@@ -86,7 +87,9 @@ def by_name(reduce: Reducer) -> Reducer:
             space: dict[str, Any] = here.__dict__
             there = space.get(path) is obj
             if direct and there:
-                own = not is_function or obj.__globals__ is space
+                own = obj.__globals__ is space if is_function else True
+                if own and is_function and known == IMPORTED:
+                    own = obj.__code__.co_filename[:1] != "<"
                 if not own and is_patch(obj, module):
                     return reduce(pickler, obj)
                 if known != INSTALLED and pickler.follow:

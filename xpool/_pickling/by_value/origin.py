@@ -7,7 +7,8 @@
 ================  ==============================================================================
 
 A worker cannot import a module that was made by hand or by ``spec_from_file_location``, or whose
-folder is no longer on `sys.path`.
+folder is no longer on `sys.path`.  One whose file has changed, or that the program has loaded again
+(`importlib.reload`), is sent, because a worker may import another one, or have imported it before.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ origins: dict[str, int] = {}
 
 _holds_for: tuple[Any, list[str], str] = None, [], ""  # settings, `sys.path`, working folder
 _generation = 0  # how often the origins were found again
+
+_changed: set[str] = set()  # modules of `send_from_now`
+
+_stamps: dict[str, Any] = {}
+"""Times and sizes of the files of modules that are `IMPORTED`, when their origin was found."""
 
 awaited: set[str] = set()
 """Names of modules that code imports when it runs, and that are not imported yet."""
@@ -100,11 +106,45 @@ def origin_of(name: Any) -> int:
         return SENT
     found = INSTALLED
     if is_program(name):
-        found = IMPORTED if name != "__main__" and _is_importable(name) else SENT
+        own = name == "__main__" or name in _changed
+        found = SENT if own or not _is_importable(name) else IMPORTED
+        if found == IMPORTED and name in sys.modules and name not in _stamps:
+            _stamps[name] = _stamp_of(sys.modules[name])
     if name in sys.modules:
         origins[name] = found
         with_origin[name] = sys.modules[name]
     return found
+
+
+def send_from_now(module: str) -> None:
+    """Treat a module as one that workers cannot import, because theirs may be another one."""
+    global _generation
+    if module in _changed:
+        return
+    _changed.add(module)
+    with_origin.pop(module, None)
+    _generation += 1
+
+
+def send_edited() -> None:
+    """Send modules whose files have changed: new workers would import others than the program."""
+    for name, stamp in list(_stamps.items()):
+        module = sys.modules.get(name)
+        if module is not None and name not in _changed and stamp != _stamp_of(module):
+            send_from_now(name)
+
+
+def _stamp_of(module: Any) -> Any:
+    try:
+        status = os.stat(module.__file__)
+    except Exception:  # no file, or an attribute that raises
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def is_importable_again(name: str) -> bool:
+    """Whether it is a module of `send_from_now` that workers can import nevertheless."""
+    return name in _changed and _is_importable(name)
 
 
 def renew_origins(settings: Any) -> int:
@@ -187,10 +227,14 @@ def value_of(key: Key) -> Any:
 def is_patch(value: Any, module: str) -> bool:
     """Whether it is a function that the script has put in the place of one of this module.
 
-    `functools.wraps` gives such a function the names of the other one.
+    `functools.wraps` gives such a function the names of the other one.  One that `exec` has put
+    there has the module's globals, and no file.
     """
-    if type(value) is not FunctionType or (values := value.__globals__) is namespace(module):
+    if type(value) is not FunctionType:
         return False
+    if (values := value.__globals__) is namespace(module):
+        no_file = value.__code__.co_filename[:1] == "<" and "." not in value.__qualname__
+        return no_file and origin_of(module) == IMPORTED
     maker = values.get("__name__")
     return isinstance(maker, str) and maker != module and origin_of(maker) == SENT
 

@@ -54,6 +54,7 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     owner_of,
     place_of,
+    value_of,
 )
 from xpool._pickling.by_value.reads import classes_of
 from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
@@ -62,7 +63,7 @@ from xpool._pickling.pickler import decode, write_values
 from xpool._pickling.reducers import builder
 from xpool._python import at_fork
 from xpool._python.import_hooks import when_imported
-from xpool._python.interrupt import uninterrupted
+from xpool._python.interrupt import pass_on, uninterrupted
 
 
 class _Incoming:
@@ -153,8 +154,8 @@ def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
     first = [n for n, entry in enumerate(entries, 1) if any(one[0] in _FIRST for one in entry[3])]
     at = first[-1] if first else 0
     named = [one for one in entries if one[0] == IMPORTED_AS and one[3][0][0] == MODULES]
-    for name, package, is_package in _all_of(MODULE, entries):
-        _make_module(name, package, is_package)
+    for name, package, is_package, has_file in _all_of(MODULE, entries):
+        _make_module(name, package, is_package, has_file)
     for some in (named, entries[:at], entries[at:]):
         _import_modules(some)
         _take_all(some, buffers, ours)
@@ -210,7 +211,13 @@ def _take(
         kept = {key for key in keys if _has(key)}
     if kind in _MAKERS:
         if not kept:
-            _set(keys[0], _MAKERS[kind](keys[0], *data))
+            before, made = value_of(keys[0]), _MAKERS[kind](keys[0], *data)
+            _set(keys[0], made)
+            if kind == CLASS and made is not before:  # it has none of its attributes that are data
+                module, path = keys[0]
+                for key in list(_incoming.serials):
+                    if key[0] == module and key[1].startswith(f"{path}."):
+                        del _incoming.serials[key]
     elif kind in (VALUES, PLACED):
         if new.issuperset(keys) and _has_equal(kind, keys, data):
             kept = set(keys)
@@ -414,8 +421,16 @@ def _all_of(kind: int, entries: list[Entry]) -> list[Any]:
     return [one for of, _, _, _, data in entries if of == kind for one in data]
 
 
-def _make_module(name: str, package: Any, is_package: bool) -> None:
-    """Make a module that cannot be imported here."""
+def _make_module(name: str, package: Any, is_package: bool, has_file: bool) -> None:
+    """Make a module that cannot be imported here, or is another one here.
+
+    ``has_file``: import it first, for the other effects of its import.
+    """
+    if has_file and name not in sys.modules:
+        try:
+            import_module(name)
+        except Exception as exc:  # its file has changed, perhaps in the middle of an edit
+            pass_on(exc)
     if name in sys.modules:
         return
     module = ModuleType(name)

@@ -74,6 +74,7 @@ from xpool._pickling.by_value.origin import (
     find_module,
     globals_of_modules,
     home_of,
+    is_importable_again,
     is_imported,
     is_of_workers,
     is_patch,
@@ -82,6 +83,8 @@ from xpool._pickling.by_value.origin import (
     namespace,
     origin_of,
     renew_origins,
+    send_edited,
+    send_from_now,
     value_of,
     with_origin,
 )
@@ -273,6 +276,10 @@ class Book:
         state = None if changed or now is not self._settings else self._fresh.get(wanted)
         if state is not None and was is not None and not was.if_used:
             return state
+        if not self.told:
+            send_edited()
+        if changed:
+            self._note_redefined()
         # Another object after each change of `sys.path` and of the working folder.
         generation = renew_origins(now)
         moved = changed and self._leads_elsewhere()
@@ -333,6 +340,24 @@ class Book:
             id(value := value_of(key)) != node.id and (name_of(value) or name_of(node.value))
             for key, node in self._nodes.items()
         )
+
+    def _note_redefined(self) -> None:
+        """Send modules that the program has loaded again since workers have imported them."""
+        for key, node in self._nodes.items():
+            value = node.value
+            if node.kind == compared.NAMED and isinstance(value, (FunctionType, type)):
+                now = value_of(key)
+                if now is value and type(now) is FunctionType:
+                    again = node.parts is not None and not same_parts(node.parts, _parts_of(now))
+                elif now is value:
+                    again = any(node.parts.get(one) != has for one, has in _parts_of(now).items())
+                else:
+                    again = type(now) is type(value) and not is_patch(now, key[0])
+                again = again and (canonical(now.__module__), now.__qualname__) == key
+                if now is MISSING:
+                    self._sent.add(key)  # workers that have imported it remove it
+                if again or now is MISSING:
+                    send_from_now(key[0])
 
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Look at all globals again, as far as they have changed, and at those that they use."""
@@ -396,6 +421,7 @@ class Book:
             own = canonical(value.__module__) == module and value.__qualname__ == path
             if own and origin == IMPORTED and not is_patch(value, module):
                 node = Node(compared.NAMED, value, reads(value))
+                node.parts = _parts_of(value)
                 if is_class:
                     self._note_class(node, value, module, path)
                 else:
@@ -622,13 +648,18 @@ class Book:
         entries: list[Entry] = []
         if now is not None and now.rows:
             entries.append((SETTINGS, now.serial, False, (), now.rows))
+        modules = {key[0] for key in nodes} - {CALLS, MODULES, "__main__"}
+        sent = sorted(name for name in modules if origin_of(name) == SENT)
         if self._imports:
             entries.append((IMPORTS, 0, False, (), self._imports))
-        modules = {key[0] for key in nodes} - {CALLS, MODULES, "__main__"}
-        found = ((name, find_module(name)) for name in sorted(modules) if origin_of(name) == SENT)
         made = tuple(
-            (name, getattr(module, "__package__", None), hasattr(module, "__path__"))
-            for name, module in found
+            (
+                name,
+                getattr(module := find_module(name), "__package__", None),
+                hasattr(module, "__path__"),
+                is_importable_again(name),
+            )
+            for name in sent
         )
         if made:
             entries.append((MODULE, 0, False, (), made))
@@ -688,6 +719,15 @@ class Book:
         state.tokens, state.brings, state.place = tokens, brings, place
         state.written = whole
         return state
+
+
+def _parts_of(obj: Any) -> Any:
+    """Return what tells whether a function or class that workers import has been made again."""
+    if isinstance(obj, type):
+        return classes.own_methods(obj)
+    if type(obj) is not FunctionType:
+        return None
+    return *parts_of_function(obj)[:5], True  # its attributes are other globals
 
 
 copyreg.add_extension("xpool._pickling.by_value.received", "prepare", PREPARE)

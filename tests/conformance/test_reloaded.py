@@ -1,0 +1,214 @@
+"""Modules of the program that it loads again, edits, or changes in place."""
+
+from __future__ import annotations
+
+import pytest
+from support import scripts
+
+pytestmark = pytest.mark.xpool_only
+
+CHANGES = '''
+import importlib
+import pathlib
+import sys
+import xpool
+
+TEXT = """
+def scaled(x, by=1): return x * by
+def keyed(x, *, by=1): return x * by
+def counted(x): return x, getattr(counted, "calls", 0)
+def removed(x): return x
+class Box:
+    size = 7
+    def go(self): return 1, self.size
+    @staticmethod
+    def static(): return 1
+    @property
+    def wide(self): return 1
+class Bag(Box):
+    pass
+def used(x):
+    box = Bag()
+    return box.go(), box.static(), box.wide, removed(x) if "removed" in globals() else None
+"""
+
+def make(module, text):
+    """Run code as if the module's file had it."""
+    exec(compile(text, module.__file__, "exec"), vars(module))
+
+def method(module, name, text):
+    values = {"__name__": module.__name__}
+    exec(compile("class Box:\\n    " + text, module.__file__, "exec"), values)
+    setattr(module.Box, name, vars(values["Box"])[name])
+
+def remove_and_make(module):
+    del module.removed
+    yield
+    make(module, "def removed(x): return -x")
+    yield
+
+CASES = {
+    "defaults": lambda m: setattr(m.scaled, "__defaults__", (5,)),
+    "keyword": lambda m: m.keyed.__kwdefaults__.update(by=5),
+    "attribute": lambda m: setattr(m.counted, "calls", 5),
+    "code": lambda m: setattr(m.scaled, "__code__", (lambda x, by: x + by).__code__),
+    "again": lambda m: make(m, "def scaled(x, by=1): return -x * by"),
+    "new": lambda m: exec("def scaled(x, by=1): return removed(x) - 1", vars(m)),
+    "reload": lambda m: importlib.reload(m),
+    "method": lambda m: method(m, "go", "def go(self): return 2, self.size"),
+    "static": lambda m: method(m, "static", "@staticmethod\\n    def static(): return 2"),
+    "property": lambda m: method(m, "wide", "@property\\n    def wide(self): return 2"),
+    "removed": remove_and_make,
+}
+
+def task(x):
+    return own.scaled(x), own.keyed(x), own.counted(x), own.used(x), first(x), Box().go()
+
+def main():
+    global own, first, Box
+    sys.dont_write_bytecode = True
+    folder = pathlib.Path(__file__).parent
+    with xpool.Pool(1) as pool:
+        for number, (name, change) in enumerate(CASES.items()):
+            file = folder / f"module_{number}.py"
+            file.write_text(TEXT)
+            own = importlib.import_module(file.stem)
+            first, Box = own.scaled, own.Box
+            assert pool.apply(task, (3,)) == task(3)
+            for _ in change(own) or (None,) if change is remove_and_make else (change(own),):
+                for _ in range(2):
+                    got = pool.apply(task, (3,))
+                    assert got == task(3), (name, got, task(3))
+                assert pool.map(own.scaled, range(3)) == list(map(own.scaled, range(3))), name
+            print(name)
+    pool.join()
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def test_definitions_that_change(tmp_path):
+    """A worker that has imported a module sees what the program has made of it since then."""
+    out = scripts.run_ok([scripts.write(tmp_path / "changes.py", CHANGES)])
+    assert len(out.splitlines()) == 11
+
+
+EDITS = r'''
+import importlib
+import os
+import pathlib
+import sys
+import xpool
+
+folder = pathlib.Path(__file__).parent / "edited_package"
+times = iter(range(1, 100))
+
+def write(k):
+    """Write a package; its values depend on `k`."""
+    for name, text in {
+        "__init__": "from .first import use as used\n",
+        "second": f"K = {k}\ndef helper(x): return x * 1000 * {k}\n",
+        "first": f"""
+import dataclasses, enum, functools, os
+from . import second
+from .second import helper
+os.environ["EDITED"] = "{k}"
+class Color(enum.Enum):
+    RED = {k}
+@dataclasses.dataclass
+class Point:
+    x: int
+    def scaled(self): return self.x * {k}
+class Base:
+    tag, kept = {k}, "kept"
+    def who(self): return self.tag, self.kept, {k}
+class Child(Base):
+    def who(self): return ("child", *super().who())
+instance = Child()
+@functools.lru_cache
+def cached(x): return x + {k}
+def decorate(function):
+    @functools.wraps(function)
+    def wrapper(*args): return {k}, function(*args)
+    return wrapper
+@decorate
+def decorated(x): return x * {k}
+def use(x): return x + {k}, helper(x), second.helper(x)
+def late(x):
+    from .second import helper as again
+    import edited_package.second
+    return again(x), edited_package.second.K
+""",
+    }.items():
+        (folder / f"{name}.py").write_text(text)
+        time = next(times)
+        os.utime(folder / f"{name}.py", (time, time))
+
+def task(x):
+    one, p = package.first, Point(x)
+    return (
+        use(x), one.use(x), package.used(x), one.Color.RED.value, p.scaled(), one.Point(x).scaled(),
+        one.Child().who(), one.instance.who(), isinstance(one.instance, one.Base), one.cached(x),
+        one.decorated(x), one.late(x), type(p) is Point,
+    )
+
+def same(x):
+    return x
+
+def compare(pool, name):
+    for _ in range(2):
+        got = pool.apply(task, (3,))
+        assert got == task(3), (name, got, task(3))
+    for one in package.first.Color.RED, package.first.Point(1), Point(2):
+        back = pool.apply(same, (one,))
+        assert back == one and type(back) is type(one), (name, one, back)
+    for function in package.first.use, package.first.decorated, package.first.cached, use:
+        assert pool.map(function, range(3)) == list(map(function, range(3))), name
+
+def main():
+    global package, use, Point
+    sys.dont_write_bytecode = True
+    folder.mkdir()
+    write(1)
+    import edited_package as package
+    from edited_package.first import use, Point
+    with xpool.Pool(1) as pool, xpool.Pool(1) as late:
+        def check(name):
+            compare(pool, name)
+            with xpool.Pool(1) as new:
+                compare(new, "new pool, " + name)
+            print(name)
+        check("at first")
+        write(2)
+        check("edited")
+        second = (folder / "second.py").read_text()
+        (folder / "second.py").write_text("def (")
+        check("in the middle of an edit")
+        (folder / "second.py").write_text(second)
+        for module in package.second, package.first, package:
+            importlib.reload(module)
+            check(f"{module.__name__} is loaded again")
+        compare(late, "a pool without a task so far")
+        use, Point = package.first.use, package.first.Point
+        check("names of the script")
+        importlib.reload(package.first)
+        check("loaded again unchanged")
+        for name in [one for one in sys.modules if one.startswith("edited_package")]:
+            del sys.modules[name]
+        write(3)
+        import edited_package as package
+        from edited_package.first import use, Point
+        check("imported again")
+    for one in pool, late:
+        one.join()
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def test_modules_that_are_edited_and_loaded_again(tmp_path):
+    """Tasks see the module that the program has, and not the one of the file or an earlier one."""
+    out = scripts.run_ok([scripts.write(tmp_path / "edits.py", EDITS)])
+    assert len(out.splitlines()) == 9
