@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xpool._calls.terms import Limit, Terms
-from xpool._engine.jobs.deadlines import Act, Deadlines, WorkerProgress
+from xpool._engine.jobs.states import Act, Deadlines, WorkerProgress
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 

@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpool import InternalError
-from xpool._engine.jobs.budget import (
+from xpool._engine.jobs.scheduler import (
+    MOST_ITEMS,
+    Scheduler,
+    TaskRange,
+    Terms,
+)
+from xpool._engine.jobs.states import (
     FIRST_RETRY_PAUSE,
     LONGEST_RETRY_PAUSE,
     WINDOW,
     EndKind,
     RestartPolicy,
     back_off,
-)
-from xpool._engine.jobs.scheduler import (
-    MOST_ITEMS,
-    Scheduler,
-    TaskRange,
-    Terms,
 )
 
 pytestmark = pytest.mark.pure

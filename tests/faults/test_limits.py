@@ -315,9 +315,9 @@ def test_no_thread_for_a_replacement(thread_kind, make_pool, monkeypatch):
 
 def test_no_thread_for_a_long_time(thread_kind, make_pool, monkeypatch):
     """If no thread can start for long, the pool stops with the reason."""
-    from xpool._engine.jobs import budget
+    from xpool._engine.jobs import states
 
-    monkeypatch.setattr(budget, "SYSTEM_ATTEMPTS", 2)
+    monkeypatch.setattr(states, "SYSTEM_ATTEMPTS", 2)
     refuse_threads(monkeypatch, range(3, 1000))
     pool = make_pool(thread_kind, 2, maxtasksperchild=1)
     with pytest.raises(WorkerStartFailed, match="can't start new thread"):

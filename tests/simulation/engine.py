@@ -15,10 +15,9 @@ from typing import Any
 
 from xpool._engine.answers import EngineOptions
 from xpool._engine.engine import Engine, System
-from xpool._engine.jobs.budget import START_ATTEMPTS
 from xpool._engine.jobs.ranges import name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Limit, TaskRange, Terms
-from xpool._engine.jobs.states import WorkerStates
+from xpool._engine.jobs.states import START_ATTEMPTS, WorkerStates
 from xpool._engine.monitor import STOP_GRACE_SECONDS
 from xpool._engine.worker_process import Recipe
 from xpool._wire.outbox import entries

@@ -16,14 +16,20 @@ import pytest
 
 from xpool._engine.answers import Answers
 from xpool._engine.engine import Engine
-from xpool._engine.jobs import budget, heavy
-from xpool._engine.jobs.budget import EndKind, RestartPolicy
-from xpool._engine.jobs.deadlines import Act, Deadlines, Verdict
-from xpool._engine.jobs.heavy import HeavyFunctions
+from xpool._engine.jobs import states, waiting
 from xpool._engine.jobs.ranges import covers, piece
 from xpool._engine.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, InFlight, Scheduler, Terms
-from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates
-from xpool._engine.jobs.waiting import RangeQueue, Waiting
+from xpool._engine.jobs.states import (
+    WORKER,
+    Act,
+    Deadlines,
+    EndKind,
+    RestartPolicy,
+    Verdict,
+    WorkerEvent,
+    WorkerStates,
+)
+from xpool._engine.jobs.waiting import HeavyFunctions, RangeQueue, Waiting
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.submission import Submission
@@ -335,7 +341,7 @@ def _(original, its, *which):
     its._busy.discard(its)
 
 
-scheduler("the memory that a function is expected to need never falls", heavy, "FALL", 1.0)
+scheduler("the memory that a function is expected to need never falls", waiting, "FALL", 1.0)
 scheduler("a task that ran when its function became heavy does not count", HeavyFunctions, "add")(
     lambda original, its, part, seen, held: original(its, part, seen, ())
 )
@@ -687,7 +693,7 @@ def _(original, replacement, worker):
     original(replacement, worker)
 
 
-engine("the pool gives up a start too early", budget, "START_ATTEMPTS", 2)
+engine("the pool gives up a start too early", states, "START_ATTEMPTS", 2)
 
 
 # -- messages of workers: `WorkerMonitor` takes what is raised there for an invalid message -------

@@ -12,7 +12,7 @@ import select
 from collections.abc import Callable
 from typing import Any
 
-from xpool._engine.jobs.time_queue import TimeQueue
+from xpool._engine.jobs.waiting import TimeQueue
 from xpool._engine.reactor import Reactor
 from xpool._engine.worker_process import WorkerProcess
 from xpool._wire.outbox import HEADER, NO_LIMIT, Outbox

@@ -14,9 +14,9 @@ from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from xpool._calls.results import PickledResult, Unopened
-from xpool._engine.jobs.budget import RestartPolicy, back_off
 from xpool._engine.jobs.ranges import TaskRange, name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler
+from xpool._engine.jobs.states import RestartPolicy, back_off
 from xpool._engine.ledger import Ledger, WorkerEnd
 from xpool._engine.maintenance import ArenaMaintenance
 from xpool._engine.reactor import Reactor

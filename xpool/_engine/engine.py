@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 
 from xpool._engine import stacks
 from xpool._engine.answers import EngineOptions, EngineParts, StartFailure
-from xpool._engine.jobs.budget import RestartPolicy
 from xpool._engine.jobs.scheduler import InFlight, Scheduler
+from xpool._engine.jobs.states import RestartPolicy
 from xpool._engine.ledger import EngineReport, Event, Ledger
 from xpool._engine.maintenance import ArenaMaintenance
 from xpool._engine.monitor import DirectReceive, WorkerMonitor

@@ -15,9 +15,8 @@ import threading
 from collections.abc import Callable
 
 from xpool._engine.answers import Answers, EngineOptions, EngineParts, own_part
-from xpool._engine.jobs.deadlines import Act, WorkerProgress
 from xpool._engine.jobs.scheduler import CALLS, Batch
-from xpool._engine.jobs.states import WorkerStates
+from xpool._engine.jobs.states import Act, WorkerProgress, WorkerStates
 from xpool._engine.memory import MemoryGuard
 from xpool._engine.reactor import Alarms, Reactor
 from xpool._engine.worker_process import WorkerProcess, processor_times

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from xpool._engine.jobs.time_queue import TimeQueue
+from xpool._engine.jobs.waiting import TimeQueue
 
 MOST_WAIT_SECONDS = 86400.0
 """Longest wait: epoll counts milliseconds in 31 bits, and a timer may be later."""

@@ -20,9 +20,8 @@ from functools import partial
 from typing import NamedTuple
 
 from xpool._engine.answers import EngineOptions, EngineParts, StartFailure
-from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.jobs.scheduler import Batch
-from xpool._engine.jobs.states import WorkerStates
+from xpool._engine.jobs.states import EndKind, RestartPolicy, WorkerStates
 from xpool._engine.launch import Handle
 from xpool._engine.ledger import WorkerEnd
 from xpool._engine.monitor import DirectReceive, WorkerMonitor

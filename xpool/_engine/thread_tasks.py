@@ -12,8 +12,8 @@ from typing import Any
 
 from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
-from xpool._engine.jobs.budget import back_off
-from xpool._engine.jobs.time_queue import TimeQueue
+from xpool._engine.jobs.states import back_off
+from xpool._engine.jobs.waiting import TimeQueue
 from xpool._python.waiters import TaskQueue
 from xpool._worker.callables import task_function
 from xpool.errors import WorkerDied

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
 from xpool._calls.terms import terms_of
-from xpool._engine.jobs.budget import EndKind, RestartPolicy
+from xpool._engine.jobs.states import EndKind, RestartPolicy
 from xpool._engine.stacks import Whereabouts
 from xpool._engine.thread_tasks import HeldTask, HeldTasks, Places, PoolThread, Source, SourceQueue
 from xpool._python.starting import PromptThread

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from xpool._engine.jobs.deadlines import Deadlines
 from xpool._engine.jobs.scheduler import InFlight
-from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates, step
+from xpool._engine.jobs.states import WORKER, Deadlines, WorkerEvent, WorkerStates, step
 from xpool._engine.launch import Handle, Launcher
 from xpool._engine.reactor import Timer
 from xpool._engine.relay import Channel as LogChannel

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool._calls.results import PickledResult
-from xpool._engine.jobs.budget import back_off
 from xpool._engine.jobs.ranges import TaskRange, name_of
-from xpool._engine.jobs.time_queue import TimeQueue
+from xpool._engine.jobs.states import back_off
+from xpool._engine.jobs.waiting import TimeQueue
 from xpool._engine.stacks import Whereabouts
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m

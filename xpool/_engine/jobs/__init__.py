@@ -1,4 +1,4 @@
-"""Decisions without effects: which worker runs which task, deadlines, budgets, the state tables.
+"""Decisions without effects: which worker runs which task, deadlines, restarts, the state tables.
 
 Pure: no threads, clock, pickle or system calls.
 """

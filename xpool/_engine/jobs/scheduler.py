@@ -21,7 +21,7 @@ Items to be retried wait in a heap until their time; the caller supplies the clo
 An item whose worker has died for lack of memory is retried **alone**.  While it waits, workers get
 only bound items that came before it.  When no worker holds anything, it is given, and nothing else
 is until it has ended.  Later items of its function, and those behind them, wait for memory: see
-`heavy`.
+`HeavyFunctions`.
 
 The engine's lock guards all of it, except `TaskRange.items`, to which an input reader appends
 without it.
@@ -35,9 +35,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from xpool._calls.terms import Limit, Terms
-from xpool._engine.jobs.heavy import HeavyFunctions
 from xpool._engine.jobs.ranges import CALLS, Batch, Item, TaskRange, covers, piece
-from xpool._engine.jobs.waiting import RangeQueue, Waiting
+from xpool._engine.jobs.waiting import HeavyFunctions, RangeQueue, Waiting
 from xpool.errors import InternalError
 
 __all__ = ["CALLS", "Batch", "InFlight", "Item", "Limit", "Scheduler", "TaskRange", "Terms"]
