@@ -37,8 +37,8 @@ import signal
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from xpool._python import error_imports
-from xpool._python.base_error import TimeoutError, XPoolError
+from xpool._python import failures
+from xpool._python.failures import TimeoutError, XPoolError
 
 if TYPE_CHECKING:
     from xpool._python.pool_errors import RemoteTraceback as RemoteTraceback
@@ -334,7 +334,7 @@ def __getattr__(name: str) -> Any:
     if name in ("RemoteTraceback", "ResultNotPicklable"):
         # Imported on demand, because the import of `multiprocessing.pool`, which has their bases,
         # would add a tenth to the imports of a worker before its first task.
-        error_imports.ready()
+        failures.ready()
         value = globals()[name] = getattr(import_module("xpool._python.pool_errors"), name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,7 +37,7 @@ from xpool._memory.holds import Block, Holds
 from xpool._pickling import frame
 from xpool._pickling.frame import Leased
 from xpool._pickling.policy import BY_PIPE, Layout
-from xpool._python import sockets
+from xpool._python import descriptors
 from xpool._python.interrupt import shielded
 from xpool._python.waiters import deadline_of
 from xpool._wire import packets
@@ -90,7 +90,7 @@ class SimpleQueue:
                 "xpool.queue.SimpleQueue needs Linux (packets that carry descriptors, anonymous "
                 "files); use multiprocessing.SimpleQueue"
             )
-        reader, writer = sockets.pair(socket.SOCK_SEQPACKET)
+        reader, writer = descriptors.pair(socket.SOCK_SEQPACKET)
         packets.give_room(writer)
         self._open(reader, writer, copy_tensor)
 
@@ -224,7 +224,7 @@ class SimpleQueue:
 
     def __setstate__(self, state: tuple[Any, Any, bool]) -> None:
         reader, writer, copy_tensor = state
-        reader, writer = (sockets.on(one.detach()) for one in (reader, writer))
+        reader, writer = (descriptors.on(one.detach()) for one in (reader, writer))
         self._open(reader, writer, copy_tensor)
 
     # -- the writer's side -------------------------------------------------------------------------

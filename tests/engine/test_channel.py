@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from xpool import WorkerReport
 from xpool._engine import worker_process as channel_module
-from xpool._python import parents_only
+from xpool._python import descriptors
 from xpool._wire.outbox import CAPACITY, COUNTERS, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 from xpool._wire.wire import TO_PARENT, BlockingFrameReader, FrameReader, FrameWriter
 
@@ -221,7 +221,7 @@ def test_no_fork_while_a_channel_is_made(monkeypatch):
 
     def look(original, *args):
         def fork():
-            could_fork.append(parents_only.no_fork.acquire(blocking=False))
+            could_fork.append(descriptors.no_fork.acquire(blocking=False))
 
         thread = threading.Thread(target=fork)
         thread.start()

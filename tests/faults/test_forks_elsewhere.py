@@ -12,7 +12,7 @@ from support.tiers import also
 
 from xpool import Pool, PoolClosed, WorkerDied
 from xpool._engine.worker_process import WorkerProcess
-from xpool._python import parents_only
+from xpool._python import descriptors
 from xpool._python.server_process import is_open
 from xpool.errors import InternalError
 
@@ -249,8 +249,8 @@ def test_a_thread_that_starts_processes_fails(make_pool, monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_a_forked_child_has_no_private_socket():
     """A forked child closes both ends of a private pair, unless they were closed before."""
-    one, other = parents_only.private_pair(socket.SOCK_STREAM)
-    gone, last = parents_only.private_pair(socket.SOCK_STREAM)
+    one, other = descriptors.private_pair(socket.SOCK_STREAM)
+    gone, last = descriptors.private_pair(socket.SOCK_STREAM)
     with one, other, last, open(os.devnull) as null:
         number = gone.fileno()
         gone.close()

@@ -176,13 +176,13 @@ def test_jobs_are_pure():
 
 
 def test_sockets_are_made_in_one_place():
-    """Only `xpool._python.sockets` makes sockets, since each needs a time limit of its own."""
+    """Only `xpool._python.descriptors` makes sockets, since each needs a time limit of its own."""
     makers = ("socket.socket(", "socketpair(", "fromfd(", "create_server(")
     telling = {
         path.name: [one for one in makers if one in path.read_text("utf-8")] for path in FILES
     }
     assert {name for name, found in telling.items() if found} == {
-        "sockets.py",
+        "descriptors.py",
         "_kinds.py",  # binds sockets to find free ports, and waits for nothing
     }
 

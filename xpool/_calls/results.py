@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 from xpool._calls.options import TaskOptions
 from xpool._calls.progress import Progress
 from xpool._python import at_fork
+from xpool._python.failures import number_item
 from xpool._python.interrupt import by_handler
-from xpool._python.item_notes import number_item
-from xpool._python.waiters import Waiters, deadline_of
+from xpool._python.waiters import Waiters, awaited, deadline_of
 from xpool.errors import TaskCancelled, TimeoutError
 
 T = TypeVar("T")
@@ -255,8 +255,6 @@ class AsyncResult(Job, Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         """Await the result in asyncio or trio.  Cancelling the ``await`` cancels the task."""
-        from xpool._python.event_loops import awaited  # here, because asyncio is slow to import
-
         return awaited(self).__await__()
 
     def cancel(self) -> bool:

@@ -19,8 +19,8 @@ from xpool._calls.results import (
     about_to_block,
     exception_in,
 )
-from xpool._python.item_notes import number_item
-from xpool._python.waiters import Waiters, deadline_of
+from xpool._python.failures import number_item
+from xpool._python.waiters import Waiters, deadline_of, next_of
 from xpool.errors import TimeoutError
 
 T = TypeVar("T")
@@ -200,8 +200,6 @@ class IMapIterator(Iterator[T]):
         return self
 
     def __anext__(self) -> Awaitable[T]:
-        from xpool._python.event_loops import next_of
-
         return next_of(self)
 
     def cancel(self) -> bool:

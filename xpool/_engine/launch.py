@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
-from xpool._python import at_fork, parents_only, server_process, sockets
+from xpool._python import at_fork, descriptors, server_process
 from xpool._python.interrupt import deliver, interruptible, pending, until_interrupted
 from xpool._python.starting import aside, spare_in_children
 from xpool._worker import entry
@@ -91,7 +91,7 @@ class Forked:
 
     def _receive(self) -> tuple[bytes, int | None]:
         """Receive a packet; return it and the pid of its sender, None at the end of the socket."""
-        with sockets.borrowed(self.sentinel, socket.SOCK_SEQPACKET) as sock:
+        with descriptors.borrowed(self.sentinel, socket.SOCK_SEQPACKET) as sock:
             # One byte more than a report, to detect long packets.  The kernel drops descriptors.
             data, notes, _, _ = sock.recvmsg(9, socket.CMSG_SPACE(_CREDENTIALS.size))
         for level, kind, note in notes:
@@ -102,8 +102,8 @@ class Forked:
 
     def _lend_tracker(self) -> None:
         # The engine's lock is held here, and the start of the tracker may wait.
-        with parents_only.no_fork:
-            status = parents_only.owned(os.dup(self.sentinel))
+        with descriptors.no_fork:
+            status = descriptors.owned(os.dup(self.sentinel))
         if not aside(functools.partial(_send_tracker, status), "xpool-tracker"):
             _send_tracker(status, refused=True)
 
@@ -124,7 +124,7 @@ class Forked:
                 # The server may import for long before it sees this, so count the worker as ended.
                 # If the server forks it meanwhile, it ends at its first line: its lifeline is cut.
                 self._called_off = True
-                with sockets.borrowed(self.sentinel, socket.SOCK_SEQPACKET) as sock:
+                with descriptors.borrowed(self.sentinel, socket.SOCK_SEQPACKET) as sock:
                     sock.shutdown(socket.SHUT_RDWR)
             return
         # The pid may belong to another process by now.  The server reports a death before it reaps
@@ -158,12 +158,12 @@ def _send_tracker(status: int, refused: bool = False) -> None:
             # If no process can be started here, perhaps the worker can start one.
             with contextlib.suppress(Exception):
                 tracker = resource_tracker.getfd()
-        with sockets.borrowed(status, socket.SOCK_SEQPACKET) as sock:
+        with descriptors.borrowed(status, socket.SOCK_SEQPACKET) as sock:
             socket.send_fds(sock, [entry.TRACKER], [] if tracker is None else [tracker])
     except OSError:
         return  # the worker has ended
     finally:
-        parents_only.close(status)
+        descriptors.close(status)
 
 
 class Handle(Protocol):
@@ -343,7 +343,7 @@ class ForkServer:
             return
         # Close the socket of a dead server.
         self._stop()
-        self._sock, theirs = parents_only.private_pair(socket.SOCK_SEQPACKET)
+        self._sock, theirs = descriptors.private_pair(socket.SOCK_SEQPACKET)
         modules = *PRELOAD, *_with_numpy(self.preload)
         # Close our copy of the server's end: otherwise a request would not fail after its death.
         with theirs:
@@ -355,7 +355,7 @@ class ForkServer:
         return self._of_now()._fork(boot)
 
     def _fork(self, boot: socket.socket) -> Forked:
-        ours, theirs = parents_only.private_pair(socket.SOCK_SEQPACKET)
+        ours, theirs = descriptors.private_pair(socket.SOCK_SEQPACKET)
         with ours, theirs:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             with boot, self._sending:
@@ -460,9 +460,9 @@ class ProcessLauncher:
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         # Any Process takes a Connection as argument; the boot socket is sent through it.
-        with parents_only.no_fork:
+        with descriptors.no_fork:
             ours, theirs = self._context.Pipe(duplex=True)
-            parents_only.owned(ours.fileno())
+            descriptors.owned(ours.fileno())
         with boot, theirs:
             process: Any = self._context.Process(  # type: ignore[attr-defined]
                 target=_enter_through, args=(theirs, inherited), name=name, daemon=daemon
@@ -471,11 +471,11 @@ class ProcessLauncher:
             try:
                 with _without_script(inherited is None and not self.forks):
                     self._start(process)
-                with sockets.on_copy(ours.fileno()) as sock:
+                with descriptors.on_copy(ours.fileno()) as sock:
                     # Descriptors need at least one byte of data (unix(7)).
                     socket.send_fds(sock, [b"B"], [boot.fileno()])
             finally:
-                parents_only.disown(ours.fileno())
+                descriptors.disown(ours.fileno())
                 ours.close()
         return _Process(process, own_child=self._method != "forkserver")
 
@@ -521,7 +521,7 @@ def _without_script(without: bool) -> Iterator[None]:
 def _enter_through(connection: Any, inherited: Any) -> None:
     if pending:
         deliver()
-    with sockets.on_copy(connection.fileno()) as sock:
+    with descriptors.on_copy(connection.fileno()) as sock:
         connection.close()
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     entry.ignore_interrupts()

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from xpool._python import sockets
+from xpool._python import descriptors
 from xpool._wire.records import LARGEST, LOG, MOST_DROPPED, record_from, unpack
 
 STUCK = 10.0
@@ -51,7 +51,7 @@ class Channel:
 
     def shut(self) -> None:
         """Refuse further packets; those that have arrived can still be read."""
-        with sockets.borrowed(self.fd, _KIND) as sock:
+        with descriptors.borrowed(self.fd, _KIND) as sock:
             try:
                 sock.shutdown(socket.SHUT_RD)
             except OSError:
@@ -59,7 +59,7 @@ class Channel:
 
     def has_something(self) -> bool:
         """Whether a packet can be read; the end of the socket does not count."""
-        with sockets.borrowed(self.fd, _KIND) as sock:
+        with descriptors.borrowed(self.fd, _KIND) as sock:
             try:
                 return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
             except OSError:
@@ -93,7 +93,7 @@ class Relay:
     @staticmethod
     def pair() -> tuple[int, int]:
         """Return the two ends of a socket for one worker: the parent's, and the worker's."""
-        ours, theirs = (end.detach() for end in sockets.pair(_KIND))
+        ours, theirs = (end.detach() for end in descriptors.pair(_KIND))
         os.set_blocking(ours, False)
         return ours, theirs
 

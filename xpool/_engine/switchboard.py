@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from xpool._engine.reactor import Reactor, Timer
 from xpool._engine.worker_process import WorkerProcess
-from xpool._python import parents_only, sockets
+from xpool._python import descriptors
 from xpool._wire.wire import LINK, WANTED
 
 PEER_WAIT_SECONDS = 1.0
@@ -125,7 +125,7 @@ class Switchboard:
         self._forget(peer, asker)
         self._serials += 1
         try:
-            ends = parents_only.private_pair(socket.SOCK_SEQPACKET)
+            ends = descriptors.private_pair(socket.SOCK_SEQPACKET)
         except OSError as exc:
             self._refuse(asker, peer, exc)
             return
@@ -151,7 +151,7 @@ class Switchboard:
         fd = self._workers[worker].control
         if fd is None:
             raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
-        with sockets.borrowed(fd, socket.SOCK_SEQPACKET) as control:
+        with descriptors.borrowed(fd, socket.SOCK_SEQPACKET) as control:
             socket.send_fds(control, [LINK.pack(peer, 0, self._serials)], [end.fileno()])
 
     def _refuse(self, asker: int, peer: int, exc: OSError) -> None:

@@ -22,8 +22,8 @@ from xpool._engine.reactor import Timer
 from xpool._engine.relay import Channel as LogChannel
 from xpool._engine.relay import Relay
 from xpool._memory.arena import Arena
-from xpool._python import parents_only, sockets
-from xpool._python.parents_only import disown, owned
+from xpool._python import descriptors
+from xpool._python.descriptors import disown, owned
 from xpool._wire.outbox import COUNTERS, NO_LIMIT, STOP_SIGNAL, Outbox, make_file
 from xpool._wire.wire import FrameReader, FrameWriter, Refusal
 from xpool._worker.entry import ONE, SEVERAL
@@ -71,7 +71,7 @@ class PipeChannel:
         self._logs: LogChannel | None = None
         self.control: int | None = None
         # Held until the worker's ends are closed here: an earlier child would keep them open.
-        with parents_only.no_fork:
+        with descriptors.no_fork:
             self.boot = self._make(index, has_control, arena)
 
     def _make(self, index: int, has_control: bool, arena: Arena | None) -> socket.socket:
@@ -101,7 +101,7 @@ class PipeChannel:
             os.set_blocking(task_w, False)
             os.set_blocking(answer_r, False)
             if has_control:
-                pair = sockets.pair(socket.SOCK_SEQPACKET)
+                pair = descriptors.pair(socket.SOCK_SEQPACKET)
                 self.control, its_control = (end.detach() for end in pair)
                 theirs.append(its_control)
                 mine.append(owned(self.control))
@@ -118,13 +118,13 @@ class PipeChannel:
             boot = _packed(ONE, [task_r, answer_w, life_r, page, *others])
             if relay is not None:
                 try:
-                    self._logs = relay.add(index, logs, parents_only.close)
+                    self._logs = relay.add(index, logs, descriptors.close)
                 except BaseException:
                     boot.close()
                     raise
         except BaseException:
             for fd in mine:
-                parents_only.close(fd)
+                descriptors.close(fd)
             raise
         finally:
             # The boot socket keeps them open until the worker receives them.
@@ -142,25 +142,25 @@ class PipeChannel:
 
     def cut_lifeline(self) -> None:
         if self._lifeline is not None:
-            parents_only.close(self._lifeline)
+            descriptors.close(self._lifeline)
             self._lifeline = None
 
     def close(self) -> None:
         self.cut_lifeline()
         if self.control is not None:
-            parents_only.close(self.control)
+            descriptors.close(self.control)
         if self._logs is not None:
             assert self._relay is not None
             dropped = self.box.counts[COUNTERS.index("dropped_records")]
             self._relay.finish(self._logs, dropped)
-        parents_only.close(self.writer.fd)
-        parents_only.close(self.reader.fd)
+        descriptors.close(self.writer.fd)
+        descriptors.close(self.reader.fd)
         self.box.close()
 
 
 def _packed(kind: bytes, fds: Sequence[int]) -> socket.socket:
     """Return a socket from which these descriptors can be received."""
-    ours, theirs = parents_only.private_pair(socket.SOCK_STREAM)
+    ours, theirs = descriptors.private_pair(socket.SOCK_STREAM)
     with ours:
         try:
             socket.send_fds(ours, [kind], fds)

@@ -14,7 +14,7 @@ if os.name == "posix":
     import fcntl
 
 from xpool._memory.system import fix_size
-from xpool._python.anonymous import new_file
+from xpool._python.descriptors import new_file
 from xpool.errors import XPoolError
 
 _GONE = (

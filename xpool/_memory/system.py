@@ -10,7 +10,7 @@ from typing import NamedTuple
 if sys.platform == "linux":
     import fcntl
 
-from xpool._python.anonymous import new_file
+from xpool._python.descriptors import new_file
 
 _CGROUPS = "/sys/fs/cgroup"
 _PROC = "/proc"

@@ -15,7 +15,7 @@ from types import FrameType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 from xpool._pickling.reducers import Refused
-from xpool._python.item_notes import short
+from xpool._python.failures import short
 from xpool.errors import TaskNotPicklable
 
 _busy = threading.local()  # `looking` is true in a thread that is already searching

@@ -29,7 +29,7 @@ from xpool._pools.engine_submitter import EngineSubmitter as EngineSubmitter
 from xpool._pools.engine_submitter import Packer as Packer
 from xpool._pools.engine_submitter import find_arena as find_arena
 from xpool._pools.pool_options import PoolOptions
-from xpool._python import error_imports
+from xpool._python import failures
 from xpool._python.import_hooks import search_path
 
 
@@ -152,7 +152,7 @@ def _own_cpus() -> tuple[int, ...]:
     return tuple(os.sched_getaffinity(os.getpid())) if sys.platform == "linux" else ()
 
 
-error_imports.prepare(keep_path=False)
+failures.prepare(keep_path=False)
 
 
 def engine_options(options: PoolOptions, workers: int) -> EngineOptions:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from xpool._calls.results import Unopened
 from xpool._calls.streams import ResultBuffer
 from xpool._memory.system import available_memory
-from xpool._python.base_error import XPoolError
+from xpool._python.failures import XPoolError
 from xpool._python.interrupt import by_handler
 from xpool._python.waiters import Waiters
 

@@ -6,7 +6,7 @@ from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined
 from multiprocessing.pool import RemoteTraceback as _RemoteTraceback  # type: ignore[attr-defined]
 from pickle import PicklingError
 
-from xpool._python.base_error import XPoolError
+from xpool._python.failures import XPoolError
 
 
 class ResultNotPicklable(XPoolError, MaybeEncodingError, PicklingError):  # type: ignore[misc]

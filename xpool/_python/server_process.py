@@ -18,8 +18,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from xpool._python.anonymous import new_file
-from xpool._python.base_error import XPoolError
+from xpool._python.descriptors import new_file
+from xpool._python.failures import XPoolError
 from xpool._python.import_hooks import search_path
 from xpool._python.interrupt import shielded
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from xpool._python.base_error import XPoolError
+from xpool._python.failures import XPoolError
 
 _REAL = "thread", "threading", "socket", "select", "os"
 """Modules that a pool needs as they are: its threads wait in the system for descriptors."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.resource_tracker import ResourceTracker
 from typing import Any
 
-from xpool._python import at_fork, sockets
+from xpool._python import at_fork, descriptors
 
 
 def ask_now() -> None:
@@ -41,7 +41,7 @@ class Borrowed(ResourceTracker):
         if self._parent >= 0:
             # Other processes may use this socket at the same time, because the answers are equal.
             # The socket object closes the copy, and `_close` the original.
-            with sockets.on_copy(self._parent) as sock:
+            with descriptors.on_copy(self._parent) as sock:
                 self._got = self._ask(sock)
             self._close()
         return self._got

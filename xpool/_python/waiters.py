@@ -1,14 +1,21 @@
-"""Waits for another thread.  This stays correct if a signal handler raises at any moment.
+"""Waits for another thread, in a thread or in a coroutine.
+
+This stays correct if a signal handler raises at any moment.
 
 Each waiter has its own lock: it puts the lock into a list and then checks the result again.  The
 thread that completes the result first sets it ready and then releases the locks.  So one of the two
 sees the other, and neither takes a shared lock that such a handler could leave locked.
+
+A coroutine of asyncio, of a replacement such as uvloop, or of trio registers a `_Bell` instead of a
+lock.  The thread that completes the result releases the bell.  The loop then wakes the coroutine,
+which checks the result again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import time
 from collections import deque
@@ -221,3 +228,74 @@ class TaskQueue:
     def _pop(self, heap: list[tuple[float, bool, int, Any]]) -> Any:
         with self._lock:
             return heappop(heap)[-1]
+
+
+class _Bell:
+    """An event of a loop, and the loop's function with which other threads run code in the loop."""
+
+    def __init__(self, call: Callable[[Callable[[], object]], object], event: Any) -> None:
+        self._call, self._event = call, event
+
+    def release(self) -> object:
+        """Wake the coroutine, from any thread.  Raises `RuntimeError` if its loop has ended."""
+        return self._call(self._event.set)
+
+    async def rung(self) -> None:
+        await self._event.wait()
+
+
+def _bell() -> _Bell:
+    # The library whose loop runs is imported.
+    asyncio, trio = sys.modules.get("asyncio"), sys.modules.get("trio")
+    try:
+        if asyncio is None:
+            raise RuntimeError("no running event loop")
+        return _Bell(asyncio.get_running_loop().call_soon_threadsafe, asyncio.Event())
+    except RuntimeError:
+        if trio is None:
+            raise
+        return _Bell(trio.lowlevel.current_trio_token().run_sync_soon, trio.Event())
+
+
+async def _until(waiters: Waiters, there: Callable[[], bool]) -> None:
+    """Wait in the running event loop until ``there()`` is true.
+
+    Raises:
+        RuntimeError: no loop of asyncio or trio runs in this thread.
+        BaseException: the loop's own error, if it cancels the waiting task.
+    """
+    while not there():
+        bell = _bell()
+        with waiters.listening(bell):
+            # Register before checking, so that a result between the two is not missed.
+            if not there():
+                await bell.rung()
+
+
+async def awaited(result: Any) -> Any:
+    """Return the value of an `AsyncResult`, or raise its error.
+
+    If the loop cancels the waiting task, this cancels the result.
+    """
+    try:
+        await _until(result._waiters, result.ready)
+    except BaseException:
+        result.cancel()
+        raise
+    return result.get(0)  # a longer wait would block the whole loop
+
+
+async def next_of(results: Any) -> Any:
+    """Return the next value of an iterator of `imap`.
+
+    If the loop cancels the waiting task, this cancels the iterator.
+    """
+    try:
+        await _until(results._waiters, results._movable)
+    except BaseException:
+        results.cancel()
+        raise
+    try:
+        return results.next(0)
+    except StopIteration:
+        raise StopAsyncIteration from None

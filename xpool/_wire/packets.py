@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from xpool._memory.buffers import new_buffer
 from xpool._memory.system import available_memory
 from xpool._python import at_fork
-from xpool._python.anonymous import new_file
+from xpool._python.descriptors import new_file
 from xpool._wire.wire import write_all
 
 LONGEST = 96 * 1024

@@ -9,7 +9,7 @@ from operator import length_hint
 from types import FrameType, GeneratorType
 from typing import Any
 
-from xpool._python.item_notes import note_item, plain, short
+from xpool._python.failures import note_item, plain, short
 from xpool._worker.worker_context import current_worker
 from xpool.errors import OptionError
 

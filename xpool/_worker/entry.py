@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from xpool._python import sockets
+from xpool._python import descriptors
 
 ONE, SEVERAL = b"W", b"S"
 """The kind of descriptors in a boot socket: those of one worker, or boot sockets of several."""
@@ -98,7 +98,7 @@ def main(
 
 def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
     """Return the message in a socket and its descriptors; close the socket."""
-    with sockets.on(sock) as boot:
+    with descriptors.on(sock) as boot:
         kind, fds, _, _ = socket.recv_fds(boot, 1, most, CLOSE_ON_EXEC)
     return kind, list(fds)
 

@@ -26,10 +26,10 @@ from xpool._pickling.by_value.exceptions import add_note, encode_exception
 from xpool._pickling.by_value.main import install_main, mark_worker
 from xpool._pickling.diagnose import at
 from xpool._pickling.policy import BY_PIPE, Layout, share
-from xpool._python import error_imports
+from xpool._python import failures
 from xpool._python.exits import flush
+from xpool._python.failures import safe_repr, without_places
 from xpool._python.import_hooks import when_imported
-from xpool._python.item_notes import safe_repr, without_places
 from xpool._wire.outbox import Outbox
 from xpool._wire.wire import (
     BODY_AGAIN,
@@ -148,7 +148,7 @@ def run(
 
 def _prepare() -> None:
     """Prepare for tasks that fail, and for objects of modules that a task imports."""
-    error_imports.prepare(keep_path=True)
+    failures.prepare(keep_path=True)
     for name in LATE:
         when_imported(name, load_late)
 
@@ -553,7 +553,7 @@ _ADVICE = (
 
 def refused(exc: BaseException, value: Any) -> bytes | memoryview:
     """Return the message that a result cannot be sent, and release the result."""
-    traceback = error_imports.ready()
+    traceback = failures.ready()
     reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
     failure = errors.ResultNotPicklable(reason or exc, safe_repr(value, 500))
     if isinstance(exc, TaskNotPicklable) and exc.parts is not None:
@@ -582,7 +582,7 @@ def traceback_of(exc: BaseException) -> str:
 
 def _text_of(exc: BaseException, tb: TracebackType | None) -> str:
     """Return the traceback from ``tb`` on as text."""
-    traceback = error_imports.ready()
+    traceback = failures.ready()
     if isinstance(exc, ModuleNotFoundError):
         _say_where(exc)
     return "".join(traceback.format_exception(type(exc), exc, tb))

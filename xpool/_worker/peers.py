@@ -30,7 +30,7 @@ from typing import Any
 from xpool._memory.holds import Block
 from xpool._pickling.frame import Leased, hold_blocks, weight
 from xpool._pickling.policy import Layout
-from xpool._python import at_fork, sockets
+from xpool._python import at_fork, descriptors
 from xpool._python.interrupt import deliver, interruptible, pending, uninterrupted
 from xpool._wire import packets
 from xpool._wire.wire import LINK, WANTED, Spin
@@ -197,7 +197,7 @@ class Peers:
 
     def __init__(self, index: int, count: int, control: int, layout: Layout) -> None:
         self._index, self._count = index, count
-        self._control = sockets.on(control)
+        self._control = descriptors.on(control)
         self._control.setblocking(False)
         self._layout = layout._replace(lessor=self._lease if layout.lessor else None)
         self._lessor = layout.lessor
@@ -356,7 +356,7 @@ class Peers:
                     self._known[peer] = serial
                 continue
             self._asked.discard(peer)
-            sock = sockets.on(fds[0])
+            sock = descriptors.on(fds[0])
             sock.set_inheritable(False)
             self._channels.setdefault(peer, deque()).append(_Channel(sock, serial))
 

@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool._python import at_fork, import_hooks, sockets
+from xpool._python import at_fork, descriptors, import_hooks
 from xpool._python.exits import flush
 from xpool._worker import entry
 
@@ -69,7 +69,7 @@ def main(fd: int, preload: list[str], later: list[str], nice: int) -> int:
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     poller.register(wake_r, select.POLLIN)
-    with sockets.on(fd) as sock:
+    with descriptors.on(fd) as sock:
         rest = IDLE_SECONDS
         asked = 0
         while True:

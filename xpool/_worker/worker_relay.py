@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from xpool._python import sockets
+from xpool._python import descriptors
 from xpool._python.at_fork import renew
 from xpool._python.exits import forget_log_handlers
 from xpool._python.import_hooks import when_imported
@@ -127,7 +127,7 @@ class _Channel:
     """The socket of one worker."""
 
     def __init__(self, fd: int, box: Outbox) -> None:
-        self._sock = sockets.on(fd)
+        self._sock = descriptors.on(fd)
         # The option's value is a `struct timeval`: seconds and microseconds, two longs (socket(7)).
         seconds = int(ROOM_WAIT_SECONDS)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))

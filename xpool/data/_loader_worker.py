@@ -28,7 +28,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from xpool import pickle
 from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
-from xpool._python.item_notes import note_batch
+from xpool._python.failures import note_batch
 from xpool._worker.worker_context import current_worker
 from xpool.data._generators import changed, seed_all, states_of_all
 

@@ -17,7 +17,7 @@ from torch.distributed.rpc.internal import deserialize, serialize
 from torch.futures import Future
 
 from xpool._pickling.by_value.names import goes_by_name
-from xpool._python.item_notes import safe_repr
+from xpool._python.failures import safe_repr
 from xpool.distributed._current import DIED, the_world
 from xpool.distributed._group_errors import (
     GroupError,

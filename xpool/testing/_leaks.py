@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from xpool._python import error_imports
+from xpool._python import failures
 from xpool.testing._eventually import eventually, wait_gone
 
 __all__ = [
@@ -175,7 +175,7 @@ def descriptors() -> dict[int, str]:
     one that is reserved for the imports that a failed task needs, and CUDA's own.
     """
     found = {}
-    kept = error_imports.kept_descriptor()
+    kept = failures.kept_descriptor()
     cudas = ("/dev/nvidia", "anon_inode:[eventfd]") if _has_started_cuda() else ()
     ignored = (ARENA, SHM + CUDAS, *cudas)
     for name in os.listdir("/proc/self/fd"):

@@ -17,8 +17,8 @@ from xpool._pickling.by_value.reads import in_python
 from xpool._pickling.by_value.received import missing_global
 from xpool._pickling.pickler import decode, encode
 from xpool._pickling.reducers import Context
+from xpool._python.failures import safe_repr
 from xpool._python.interrupt import pass_on
-from xpool._python.item_notes import safe_repr
 
 
 def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryview:

@@ -1,13 +1,98 @@
-"""Adds a note to an exception that tells which item of a map, or batch of a loader, raised it.
+"""What a failed task needs: the base of xpool's errors, modules for a traceback, notes on an item.
 
-The worker knows the item and its place in the chunk, but only the caller's process knows the
-chunk's number.  So the worker notes the place, and the caller's process replaces it by a number.
+The modules are imported only when the first task fails: they would be a fifth of all imports of a
+first pool, and in most programs no task fails.  When a task fails, the process may have no free
+descriptor, and a task may have emptied `sys.path`.  So this module reserves one descriptor for the
+import and, in workers, saves `sys.path`.
+
+A note tells which item of a map, or batch of a loader, raised an exception.  The worker knows the
+item and its place in the chunk, but only the caller's process knows the chunk's number.  So the
+worker notes the place, and the caller's process replaces it by a number.
 """
 
 from __future__ import annotations
 
+import builtins
+import multiprocessing
+import os
 import reprlib
+import sys
+import threading
+from importlib import import_module
 from typing import Any
+
+from xpool._python import at_fork
+
+
+# Here and not in `xpool.errors`, because this layer raises it, and `pool_errors` derives from it.
+class XPoolError(Exception):
+    """Base of all errors that xpool itself raises."""
+
+
+class TimeoutError(multiprocessing.TimeoutError, builtins.TimeoutError):
+    """The caller waited for ``timeout`` seconds without a result.
+
+    This is a subclass of Python's own `TimeoutError` and of `multiprocessing.TimeoutError`.
+    """
+
+
+for _one in (XPoolError, TimeoutError):
+    _one.__module__ = "xpool.errors"  # the public name, in pickles and tracebacks
+
+
+# `traceback` imports `tokenize` to read a file (before Python 3.13, at once), and `unicodedata` for
+# the width of a line that is not ASCII.
+_MODULES = ("traceback", "tokenize", "unicodedata", "xpool._python.pool_errors")
+
+_spare: int | None = None  # the reserved descriptor
+_path: list[str] | None = None
+
+# Held during a fork: if another thread were importing, the child could wait for it for ever.
+_importing = threading.RLock()
+
+
+def prepare(*, keep_path: bool) -> None:
+    """Reserve the descriptor for the later import and, with ``keep_path``, save `sys.path`."""
+    global _spare, _path
+    if _spare is None and not all(name in sys.modules for name in _MODULES):
+        _spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        _path = list(sys.path) if keep_path else None
+
+
+def kept_descriptor() -> int | None:
+    """Return the descriptor that is reserved for the import, or None."""
+    return _spare
+
+
+def ready() -> Any:
+    """Import the modules if this was not done yet; return `traceback`."""
+    if _spare is not None:
+        _import()
+    return import_module("traceback")
+
+
+def _import() -> None:
+    global _spare
+    with _importing:
+        spare, _spare = _spare, None
+        if spare is None:
+            return
+        now = list(sys.path)
+        if _path is not None:
+            sys.path[:] = _path
+        # One descriptor is enough: an import opens one file at a time.
+        os.close(spare)
+        try:
+            for name in _MODULES:
+                import_module(name)
+        finally:
+            if _path is not None:
+                sys.path[:] = now
+
+
+at_fork.at_fork(before=lambda: _importing.acquire(), in_parent=lambda: _importing.release())
+at_fork.renew(globals(), _importing=threading.RLock)
+
 
 _PLACE = "item of xpool, at +"
 _SEVERAL = "raised for several items at once, by the same exception object"
