@@ -454,7 +454,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, ga
     (tmp_path / "plugin.py").write_text(
         "import registry\n"
         "registry.entries.append('plugin')\n"
-        "from xpool.testing._eventually import pass_gate, post\n"
+        "from xpool.testing._test_tasks import pass_gate, post\n"
         f"post({mailbox.path!r}, 'half')\n"
         f"pass_gate({gate.path!r})\n"
     )

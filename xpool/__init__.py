@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from xpool._calls.streams import IMapUnorderedIterator as IMapUnorderedIterator
     from xpool._engine.jobs.states import PoolStates as PoolStates
     from xpool._engine.ledger import WorkerEnd as WorkerEnd
-    from xpool._pickling.tensors.handles import TensorHandle as TensorHandle
+    from xpool._pickling.tensors.device_memory import TensorHandle as TensorHandle
     from xpool._pools.base import BasePool as BasePool
     from xpool._pools.ctx_pools import CtxPool as CtxPool
     from xpool._pools.ctx_pools import CtxThreadPool as CtxThreadPool
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from xpool._pools.observing import Stacks as Stacks
     from xpool._pools.observing import WorkerReport as WorkerReport
     from xpool._pools.observing import WorkerStack as WorkerStack
-    from xpool._pools.p2p import P2PPool as P2PPool
     from xpool._pools.preloading import preload as preload
+    from xpool._pools.process import P2PPool as P2PPool
     from xpool._pools.process import Pool as Pool
     from xpool._pools.shared_data import SharedDict as SharedDict
     from xpool._pools.shared_data import SharedList as SharedList
@@ -71,15 +71,14 @@ _homes = {
     "xpool._engine.jobs.states": "PoolStates",
     "xpool._engine.ledger": "WorkerEnd",
     "xpool._pools.shared_data": "SharedDict SharedList",
-    "xpool._pickling.tensors.handles": "TensorHandle",
+    "xpool._pickling.tensors.device_memory": "TensorHandle",
     "xpool._pools.base": "BasePool",
     "xpool._pools.ctx_pools": "CtxPool CtxThreadPool",
     "xpool._pools.everywhere": "everywhere",
     "xpool._pools.executor": "Executor",
     "xpool._pools.observing": "Report SlowTask Stacks WorkerReport WorkerStack",
-    "xpool._pools.p2p": "P2PPool",
     "xpool._pools.preloading": "preload",
-    "xpool._pools.process": "Pool",
+    "xpool._pools.process": "P2PPool Pool",
     "xpool._pools.spawn": "ProcessContext spawn start_processes",
     "xpool._pools.thread": "ThreadPool",
     "xpool._calls.results": "AsyncResult MapResult",

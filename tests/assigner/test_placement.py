@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpool.assigner import _placement as placing
-from xpool.assigner._placement import (
+from xpool.assigner import _assign as placing
+from xpool.assigner._assign import (
     Problem,
     _changes,
     _descend,

@@ -10,7 +10,7 @@ from support import work
 from support.tensor_work import arena_here
 
 from xpool import current_worker
-from xpool._pickling.tensors.handles import Keeper
+from xpool._pickling.tensors.device_memory import Keeper
 
 made: list[Any] = []
 """The last tensor that this worker made, to compare with received ones."""

@@ -33,7 +33,7 @@ from xpool import (
     current_worker,
 )
 from xpool._engine import monitor
-from xpool.testing._saboteurs import spin
+from xpool.testing._test_tasks import spin
 
 pytestmark = pytest.mark.xpool_only
 

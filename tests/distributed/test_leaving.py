@@ -18,8 +18,8 @@ from torch.futures import Future
 
 from xpool.distributed import GroupError, PeerLost, World
 from xpool.distributed._current import LEFT
-from xpool.distributed._meetings import Meetings
-from xpool.testing._eventually import eventually
+from xpool.distributed._remote_calls import Meetings
+from xpool.testing._test_tasks import eventually
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 

@@ -15,7 +15,7 @@ from support.limits import PROGRAM_LIMIT
 from support.waiting import eventually
 
 from xpool import OptionError, Pool
-from xpool.testing._eventually import pass_gate
+from xpool.testing._test_tasks import pass_gate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 

@@ -11,7 +11,7 @@ from support import work
 from xpool._calls.terms import Limit, Terms
 from xpool._engine.answers import Encoded
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of
-from xpool._hosts import fleet as f
+from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_engine import HostEngine
 from xpool._hosts.service import CALL_BYTES

@@ -28,14 +28,13 @@ from xpool.testing import (
     sabotage,
 )
 from xpool.testing import (
-    _eventually as waiting,
-)
-from xpool.testing import (
     _pool_machine as machine,
 )
-from xpool.testing._eventually import Late
+from xpool.testing import (
+    _test_tasks as waiting,
+)
 from xpool.testing._pool_machine import Answer
-from xpool.testing._saboteurs import EXITS, STAGES, WAYS
+from xpool.testing._test_tasks import EXITS, STAGES, WAYS, Late
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
 

@@ -112,7 +112,7 @@ def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
     [
         "xpool.queue:frame.hold_blocks",
         "xpool.queue:foreign.ForeignArena.enter",
-        "xpool._memory.attachments:claim",
+        "xpool._memory.layout:claim",
         "xpool._memory.holds:Holds._hold",
         "xpool.queue:decode",
     ],
@@ -136,8 +136,8 @@ def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
     ("where", "arrives"),
     [
         ("xpool.queue:encode", False),
-        ("xpool._memory.attachments:open_lease", False),
-        ("xpool._memory.attachments:_set", False),
+        ("xpool._memory.layout:open_lease", False),
+        ("xpool._memory.layout:_set", False),
         ("xpool._memory.foreign:InFlightLeases.sent", True),
         ("xpool._memory.foreign:call", True),
     ],
@@ -279,7 +279,7 @@ def test_too_many_readers(make_queue: Any, start: Any, monkeypatch: pytest.Monke
     """If a file has no free attachment, `get` refuses its message; the next message arrives."""
     q = make_queue()
     start("fork", parts.put_all, q, [bytearray(LARGE), "short", bytearray(LARGE)]).join(LIMIT)
-    monkeypatch.setattr("xpool._memory.attachments.FIRST_FOREIGN", HOLDS)
+    monkeypatch.setattr("xpool._memory.layout.FIRST_FOREIGN", HOLDS)
     with pytest.raises(LookupError, match="which is the limit"):
         q.get(LIMIT)
     assert q.get(LIMIT) == "short"

@@ -16,7 +16,7 @@ from support.tiers import also
 from xpool.distributed import GroupKeyError, NotAMember, PeerLost, World
 from xpool.errors import OptionError
 from xpool.server import OrderedServerBase, OrderedServerSimple, OrderedServerSimpleImpl
-from xpool.server._ordered import VersionError
+from xpool.server._models import VersionError
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 

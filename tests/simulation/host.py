@@ -16,7 +16,7 @@ from xpool._engine.jobs.ranges import name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 from xpool._hosts import messages as m
 from xpool._hosts.agent import DIRECT_MILLISECONDS, AgentSession
-from xpool._hosts.fleet import Call
+from xpool._hosts.messages import Call
 from xpool._hosts.service import END_SECONDS, RETRY_SECONDS
 from xpool.errors import WorkerDied
 

@@ -18,8 +18,8 @@ from typing import Any
 from xpool._calls.terms import Terms
 from xpool._engine.answers import CULPRIT
 from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange, name_of
-from xpool._hosts import fleet as f
 from xpool._hosts import hosts_scheduler as policy
+from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_engine import HostEngine
 from xpool._hosts.service import DRIFT

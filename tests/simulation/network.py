@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from xpool._hosts import fleet as f
+from xpool._hosts import messages as f
 
 from .host import Host
 

@@ -2,5 +2,5 @@
 
 import os
 
-# `xpool.testing._eventually` reads this at import; the time suits a busy machine.
+# `xpool.testing._test_tasks` reads this at import; the time suits a busy machine.
 os.environ.setdefault("XPOOL_TEST_WAIT", "90")

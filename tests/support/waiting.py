@@ -1,3 +1,3 @@
-"""See `xpool.testing._eventually`."""
+"""See `xpool.testing._test_tasks`."""
 
-from xpool.testing._eventually import *  # noqa: F403
+from xpool.testing._test_tasks import *  # noqa: F403

@@ -16,8 +16,7 @@ from typing import Any
 
 from xpool import current_worker
 from xpool._python.interrupt import uninterrupted
-from xpool.testing._eventually import pass_gate, post
-from xpool.testing._saboteurs import (
+from xpool.testing._test_tasks import (
     EndsWhenCollected,
     EndsWhenPickled,
     EndsWhenUnpickled,
@@ -25,6 +24,8 @@ from xpool.testing._saboteurs import (
     end_when_collected,
     make_ends_when_pickled,
     make_ends_when_unpickled,
+    pass_gate,
+    post,
     spin,
 )
 

@@ -230,7 +230,7 @@ LATE_IMPORTS = (
     *(["_sha2"] if sys.version_info >= (3, 13) else []),  # imported by the first `random.seed`
     "dill",
     "xpool._worker.peers",
-    "xpool._pickling.tensors.handles",
+    "xpool._pickling.tensors.device_memory",
     "xpool._pools.process",
     "xpool._pools.assembly",
 )

@@ -20,7 +20,7 @@ from xpool._engine.jobs.ranges import CALLS, WHOLE, TaskRange
 from xpool._engine.launch import ForkServer
 from xpool._engine.protocols import LocalEngine
 from xpool._hosts import messages as m
-from xpool._hosts.fleet import Call
+from xpool._hosts.messages import Call
 from xpool._memory.anonymous_files import File
 from xpool._memory.system import default_processes
 from xpool._pickling.frame import lodge

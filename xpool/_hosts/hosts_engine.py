@@ -26,7 +26,7 @@ from xpool._calls.terms import Terms
 from xpool._engine.jobs.ranges import TaskRange
 from xpool._engine.launch import wanted_modules
 from xpool._engine.ledger import EngineReport
-from xpool._hosts import fleet as f
+from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.agent import AgentConfig, facts
 from xpool._hosts.service import HostService

@@ -27,7 +27,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from xpool._hosts import fleet as f
+from xpool._hosts import messages as f
 from xpool._hosts.agent import Agent, AgentConfig
 from xpool._hosts.messages import Blob, packed, unpacked
 from xpool._hosts.service import CALLS_IN_FLIGHT

@@ -19,7 +19,7 @@ from xpool._engine.jobs.ranges import TaskRange, name_of
 from xpool._engine.jobs.states import back_off
 from xpool._engine.jobs.waiting import TimeQueue
 from xpool._engine.stacks import Whereabouts
-from xpool._hosts import fleet as f
+from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_scheduler import HostScheduler, Message
 from xpool.errors import HostLost, TaskTimeout, WorkerDied, XPoolError

@@ -28,7 +28,7 @@ import threading
 import time
 from threading import get_ident
 
-from xpool._memory import attachments
+from xpool._memory import layout
 from xpool._memory.holds import Block, Holds, Region
 from xpool._memory.layout import ENTRIES, HOLDS, PAGE, ArenaFile, Entry
 from xpool._memory.system import available_memory, fixed_file
@@ -96,7 +96,7 @@ class Arena(Holds):
         fd = -1
         try:
             fd = fixed_file("xpool-arena", ArenaFile.size_for(region))
-            attachments.attach(fd, 0)
+            layout.attach(fd, 0)
             # The token is odd, because 0 means no arena in a message.
             token = int.from_bytes(os.urandom(8), "little") | 1
             file = ArenaFile(fd, region)
@@ -184,7 +184,7 @@ class Arena(Holds):
         with self._turn:
             found = None
             for attachment in reversed(self._attachments):
-                if attachments.claim(self.file, self.file.fd, attachment, foreign=False):
+                if layout.claim(self.file, self.file.fd, attachment, foreign=False):
                     self.file.give(attachment)
                     self._attachments.remove(attachment)
                     self._vacant.discard(attachment)
@@ -200,14 +200,14 @@ class Arena(Holds):
         The blocks that it has sent must have been adopted before.  The caller must hold no other
         lock, because this takes milliseconds, and more if the process had many blocks.
         """
-        if attachments.taken(self.file.fd, attachment):
+        if layout.taken(self.file.fd, attachment):
             # The process has messages in queues, which still need its holds.
             with self._turn:
                 self._pending_reclaim.add(attachment)
             return
         # Needs no lock, because the only writer of this column is dead.
         self.file.clear_holds(attachment)
-        attachments.leave(self.file, self.file.fd, attachment)
+        layout.leave(self.file, self.file.fd, attachment)
         try:
             table = self.file.table(attachment)
         except ValueError:
@@ -289,7 +289,7 @@ class Arena(Holds):
             return True  # as in `lease`
         before = (time.monotonic() if now is None else now) - IDLE_SECONDS
         more = True
-        while self._pending_reclaim and not attachments.taken(
+        while self._pending_reclaim and not layout.taken(
             self.file.fd, attachment := next(iter(self._pending_reclaim))
         ):
             self._pending_reclaim.discard(attachment)
@@ -311,7 +311,7 @@ class Arena(Holds):
 
     def _clear_dead(self) -> bool:
         """In the process that made the file, clear the holds of foreign processes that ended."""
-        return self.attachment == 0 and attachments.clear_dead(self.file, self.file.fd, 0)
+        return self.attachment == 0 and layout.clear_dead(self.file, self.file.fd, 0)
 
     @shielded
     def statistics(self) -> dict[str, int]:

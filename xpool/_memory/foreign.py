@@ -2,7 +2,7 @@
 
 A message with descriptors can name blocks of any arena.  For each arena its sender attaches an
 in-flight lease (`InFlightLeases`), which is a descriptor of the arena's file.  A receiver that does
-not have the file opens it as a `ForeignArena`.  `xpool._memory.attachments` explains the locks.
+not have the file opens it as a `ForeignArena`.  `xpool._memory.layout` explains the locks.
 
 The sender holds the blocks until the lease is closed in all processes and messages: the receiver
 holds the blocks and has closed it, or has died, or the message was lost with its queue.  If the
@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from xpool._memory import attachments
+from xpool._memory import layout
 from xpool._memory.arena import IDLE_SECONDS, Arena
 from xpool._memory.buffers import address_of
 from xpool._memory.holds import Block, Holds
@@ -102,16 +102,16 @@ class ForeignArena(Arena):
         if not is_fixed(fd):
             raise ValueError("a message of xpool names a file that can be cut short by its sender")
         # This process needs its own description, because the message's has the sender's locks.
-        own = attachments.reopen(fd)
+        own = layout.reopen(fd)
         try:
             file = _Part(own, ArenaFile.region_of(own))
-            for attachment in range(HOLDS - 1, attachments.FIRST_FOREIGN - 1, -1):
-                if attachments.claim(file, own, attachment, foreign=True):
+            for attachment in range(HOLDS - 1, layout.FIRST_FOREIGN - 1, -1):
+                if layout.claim(file, own, attachment, foreign=True):
                     foreign = _foreign[token] = cls(file, token, attachment)
                     return foreign
             raise LookupError(
                 "a message of xpool lies in memory that "
-                f"{HOLDS - attachments.FIRST_FOREIGN} processes have mapped already, which is the "
+                f"{HOLDS - layout.FIRST_FOREIGN} processes have mapped already, which is the "
                 "limit: let fewer processes receive messages of its sender"
             )
         except BaseException:
@@ -124,7 +124,7 @@ class ForeignArena(Arena):
     @property
     def orphaned(self) -> bool:
         """Whether the process that made the file has ended."""
-        return not attachments.alive(self.file.fd, 0)
+        return not layout.alive(self.file.fd, 0)
 
     @shielded
     def tidy(self) -> bool:
@@ -144,7 +144,7 @@ class ForeignArena(Arena):
             # No block is held, so none is in transit, but a lease without blocks may be open.
             if self.token in _in_flight:
                 _in_flight.pop(self.token).retire()
-            attachments.leave(self.file, self.file.fd, self.attachment)
+            layout.leave(self.file, self.file.fd, self.attachment)
             os.close(self.file.fd)
             return False
 
@@ -157,10 +157,10 @@ class ForeignArena(Arena):
         file, fd = self.file, self.file.fd
         # Workers do not outlive the maker, so their attachments are unlocked.
         for attachment in self._heritage - {self.attachment}:
-            if attachments.claim(file, fd, attachment, foreign=True):
-                attachments.leave(file, fd, attachment)
+            if layout.claim(file, fd, attachment, foreign=True):
+                layout.leave(file, fd, attachment)
                 self._heritage.remove(attachment)
-        attachments.clear_dead(file, fd, self.attachment)
+        layout.clear_dead(file, fd, self.attachment)
         for attachment in range(HOLDS):
             try:
                 table = file.table(attachment)
@@ -205,7 +205,7 @@ class InFlightLeases:
             OSError: no descriptor is left.
         """
         if self._current is None:
-            fd = attachments.open_lease(self._arena.file.fd, self._arena.attachment, self._next)
+            fd = layout.open_lease(self._arena.file.fd, self._arena.attachment, self._next)
             self._current = _InFlightLease(self._next, fd)
             self._next += 1
         return self._current.fd
@@ -246,7 +246,7 @@ class InFlightLeases:
                 lease = self._out.popleft()
             except IndexError:
                 break  # another thread reclaims, too
-            if attachments.out(fd, attachment, lease.number):
+            if layout.out(fd, attachment, lease.number):
                 self._out.append(lease)
             else:
                 found = True  # dropping the lease releases its blocks

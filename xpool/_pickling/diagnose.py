@@ -125,7 +125,7 @@ def foreign_frame(error: BaseException) -> FrameType | None:
     return None
 
 
-_PICKLERS = frozenset({"xpool._pickling.pickler", "xpool._python.registered_reducers"})
+_PICKLERS = frozenset({"xpool._pickling.pickler", "xpool._python.hidden"})
 _MACHINERY = frozenset({"dill", "pickle", "copyreg"})
 _OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
 

@@ -21,8 +21,8 @@ from xpool._memory.holds import Block
 from xpool._pickling import Key, diagnose, frame, reducers
 from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout
 from xpool._pickling.reducers import SHORT
+from xpool._python.hidden import of_program
 from xpool._python.interrupt import by_handler
-from xpool._python.registered_reducers import of_program
 from xpool.errors import XPoolError
 
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})

@@ -26,7 +26,7 @@ from xpool._memory.holds import Block
 from xpool._pickling import Key
 from xpool._pickling.policy import Layout
 from xpool._python import at_fork
-from xpool._python import registered_reducers as registered
+from xpool._python import hidden as registered
 
 
 class Blob:

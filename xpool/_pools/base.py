@@ -11,10 +11,12 @@ A task is a tuple ``(job, chunk, func, args, kwds)``: run ``func(*args, **kwds)`
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -37,11 +39,10 @@ from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
 from xpool._pools.public import PublicVerbs
 from xpool._pools.submitters import HookSubmitter
-from xpool._pools.turns import take_turns
 from xpool._python import at_fork
 from xpool._python.interrupt import interruptible, shielded, until_interrupted
 from xpool._python.starting import PromptThread, refuse_green_threads
-from xpool.errors import OptionError, TimeoutError
+from xpool.errors import InternalError, OptionError, PoolBroken, TimeoutError
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -64,6 +65,10 @@ _numbers = itertools.count(1)
 # The pools that have not ended.  Not a WeakSet, which runs Python code when a pool is dropped: if a
 # signal handler raised in that code, the exception would be lost.
 _pools: dict[int, weakref.ref[BasePool]] = {}
+
+
+TURN = 0.1
+"""Seconds for which this thread waits in `pool_outqueue_get` of a pool without a backend."""
 
 
 @functools.cache
@@ -417,12 +422,107 @@ def _weakly(pool: BasePool) -> Callable[[], None]:
     return wake
 
 
-def _take_turns(ref: weakref.ref[BasePool], *parts: Any) -> None:
-    """The engine's thread."""
+def _take_turns(
+    ref: weakref.ref[BasePool], backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle
+) -> None:
+    """The engine's thread: take turns until the pool ends.  Between turns nothing here holds it."""
     try:
-        take_turns(ref, *parts)
+        go_on = True
+        while go_on:
+            trouble: BaseException | None = None
+            try:
+                if backend is not None:
+                    backend.wait()
+            except BaseException as exc:
+                trouble = exc
+            pool = ref()
+            # The reference still works while another thread finalizes the pool, so check the flag.
+            if pool is None or (backend is not None and backend.dropped):
+                del pool
+                jobs.stop_input_readers()
+                try:
+                    _disband(backend)
+                    jobs.callbacks.stop()
+                finally:
+                    # A thread that got the pool while another finalized it may wait in `terminate`.
+                    life.finished.set()
+                return
+            try:
+                if trouble is not None:
+                    raise trouble
+                go_on = _turn(pool, backend, jobs, life)
+            except BaseException as exc:
+                story = InternalError(
+                    f"{type(exc).__name__} in the engine of {jobs.name}: {exc}. If the pool has "
+                    "hooks of your own, look at the cause first; else this is a bug in xpool"
+                )
+                story.__cause__ = exc
+                go_on = False
+                # Mostly the same error, which the jobs have.
+                with contextlib.suppress(BaseException):
+                    life.fail(story, pool.terminate_workers)
+            if not go_on:
+                _finish(pool, backend, jobs, life)
+            del pool
     finally:
         _pools.pop(id(ref), None)
+
+
+def _turn(pool: Hooks, backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle) -> bool:
+    """Deliver and maintain; return False when the pool is at its end."""
+    jobs.receive(pool.pool_outqueue_get, 0.0 if backend is not None else TURN)
+    if backend is not None:
+        failure = backend.failure
+        if jobs.bookkeeping_error is not None:
+            error = jobs.bookkeeping_error
+            failure = PoolBroken(0, 0.0, f"{type(error).__name__}: {error}")
+        if failure is not None and life.failure is None:
+            # Deliver the answers that have arrived; only the other jobs fail.
+            jobs.receive(pool.pool_outqueue_get)
+            life.fail(failure, pool.terminate_workers)
+    elif time.monotonic() - life.maintained >= TURN:
+        life.maintained = time.monotonic()
+        if life.state is not PoolStates.TERMINATE and pool.maintain_pool():
+            pool.repopulate_pool()
+    if life.state is PoolStates.CLOSE and not jobs.unanswered:
+        life.drain()
+    return life.state is not PoolStates.TERMINATE
+
+
+def _finish(pool: Hooks, backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle) -> None:
+    try:
+        if life.drained:
+            pool._release_workers()
+        else:
+            # Called again: this thread may have started workers while another called `terminate`.
+            pool.terminate_workers()
+        pool.join_workers()
+    except BaseException:
+        # If the pool has failed, this is mostly the same error.  `close` ends the workers.
+        if life.failure is None:
+            raise
+    finally:
+        try:
+            # Fail the jobs that a thread in `terminate` has not reached yet, before the thread that
+            # completes their futures ends.
+            life.fail_unanswered()
+            jobs.callbacks.stop()
+            if backend is not None:
+                backend.close()
+        finally:
+            # Set this last, since `join` and `__del__` rely on the end of everything else.
+            life.finished.set()
+
+
+def _disband(backend: WorkerBackend | None) -> None:
+    """End the workers of a pool that was dropped."""
+    if backend is not None:
+        try:
+            backend.terminate()
+            while not backend.ended:
+                backend.wait()
+        finally:
+            backend.close()
 
 
 def _after_fork_in_child() -> None:

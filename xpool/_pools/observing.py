@@ -197,8 +197,6 @@ def trace(pool: ObservedPool, path: str | os.PathLike[str]) -> Iterator[None]:
         events, begun, dropped = shielded(engine.end_trace)()
         rows = _rows(pool.name, pool.size(), events, begun)
         if as_page:
-            from xpool._pools.observing import page
-
             text = page(f"Pool {pool.name}", rows, dropped)
         else:
             other = {"events that had no room": dropped}

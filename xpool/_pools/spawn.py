@@ -17,7 +17,7 @@ from typing import Any
 
 from xpool._calls.options import check_callable, check_count
 from xpool._calls.results import AsyncResult
-from xpool._pools.p2p import P2PPool
+from xpool._pools.process import P2PPool
 from xpool._python.waiters import LOST_SIGNAL
 from xpool._worker import replica
 from xpool.errors import PoolClosed, RemoteTraceback, WorkerDied, XPoolError, exit_reason

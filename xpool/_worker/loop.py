@@ -65,7 +65,7 @@ from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
 from xpool.pickle import LATE, decode, encode, load_late
 
 if TYPE_CHECKING:
-    from xpool._pickling.tensors.handles import Keeper
+    from xpool._pickling.tensors.device_memory import Keeper
     from xpool._worker.peers import Peers
 
 _Answer = tuple["bytes | memoryview", int, Any]
@@ -240,7 +240,7 @@ class _Worker:
             return Layout(lessor=lease)
         # Imported here because few pools share tensors.
         from xpool._pickling.tensors import mapped
-        from xpool._pickling.tensors.handles import Keeper
+        from xpool._pickling.tensors.device_memory import Keeper
 
         mapped.keep_opened()
         self._keeper = Keeper(arena, config["token"], config["index"], os.getpid())

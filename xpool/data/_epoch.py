@@ -26,11 +26,17 @@ from torch.utils.data._utils import pin_memory as torch_pin_memory
 from xpool import pickle
 from xpool._pools.base import at_exit
 from xpool._python.waiters import LOST_SIGNAL, Flag
-from xpool.data._generators import Generators
-from xpool.data._loader_worker import Base, EpochSpec, Made, WorkerCopy, is_pipe, is_stateful
+from xpool.data._loader_worker import (
+    Base,
+    EpochSpec,
+    Generators,
+    Made,
+    WorkerCopy,
+    is_pipe,
+    is_stateful,
+)
 from xpool.data._report import Times
-from xpool.data._sampling import Preview, Request, Sampling, label
-from xpool.data._state import EpochProgress
+from xpool.data._sampling import EpochProgress, Preview, Request, Sampling, label
 from xpool.data._workers import Inline, Processes, Threads, end_later
 
 

@@ -15,11 +15,17 @@ from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool
 from xpool._pools.thread import ThreadPool
 from xpool.data._epoch import Before, Epoch, warn_of_pinning
-from xpool.data._generators import Generators, decoded
-from xpool.data._loader_worker import Base, is_stateful
+from xpool.data._loader_worker import Base, Generators, decoded, is_stateful
 from xpool.data._report import LoaderReport, Times, WorkerCount
-from xpool.data._sampling import Preview, can_preview
-from xpool.data._state import EpochProgress, bases_of, between, check_state, facts
+from xpool.data._sampling import (
+    EpochProgress,
+    Preview,
+    bases_of,
+    between,
+    can_preview,
+    check_state,
+    facts,
+)
 from xpool.data._workers import Inline, Processes, Threads, check_auto, check_pool, prepare
 from xpool.errors import OptionError
 

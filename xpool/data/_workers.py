@@ -33,9 +33,8 @@ from xpool._engine.launch import (
 )
 from xpool._pools.base import BasePool, at_exit
 from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
-from xpool._pools.p2p import P2PPool
 from xpool._pools.preloading import preload
-from xpool._pools.process import Pool
+from xpool._pools.process import P2PPool, Pool
 from xpool._pools.thread import ThreadPool
 from xpool.data._loader_worker import (
     AtStart,

@@ -5,13 +5,14 @@ Importing this package imports torch.
 """
 
 from xpool.distributed._collective import CollectiveGroup, Pending
-from xpool.distributed._current import get_cur_name, get_cur_rank
-from xpool.distributed._group_errors import (
+from xpool.distributed._current import (
     GroupError,
     GroupKeyError,
     GroupTimeout,
     NotAMember,
     PeerLost,
+    get_cur_name,
+    get_cur_rank,
 )
 from xpool.distributed._rpc_group import RpcGroup
 from xpool.distributed._world import World, get_world, is_world_initialized, join

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xpool.distributed._current import CurrentWorld
-from xpool.distributed._group_errors import (
+from xpool.distributed._current import (
+    CurrentWorld,
     GroupError,
     GroupTimeout,
     NotAMember,

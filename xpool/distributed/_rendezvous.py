@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
-from xpool.distributed._group_errors import GroupTimeout, PeerLost, connection_lost, first_line
+from xpool.distributed._current import GroupTimeout, PeerLost, connection_lost, first_line
 from xpool.errors import OptionError
 
 MOST_SECONDS = 2_000_000

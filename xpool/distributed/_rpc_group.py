@@ -9,10 +9,15 @@ from typing import Any, Literal
 from torch.distributed import rpc
 from torch.futures import Future
 
-from xpool.distributed._current import current, get_cur_name, the_world
-from xpool.distributed._group_errors import GroupError, GroupKeyError, NotAMember
-from xpool.distributed._meetings import meet
-from xpool.distributed._remote_calls import RRef, call, send, sendable
+from xpool.distributed._current import (
+    GroupError,
+    GroupKeyError,
+    NotAMember,
+    current,
+    get_cur_name,
+    the_world,
+)
+from xpool.distributed._remote_calls import RRef, call, meet, send, sendable
 from xpool.distributed._rendezvous import check_timeout
 
 Kind = Literal["service", "value"]

@@ -23,8 +23,15 @@ import xpool.distributed._current as current
 import xpool.distributed._rendezvous as rendezvous
 from xpool._worker.worker_context import current_worker
 from xpool.distributed._collective import CollectiveGroup, explain
-from xpool.distributed._group_errors import GroupError, NotAMember, PeerLost
-from xpool.distributed._meetings import FAREWELL_SECONDS, Farewell, Meetings, Watchers, meet, watch
+from xpool.distributed._current import GroupError, NotAMember, PeerLost
+from xpool.distributed._remote_calls import (
+    FAREWELL_SECONDS,
+    Farewell,
+    Meetings,
+    Watchers,
+    meet,
+    watch,
+)
 from xpool.distributed._rpc_group import Register, RpcGroup
 from xpool.errors import OptionError
 

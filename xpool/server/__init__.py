@@ -6,15 +6,13 @@ this package imports torch.
 
 from xpool.server._models import (
     ModelNotManaged,
+    OrderedServerBase,
+    OrderedServerSimple,
+    OrderedServerSimpleImpl,
     PushPullGradServer,
     PushPullGradServerImpl,
     PushPullModelServer,
     PushPullModelServerImpl,
-)
-from xpool.server._ordered import (
-    OrderedServerBase,
-    OrderedServerSimple,
-    OrderedServerSimpleImpl,
     VersionError,
 )
 

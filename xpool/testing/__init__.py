@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from xpool.testing._conformance import check_channel as check_channel
     from xpool.testing._conformance import check_hooks as check_hooks
-    from xpool.testing._eventually import Gate as Gate
-    from xpool.testing._eventually import Mailbox as Mailbox
     from xpool.testing._leaks import LeakError as LeakError
     from xpool.testing._leaks import no_leaks as no_leaks
     from xpool.testing._pool_machine import PoolStateMachine as PoolStateMachine
-    from xpool.testing._saboteurs import sabotage as sabotage
+    from xpool.testing._test_tasks import Gate as Gate
+    from xpool.testing._test_tasks import Mailbox as Mailbox
+    from xpool.testing._test_tasks import sabotage as sabotage
 
 _homes = {
     "_conformance": "check_channel check_hooks",
     "_leaks": "LeakError no_leaks",
     "_pool_machine": "PoolStateMachine",
-    "_saboteurs": "sabotage",
-    "_eventually": "Gate Mailbox",
+    "_test_tasks": "Gate Mailbox sabotage",
 }
 _where = {name: module for module, names in _homes.items() for name in names.split()}
 

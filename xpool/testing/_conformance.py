@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xpool._pools.base import BasePool
-from xpool._pools.turns import TURN
-from xpool.testing._eventually import Late, eventually, in_time
+from xpool._pools.base import TURN, BasePool
 from xpool.testing._leaks import Snapshot
-from xpool.testing._saboteurs import TaskError, perform
+from xpool.testing._test_tasks import Late, TaskError, eventually, in_time, perform
 
 QUICK = 0.5
 """Seconds that a non-blocking hook may take.  The limit is high for slow machines."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from xpool._python import failures
-from xpool.testing._eventually import eventually, wait_gone
+from xpool.testing._test_tasks import eventually, wait_gone
 
 __all__ = [
     "LeakError", "Snapshot", "command", "descendants", "descriptors", "mark_this_run", "no_leaks",

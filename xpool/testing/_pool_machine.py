@@ -28,9 +28,16 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from xpool import errors
 from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
 from xpool._pools.process import Pool
-from xpool.testing._eventually import Gate, Late, in_time
 from xpool.testing._leaks import Snapshot
-from xpool.testing._saboteurs import TaskError, in_context, perform, perform_pair
+from xpool.testing._test_tasks import (
+    Gate,
+    Late,
+    TaskError,
+    in_context,
+    in_time,
+    perform,
+    perform_pair,
+)
 
 Spec = tuple[str, int, "str | None"]
 

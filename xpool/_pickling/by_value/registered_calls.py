@@ -11,7 +11,7 @@ from typing import Any
 
 from xpool._pickling import Key
 from xpool._pickling.by_value.origin import SENT, loose, origin_of
-from xpool._python import registered_reducers
+from xpool._python import hidden
 
 CALLS = ""
 """The module of these calls in their keys."""
@@ -58,7 +58,7 @@ def look_at_script(calls: tuple[tuple[str, Any, tuple[Any, ...]], ...]) -> None:
 
 def look_at_reducers() -> None:
     """Make every worker register the reducers that functions of the program are."""
-    for register, kind, reduce in registered_reducers.registrations():
+    for register, kind, reduce in hidden.reducer_registrations():
         key = register.__module__, kind
         # A module that a worker imports registers its own.
         if _reducers.get(key) is not reduce and origin_of(reduce.__module__) == SENT:

@@ -94,7 +94,7 @@ from xpool._pickling.frame import PREPARE, preparation
 from xpool._pickling.pickler import write_global, write_group, write_values
 from xpool._pickling.policy import INLINE_BELOW, Layout
 from xpool._pickling.reducers import Group, in_place
-from xpool._python import at_fork, registered_reducers
+from xpool._python import at_fork, hidden
 from xpool._python.hidden import CachedFunction
 
 _MOST_STATES = 256  # that a book keeps
@@ -175,7 +175,7 @@ class Book:
             spaces, main, count, same, functions, more = at_once
             known = (
                 copyreg.dispatch_table == table
-                and registered_reducers.forking == forking
+                and hidden.forking == forking
                 and ([*registered] == calls if registered else not calls)
             )
             for space, size in spaces:
@@ -328,7 +328,7 @@ class Book:
         top = _script_top().top_of_main(is_program)
         self._imports, self._nones = top.imports, top.nones
         registered_calls.look_at_script(top.calls)
-        tables = registered_reducers.tables()
+        tables = hidden.reducer_tables()
         registered_calls.look_at_reducers()
         self._looked_at = [*registered], *tables
         found = {key for key in top.assigned if not is_of_workers(key[0])}
