@@ -35,8 +35,7 @@ from xpool._memory import foreign
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block, Holds
 from xpool._pickling import frame
-from xpool._pickling.frame import Leased
-from xpool._pickling.policy import BY_PIPE, Layout
+from xpool._pickling.frame import BY_PIPE, Layout, Leased
 from xpool._python import descriptors
 from xpool._python.interrupt import shielded
 from xpool._python.waiters import deadline_of

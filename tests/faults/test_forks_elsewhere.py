@@ -13,7 +13,7 @@ from support.tiers import also
 from xpool import Pool, PoolClosed, WorkerDied
 from xpool._engine.worker_process import WorkerProcess
 from xpool._python import descriptors
-from xpool._python.server_process import is_open
+from xpool._python.starting import is_open
 from xpool.errors import InternalError
 
 pytestmark = [
@@ -165,7 +165,7 @@ SLOW_STARTS = """
     from multiprocessing.shared_memory import SharedMemory
     import xpool
     from support.waiting import eventually
-    from xpool._python import server_process
+    from xpool._python import starting
 
     def slowly(call, first):
         calls = []
@@ -194,7 +194,7 @@ SLOW_STARTS = """
             go.set()
             registered.get(60)
         go.clear()
-        server_process.start, servers = slowly(server_process.start, 1)
+        starting.start_server, servers = slowly(starting.start_server, 1)
         with xpool.Pool(2) as pool:
             one, other = pool.run_all(os.getpid)
             os.kill(pool.apply(os.getppid), signal.SIGKILL)

@@ -14,7 +14,7 @@ from template import Template
 
 from xpool._pickling.by_value import main
 from xpool._pickling.by_value.sent import Book
-from xpool._pickling.policy import BY_PIPE
+from xpool._pickling.frame import BY_PIPE
 from xpool.pickle import decode, encode, encode_exception
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from support.waiting import eventually
 
 from xpool import Pool
 from xpool._memory.arena import Arena
-from xpool._pickling.policy import Layout
+from xpool._pickling.frame import Layout
 from xpool._pickling.tensors import extents
 from xpool.pickle import decode, dumps, encode, loads
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from xpool._pickling import frame
-from xpool._pickling.policy import INLINE_BELOW
+from xpool._pickling.frame import INLINE_BELOW
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import decode, dumps, encode, loads
 

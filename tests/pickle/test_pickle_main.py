@@ -131,7 +131,7 @@ INTERRUPTED = """
 import itertools, pickle, sys
 from xpool._pickling.by_value import classes, main, names, received, registry
 from xpool._pickling.by_value.sent import Book
-from xpool._pickling.policy import BY_PIPE
+from xpool._pickling.frame import BY_PIPE
 from xpool.pickle import decode, encode
 
 class Interrupt(BaseException): pass

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpool._pickling import frame
-from xpool._pickling.policy import INLINE_BELOW
+from xpool._pickling.frame import INLINE_BELOW
 from xpool.pickle import Pickler, decode, dumps, encode, encode_exception, loads
 
 pytestmark = pytest.mark.pure

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from xpool._memory.arena import Arena
+from xpool._pickling.frame import Layout
 from xpool._pickling.pickler import _FastPickler
-from xpool._pickling.policy import Layout
 
 pytestmark = pytest.mark.pure
 

@@ -21,8 +21,7 @@ from xpool._engine.ledger import Ledger, WorkerEnd
 from xpool._engine.maintenance import ArenaMaintenance
 from xpool._engine.reactor import Reactor
 from xpool._engine.worker_process import WorkerProcess
-from xpool._pickling.frame import FRAMED, PLAIN, Leased, hold_blocks, unpack, weight
-from xpool._pickling.policy import INLINE_BELOW
+from xpool._pickling.frame import FRAMED, INLINE_BELOW, PLAIN, Leased, hold_blocks, unpack, weight
 from xpool._python.interrupt import by_handler
 from xpool._wire.outbox import NO_LIMIT, entries
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, ENTRY, OUTBOX_MIXED

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
-from xpool._python import at_fork, descriptors, server_process
+from xpool._python import at_fork, descriptors, starting
 from xpool._python.interrupt import deliver, interruptible, pending, until_interrupted
 from xpool._python.starting import aside, spare_in_children
 from xpool._worker import entry
@@ -295,7 +295,7 @@ class ForkServer:
     """The parent's end of a fork server.
 
     There is one for each set of preloaded modules and each identity of the program, because workers
-    inherit their server's identity (`server_process.credentials`).
+    inherit their server's identity (`starting.credentials`).
     """
 
     inherits = False
@@ -312,7 +312,7 @@ class ForkServer:
         self._key = preload, who
         self._sending = threading.Lock()
         self._sock: socket.socket | None = None
-        self._process: server_process.ServerProcess | None = None
+        self._process: starting.ServerProcess | None = None
         self._live: set[int] = set()  # status sockets of its live workers
 
     @classmethod
@@ -322,13 +322,13 @@ class ForkServer:
         Ends idle servers with other modules, because the program has imported more since then.
         """
         cls.stop_idle(preload)
-        server = cls(preload, server_process.credentials())
+        server = cls(preload, starting.credentials())
         with cls._lock:
             return cls._servers.setdefault(server._key, server)
 
     def _of_now(self) -> ForkServer:
         """Return this server, or the one for the program's current identity."""
-        if self._key[1] == server_process.credentials():
+        if self._key[1] == starting.credentials():
             return self
         return ForkServer.get(self.preload)
 
@@ -347,7 +347,7 @@ class ForkServer:
         modules = *PRELOAD, *_with_numpy(self.preload)
         # Close our copy of the server's end: otherwise a request would not fail after its death.
         with theirs:
-            self._process = server_process.start(theirs.fileno(), modules, LATE_IMPORTS)
+            self._process = starting.start_server(theirs.fileno(), modules, LATE_IMPORTS)
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Forked:
         if inherited is not None:
@@ -374,7 +374,7 @@ class ForkServer:
         assert process is not None
         return Forked(status, self._live, functools.partial(self._why_no_fork, process))
 
-    def _why_no_fork(self, process: server_process.ServerProcess) -> Exception | None:
+    def _why_no_fork(self, process: starting.ServerProcess) -> Exception | None:
         """Return an error that says how the server ended before it forked.  Takes no lock."""
         # The kernel closes its sockets a moment before it reports the exit status.
         code = process.wait(1)
@@ -389,7 +389,7 @@ class ForkServer:
 
     def _ask(self, boot: int, status: int) -> None:
         assert self._sock is not None
-        streams = list(filter(server_process.is_open, (1, 2)))
+        streams = list(filter(starting.is_open, (1, 2)))
         socket.send_fds(self._sock, [bytes([sum(streams)])], [boot, status, *streams])
 
     def _stop(self) -> None:
@@ -406,7 +406,7 @@ class ForkServer:
     @classmethod
     def stop_idle(cls, but: tuple[str, ...] | None = None) -> None:
         """End servers without workers, except the one with modules ``but``."""
-        kept = None if but is None else (but, server_process.credentials())
+        kept = None if but is None else (but, starting.credentials())
         with cls._lock:
             for other in [s for s in cls._servers.values() if s._key != kept]:
                 # A server that another thread has just asked has an entry in `_live`: see `_fork`.
@@ -484,7 +484,7 @@ class ProcessLauncher:
             from multiprocessing import resource_tracker
 
             resource_tracker.ensure_running()  # otherwise `start` does it, and unblocks SIGINT
-        with server_process.interrupts_blocked():
+        with starting.interrupts_blocked():
             process.start()
 
 

@@ -31,7 +31,7 @@ from xpool._hosts import messages as m
 from xpool._hosts.agent import AgentConfig, facts
 from xpool._hosts.service import HostService
 from xpool._pickling.by_value.sent import Book
-from xpool._pickling.policy import BY_PIPE
+from xpool._pickling.frame import BY_PIPE
 from xpool._pools import assembly
 from xpool._pools.process import describe
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 from xpool._calls.terms import ONCE, Terms
 from xpool._engine.ledger import EngineReport
-from xpool._pickling.policy import INLINE_BELOW
+from xpool._pickling.frame import INLINE_BELOW
 
 
 class Call(NamedTuple):

@@ -23,10 +23,9 @@ from collections.abc import Iterable
 
 from xpool._memory import layout
 from xpool._memory.arena import IDLE_SECONDS, Arena
-from xpool._memory.buffers import address_of
 from xpool._memory.holds import Block, Holds
 from xpool._memory.layout import HOLDS, ArenaFile
-from xpool._memory.system import is_fixed
+from xpool._memory.system import address_of, is_fixed
 from xpool._python import at_fork
 from xpool._python.interrupt import shielded
 

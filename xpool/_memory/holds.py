@@ -22,8 +22,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from xpool._memory.buffers import array_type
 from xpool._memory.layout import ENTRIES, LARGE, PAGE, ArenaFile, Entry
+from xpool._memory.system import array_type
 from xpool._python.hidden import is_mine
 from xpool._python.interrupt import shielded, uninterrupted
 

@@ -42,7 +42,7 @@ import struct
 import sys
 import threading
 
-from xpool._memory.buffers import address_of
+from xpool._memory.system import address_of
 
 HOLDS = 480
 """Number of attachments: so many processes, including the program, can map the file at a time."""

@@ -16,10 +16,10 @@ from pickle import PickleBuffer, PicklingError
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from xpool._memory.buffers import same_bytes
 from xpool._memory.holds import Block
+from xpool._memory.system import same_bytes
 from xpool._pickling import Key, diagnose, frame, reducers
-from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout
+from xpool._pickling.frame import BY_PIPE, INLINE_BELOW, Layout
 from xpool._pickling.reducers import SHORT
 from xpool._python.hidden import of_program
 from xpool._python.interrupt import by_handler

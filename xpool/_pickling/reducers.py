@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from xpool._memory.holds import Block
 from xpool._pickling import Key
-from xpool._pickling.policy import Layout
+from xpool._pickling.frame import Layout
 from xpool._python import at_fork
 from xpool._python import hidden as registered
 

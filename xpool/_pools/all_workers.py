@@ -29,7 +29,7 @@ from xpool.errors import OptionError, PeerLost, PoolClosed
 from xpool.pickle import encode
 
 if TYPE_CHECKING:
-    from xpool._pickling.policy import Layout
+    from xpool._pickling.frame import Layout
     from xpool._pools.worker_group import WorkerGroup
     from xpool._worker.task_output import TaskFiles
 

@@ -23,7 +23,7 @@ from xpool._memory.arena import Arena
 from xpool._pickling.by_value import settings
 from xpool._pickling.by_value.settings_rows import arguments
 from xpool._pickling.frame import inline
-from xpool._pickling.policy import pools as pools
+from xpool._pickling.frame import pools as pools
 from xpool._pools.all_workers import AllWorkers as AllWorkers
 from xpool._pools.engine_submitter import EngineSubmitter as EngineSubmitter
 from xpool._pools.engine_submitter import Packer as Packer

@@ -19,9 +19,8 @@ from xpool._pickling import Brought, Key
 from xpool._pickling.by_value.broadcast import Broadcast, publish
 from xpool._pickling.by_value.sent import Book
 from xpool._pickling.diagnose import at, say_where
-from xpool._pickling.frame import Leased
+from xpool._pickling.frame import BY_PIPE, Layout, Leased, share
 from xpool._pickling.pickler import encode_atoms
-from xpool._pickling.policy import BY_PIPE, Layout, share
 from xpool._pools.hooks import Result
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable

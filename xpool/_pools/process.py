@@ -30,7 +30,7 @@ from xpool._pools.pool_options import REFUSED_OVER_HOSTS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
 from xpool._pools.verbs import options_of, submit_call
 from xpool._python.interrupt import shielded
-from xpool._python.server_process import interpreter, occupy_streams
+from xpool._python.starting import interpreter, occupy_streams
 from xpool._worker.worker_context import imported_by_worker
 from xpool.errors import OptionError
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
 
     from xpool._engine.protocols import EngineProtocol
-    from xpool._pickling.policy import Layout
+    from xpool._pickling.frame import Layout
     from xpool._pools.all_workers import AllWorkers
     from xpool._pools.assembly import WorkerSpec
     from xpool._pools.engine_submitter import EngineSubmitter, Packer

@@ -13,8 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from xpool._memory.buffers import new_buffer
-from xpool._memory.system import available_memory
+from xpool._memory.system import available_memory, new_buffer
 from xpool._python import at_fork
 from xpool._python.descriptors import new_file
 from xpool._wire.wire import write_all

@@ -47,8 +47,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from xpool._memory.buffers import new_buffer
-from xpool._memory.system import default_processes
+from xpool._memory.system import default_processes, new_buffer
 
 Parts = list[bytes | memoryview]
 """The pieces of a frame, which are written one after the other."""

@@ -25,7 +25,7 @@ from xpool._pickling.by_value.broadcast import Objects
 from xpool._pickling.by_value.exceptions import add_note, encode_exception
 from xpool._pickling.by_value.main import install_main, mark_worker
 from xpool._pickling.diagnose import at
-from xpool._pickling.policy import BY_PIPE, Layout, share
+from xpool._pickling.frame import BY_PIPE, Layout, share
 from xpool._python import failures
 from xpool._python.exits import flush
 from xpool._python.failures import safe_repr, without_places

@@ -28,8 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from xpool._memory.holds import Block
-from xpool._pickling.frame import Leased, hold_blocks, weight
-from xpool._pickling.policy import Layout
+from xpool._pickling.frame import Layout, Leased, hold_blocks, weight
 from xpool._python import at_fork, descriptors
 from xpool._python.interrupt import deliver, interruptible, pending, uninterrupted
 from xpool._wire import packets

@@ -28,7 +28,7 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from xpool import pickle
-from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
+from xpool._memory.system import HUGE_PAGES_FROM, new_buffer
 from xpool._python.failures import note_batch
 from xpool._worker.worker_context import current_worker
 

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._memory.layout import LARGE
+from xpool._pickling.frame import Layout, pools
 from xpool._pickling.pickler import decode
-from xpool._pickling.policy import Layout, pools
 from xpool._pickling.reducers import Context, builder, in_place, register
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import TaskNotPicklable

@@ -90,9 +90,8 @@ from xpool._pickling.by_value.origin import (
 )
 from xpool._pickling.by_value.reads import functions_in, is_open, of_annotations, reads
 from xpool._pickling.by_value.registered_calls import CALLS, registered
-from xpool._pickling.frame import PREPARE, preparation
+from xpool._pickling.frame import INLINE_BELOW, PREPARE, Layout, preparation
 from xpool._pickling.pickler import write_global, write_group, write_values
-from xpool._pickling.policy import INLINE_BELOW, Layout
 from xpool._pickling.reducers import Group, in_place
 from xpool._python import at_fork, hidden
 from xpool._python.hidden import CachedFunction

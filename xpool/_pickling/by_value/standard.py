@@ -19,12 +19,12 @@ from importlib import import_module
 from pickle import PickleBuffer
 from typing import Any
 
-from xpool._memory.buffers import array_type
+from xpool._memory.system import array_type
 from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.by_value.reads import in_python
-from xpool._pickling.policy import INLINE_BELOW
+from xpool._pickling.frame import INLINE_BELOW
 from xpool._pickling.reducers import FOR_SUBCLASSES, LAZY, Context, builder, register
 
 _KINDS: dict[tuple[str, str], Callable[[Any, int], Any]] = {

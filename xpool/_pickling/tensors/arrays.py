@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from xpool._pickling.policy import INLINE_BELOW
+from xpool._pickling.frame import INLINE_BELOW
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,

@@ -21,8 +21,8 @@ from functools import partial
 from pickle import PickleBuffer
 from typing import Any
 
-from xpool._memory.buffers import buffer_at
-from xpool._pickling.policy import INLINE_BELOW
+from xpool._memory.system import buffer_at
+from xpool._pickling.frame import INLINE_BELOW
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,

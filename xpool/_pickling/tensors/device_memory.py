@@ -31,7 +31,7 @@ from typing import Any
 
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
-from xpool._pickling.policy import Layout, pools
+from xpool._pickling.frame import Layout, pools
 from xpool._pickling.reducers import Context, builder, in_place, register
 from xpool._pickling.tensors.extents import Seen
 from xpool._python.worker_local import WorkerLocal

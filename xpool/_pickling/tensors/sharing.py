@@ -18,7 +18,7 @@ from typing import Any
 
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
-from xpool._pickling.policy import Layout
+from xpool._pickling.frame import Layout
 from xpool._pickling.reducers import Context, builder, in_place
 from xpool._pickling.tensors import mapped
 from xpool._pickling.tensors.extents import Seen
