@@ -18,6 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+if sys.platform != "win32":
+    import resource
+
 from xpool._engine.stacks import outside
 from xpool._pools.observing import as_stacks
 from xpool._pools.process import Pool
@@ -111,10 +114,8 @@ def _memory(root: Path) -> dict[str, Any]:
 
 def _limits() -> dict[str, int | None]:
     """Return the soft limits of this process.  None means unlimited."""
-    try:
-        import resource
-    except ImportError:
-        return {}  # the system is not a Unix and has no such limits
+    if sys.platform == "win32":
+        return {}  # it has no such limits
     soft = {name: resource.getrlimit(getattr(resource, key))[0] for name, key in _LIMITS.items()}
     return {name: None if n == resource.RLIM_INFINITY else n for name, n in soft.items()}
 

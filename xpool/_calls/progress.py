@@ -283,24 +283,16 @@ class _Rich:
     below = 0
 
     def __init__(self, title: str) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import console, progress
 
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+        self._bars = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
             # If a write to its stream fails, rich redirects stdout to /dev/null and exits.
-            console=Console(file=_Stderr()),  # type: ignore[arg-type]
+            console=console.Console(file=_Stderr()),  # type: ignore[arg-type]
             auto_refresh=False,
         )
         self._task = self._bars.add_task(title, total=None)

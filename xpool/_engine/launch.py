@@ -151,19 +151,23 @@ class Forked:
 def _send_tracker(status: int, refused: bool = False) -> None:
     """Send the tracker's descriptor to a worker, or none, and close this end of the socket."""
     try:
-        from multiprocessing import resource_tracker  # late: most programs never need it
-
         tracker = None
         if not refused:
             # If no process can be started here, perhaps the worker can start one.
             with contextlib.suppress(Exception):
-                tracker = resource_tracker.getfd()
+                tracker = _resource_tracker().getfd()
         with descriptors.borrowed(status, socket.SOCK_SEQPACKET) as sock:
             socket.send_fds(sock, [entry.TRACKER], [] if tracker is None else [tracker])
     except OSError:
         return  # the worker has ended
     finally:
         descriptors.close(status)
+
+
+def _resource_tracker() -> Any:
+    from multiprocessing import resource_tracker  # late: most programs never need it
+
+    return resource_tracker
 
 
 class Handle(Protocol):
@@ -454,9 +458,8 @@ class ProcessLauncher:
         if self.forks:  # once, instead of in each worker
             for name in PRELOAD:
                 importlib.import_module(name)
-            import random  # late: most programs never need it
-
-            random.Random(b"")  # from Python 3.13 on the first seed imports its hash function
+            # From Python 3.13 on the first seed imports its hash function.
+            importlib.import_module("random").Random(b"")
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         # Any Process takes a Connection as argument; the boot socket is sent through it.
@@ -481,9 +484,7 @@ class ProcessLauncher:
 
     def _start(self, process: Any) -> None:
         if self._method == "spawn":
-            from multiprocessing import resource_tracker
-
-            resource_tracker.ensure_running()  # otherwise `start` does it, and unblocks SIGINT
+            _resource_tracker().ensure_running()  # otherwise `start` does it, and unblocks SIGINT
         with starting.interrupts_blocked():
             process.start()
 
@@ -546,8 +547,7 @@ class _Process:
         self.exitcode: int | None = None
 
     def ended(self) -> bool:
-        from multiprocessing import connection  # late: most programs never need it
-
+        connection: Any = sys.modules["multiprocessing.connection"]  # which has made the pipe
         if not connection.wait([self.sentinel], 0):
             return False
         if self._pidfd is None:

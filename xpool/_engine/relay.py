@@ -21,7 +21,14 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._python import descriptors
-from xpool._wire.records import LARGEST, LOG, MOST_DROPPED, record_from, unpack
+from xpool._wire.records import (
+    LARGEST,
+    LOG,
+    MOST_DROPPED,
+    logging_module,
+    record_from,
+    unpack,
+)
 
 STUCK = 10.0
 """Seconds that a handler of loggers may take for one record when the pool ends.  After that, the
@@ -385,9 +392,7 @@ def _log(record: Any) -> None:
 
 
 def _own_logger() -> Any:
-    import logging
-
-    return logging.getLogger("xpool")
+    return logging_module().getLogger("xpool")
 
 
 def _logger(name: str) -> Any:
@@ -396,8 +401,7 @@ def _logger(name: str) -> Any:
     A logger that does not exist has no handler and no level, so its ancestors handle its records.
     Creating it would let workers fill the program with loggers.
     """
-    import logging
-
+    logging = logging_module()
     root = logging.getLogger()
     while name:
         found = root.manager.loggerDict.get(name)

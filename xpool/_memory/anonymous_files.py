@@ -13,7 +13,7 @@ from typing import Any
 if os.name == "posix":
     import fcntl
 
-from xpool._memory.system import fix_size
+from xpool._memory.system import fix_size, temporary_file
 from xpool._python.descriptors import new_file
 from xpool.errors import XPoolError
 
@@ -38,9 +38,7 @@ class File:
             fd = new_file(name, os.MFD_ALLOW_SEALING)
             path, remove = f"/proc/{os.getpid()}/fd/{fd}", None
         else:
-            import tempfile
-
-            fd, path = tempfile.mkstemp(prefix="xpool-shared-")
+            fd, path = temporary_file()
             remove = path
         try:
             for piece in (content,) if isinstance(content, (bytes, memoryview)) else content:

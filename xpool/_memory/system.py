@@ -182,6 +182,13 @@ def fixed_file(name: str, size: int) -> int:
     return fd
 
 
+def temporary_file() -> tuple[int, str]:
+    """Return the descriptor and the path of a new file, on a system without anonymous ones."""
+    import tempfile  # imported here, because it takes as long as five modules of xpool
+
+    return tempfile.mkstemp(prefix="xpool-shared-")
+
+
 def fix_size(fd: int) -> None:
     """Seal the size of an anonymous file that was made with ``MFD_ALLOW_SEALING``."""
     # F_SEAL_SEAL stops other processes from sealing the file against writing.
@@ -214,16 +221,20 @@ def new_buffer(size: int) -> bytearray | mmap.mmap:
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    import ctypes  # imported here, because programs with small objects never need it
-
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    address: int = _ctypes().addressof(array_type(1).from_buffer(mapping))
+    return address
 
 
 @lru_cache(maxsize=256)  # making a type takes 20 us
 def array_type(nbytes: int) -> "type[ctypes.Array[ctypes.c_char]]":
-    import ctypes
+    made: type[ctypes.Array[ctypes.c_char]] = _ctypes().c_char * nbytes
+    return made
 
-    return ctypes.c_char * nbytes
+
+def _ctypes() -> Any:
+    import ctypes  # imported here, because programs with small objects never need it
+
+    return ctypes
 
 
 def buffer_at(start: int, nbytes: int, owner: Any) -> "ctypes.Array[ctypes.c_char]":

@@ -78,6 +78,13 @@ def _futures() -> Any:
     return futures
 
 
+@functools.cache
+def _observing() -> Any:
+    from xpool._pools import observing  # here, because few programs need it
+
+    return observing
+
+
 def _living() -> list[BasePool]:
     return [pool for ref in list(_pools.values()) if (pool := ref()) is not None]
 
@@ -210,9 +217,8 @@ class BasePool(PublicVerbs, Hooks):
         Raises:
             OptionError: a subclass starts the workers.
         """
-        from xpool._pools.observing import stacks_of  # here, since few programs need it
-
-        return stacks_of(self)
+        found: Stacks = _observing().stacks_of(self)
+        return found
 
     def __repr__(self) -> str:
         s = self.statistics()
@@ -228,9 +234,8 @@ class BasePool(PublicVerbs, Hooks):
         ``print(pool.report())`` shows it as a table.  Only pools of processes list workers and
         tasks.
         """
-        from xpool._pools.observing import report_of
-
-        return report_of(self)
+        found: Report = _observing().report_of(self)
+        return found
 
     def trace(self: ObservedPool, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Return a context manager that traces the pool; at its end, ``path`` is written.
@@ -243,9 +248,8 @@ class BasePool(PublicVerbs, Hooks):
             OptionError: another trace of this pool is running, or its workers are threads.
             OSError: the file cannot be written.
         """
-        from xpool._pools.observing import trace
-
-        return trace(self, path)
+        tracing: AbstractContextManager[None] = _observing().trace(self, path)
+        return tracing
 
     def watch(self: ObservedPool) -> AbstractContextManager[None]:
         """Return a context manager that shows `report` on the terminal, live.
@@ -253,9 +257,8 @@ class BasePool(PublicVerbs, Hooks):
         Raises:
             ImportError: rich is not installed (``pip install xpool[progress]``).
         """
-        from xpool._pools.observing import watch
-
-        return watch(self)
+        watching: AbstractContextManager[None] = _observing().watch(self)
+        return watching
 
     # -- futures -----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool import errors
+from xpool._python import failures
 from xpool._worker.worker_context import exited
 
 Task = tuple[int, int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -24,10 +25,8 @@ class Carried:
         self.exc = exc
 
     def __reduce__(self) -> tuple[Any, ...]:
-        import traceback  # only here: no pool of xpool's own needs it
-
-        text = "".join(traceback.format_exception(type(self.exc), self.exc, self.exc.__traceback__))
-        return _carry, (self.exc, text)
+        lines = failures.ready().format_exception(type(self.exc), self.exc, self.exc.__traceback__)
+        return _carry, (self.exc, "".join(lines))
 
 
 def _carry(exc: BaseException, text: str) -> Carried:

@@ -235,15 +235,14 @@ def _rows(name: str, workers: int, events: list[Event], begun: float) -> list[di
 def watch(pool: ObservedPool) -> Iterator[None]:
     """Show the report on the terminal four times a second, during the ``with`` block."""
     try:
-        from rich.live import Live
-        from rich.text import Text
+        from rich import live, text
     except ImportError as exc:
         raise ImportError("watch() needs rich: pip install 'xpool[progress]'") from exc
 
     def table() -> Any:
-        return Text(str(shielded(report_of)(pool)), no_wrap=True)
+        return text.Text(str(shielded(report_of)(pool)), no_wrap=True)
 
-    with Live(get_renderable=table, refresh_per_second=4):
+    with live.Live(get_renderable=table, refresh_per_second=4):
         yield
 
 

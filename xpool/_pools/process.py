@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from xpool._engine.protocols import EngineProtocol
     from xpool._pickling.frame import Layout
+    from xpool._pools import assembly
     from xpool._pools.all_workers import AllWorkers
     from xpool._pools.assembly import WorkerSpec
     from xpool._pools.engine_submitter import EngineSubmitter, Packer
@@ -47,6 +48,12 @@ if TYPE_CHECKING:
     Ts = TypeVarTuple("Ts")
 
 T = TypeVar("T")
+
+
+def _import_parts() -> None:
+    """Import the other parts of a pool: after the start of its fork server, which imports, too."""
+    global assembly
+    from xpool._pools import assembly
 
 
 class Pool(BasePool):
@@ -142,8 +149,7 @@ class Pool(BasePool):
         collects = gc.isenabled()
         gc.disable()
         try:
-            from xpool._pools import assembly
-
+            _import_parts()
             import_for_arrays()
         finally:
             if collects:
@@ -158,16 +164,12 @@ class Pool(BasePool):
 
     def _pack_by(self, layout: Layout) -> Packer:
         """Have messages pickled by this layout, all through pipes; return the packer."""
-        from xpool._pools import assembly
-
         token = os.urandom(8).hex()
         self._packer = assembly.Packer(self._options.is_recursive, token, layout)
         return self._packer
 
     def _worker_spec(self, initializer: bytes | None) -> WorkerSpec:
         """Return the part of the workers' configuration that all share."""
-        from xpool._pools import assembly
-
         options, contexts = self._options, self._contexts or []
         packed = [
             self._packer.pack_option(f"worker_contexts[{i}]", context)
@@ -196,11 +198,10 @@ class Pool(BasePool):
             self._files = TaskFiles(self.name)
             self.output_folder = self._files.folder
         if hosts is not None:
+            _import_parts()
             self._engine = hosts.make_engine(self, self._nodes)
         else:
             self._engine = self._make_engine(self._start_server())
-        from xpool._pools import assembly  # after the start of the server, see `_start_server`
-
         self._backend = self._engine
         self._tasks = self._submitter = self._make_submitter()
         if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
@@ -216,13 +217,9 @@ class Pool(BasePool):
         )
 
     def _make_submitter(self) -> EngineSubmitter:
-        from xpool._pools import assembly
-
         return assembly.EngineSubmitter(self, self._jobs, self._engine, self._packer)
 
     def _make_engine(self, launcher: Launcher) -> EngineProtocol:
-        from xpool._pools import assembly
-
         options = self._options
         blob, inherited = None, None
         try:
@@ -531,6 +528,4 @@ class P2PPool(Pool):
         return worker
 
     def _make_submitter(self) -> EngineSubmitter:
-        from xpool._pools import assembly
-
         return assembly.PeerSubmitter(self, self._jobs, self._engine, self._packer)

@@ -58,9 +58,7 @@ def run() -> None:
         try:
             function()
         except BaseException:
-            import traceback  # few workers need it
-
-            traceback.print_exc()
+            sys.__excepthook__(*sys.exc_info())
     flush()
 
 

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from multiprocessing.resource_tracker import ResourceTracker
+from multiprocessing import resource_tracker
 from typing import Any
 
 from xpool._python import at_fork, descriptors
@@ -21,12 +21,10 @@ from xpool._python import at_fork, descriptors
 
 def ask_now() -> None:
     """Ask for the tracker, unless this was done.  Call this before a fork: a child cannot ask."""
-    from multiprocessing.resource_tracker import _resource_tracker
-
-    _resource_tracker._fd  # type: ignore[attr-defined]  # noqa: B018 - the property asks
+    resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]  # noqa: B018 - it asks
 
 
-class Borrowed(ResourceTracker):
+class Borrowed(resource_tracker.ResourceTracker):
     """A tracker that asks for its descriptor when `_fd` is first read.  Every Python uses `_fd`."""
 
     _parent = -1  # the descriptor of the socket for the request; -1: the request was made

@@ -39,7 +39,7 @@ import signal
 import sys
 import time
 
-from xpool._memory.system import fixed_file
+from xpool._memory.system import fixed_file, temporary_file
 from xpool._wire.wire import ENTRY, ERROR_BIT
 
 STOP_SIGNAL: int = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2
@@ -71,10 +71,8 @@ def make_file() -> int:
     """Return the descriptor of a new anonymous file of the right size, filled with zeros."""
     if sys.platform == "linux":
         return fixed_file("xpool-outbox", SIZE)
-    import tempfile  # imported here, because it takes as long as five modules of xpool
-
-    with tempfile.TemporaryFile() as file:
-        fd = os.dup(file.fileno())
+    fd, path = temporary_file()
+    os.unlink(path)
     os.ftruncate(fd, SIZE)
     return fd
 

@@ -74,10 +74,8 @@ def pack(kind: str, dropped: int, fields: Mapping[str, Any]) -> bytes:
 
 
 def _packed(kind: str, dropped: int, fields: Mapping[str, Any], most: int) -> bytes:
-    import json  # imported here, because few workers log
-
     plain = {name: _plain(value, most) for name, value in fields.items() if type(name) is str}
-    text = json.dumps([kind, dropped, plain], ensure_ascii=False, separators=(",", ":"))
+    text: str = _json().dumps([kind, dropped, plain], ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -87,10 +85,8 @@ def unpack(data: bytes) -> Notice:
     Raises:
         ValueError: the data is not a packet of `pack`.
     """
-    import json
-
     try:
-        kind, dropped, fields = json.loads(data.decode("utf-8", "surrogatepass"))
+        kind, dropped, fields = _json().loads(data.decode("utf-8", "surrogatepass"))
         counted = type(dropped) is int and 0 <= dropped <= MOST_DROPPED
         if kind not in (LOG, WARNING) or not counted:
             raise ValueError(f"it begins with {kind!r}, {dropped!r}")
@@ -105,16 +101,28 @@ def record_from(fields: dict[str, Any]) -> "logging.LogRecord":
     Raises:
         ValueError: a field is missing, or has another type than in a log record.
     """
-    import logging
-
+    module = logging_module()
     for name, types in _FIELDS.items():
         if type(fields.get(name)) not in types:
             raise ValueError(f"the field {name!r} of a log record is {type(fields.get(name))}")
     if not 0 <= fields["levelno"] < _HIGHEST_LEVEL:
         raise ValueError(f"the level of a log record is {fields['levelno']}")
     # A field with the name of a method would hide the method.
-    extra = {name: x for name, x in fields.items() if not hasattr(logging.LogRecord, name)}
-    return logging.makeLogRecord({**extra, "args": None, "exc_info": None})
+    extra = {name: x for name, x in fields.items() if not hasattr(module.LogRecord, name)}
+    record: logging.LogRecord = module.makeLogRecord({**extra, "args": None, "exc_info": None})
+    return record
+
+
+def logging_module() -> Any:
+    import logging  # imported here, because few programs log
+
+    return logging
+
+
+def _json() -> Any:
+    import json  # imported here, because few workers log
+
+    return json
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -99,10 +99,9 @@ _NOTHING = nullcontext()
 @cache
 def _contexts() -> tuple[Any, Any, Any]:
     """Import what the program, which makes the records, does not need."""
-    from xpool._worker.seeds import seeded
-    from xpool._worker.task_output import above_bar, output_to
+    from xpool._worker import seeds, task_output
 
-    return above_bar, output_to, seeded
+    return task_output.above_bar, task_output.output_to, seeds.seeded
 
 
 _AROUND = frozenset({"scope", "file", "group", "above_bar", "seed"})

@@ -29,11 +29,15 @@ import signal
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from xpool._python import descriptors
+if sys.platform == "linux":
+    import fcntl
+
+from xpool._python import descriptors, exits
 
 ONE, SEVERAL = b"W", b"S"
 """The kind of descriptors in a boot socket: those of one worker, or boot sockets of several."""
@@ -79,8 +83,6 @@ def main(
     # Workers that share a process have equal environments in their contexts (`_pools/context`).
     _bind(configs[0], known)
     # Done before backends, the initializer and tasks, which may register callbacks.
-    from xpool._python import exits
-
     exits.begin()
     if late is not None:
         late()
@@ -138,8 +140,6 @@ def die_with_parent(fd: int) -> None:
     get the interpreter, and kills a stopped process, too.  On other systems a thread waits.
     """
     if sys.platform == "linux":
-        import fcntl
-
         # See fcntl(2).  O_ASYNC comes last, since it enables the signal.  Without F_SETSIG the
         # signal would be SIGIO.  It goes to the owner, this process, and not to children that a
         # task forks, which inherit the descriptor.
@@ -153,7 +153,6 @@ def die_with_parent(fd: int) -> None:
         if gone:
             os._exit(0)
     else:
-        import threading
 
         def wait() -> None:
             os.read(fd, 1)

@@ -239,11 +239,10 @@ class _Worker:
         if config["is_copy_tensor"]:
             return Layout(lessor=lease)
         # Imported here because few pools share tensors.
-        from xpool._pickling.tensors import mapped
-        from xpool._pickling.tensors.device_memory import Keeper
+        from xpool._pickling.tensors import device_memory, mapped
 
         mapped.keep_opened()
-        self._keeper = Keeper(arena, config["token"], config["index"], os.getpid())
+        self._keeper = device_memory.Keeper(arena, config["token"], config["index"], os.getpid())
         layout = Layout(lessor=lease, keep=self._keeper.reduce)
         return share(layout, arena, config["share_method"])
 

@@ -249,9 +249,7 @@ def _await_tracker(parent: int) -> None:
     """Let this worker use the program's resource tracker, once it imports the tracker's module."""
 
     def borrow(module: Any) -> None:
-        from xpool._python.tracker import Borrowed
-
-        Borrowed.become(module, parent, ask)
+        _tracker().Borrowed.become(module, parent, ask)
 
     def ask(sock: socket.socket) -> int | None:
         try:
@@ -265,12 +263,16 @@ def _await_tracker(parent: int) -> None:
         # A child inherits the tracker but must not use the socket, which is for this process.  The
         # import calls `borrow`, which needs the complete `tracker`, so `tracker` cannot import it.
         importlib.import_module("multiprocessing.resource_tracker")
-        from xpool._python.tracker import ask_now
-
-        ask_now()
+        _tracker().ask_now()
 
     import_hooks.when_imported("multiprocessing.resource_tracker", borrow)
     at_fork.at_fork(before=before_fork)
+
+
+def _tracker() -> Any:
+    from xpool._python import tracker  # here, because few workers have one
+
+    return tracker
 
 
 def _drain(fd: int) -> None:

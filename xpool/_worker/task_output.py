@@ -24,6 +24,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from xpool._python.exits import flush
+from xpool._python.hidden import flush_c
 from xpool._worker.worker_context import current_worker
 from xpool._worker.worker_relay import Lines, outbox
 
@@ -79,10 +80,8 @@ def _stream(stream: Any, fd: int) -> Any:
 
 def _flush() -> None:
     """Write what Python and C have buffered."""
-    import ctypes  # imported here because few programs need it
-
     flush()
-    ctypes.CDLL(None).fflush(None)
+    flush_c()
 
 
 class TaskFiles:

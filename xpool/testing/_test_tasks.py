@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import select
 import signal
 import sys
@@ -241,8 +242,6 @@ def end(how: str) -> None:
         number = signal.Signals[how]
         if number in (signal.SIGSEGV, signal.SIGABRT):
             # A core dump would take seconds and stay in the working directory.
-            import resource
-
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             # Only the main thread can set handlers.
             if threading.current_thread() is threading.main_thread():

@@ -375,15 +375,9 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
 # -- the receiving side ----------------------------------------------------------------------------
 
 
-def _imported_torch() -> Any:
-    import torch  # this may be the first tensor of the process
-
-    return torch
-
-
 def _from_buffer_of(name: str) -> Any:
     if name not in _FROM_BUFFER:
-        _learn(_imported_torch())
+        _learn(mapped.imported_torch())
     return _FROM_BUFFER[name]
 
 
@@ -410,7 +404,7 @@ _head = Head(_tensor)
 
 @builder
 def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> Any:
-    torch = _imported_torch()
+    torch = mapped.imported_torch()
     dtype = getattr(torch, name)
     index, odd = divmod(offset, dtype.itemsize)
     if not odd:
@@ -456,7 +450,7 @@ def _spread(buffer: Any, name: str, once: Any, shape: Any, strides: Any) -> Any:
 
 @builder
 def _empty(name: str, shape: Any, strides: Any, device: str) -> Any:
-    torch = _imported_torch()
+    torch = mapped.imported_torch()
     return torch.empty_strided(shape, strides, dtype=getattr(torch, name), device=device)
 
 

@@ -190,9 +190,14 @@ def open_buffer(path: str, device: int, inode: int, offset: int, nbytes: int) ->
 
 @builder
 def open_file(token: Any, *place: Any) -> Any:
-    import torch
-
+    torch = imported_torch()
     return torch.frombuffer(open_buffer(*place), dtype=torch.uint8).untyped_storage()
+
+
+def imported_torch() -> Any:
+    import torch  # this may be the first tensor of the process
+
+    return torch
 
 
 def _map(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:

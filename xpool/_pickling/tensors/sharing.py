@@ -162,8 +162,7 @@ def move(
 @builder
 def _open_storage(buffer: Any, nbytes: int) -> Any:
     """Return the storage of the first ``nbytes`` bytes of this memory."""
-    import torch
-
+    torch = mapped.imported_torch()
     if buffer is None:
         return torch.UntypedStorage(0)
     return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes).untyped_storage()
