@@ -37,7 +37,7 @@ from typing import Any
 if sys.platform == "linux":
     import fcntl
 
-from xpool._python import descriptors, exits
+from xpool._python import descriptors
 
 ONE, SEVERAL = b"W", b"S"
 """The kind of descriptors in a boot socket: those of one worker, or boot sockets of several."""
@@ -83,6 +83,8 @@ def main(
     # Workers that share a process have equal environments in their contexts (`_pools/context`).
     _bind(configs[0], known)
     # Done before backends, the initializer and tasks, which may register callbacks.
+    from xpool._python import exits
+
     exits.begin()
     if late is not None:
         late()
