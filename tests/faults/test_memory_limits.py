@@ -22,8 +22,8 @@ from xpool import (
     WorkerDied,
 )
 from xpool._engine import memory
-from xpool._engine.answers import MemoryLimits
 from xpool._engine.jobs.scheduler import Scheduler
+from xpool._engine.memory import MemoryLimits
 from xpool._memory import system
 from xpool._memory.system import Scope
 

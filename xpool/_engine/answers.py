@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 from xpool._calls.results import PickledResult, Unopened
 from xpool._engine.jobs.ranges import TaskRange, name_of
-from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler
-from xpool._engine.jobs.states import RestartPolicy, back_off
-from xpool._engine.ledger import Ledger, WorkerEnd
-from xpool._engine.maintenance import ArenaMaintenance
-from xpool._engine.reactor import Reactor
+from xpool._engine.jobs.scheduler import CALLS, Batch
+from xpool._engine.jobs.states import back_off
+from xpool._engine.ledger import WorkerEnd
+from xpool._engine.memory import EngineParts, MemoryLimits
 from xpool._engine.worker_process import WorkerProcess
 from xpool._pickling.frame import FRAMED, INLINE_BELOW, PLAIN, Leased, hold_blocks, unpack, weight
 from xpool._python.interrupt import by_handler
@@ -190,18 +189,6 @@ def _chance() -> float:
     return int.from_bytes(os.urandom(4), "little") / (1 << 32)
 
 
-class MemoryLimits(NamedTuple):
-    """Limits of memory; None: no limit.
-
-    ``worker``: most bytes of private memory of a worker.  ``high``, ``full``: fractions of the
-    machine's memory.  Above ``high``, tasks wait; above ``full``, the largest worker is ended.
-    """
-
-    worker: int | None = None
-    high: float | None = None
-    full: float | None = None
-
-
 class EngineOptions(NamedTuple):
     """Options of an engine.
 
@@ -220,17 +207,6 @@ class EngineOptions(NamedTuple):
     hands_back: bool = False
     memory: MemoryLimits = MemoryLimits()
     on_end: Callable[[WorkerEnd, Callable[[], None]], None] | None = None
-
-
-class EngineParts(NamedTuple):
-    """The parts of an engine that all other parts use."""
-
-    workers: list[WorkerProcess]
-    sched: Scheduler
-    reactor: Reactor
-    ledger: Ledger
-    maintenance: ArenaMaintenance
-    policy: RestartPolicy
 
 
 class Answers:

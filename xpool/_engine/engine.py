@@ -31,11 +31,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from xpool._engine import stacks
-from xpool._engine.answers import EngineOptions, EngineParts, StartFailure
+from xpool._engine.answers import EngineOptions, StartFailure
 from xpool._engine.jobs.scheduler import InFlight, Scheduler
 from xpool._engine.jobs.states import RestartPolicy
 from xpool._engine.ledger import EngineReport, Event, Ledger
-from xpool._engine.maintenance import ArenaMaintenance
+from xpool._engine.memory import ArenaMaintenance, EngineParts
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.reactor import Reactor
 from xpool._engine.relay import Relay

@@ -1,17 +1,23 @@
-"""Limits of the memory of workers, and of the machine's memory.
+"""The memory that workers take: the arena's, their own and the machine's; limits, and its return.
 
 Guarded by the engine's lock.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
 import os
 import signal
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from xpool._engine.answers import EngineParts, MemoryLimits
+from xpool._engine.jobs.scheduler import Scheduler
+from xpool._engine.jobs.states import RestartPolicy
+from xpool._engine.ledger import Ledger
+from xpool._engine.reactor import Reactor
 from xpool._engine.worker_process import WorkerProcess
+from xpool._memory.arena import IDLE_SECONDS, Arena
 from xpool._memory.system import Scope, available_memory, fullest_scope, oom_kills
+from xpool._pickling.tensors import mapped
 
 POLL_SECONDS = 0.2
 """Seconds between two checks."""
@@ -35,6 +41,111 @@ def private_memory(pid: int) -> int:
     except (OSError, ValueError):
         return 0
     return (resident - shared) * _PAGE
+
+
+class ArenaMaintenance:
+    """The arena's attachments, one for each process of workers, and the times of its trims.
+
+    Called with the engine's lock held, except `after_turn` and `end`, which may take milliseconds.
+    """
+
+    def __init__(self, arena: Arena | None, reactor: Reactor) -> None:
+        self._arena = arena
+        self._reactor = reactor
+        # Attachments whose holds the engine's thread clears.  Filled under the lock and emptied
+        # without it: `append` and `pop` of a list are atomic.
+        self._pending_reclaim: list[int] = []
+        self._due = False  # the engine's thread must trim the arena
+        self._planned = False  # a timer for the next trim is set
+        self._pause = IDLE_SECONDS
+        if arena is not None:
+            arena.begin()
+
+    def take_attachment(self) -> tuple[Arena | None, int | None]:
+        """Return the arena and an attachment for a new process; two None if none is free."""
+        attachment = None if self._arena is None else self._arena.take_attachment()
+        return (self._arena if attachment is not None else None), attachment
+
+    def damage(self, attachment: int | None) -> str:
+        """Return how an ended process has damaged its table in the arena; empty: not at all."""
+        try:
+            if self._arena is not None and attachment is not None:
+                self._arena.file.check(attachment)
+        except ValueError as exc:
+            return str(exc)
+        return ""
+
+    def free_attachment(self, attachment: int | None) -> None:
+        """Record that the process with this attachment has ended, or was not started."""
+        if attachment is not None:
+            # Clear its holds later: that takes milliseconds, and the engine's lock is held here.
+            self._pending_reclaim.append(attachment)
+
+    def later(self) -> None:
+        """Record that blocks of the arena are in use, and plan a trim for later."""
+        self._pause = IDLE_SECONDS
+        self._plan()
+
+    def _plan(self) -> None:
+        if not self._planned:
+            self._planned = True
+            self._reactor.call_at(self._reactor.now() + self._pause, self._ring)
+
+    def _ring(self) -> None:
+        self._due = True
+
+    def after_turn(self) -> bool:
+        """Clear holds, and trim the arena if due; return whether `again` must be called."""
+        while self._pending_reclaim and self._arena is not None:
+            self._arena.reclaim(self._pending_reclaim.pop())
+        mapped.collect()
+        if not self._due:
+            return False
+        arena = self._arena
+        self._due = self._planned = False  # before the trim: blocks used during it plan another one
+        self._pause = min(2 * self._pause, 60.0)
+        return arena is not None and arena.trim()
+
+    def again(self) -> None:
+        """Plan another trim after a longer pause, because there is more memory to return."""
+        self._plan()
+
+    def end(self) -> None:
+        """Clear all holds and end the arena; all workers have ended."""
+        # The engine's thread no longer calls `after_turn`.
+        while self._pending_reclaim and self._arena is not None:
+            self._arena.reclaim(self._pending_reclaim.pop())
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.end()
+            mapped.collect()
+
+    def forget(self) -> None:
+        """Forget the arena: it belongs to the parent of this forked child."""
+        self._arena = None
+
+
+class EngineParts(NamedTuple):
+    """The parts of an engine that all other parts use."""
+
+    workers: list[WorkerProcess]
+    sched: Scheduler
+    reactor: Reactor
+    ledger: Ledger
+    maintenance: ArenaMaintenance
+    policy: RestartPolicy
+
+
+class MemoryLimits(NamedTuple):
+    """Limits of memory; None: no limit.
+
+    ``worker``: most bytes of private memory of a worker.  ``high``, ``full``: fractions of the
+    machine's memory.  Above ``high``, tasks wait; above ``full``, the largest worker is ended.
+    """
+
+    worker: int | None = None
+    high: float | None = None
+    full: float | None = None
 
 
 class MemoryGuard:

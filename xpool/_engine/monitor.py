@@ -14,10 +14,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from xpool._engine.answers import Answers, EngineOptions, EngineParts, own_part
+from xpool._engine.answers import Answers, EngineOptions, own_part
 from xpool._engine.jobs.scheduler import CALLS, Batch
 from xpool._engine.jobs.states import Act, WorkerProgress, WorkerStates
-from xpool._engine.memory import MemoryGuard
+from xpool._engine.memory import EngineParts, MemoryGuard
 from xpool._engine.reactor import Alarms, Reactor
 from xpool._engine.worker_process import WorkerProcess, processor_times
 from xpool._pickling.frame import inline

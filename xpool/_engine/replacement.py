@@ -19,11 +19,12 @@ from collections import deque
 from functools import partial
 from typing import NamedTuple
 
-from xpool._engine.answers import EngineOptions, EngineParts, StartFailure
+from xpool._engine.answers import EngineOptions, StartFailure
 from xpool._engine.jobs.scheduler import Batch
 from xpool._engine.jobs.states import EndKind, RestartPolicy, WorkerStates
 from xpool._engine.launch import Handle
 from xpool._engine.ledger import WorkerEnd
+from xpool._engine.memory import EngineParts
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.reactor import Alarms
 from xpool._engine.switchboard import Switchboard

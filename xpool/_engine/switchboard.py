@@ -22,13 +22,6 @@ PEER_WAIT_SECONDS = 1.0
 then, both get a new channel: something else has closed the old one."""
 
 
-class _Link:
-    """A channel between two processes: its number, and the generations of the processes."""
-
-    def __init__(self, serial: int, ends: tuple[int, int]) -> None:
-        self.serial, self.ends = serial, ends
-
-
 class Switchboard:
     """The channels between the workers of an engine."""
 
@@ -40,7 +33,8 @@ class Switchboard:
     ) -> None:
         self._workers, self._reactor = workers, reactor
         self._distrust = distrust  # called for a worker that sends an invalid message
-        self._links: dict[tuple[int, int], _Link] = {}  # the latest of each pair, lower index first
+        # The latest of each pair, lower index first: its number, the generations of its processes.
+        self._links: dict[tuple[int, int], tuple[int, tuple[int, int]]] = {}
         self._serials = 0
         # Requests that wait for the peer's next process, by (asker, peer).  The timer ends a wait.
         self._waiting: dict[tuple[int, int], Timer] = {}
@@ -101,10 +95,10 @@ class Switchboard:
         """Handle a request; the worker knows channel ``known``, which has closed if ``ended``."""
         pair = min(worker.index, peer), max(worker.index, peer)
         other = self._workers[peer]
-        link = self._links.get(pair)
+        serial, ends = self._links.get(pair, (0, None))
         # A new process has another generation: the channel to its predecessor does not count.
-        current = link is not None and link.ends == self._ends(pair)
-        if link is not None and current and link.serial > known:
+        current = ends == self._ends(pair)
+        if current and serial > known:
             return  # a newer channel was sent already
         # The peer may have died unnoticed: do not connect to a dead process.
         if other.handle is None or (current and ended):
@@ -145,7 +139,7 @@ class Switchboard:
                 self._refuse(asker, peer, exc)
                 return
         pair = min(asker, peer), max(asker, peer)
-        self._links[pair] = _Link(self._serials, self._ends(pair))
+        self._links[pair] = self._serials, self._ends(pair)
 
     def _hand(self, worker: int, peer: int, end: socket.socket) -> None:
         fd = self._workers[worker].control

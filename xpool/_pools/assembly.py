@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from xpool._engine.answers import EngineOptions as EngineOptions
-from xpool._engine.answers import MemoryLimits
 from xpool._engine.engine import Engine as Engine
 from xpool._engine.launch import Launcher
+from xpool._engine.memory import MemoryLimits
 from xpool._engine.relay import Relay as Relay
 from xpool._engine.worker_process import Recipe as Recipe
 from xpool._memory.arena import Arena
