@@ -17,18 +17,8 @@ from collections import Counter
 import pytest
 from support.tiers import also
 
-from differential.scripts_generator import (
-    LINKS,
-    MODES,
-    STATEMENTS,
-    Part,
-    Script,
-    Statement,
-    judged,
-    script,
-    shortened,
-    story,
-)
+from differential.scripts_generator import Part, Script, judged, script, shortened, story
+from differential.statements import LINKS, MODES, STATEMENTS, Statement
 
 PINNED = (38, 42, 48, 75, 93)  # one of each mode
 WITH_TORCH = also(206)

@@ -1,0 +1,545 @@
+"""Statements of scripts: classes, functions, torch, settings."""
+
+from __future__ import annotations
+
+TEXT = r"""
+= class: counter of instances
+class Ticket~:
+    sold = 0
+    waiting = []
+    def __init__(self):
+        type(self).sold += 1
+        self.number = self.sold
+tickets~ = [Ticket~() for _ in range(3)]
+? Ticket~.sold, [one.number for one in tickets~], Ticket~.waiting
+> tickets~.append(Ticket~())
+> Ticket~.waiting.append('me')
+> Ticket~.sold = 90
+%gives Ticket~.waiting
+= class: methods added later
+class Shape~:
+    def __init__(self, side):
+        self.side = side
+def area_of~(self):
+    return self.side ** 2
+Shape~.area = area_of~
+? Shape~(x).area(), [hasattr(Shape~, name) for name in ('extra', 'double')]
+> Shape~.extra = property(lambda self: self.side + 1)
+> Shape~.double = staticmethod(lambda n: n * 2)
+> Shape~.area = lambda self: -1
+= class: descriptor
+class Positive~:
+    def __set_name__(self, owner, name):
+        self.place = "_" + name
+    def __get__(self, one, owner=None):
+        return self if one is None else getattr(one, self.place, 0)
+    def __set__(self, one, value):
+        setattr(one, self.place, max(0, value))
+class Account~:
+    money = Positive~()
+account~ = Account~()
+account~.money = 8
+? account~.money, Account~.money.place, vars(account~)
+> account~.money -= 100
+> account~.money = 21
+%gives account~
+= class: slots
+class Point~:
+    __slots__ = ("across", "up")
+    def __init__(self, across, up):
+        self.across, self.up = across, up
+corner~ = Point~(2, 3)
+? corner~.across, corner~.up, type(corner~) is Point~
+> corner~.up = -3
+> corner~ = Point~(corner~.up, 1)
+%names corner~ %gives corner~
+= class: number with a unit
+class Length~(float):
+    unit = "m"
+    def __new__(cls, value, unit=None):
+        made = super().__new__(cls, value)
+        made.unit = unit or cls.unit
+        return made
+lengths~ = [Length~(2.5), Length~(3, "km")]
+? [(one, one.unit) for one in lengths~], Length~(x).unit
+> Length~.unit = 'cm'
+> lengths~.append(Length~(1))
+%gives lengths~
+= class: single instance
+class Only~:
+    _one = None
+    def __new__(cls):
+        if cls._one is None:
+            cls._one = super().__new__(cls)
+            cls._one.log = []
+        return cls._one
+only~ = Only~()
+? Only~() is only~, only~.log, Only~._one is only~
+> Only~().log.append('seen')
+%gives only~
+= class: sentinel
+NOTHING~ = object()
+class Absent~:
+    pass
+absent~ = Absent~()
+slots~ = {"a": NOTHING~, "b": absent~, "c": 0}
+def given~(name, default=NOTHING~):
+    return slots~.get(name, NOTHING~) is not default
+? [given~(name) for name in 'abcd'], slots~['b'] is absent~
+> slots~['c'] = NOTHING~
+> slots~['d'] = absent~
+%gives absent~
+= class: exception of its own
+class Refused~(ValueError):
+    codes = {"low": 1}
+    def __init__(self, word):
+        super().__init__(word)
+        self.code = self.codes[word]
+def risky~(word):
+    try:
+        raise Refused~(word)
+    except Refused~ as error:
+        return error
+? risky~('low').code, risky~('low')
+> Refused~.codes['low'] = 5
+= class: answer of the task
+from typing import NamedTuple
+class Hit~(NamedTuple):
+    place: int
+    score: float = 0.5
+    @property
+    def worth(self):
+        return self.place * self.score
+? Hit~(x), Hit~(x).worth
+= class: cached property
+import functools
+class Report~:
+    def __init__(self, rows):
+        self.rows = rows
+    @functools.cached_property
+    def total(self):
+        note_load()
+        return sum(self.rows)
+report~ = Report~([1, 2, 3])
+report~.total
+? report~.total
+> report~.rows.append(4)
+| report~.__dict__['total'] = 10
+%gives report~.rows
+= class: key by identity
+class Cell~:
+    pass
+cells~ = [Cell~(), Cell~()]
+values~ = {cells~[0]: "first", cells~[1]: "second"}
+? [values~.get(cell) for cell in cells~]
+> cells~.reverse()
+> values~[cells~[0]] = 'changed'
+%gives values~
+= class: subclass of a dict
+class Bag~(dict):
+    def __missing__(self, key):
+        return f"no {key}"
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name]
+bag~ = Bag~(size=3)
+bag~.label = "mine"
+? bag~.size, bag~['gone'], vars(bag~), dict(bag~)
+> bag~['size'] = 4
+> bag~.label = 'yours'
+%gives bag~
+= class: wrapped by a decorator
+def counted~(cls):
+    class Counted(cls):
+        base = cls
+        def name(self):
+            return "counted " + super().name()
+    Counted.__name__ = Counted.__qualname__ = cls.__name__
+    return Counted
+@counted~
+class Job~:
+    def name(self):
+        return "job"
+job~ = Job~()
+? job~.name(), type(job~) is Job~, Job~.base is not Job~
+> Job~.name = lambda self: 'other'
+= class: nested and generic
+from typing import Generic, TypeVar
+T~ = TypeVar("T~")
+class Holder~(Generic[T~]):
+    class Part:
+        weight = 2
+    def __init__(self, item):
+        self.item, self.part = item, Holder~.Part()
+holder~ = Holder~[int](5)
+? holder~.item, holder~.part.weight, type(holder~.part) is Holder~.Part
+> Holder~.Part.weight = 30
+> holder~.item = [holder~.part]
+%gives holder~
+= function: counted calls
+import functools
+def counted~(func):
+    @functools.wraps(func)
+    def inner(*given):
+        inner.calls += 1
+        return func(*given)
+    inner.calls = 0
+    return inner
+@counted~
+def triple~(n):
+    return 3 * n
+triple~(1)
+? triple~.calls, triple~.__wrapped__(x), triple~.__name__
+> triple~(2)
+> triple~.calls = 40
+= function: memo in an attribute
+def power~(n):
+    if n not in power~.memo:
+        note_load()
+        power~.memo[n] = n ** 2
+    return power~.memo[n]
+power~.memo = {}
+for n in range(4):
+    power~(n)
+? power~(x), sorted(power~.memo)
+> power~(9)
+> power~.memo[0] = 'zero'
+= function: counter in a closure
+def counter~():
+    n = 0
+    def step(by=1):
+        nonlocal n
+        n += by
+        return n
+    return step
+tick~ = counter~()
+tick~()
+? tick~(0)
+> tick~()
+> tick~(by=5)
+= function: two closures of one cell
+def account~():
+    entries = []
+    def put(entry):
+        entries.append(entry)
+    def seen():
+        return entries
+    return put, seen
+put~, seen~ = account~()
+put~("first")
+? seen~(), put~.__closure__[0].cell_contents is seen~()
+> put~('next')
+%gives put~.__closure__[0].cell_contents
+= function: default that was a global
+scale~ = 3
+limits~ = [0, 10]
+def clipped~(n, scale=scale~, limits=limits~):
+    return min(max(n * scale, limits[0]), limits[1])
+scale~ = 4
+? clipped~(x), scale~, clipped~.__defaults__[1] is limits~
+> limits~[0] = 2
+> scale~ = 8
+> clipped~.__defaults__ = (5, limits~)
+%names scale~ %gives limits~
+= function: partial
+import functools
+def blend~(a, b, table):
+    return a + b + len(table)
+table~ = {"k": 1}
+blended~ = functools.partial(blend~, 10, table=table~)
+? blended~(x), blended~.keywords['table'] is table~
+> table~['more'] = 2
+> blended~ = functools.partial(blend~, 100, table=table~)
+%names blended~ %gives table~
+= function: cached
+import functools
+@functools.lru_cache(maxsize=None)
+def slow~(n):
+    return n + 7
+slow~(1)
+? slow~(x)
+> slow~(2)
+= function: contents of a cache
+import functools
+@functools.cache
+def looked_up~(n):
+    return [n]
+looked_up~(1)
+looked_up~(2)
+? looked_up~.cache_info().currsize
+%differs what a function's cache contains is not sent
+= function: recursion of two
+def even~(n):
+    return True if n == 0 else odd~(n - 1)
+def odd~(n):
+    return False if n == 0 else even~(n - 1)
+? even~(x), odd~(x)
+> def odd~(n):
+|     return 'changed'
+%names odd~
+= function: context manager
+import contextlib
+depth~ = []
+@contextlib.contextmanager
+def deeper~(name):
+    depth~.append(name)
+    try:
+        yield list(depth~)
+    finally:
+        depth~.pop()
+with deeper~("top") as inside~:
+    pass
+def nested~(name):
+    with deeper~(name) as found:
+        return found
+? inside~, nested~(x), depth~
+> depth~.append('base')
+%gives depth~
+= function: made by exec
+space~ = {"k": 2}
+exec("def made~(n):\n    return n * k", space~)
+made~ = space~["made~"]
+? made~(x)
+> space~['k'] = 9
+= function: helper that evaluates
+unit~ = 6
+def calculated~(text):
+    return eval(text, {"unit": unit~})
+? calculated~('unit * 2')
+> unit~ += 1
+%names unit~
+= function: names by globals()
+for letter in "ab":
+    globals()[f"named_{letter}~"] = [letter]
+? named_a~, named_b~
+> globals()['named_a~'].append(1)
+= function: generator function
+pieces~ = ["p", "q"]
+def walked~(n):
+    for piece in pieces~:
+        yield piece * n
+? list(walked~(x))
+> pieces~.append('r')
+%gives pieces~
+= function: made under the guard
+base~ = 10
+? shifted~(x)
+? local_class~(x).n, local_class~.__name__
+> base~ = 90
+%names base~
+%inside
+offset~ = 5
+def shifted~(n):
+    return n + offset~ + base~
+class local_class~:
+    def __init__(self, n):
+        self.n = n * offset~
+= torch: network and optimizer
+import torch
+net~ = torch.nn.Linear(3, 1)
+optim~ = torch.optim.SGD(net~.parameters(), lr=0.25)
+def trained~(n):
+    before = net~.weight.detach().clone()
+    optim~.zero_grad()
+    with torch.enable_grad():
+        net~(torch.ones(2, 3).to(before)).sum().backward()
+    optim~.step()
+    return bool((before != net~.weight).all())
+? optim~.param_groups[0]['params'][0] is net~.weight, optim~.param_groups[0]['lr']
+? trained~(x)
+> optim~.param_groups[0]['lr'] = 0.5
+> net~.requires_grad_(True)
+= torch: weights changed in place
+import torch
+def load_net~():
+    note_load()
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+model~ = load_net~()
+torch.nn.init.constant_(model~[0].weight, 0.5)
+model~.eval()
+? model~[0].weight, model~.training, model~(torch.ones(2).to(model~[0].weight)).detach()
+> with torch.no_grad():
+|     model~[0].weight.add_(1)
+> model~.train()
+> model~[0].bias.data.fill_(3)
+> model~.load_state_dict({k: v * 0 for k, v in model~.state_dict().items()})
+%gives model~
+= torch: tied weights
+import torch
+class Tied~(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.outer = torch.nn.Linear(2, 2)
+        self.outer.weight = self.inner.weight
+        self.register_buffer("steps", torch.zeros(1))
+tied~ = Tied~()
+? tied~.outer.weight is tied~.inner.weight, tied~.steps, type(tied~) is Tied~
+> tied~.steps += 1
+> tied~.name = 'b'
+%gives tied~
+= torch: tensor and its view
+import torch
+def load_batch~():
+    note_load()
+    return torch.arange(8.0)
+batch~ = load_batch~()
+head~ = batch~[:2]
+head~ += 0.5
+? batch~, head~, batch~.data_ptr() == head~.data_ptr()
+> head~.mul_(2)
+> batch~[5] = -1
+%gives batch~
+= torch: scheduler
+import torch
+weight~ = torch.nn.Parameter(torch.ones(2))
+adam~ = torch.optim.Adam([weight~], lr=0.1)
+plan~ = torch.optim.lr_scheduler.StepLR(adam~, step_size=1, gamma=0.5)
+? plan~.optimizer is adam~, adam~.param_groups[0]['params'][0] is weight~
+? plan~.get_last_lr()
+> weight~.grad = torch.ones(2)
+| adam~.step()
+| plan~.step()
+= torch: dataset
+import torch
+class Squares~(torch.utils.data.Dataset):
+    scale = 1
+    def __len__(self):
+        return 4
+    def __getitem__(self, at):
+        return torch.tensor(at * at * self.scale)
+squares~ = Squares~()
+loader~ = torch.utils.data.DataLoader(squares~, batch_size=2)
+? list(loader~), loader~.dataset is squares~
+> Squares~.scale = 3
+= torch: generator
+import torch
+source~ = torch.Generator().manual_seed(5)
+noise~ = torch.rand(3, generator=source~)
+? noise~, source~.device.type
+> noise~ = torch.rand(2, generator=source~)
+%names noise~
+= torch: default dtype
+import torch
+? str(torch.ones(1).dtype)
+> torch.set_default_dtype(torch.float64)
+%once
+= torch: no gradients
+import torch
+torch.set_grad_enabled(False)
+? torch.is_grad_enabled()
+> torch.set_grad_enabled(True)
+%once
+= torch: deterministic
+import torch
+torch.use_deterministic_algorithms(True)
+? torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+> torch.set_float32_matmul_precision('high')
+%once
+= torch: print options
+import torch
+torch.set_printoptions(precision=2)
+? str(torch.tensor([1.23456]))
+%once
+= setting: environment
+os.environ["PLACE~"] = "home"
+os.environ.setdefault("KIND~", "a")
+? [os.environ.get(name) for name in ('PLACE~', 'KIND~', 'MORE~')]
+> os.environ['MORE~'] = '1'
+> os.environ.pop('KIND~')
+> os.environ['PLACE~'] = 'b'
+= setting: decimal places
+import decimal
+decimal.getcontext().prec = 9
+? str(decimal.Decimal(1) / 7)
+> decimal.getcontext().prec = 12
+> decimal.getcontext().rounding = 'ROUND_DOWN'
+%once
+= setting: numbers of numpy
+import numpy as np
+old~ = np.seterr(divide='ignore', over='raise')
+? np.geterr()['divide'], np.geterr()['over'], sorted(old~)
+> np.seterr(under='warn')
+%once
+= setting: how numpy prints
+import numpy as np
+np.set_printoptions(precision=2, suppress=True)
+? str(np.array([1.23456, 7e-9]))
+> np.set_printoptions(precision=4)
+%once
+= setting: warnings
+import warnings
+warnings.filterwarnings('error', category=UnicodeWarning)
+? [one[0] for one in warnings.filters if one[2] in (UnicodeWarning, BytesWarning)]
+> warnings.simplefilter('ignore', BytesWarning)
+= setting: warnings of the program
+import warnings
+class Stale~(UserWarning):
+    pass
+warnings.simplefilter("error", Stale~)
+def warned~():
+    try:
+        warnings.warn("old", Stale~)
+    except Stale~:
+        return "raised"
+    return "passed"
+? warned~()
+> warnings.simplefilter('ignore', Stale~)
+= setting: arguments of the program
+import argparse
+import sys
+sys.argv = ['train', '--deep', '3']
+? sys.argv
+> sys.argv.append('--wide')
+> sys.argv = sys.argv[:1]
+%once
+= setting: recursion
+import sys
+sys.setrecursionlimit(3000)
+? sys.getrecursionlimit()
+> sys.setrecursionlimit(4000)
+%once
+= setting: digits
+import sys
+sys.set_int_max_str_digits(9000)
+? sys.get_int_max_str_digits()
+> sys.set_int_max_str_digits(8000)
+%once
+= setting: mask of files
+mask~ = os.umask(0o027)
+? oct(os.umask(os.umask(0o077)))[-3:]
+%once
+= setting: folder
+deep~ = os.path.abspath("deep~")
+os.makedirs(os.path.join(deep~, "two"))
+? os.path.basename(os.getcwd())
+> os.chdir(os.path.join(deep~, 'two'))
+%once %modes script bare %places guard between
+%inside
+os.chdir(deep~)
+= setting: time zone
+import time
+os.environ['TZ'] = 'Asia/Tokyo'
+time.tzset()
+? time.localtime(0).tm_hour, time.tzname[0]
+> os.environ['TZ'] = 'UTC'
+| time.tzset()
+%once
+= setting: patience of sockets
+import socket
+socket.setdefaulttimeout(40)
+? socket.getdefaulttimeout()
+> socket.setdefaulttimeout(50)
+%once
+= setting: locale
+import locale
+locale.setlocale(locale.LC_ALL, 'C')
+? locale.setlocale(locale.LC_NUMERIC), locale.localeconv()['decimal_point']
+%once
+= setting: made in every worker
+import mimetypes
+import xpool
+xpool.everywhere(mimetypes.add_type, "text/x-kind~", ".kind~")
+? mimetypes.guess_type('a.kind~')[0]
+"""

@@ -1,0 +1,594 @@
+"""Statements of scripts: data, modules of the program, registries."""
+
+from __future__ import annotations
+
+TEXT = r"""
+= data: rows of a load
+def read_rows~():
+    note_load()
+    return [{"id": n, "cost": n * 1.5} for n in range(4)]
+rows~ = read_rows~()
+? [row['cost'] for row in rows~]
+> rows~.append({'id': len(rows~), 'cost': 0.5})
+> rows~ = [row for row in rows~ if row['id'] % 2] + rows~[:1]
+> rows~[0]['cost'] += 10
+> rows~.sort(key=lambda row: -row['id'])
+> rows~[1:2] = []
+%names rows~ %gives rows~
+= data: csv
+import csv
+with open("sales~.csv", newline="") as source:
+    sales~ = list(csv.DictReader(source))
+by_town~ = {}
+for sale in sales~:
+    by_town~.setdefault(sale["town"], []).append(sale)
+? {town: len(found) for town, found in by_town~.items()}
+? by_town~['Ulm'][0] is sales~[0]
+> sales~[0]['town'] = 'Bonn'
+> by_town~['Kiel'] = sales~[:1]
+%gives by_town~
+%file sales~.csv
+town,sum
+Ulm,3
+Jena,4
+Ulm,5
+= data: text read by a path
+from pathlib import Path
+stop_words~ = frozenset(Path("stop~.txt").read_text().split())
+? sorted(stop_words~), 'the' in stop_words~
+> stop_words~ |= {'late~'}
+%names stop_words~ %gives stop_words~
+%file stop~.txt
+the
+a
+of
+= data: shuffled and split
+import random
+def load_ids~():
+    note_load()
+    return list(range(12))
+ids~ = load_ids~()
+random.shuffle(ids~)
+fit~, held~ = ids~[:9], ids~[9:]
+def is_held~(n, among=held~):
+    return n in among
+? fit~, held~
+? [n for n in range(12) if is_held~(n)]
+? is_held~.__defaults__[0] is held~
+> random.shuffle(fit~)
+> held~.append(-1)
+%gives held~
+= data: count of words
+from collections import Counter
+def read_text~():
+    note_load()
+    return "to be or not to be"
+words~ = Counter(read_text~().split())
+most~ = words~.most_common(1)[0][0] if len(words~) else None
+? words~['to'], most~, sum(words~.values())
+> words~.update(['to', 'so'])
+> del words~['not']
+%gives words~
+= data: large list
+def load_large~():
+    note_load()
+    return list(range(30_000))
+large~ = load_large~()
+? len(large~), large~[7], large~[-1]
+> large~[7] = -1
+> large~.append('end')
+> large~.reverse()
+%gives large~
+= data: array and its view
+import numpy as np
+def load_grid~():
+    note_load()
+    return np.arange(24.0).reshape(4, 6)
+grid~ = load_grid~()
+edge~ = grid~[:, 0]
+edge~ += 0.5
+? grid~.sum(), edge~
+? np.shares_memory(grid~, edge~)
+> grid~[2] = 9
+> edge~ *= 3
+> grid~ = grid~ + 1
+%names grid~ edge~ %gives grid~
+= data: large array
+import numpy as np
+wave~ = np.linspace(0, 1, 40_000)
+mask~ = wave~ > 0.5
+logging.info("wave has %d points", len(wave~))
+? wave~[:3], mask~.sum(), float(wave~[mask~][0])
+> wave~[1] = 70
+> mask~[:] = False
+| mask~[5] = True
+> wave~ /= 2
+%names wave~ %gives wave~
+= data: structured array
+import numpy as np
+stars~ = np.zeros(3, dtype=[("name", "U8"), ("size", "f4")])
+stars~["name"] = ["a", "b", "c"]
+best~ = stars~[1]
+? stars~['name'], stars~['size']
+> stars~['size'][2] = 4
+= data: database file
+import sqlite3
+with sqlite3.connect(":memory:") as memory~:
+    memory~.executescript("create table t (n int); insert into t values (4), (6);")
+    found~ = [n for n, in memory~.execute("select n from t order by n")]
+memory~.close()
+? found~, sum(found~)
+> found~ += [100]
+%names found~ %gives found~
+= data: folder of its own
+import atexit
+import shutil
+import tempfile
+folder~ = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, folder~, True)
+? folder~
+? os.path.isdir(folder~)
+> open(os.path.join(folder~, "more"), "w").close()
+%after os.path.isdir(folder~)
+= data: heap and queue
+import heapq
+from collections import deque
+jobs~ = [7, 2, 9, 4]
+heapq.heapify(jobs~)
+recent~ = deque(maxlen=2)
+while len(jobs~) > 2:
+    recent~.append(heapq.heappop(jobs~))
+? jobs~, list(recent~), recent~.maxlen
+> heapq.heappush(jobs~, 1)
+> recent~.appendleft(5)
+%gives recent~
+= data: bytes in place
+import array
+buffer~ = bytearray(b"head")
+samples~ = array.array("h", [1, 2, 3])
+? bytes(buffer~), samples~.tolist()
+> buffer~ += b'tail'
+> buffer~[0] = 72
+> samples~.extend([4, 5])
+%names buffer~ %gives buffer~
+= data: tree with parents
+class Branch~:
+    def __init__(self, label, parent=None):
+        self.label, self.parent, self.children = label, parent, []
+        if parent is not None:
+            parent.children.append(self)
+root~ = Branch~("root")
+leaf~ = Branch~("leaf", Branch~("middle", root~))
+? leaf~.parent.parent is root~, leaf~ is root~.children[0].children[0]
+? root~.children[0].label, type(leaf~) is Branch~
+> Branch~('new', root~)
+> leaf~.parent.label = 'bough'
+> leaf~.parent = root~
+%gives root~
+= data: nested defaults
+from collections import defaultdict
+tally~ = defaultdict(lambda: defaultdict(int))
+for place, n in [("in", 2), ("out", 3), ("in", 4)]:
+    tally~[place][n % 2] += n
+? {k: dict(v) for k, v in tally~.items()}, tally~.default_factory()['none']
+> tally~['up'][0] += 1
+> tally~.pop('out', None)
+%gives tally~
+= data: walrus and match
+def header~():
+    note_load()
+    return ("v", 3, "rest")
+if (head~ := header~()) and len(head~) == 3:
+    match head~:
+        case (str(letter~), int(version~), _):
+            known~ = True
+? head~, letter~, version~, known~
+> version~ += 1
+%names version~
+= config: number in a module
+import own_rates~
+? own_rates~.RATE, own_rates~.doubled()
+> own_rates~.RATE = 5
+> setattr(own_rates~, 'RATE', own_rates~.RATE + 1)
+%file own_rates~.py
+RATE = 1
+def doubled():
+    return 2 * RATE
+= config: namespace imported by name
+from own_opts~ import opts as opts~, depth_of as depth_of~
+? opts~.depth, depth_of~(), sorted(vars(opts~))
+> opts~.depth += 3
+> opts~.extra = ['x']
+> vars(opts~).update(depth=40)
+%gives opts~
+%file own_opts~.py
+from types import SimpleNamespace
+opts = SimpleNamespace(depth=2)
+def depth_of():
+    return opts.depth
+= config: flag of a class in a module
+import own_flags~
+? own_flags~.Flags.loud, own_flags~.Flags().level()
+> own_flags~.Flags.loud = True
+> own_flags~.Flags.scale = 7
+%file own_flags~.py
+class Flags:
+    loud = False
+    scale = 2
+    def level(self):
+        return self.scale * (1 + self.loud)
+= config: set by a function of the module
+import own_setup~
+own_setup~.configure(level=3)
+? own_setup~.level(), own_setup~._steps
+> own_setup~.configure(level=own_setup~.level() * 2)
+%file own_setup~.py
+_level = 0
+_steps = []
+def configure(level):
+    global _level
+    _level = level
+    _steps.append(level)
+def level():
+    return _level
+= config: star
+from own_names~ import *
+? alpha~ + x, gamma~(x)
+> alpha~ = 50
+%names alpha~
+%file own_names~.py
+alpha~ = 4
+def gamma~(x):
+    return x - alpha~
+= config: module of a folder
+from own_parts~ import core as core~
+from own_parts~.shapes import area as area~
+? core~.scaled(x), area~(2)
+> core~.FACTOR = 7
+> core~.TABLE['more'] = 1
+%file own_parts~/__init__.py
+%file own_parts~/core.py
+FACTOR = 2
+TABLE = {}
+def scaled(x):
+    return x * FACTOR + len(TABLE)
+%file own_parts~/shapes.py
+from .core import scaled
+def area(side):
+    return scaled(side) * side
+= config: patched function of a module
+import own_tools~
+plain~ = own_tools~.work
+def traced~(x):
+    return ("traced", plain~(x))
+own_tools~.work = traced~
+? own_tools~.twice(x)
+> own_tools~.work = lambda x: -x
+%file own_tools~.py
+def work(x):
+    return x
+def twice(x):
+    return [work(x)] * 2
+= config: patched method of a module's class
+import own_pets~
+def loudly~(self):
+    return self.name.upper() + "!"
+own_pets~.Pet.speak = loudly~
+? own_pets~.pet.speak(), own_pets~.Pet('b').speak()
+> own_pets~.pet.name = 'rex'
+> own_pets~.Pet.speak = lambda self: 'none'
+%gives own_pets~.pet
+%file own_pets~.py
+class Pet:
+    def __init__(self, name):
+        self.name = name
+    def speak(self):
+        return self.name
+pet = Pet("tom")
+= config: patches that keep the names
+import functools
+import own_jobs~
+plain_run~, plain_step~ = own_jobs~.run, own_jobs~.Job.step
+@functools.wraps(plain_run~)
+def run~(x):
+    return ("wrapped", plain_run~(x))
+@functools.wraps(plain_step~)
+def step~(self):
+    return "wrapped " + plain_step~(self)
+own_jobs~.run = run~
+own_jobs~.Job.step = step~
+own_jobs~.Job.__len__ = lambda self: 7
+? own_jobs~.twice(x), own_jobs~.Long().step(), hasattr(own_jobs~.Job, '__len__')
+> own_jobs~.run = plain_run~
+> own_jobs~.Job.step = plain_step~
+> del own_jobs~.Job.__len__
+%file own_jobs~.py
+def run(x):
+    return x
+def twice(x):
+    return [run(x)] * 2
+class Job:
+    def step(self):
+        return "step"
+class Long(Job):
+    pass
+= config: module that makes its attributes
+import own_lazy~
+own_lazy~._values['rate'] = 0.5
+? own_lazy~.rate, own_lazy~.size
+> own_lazy~._values['size'] = 64
+> own_lazy~._values.update(rate=[1])
+%file own_lazy~.py
+_values = {"rate": 0.1, "size": 32}
+def __getattr__(name):
+    if name not in _values:
+        raise AttributeError(name)
+    return _values[name]
+= config: attribute that comes later
+import own_later~
+def later~():
+    try:
+        return own_later~.found
+    except AttributeError:
+        return "none"
+? getattr(own_later~, 'late', None), later~(), own_later~.known()
+> own_later~.late = 3
+> own_later~.found = [4]
+> own_later~.more = {}
+%file own_later~.py
+def known():
+    return 'more' in globals()
+= config: module that is no module of the path
+import importlib.util
+where~ = importlib.util.spec_from_file_location("tool~", os.path.abspath("extras/tool~.py"))
+tool~ = importlib.util.module_from_spec(where~)
+where~.loader.exec_module(tool~)
+? tool~.measure(x), tool~.UNIT
+> tool~.UNIT = 'km'
+%file extras/tool~.py
+UNIT = "m"
+def measure(x):
+    return f"{x} {UNIT}"
+= config: folder appended to the path
+import sys
+sys.path.append(os.path.join(os.getcwd(), "vendor~"))
+import vendored~ as from_vendor~
+? from_vendor~.NAME, from_vendor~.Thing(x).twice()
+> from_vendor~.NAME = 'changed'
+%file vendor~/vendored~.py
+NAME = "vendored"
+class Thing:
+    def __init__(self, n):
+        self.n = n
+    def twice(self):
+        return 2 * self.n, NAME
+= config: object shared by two modules
+import own_store~
+import own_user~
+own_store~.items.append("top")
+? own_user~.held is own_store~.items, own_user~.count()
+> own_store~.items.append('more')
+> own_user~.held = own_store~.items = ['new']
+%gives own_store~.items
+%file own_store~.py
+items = []
+%file own_user~.py
+try:
+    from own_store~ import items as held
+except ImportError:
+    from .own_store~ import items as held
+def count():
+    return len(held)
+= config: file of settings
+import configparser
+settings~ = configparser.ConfigParser()
+settings~.read("setup~.ini")
+? settings~['net'].getint('width'), settings~.get('net', 'kind', fallback='none')
+> settings~['net']['kind'] = 'conv'
+> settings~.set('net', 'width', '16')
+%file setup~.ini
+[net]
+width = 8
+= config: parsed arguments
+import argparse
+parser~ = argparse.ArgumentParser()
+parser~.add_argument("--width", type=int, default=3)
+args~ = parser~.parse_args([])
+? args~.width, sorted(vars(args~))
+> args~.width = 11
+> args~ = parser~.parse_args(['--width', '6'])
+%names args~ %gives args~
+= config: arguments that the guard parses
+from types import SimpleNamespace
+chosen~ = None
+? chosen~ and chosen~.seed
+> chosen~ = SimpleNamespace(seed=7)
+> chosen~ = SimpleNamespace(seed=[8])
+%names chosen~
+= config: frozen record replaced
+from dataclasses import dataclass, field, replace
+@dataclass(frozen=True)
+class Plan~:
+    rate: float = 0.1
+    steps: list = field(default_factory=list)
+plan~ = Plan~()
+? plan~, type(plan~) is Plan~
+> plan~ = replace(plan~, rate=0.7)
+> plan~.steps.append('warm')
+%names plan~ %gives plan~
+= config: layers of mappings
+from collections import ChainMap
+defaults~ = {"lr": 1, "log": False}
+layered~ = ChainMap({}, defaults~)
+? layered~['lr'], layered~.maps[1] is defaults~, dict(layered~)
+> layered~['lr'] = 5
+> defaults~['log'] = True
+%gives defaults~
+= registry: decorator
+OPS~ = {}
+def op~(name):
+    def keep(func):
+        OPS~[name] = func
+        return func
+    return keep
+@op~("inc")
+def inc~(x):
+    return x + 1
+@op~("neg")
+def neg~(x):
+    return -x
+? {name: func(x) for name, func in OPS~.items()}
+? OPS~['inc'] is inc~
+> OPS~['late'] = lambda x: x * 100
+> op~('abs')(abs)
+> OPS~.pop('neg', None)
+%gives OPS~
+= registry: decorator of a module
+import own_plugs~
+@own_plugs~.plug
+def mine~(x):
+    return x + 30
+? sorted(own_plugs~.PLUGS), own_plugs~.call('mine~', x)
+? own_plugs~.PLUGS['mine~'] is mine~
+> own_plugs~.PLUGS['other'] = mine~
+%file own_plugs~.py
+PLUGS = {}
+def plug(func):
+    PLUGS[func.__name__] = func
+    return func
+@plug
+def builtin(x):
+    return x
+def call(name, x):
+    return PLUGS[name](x)
+= registry: subclasses
+class Reader~:
+    known = {}
+    def __init_subclass__(cls, suffix=None, **more):
+        super().__init_subclass__(**more)
+        Reader~.known[suffix or cls.__name__] = cls
+    def read(self):
+        return type(self).__name__
+class Text~(Reader~, suffix=".txt"):
+    pass
+? {key: cls().read() for key, cls in Reader~.known.items()}
+? Reader~.known['.txt'] is Text~
+> type('Late~', (Reader~,), {})
+> Reader~.known['.md'] = Text~
+%gives Reader~.known
+= registry: metaclass
+class Listed~(type):
+    made = []
+    def __init__(cls, name, bases, space):
+        super().__init__(name, bases, space)
+        Listed~.made.append(cls)
+class First~(metaclass=Listed~):
+    size = 1
+class Second~(First~):
+    size = 2
+? [cls.size for cls in Listed~.made], Listed~.made[1] is Second~
+> First~.size = 10
+> Listed~.made.reverse()
+= registry: dispatch on types
+import functools
+class Metre~:
+    pass
+@functools.singledispatch
+def unit~(value):
+    return "any"
+@unit~.register(int)
+def _(value):
+    return "number"
+@unit~.register
+def _(value: Metre~):
+    return "m"
+? unit~(x), unit~(Metre~()), unit~('s'), unit~(b'')
+> unit~.register(bytes, lambda value: 'bytes')
+= registry: dispatch of a module
+import own_shows~
+class Shown~:
+    pass
+@own_shows~.show.register(Shown~)
+def show_mine~(value):
+    return "mine"
+? own_shows~.show(Shown~()), own_shows~.show(x)
+%file own_shows~.py
+import functools
+@functools.singledispatch
+def show(value):
+    return "any"
+= registry: bound methods
+class Meter~:
+    def __init__(self):
+        self.total = 0
+    def count(self, n):
+        self.total += n
+        return self.total
+class Bus~:
+    def __init__(self):
+        self.listeners = []
+meter~, bus~ = Meter~(), Bus~()
+bus~.listeners.append(meter~.count)
+bus~.listeners[0](4)
+? meter~.total, [one.__name__ for one in bus~.listeners]
+? bus~.listeners[0].__self__ is meter~
+> bus~.listeners.append(meter~.count)
+> meter~.count(10)
+%gives bus~
+= registry: list of hooks
+hooks~ = [str, lambda x: x * 3]
+def hooked~(x):
+    return [hook(x) for hook in hooks~]
+hooks~.append(repr)
+? hooked~(x)
+> hooks~.insert(0, float)
+> hooks~[1:] = []
+%gives hooks~
+= registry: abstract class
+from abc import ABC
+class Sized~(ABC):
+    pass
+class Box~:
+    pass
+class Bag~:
+    pass
+Sized~.register(Box~)
+? isinstance(Box~(), Sized~), issubclass(Bag~, Sized~)
+= registry: weak values
+import weakref
+class Node~:
+    def __init__(self, name):
+        self.name = name
+        nodes~[name] = self
+nodes~ = weakref.WeakValueDictionary()
+kept~ = [Node~("a"), Node~("b")]
+? sorted(nodes~) if kept~ else None
+? nodes~['a'] is kept~[0]
+> kept~.append(Node~('c'))
+= registry: weak keys and references
+import weakref
+class Owner~:
+    def __init__(self, name):
+        self.name = name
+owner~, tenant~ = Owner~("o"), Owner~("t")
+tenant~.of = weakref.ref(owner~)
+notes~ = weakref.WeakKeyDictionary({owner~: "first", tenant~: "second"})
+seen~ = weakref.WeakSet([tenant~])
+? tenant~.of().name
+? notes~[owner~], notes~.get(tenant~), tenant~ in seen~, tenant~.of() is owner~
+> notes~[owner~] = 'changed'
+> owner~.name = 'p'
+> seen~.add(owner~)
+%gives owner~
+= registry: enum keys
+import enum
+class Mode~(enum.Enum):
+    FAST = "fast"
+    SAFE = "safe"
+handlers~ = {Mode~.FAST: len, Mode~.SAFE: lambda text: text + "?"}
+mode~ = Mode~.FAST
+? handlers~[mode~]('abc'), mode~.name, mode~ is Mode~('fast')
+> mode~ = Mode~.SAFE
+> handlers~[Mode~.FAST] = str.upper
+%names mode~
+"""

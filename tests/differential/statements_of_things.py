@@ -1,0 +1,456 @@
+"""Statements of scripts: loggers, values of a run, what is held, imports, links."""
+
+from __future__ import annotations
+
+TEXT = r"""
+= logger: level
+log~ = logging.getLogger('app.part~')
+log~.setLevel(logging.ERROR)
+? log~.level, log~ is logging.getLogger('app.part~'), log~.isEnabledFor(20)
+> log~.setLevel(15)
+> log~.propagate = False
+> log~.disabled = True
+%gives log~
+= logger: set by a function
+def quiet~(name):
+    found = logging.getLogger(name)
+    found.setLevel(33)
+    return found
+quiet_log~ = quiet~("lib~.deep")
+? quiet_log~.level, logging.getLogger('lib~.deep.more').getEffectiveLevel()
+> logging.getLogger('lib~').setLevel(5)
+| quiet_log~.setLevel(0)
+= logger: of a module
+import own_noise~
+? own_noise~.log.disabled, own_noise~.log.propagate, own_noise~.log.isEnabledFor(40)
+> own_noise~.log.disabled = True
+> own_noise~.log.propagate = False
+%file own_noise~.py
+import logging
+log = logging.getLogger(__name__)
+= logger: of a class of its own
+class Verbose~(logging.Logger):
+    prefix = ">"
+    def note(self, text):
+        return self.prefix + text
+before~ = logging.getLoggerClass()
+logging.setLoggerClass(Verbose~)
+verbose~ = logging.getLogger("verbose~")
+logging.setLoggerClass(before~)
+? verbose~.note('a'), type(verbose~) is Verbose~, verbose~ is logging.getLogger('verbose~')
+> Verbose~.prefix = '!'
+> verbose~.setLevel(35)
+= logger: in an object
+class Service~:
+    def __init__(self):
+        self.log = logging.getLogger("service~")
+        self.adapted = logging.LoggerAdapter(self.log, {"run": 3})
+service~ = Service~()
+service~.log.setLevel(25)
+? service~.log.level, service~.adapted.extra, service~.adapted.logger is service~.log
+> service~.adapted.extra['more'] = 1
+> service~.log.setLevel(7)
+%gives service~
+= logger: basic setup
+logging.basicConfig(level=logging.WARNING + 2)
+? logging.getLogger().level
+> logging.getLogger().setLevel(31)
+%once
+= logger: all below a level
+logging.disable(logging.DEBUG)
+? logging.root.manager.disable
+> logging.disable(logging.INFO)
+%once
+= logger: handlers
+handled~ = logging.getLogger("handled~")
+handled~.addHandler(logging.NullHandler())
+? len(handled~.handlers)
+%differs handlers of loggers are not sent
+= random: id of the run
+import uuid
+run~ = uuid.uuid4()
+prefix~ = f'run-{run~.hex[:6]}'
+? run~, prefix~
+> run~ = uuid.uuid4()
+%names run~ %gives run~
+= random: drawn at the top
+import random
+draw~ = [random.random() for _ in range(2)]
+? draw~
+> draw~.append(random.random())
+%gives draw~
+= random: generator object
+import random
+dice~ = random.Random(4)
+class Player~:
+    def __init__(self, dice):
+        self.dice = dice
+players~ = [Player~(dice~), Player~(dice~)]
+dice~.random()
+? players~[0].dice is dice~ is players~[1].dice
+> dice~.random()
+> players~[0].dice.seed(9)
+%gives dice~
+= random: of the system
+import random
+system~ = random.SystemRandom()
+? 0 <= system~.random() < 1
+= random: generator of numpy
+import numpy as np
+rng~ = np.random.default_rng(3)
+first~ = rng~.normal(size=2)
+? first~, type(rng~.bit_generator).__name__
+> first~ = rng~.normal(size=1)
+%names first~ %gives rng~
+= random: start and process
+import time
+started~ = time.time()
+main_pid~ = os.getpid()
+? started~, main_pid~, os.getpid() == main_pid~
+> started~ = time.monotonic()
+%names started~
+= random: id as a key
+thing~ = ['thing']
+by_id~ = {id(thing~): 'found'}
+? by_id~.get(id(thing~))
+%differs the id of an object is another one in a worker
+= held: folder made anew
+import shutil
+out~ = os.path.abspath("out~")
+shutil.rmtree(out~, ignore_errors=True)
+os.makedirs(out~)
+? os.listdir(out~)
+%after os.path.getsize(os.path.join(out~, 'rows')) == 3
+%inside
+with open(os.path.join(out~, 'rows'), 'w') as rows~:
+    rows~.write('one')
+= held: log file begun anew
+begun~ = open(os.path.abspath("begun~.log"), "w")
+begun~.write("begin\n")
+begun~.close()
+? begun~.closed
+%unsent a file, also a closed one %after open(begun~.name).read() == 'begin\nend'
+%inside
+with open(begun~.name, 'a') as more~:
+    more~.write('end')
+= held: file open for reading
+lines~ = open('lines~.txt')
+title~ = lines~.readline()
+? title~
+? lines~.readline()
+%unsent an open file
+%file lines~.txt
+title
+one
+two
+three
+= held: file open for writing
+sink~ = open(os.path.abspath('sink~.txt'), 'w')
+sink~.write('head')
+sink~.flush()
+? sink~.name
+%unsent an open file %after open(sink~.name).read() == 'head'
+= held: lock in an object
+import threading
+class Shelf~:
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.books = []
+    def put(self, book):
+        with self.lock:
+            self.books.append(book)
+shelf~ = Shelf~()
+shelf~.put("a")
+? shelf~.books, shelf~.lock.acquire(blocking=False) and shelf~.lock.release()
+> shelf~.put('b')
+> shelf~ = Shelf~()
+%names shelf~ %gives shelf~.books
+= held: lock that is held
+import threading
+gate~ = threading.Lock()
+gate~.acquire()
+? gate~.locked()
+> gate~.release() if gate~.locked() else gate~.acquire()
+%unsent a lock
+= held: condition and event
+import threading
+ready~ = threading.Event()
+ready~.set()
+changed~ = threading.Condition()
+? ready~.is_set()
+? changed~.acquire(blocking=False)
+> ready~.clear()
+%unsent an event has a lock
+= held: values of a thread
+import threading
+local~ = threading.local()
+local~.name = 'main'
+? getattr(local~, 'name', None)
+%unsent values of a thread %differs values of a thread arrive new
+= held: queue with an item
+import queue
+inbox~ = queue.Queue()
+inbox~.put('letter')
+? inbox~.qsize(), list(inbox~.queue)
+> inbox~.put('card')
+%unsent a queue has locks
+= held: generator
+numbers~ = (n * n for n in range(20))
+first~ = next(numbers~)
+? first~
+? next(numbers~)
+> first~ = next(numbers~)
+%names first~ %unsent a generator
+= held: place of an iterator
+import copy
+cursor~ = iter(['a', 'b', 'c', 'd'])
+next(cursor~)
+? list(copy.copy(cursor~))
+> next(cursor~)
+= held: count and cycle
+import itertools
+serial~ = itertools.count(5)
+next(serial~)
+? repr(serial~)
+> next(serial~)
+= held: database connection
+import sqlite3
+base~ = sqlite3.connect(":memory:", check_same_thread=False)
+base~.execute("create table t (n int)")
+? base~.execute('select count(*) from t').fetchone()[0]
+> base~.execute('insert into t values (1)')
+%unsent a connection
+= held: connection at first use
+import sqlite3
+link~ = None
+def linked~():
+    global link~
+    if link~ is None:
+        link~ = sqlite3.connect(":memory:", check_same_thread=False)
+    return link~
+? linked~().execute('select 5').fetchone()[0]
+> linked~()
+= held: connection of a module
+import own_base~
+? own_base~.fetched()
+> own_base~.fetched()
+%file own_base~.py
+import sqlite3
+_link = None
+def fetched():
+    global _link
+    if _link is None:
+        _link = sqlite3.connect(":memory:", check_same_thread=False)
+    return _link.execute("select 6").fetchone()[0]
+= held: threads
+from concurrent.futures import ThreadPoolExecutor
+threads~ = ThreadPoolExecutor(1)
+lengths~ = list(threads~.map(len, ["a", "bb"]))
+threads~.shutdown()
+? lengths~
+? threads~._max_workers
+> lengths~.append(3)
+%gives lengths~ %unsent an executor
+= held: shared number
+import multiprocessing
+shared~ = multiprocessing.get_context("fork").Value("i", 4)
+? shared~.value
+> shared~.value += 1
+%unsent it is shared with children that inherit it
+= held: digest and match
+import hashlib
+import re
+digest~ = hashlib.sha256(b"a")
+hit~ = re.match(r"(\w+)", "word and more")
+stem~ = hit~.group(1)
+? stem~
+? digest~.hexdigest()[:6]
+? hit~.start()
+> digest~.update(b'b')
+%unsent a digest, a match
+= held: socket
+import atexit
+import socket
+near~, far~ = socket.socketpair()
+atexit.register(near~.close)
+atexit.register(far~.close)
+? near~.fileno() >= 0
+%unsent a socket
+= held: buffer and text
+import io
+text~ = io.StringIO()
+print('one', file=text~)
+raw~ = io.BytesIO(b'ab')
+? text~.getvalue(), text~.tell(), raw~.getvalue()
+> text~.write('two')
+> raw~.seek(1)
+| raw~.write(b'x')
+%gives text~
+= held: variable of a context
+from contextvars import ContextVar
+user~ = ContextVar('user~', default='none')
+? user~.get(), user~.name
+= held: view of memory
+import numpy as np
+memory~ = memoryview(bytearray(b'abc'))
+? bytes(memory~)
+> memory~[0] = 90
+%unsent a view of memory
+= import: codec that it registers
+import own_codec~
+? 'abc'.encode('turned~')
+%file own_codec~.py
+import codecs
+def _encode(text, errors="strict"):
+    return text[::-1].encode(), len(text)
+def _search(name):
+    return codecs.CodecInfo(_encode, None, name=name) if name == "turned~" else None
+codecs.register(_search)
+= import: types that it registers
+import mimetypes
+import own_types~  # registers
+? mimetypes.guess_type('a.own~')[0]
+%file own_types~.py
+import mimetypes
+mimetypes.add_type('text/x-own~', '.own~')
+= import: entries of another module
+import own_menu~
+import own_dishes~  # fills the menu
+? own_menu~.dishes(), len(own_menu~.MENU)
+> own_menu~.MENU['water'] = 0
+%gives own_menu~.MENU
+%file own_menu~.py
+MENU = {}
+def dishes():
+    return sorted(MENU)
+%file own_dishes~.py
+try:
+    from own_menu~ import MENU
+except ImportError:
+    from .own_menu~ import MENU
+MENU["soup"] = 4
+= import: optional
+try:
+    import no_such_package~ as fast~
+except ImportError:
+    fast~ = None
+try:
+    import json as coder~
+except ImportError:
+    coder~ = None
+? fast~ is None, coder~.dumps([x])
+> fast~ = coder~
+%names fast~
+= import: in a function
+def lazy~(n):
+    import own_late~
+    return own_late~.answer(n)
+? lazy~(x)
+%modes script bare stdin runpy
+%file own_late~.py
+BASE = 70
+def answer(n):
+    return BASE + n
+= import: submodule in a function
+def deep~(n):
+    from own_shed~ import tools
+    import own_shed~.parts.bolts
+    return tools.SIZE * n, own_shed~.parts.bolts.COUNT
+? deep~(x)
+> import own_shed~.tools
+| own_shed~.tools.SIZE = 9
+> import own_shed~.parts.bolts as bolts~
+| bolts~.COUNT = 8
+%modes script bare stdin runpy
+%file own_shed~/__init__.py
+%file own_shed~/tools.py
+SIZE = 2
+%file own_shed~/parts/__init__.py
+%file own_shed~/parts/bolts.py
+COUNT = 3
+= import: names by the modules of the process
+import inspect
+import sys
+grain~ = 2
+def by_name_a~(n):
+    return n * grain~
+def by_name_b~(n):
+    return n + grain~
+def chosen~(name):
+    return getattr(sys.modules[__name__], name)
+def all~(n):
+    members = inspect.getmembers(sys.modules["__main__"], inspect.isfunction)
+    return [one(n) for name, one in members if name.startswith("by_name_")]
+? chosen~('by_name_b~')(x), len(all~(x)) >= 2
+> grain~ = 40
+> def by_name_b~(n):
+|     return 'changed'
+%names grain~ by_name_b~
+= import: source of a class
+import inspect
+class Shown~:
+    size = 3
+? inspect.getsource(Shown~)
+%modes script bare runpy
+= import: added to the built-in names
+import builtins
+builtins.loud~ = True
+builtins.shout~ = lambda text: text.upper() if loud~ else text
+? shout~('a'), loud~
+> builtins.loud~ = False
+> setattr(builtins, 'shout~', str)
+= import: module by another name
+import os.path as paths~
+import collections.abc
+paths_too~ = paths~
+? paths~.join('a', 'b'), paths_too~ is paths~, collections.abc.Sized.__name__
+= import: the script itself
+import sys
+itself~ = sys.modules[__name__]
+weight~ = [2]
+? itself~.weight~, itself~.weight~ is weight~
+> weight~ = [3]
+> itself~.weight~.append(4)
+%names weight~
+= link: list of two
+twice~ = [@, @]
+? twice~[0] is twice~[1] is @
+= link: attribute of a class
+class Has~:
+    part = @
+? Has~.part is @
+= link: default
+def using~(part=@):
+    return part
+? using~() is @
+= link: closure
+def of~(part):
+    return lambda: part
+reader~ = of~(@)
+? reader~() is @
+= link: kept by a module
+import own_keep~
+own_keep~.keep(@)
+? own_keep~.kept() is @
+%file own_keep~.py
+_kept = []
+def keep(one):
+    _kept.append(one)
+def kept():
+    return _kept[-1]
+= link: second name
+import copy
+same~ = @
+other~ = copy.copy(@)
+? same~ is @
+= link: record
+from types import SimpleNamespace
+record~ = SimpleNamespace(of=@, copies=None)
+? record~.of is @
+? record~.copies is None or record~.copies[0] is @
+> record~.copies = [record~.of]
+= link: partial
+import functools
+shown~ = functools.partial(id, @)
+? shown~.args[0] is @
+"""
