@@ -93,12 +93,6 @@ def test_large_arguments_and_results(pool):
     assert pool.apply(work.same, (data,)) == data
 
 
-def test_many_results_at_once(pool):
-    """With three thousand calls in flight, each call gets its own result."""
-    results = [pool.apply_async(work.square, (i,)) for i in range(3_000)]
-    assert [r.get() for r in results] == [i * i for i in range(3_000)]
-
-
 def test_many_threads_submit(pool):
     """Many threads call verbs at once, and each thread gets its own results."""
     wrong: list[object] = []
@@ -128,14 +122,6 @@ def test_wrong_arguments_raise_in_the_call(pool):
     """Arguments that do not match the function raise the function's own TypeError."""
     with pytest.raises(TypeError, match="multiply"):
         pool.apply(work.multiply, (1,))
-
-
-def test_two_workers_run_at_the_same_time(pool, mailbox, gate):
-    """Two workers run two tasks at the same time."""
-    results = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, i)) for i in range(2)]
-    mailbox.lines(2)
-    gate.open(2)
-    assert [r.get() for r in results] == [0, 1]
 
 
 def test_a_long_task_does_not_delay_the_others(pool, mailbox, gate):

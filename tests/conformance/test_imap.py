@@ -63,15 +63,6 @@ def _wait_if_told(item):
     return x
 
 
-def test_next_and_stop(pool):
-    """After the last result, the iterator raises StopIteration each time."""
-    results = pool.imap(work.square, range(3))
-    assert [next(results) for _ in range(3)] == [0, 1, 4]
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            next(results)
-
-
 def test_next_with_timeout(pool, gate):
     """`next(timeout)` raises `multiprocessing.TimeoutError`. A later call returns the result."""
     results = pool.imap(work.gated, [gate.path])
@@ -91,14 +82,6 @@ def test_empty_input(pool, verb, chunksize):
     """An empty input yields no results."""
     assert list(getattr(pool, verb)(work.square, [], chunksize)) == []
     assert list(getattr(pool, verb)(work.square, iter(()), chunksize)) == []
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_iterator_is_its_own_iterator(pool, verb):
-    """`imap` returns an iterator."""
-    results = getattr(pool, verb)(work.square, [1])
-    assert iter(results) is results
-    assert list(results) == [1]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -325,17 +308,9 @@ def test_endless_input(kind, make_pool, verb):
 def test_a_buffersize_between_two_chunks(pool, verb, kind_of_input):
     """Of a known input, the caller's thread draws the first items, and never waits for room."""
     inputs = range(20) if kind_of_input is range else [*range(19), 19.0]
-    got = getattr(pool, verb)(work.square, inputs, chunksize=3, buffersize=4)
-    assert sorted(got) == [n * n for n in range(20)]
-
-
-@pytest.mark.xpool_only
-@pytest.mark.parametrize("verb", VERBS)
-def test_buffersize_of_one(pool, verb):
-    """``buffersize=1`` yields all results."""
-    assert sorted(getattr(pool, verb)(work.square, range(20), buffersize=1)) == [
-        i * i for i in range(20)
-    ]
+    for size in 1, 4:
+        got = getattr(pool, verb)(work.square, inputs, chunksize=3, buffersize=size)
+        assert sorted(got) == [n * n for n in range(20)]
 
 
 @pytest.mark.xpool_only

@@ -44,18 +44,6 @@ def test_no_work_after_the_end(kind, make_pool, end):
     pool.join()
 
 
-@pytest.mark.xpool_only
-def test_the_error_after_the_end_is_pool_closed(kind, make_pool):
-    """The error after `close` is PoolClosed, an XPoolError and a ValueError."""
-    from xpool import PoolClosed, XPoolError
-
-    pool = make_pool(kind, 1)
-    pool.close()
-    with pytest.raises(PoolClosed) as caught:
-        pool.apply(work.square, (3,))
-    assert isinstance(caught.value, XPoolError) and isinstance(caught.value, ValueError)
-
-
 def test_close_then_join_finishes_the_work(kind, make_pool):
     """After `close`, `join` waits until all submitted tasks are done."""
     pool = make_pool(kind, 2)

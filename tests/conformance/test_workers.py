@@ -98,12 +98,6 @@ def test_locks_of_the_default_context(make_pool):
 # Lifetimes ---------------------------------------------------------------------------------------
 
 
-def test_workers_stay_without_a_limit(process_kind, make_pool):
-    """Without `maxtasksperchild`, a worker lives as long as the pool."""
-    pool = make_pool(process_kind, 1)
-    assert len(set(pool.map(work.pid, range(200), 1))) == 1
-
-
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_maxtasksperchild(process_kind, make_pool, limit):
     """A worker runs exactly `maxtasksperchild` tasks. Then another worker replaces it."""
@@ -177,15 +171,6 @@ def test_current_worker(kind, make_pool, mailbox, gate):
     expected = [f"context {i}" for i in range(3)] if kind.name.startswith("ctx") else [None] * 3
     assert [context for _, context, _ in seen] == expected
     assert len({name for _, _, name in seen}) == 1 and all(name for _, _, name in seen)
-
-
-@pytest.mark.xpool_only
-def test_current_worker_outside():
-    """Outside a task `current_worker()` raises RuntimeError."""
-    from xpool import current_worker
-
-    with pytest.raises(RuntimeError, match="current_worker"):
-        current_worker()
 
 
 @pytest.mark.xpool_only
