@@ -73,7 +73,7 @@ def test_deaths_and_timeouts_too(process_kind, make_pool):
     pool = make_pool(process_kind, 2)
     got = pool.map(_die_on_three, range(6), 3, on_error="return")
     assert [type(x) for x in got] == [int, int, int, WorkerDied, int, int]
-    got = pool.map(work.spin_on_three, range(5), timeout=5, on_error="return")
+    got = pool.map(work.spin_on_three, range(5), timeout=1, on_error="return")
     assert [type(x) for x in got] == [int, int, int, TaskTimeout, int]
 
 

@@ -90,7 +90,7 @@ def test_stacks_disturb_no_tasks():
             assert len(pool.stacks()) == 2
         assert sum(results) == sum(x * x for x in range(20_000))
         pool.run_all(backtrack, 1)  # imports this module in each worker
-        late = pool.apply_async(backtrack, (50,), timeout=3)
+        late = pool.apply_async(backtrack, (50,), timeout=0.5)
         while not late.ready():
             pool.stacks()
         with pytest.raises(TimeoutError, match="in (prefix)?match"):

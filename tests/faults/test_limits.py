@@ -151,20 +151,6 @@ def test_one_fork_server(tmp_path):
     assert script(tmp_path, text) == ["ok"]
 
 
-def test_interpreter_ends_without_close(tmp_path):
-    """A script without `close` ends at once, with exit code 0 and no message."""
-    text = """
-        import xpool
-        from support import work
-
-        if __name__ == "__main__":
-            pools = xpool.Pool(2), xpool.ThreadPool(2), xpool.P2PPool(2)
-            for pool in pools:
-                print(pool.map(work.square, range(3)))
-    """
-    assert script(tmp_path, text) == ["[0, 1, 4]"] * 3
-
-
 def test_interpreter_ends_with_work_pending(tmp_path):
     """A script ends without waiting for busy workers."""
     text = """

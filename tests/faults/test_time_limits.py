@@ -60,15 +60,6 @@ def test_a_stuck_task_is_stopped(process_kind, make_pool, how, log, mailbox, gat
     check_usable(pool, mailbox, gate, 2)
 
 
-def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, log):
-    """The task's `finally` runs, and its worker stays alive."""
-    pool = make_pool(process_kind, 1, work.nothing)
-    pid = pool.apply(work.pid)
-    assert stopped(pool.apply_async(work.count_up, (str(log),), timeout=LIMIT)).pid == pid
-    assert log.read_text() == "cleaned\n"
-    assert pool.apply(work.pid) == pid
-
-
 def count_and_tidy(log):
     """Count for ever; when interrupted, get a second request to stop, then log a line."""
     n = 0

@@ -16,14 +16,14 @@ while ancillary := ours.recvmsg(1, 64)[1]:
     if os.fork() == 0:
         ours.close()
         serve(descriptor)
-        sys.exit()
+        os._exit(0)
     os.close(descriptor)
 ours.close()
 try:
     while True:
         os.wait()
 except ChildProcessError:
-    pass
+    os._exit(0)
 """
 
 

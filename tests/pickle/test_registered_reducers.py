@@ -133,8 +133,9 @@ def test_registered_arrays_and_tensors(tmp_path):
         "array=lambda: np.arange(2).view(Array), tensor=lambda: torch.ones(2).as_subclass(Tensor)"
     )
     made += ", plain_array=lambda: np.arange(2)"
-    imports = "import torch, numpy as np"
-    text = PROGRAM.format(imports=imports, more=ARRAYS, made=made, kinds="[xpool.Pool]")
+    imports = "import functools, torch, numpy as np"
+    kinds = "[functools.partial(xpool.Pool, context='fork')]"  # imports torch once
+    text = PROGRAM.format(imports=imports, more=ARRAYS, made=made, kinds=kinds)
     assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""
 
 

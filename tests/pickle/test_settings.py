@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from receiver import ROOT
+from support.tiers import also
 from template import Template
 
 pytestmark = pytest.mark.torch  # the program of most tests has torch and numpy
@@ -435,7 +436,7 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("name", [name for name in LATER if name != "torch"] + also("torch"))
 def test_a_row_of_a_library_is_set_when_a_worker_imports_the_library(
     sides: Sides, name: str
 ) -> None:
