@@ -139,7 +139,7 @@ coverage: $(venv)/.test
 
 # One cluster of two hosts for all of them: one test at a time.  XPOOL_TEST_AGAINST=ray has what is
 # promised of each kind of pool tried over hosts: these files here, all by make nightly.
-OVER_HOSTS ?= $(foreach name,apply map errors priority,tests/conformance/test_$(name).py)
+OVER_HOSTS ?= $(foreach name,apply map imap callbacks errors priority,tests/conformance/test_$(name).py)
 
 test-ray: $(ray_venv)/.ray
 	XPOOL_TEST_AGAINST=ray "$(RAY_VENV)/bin/python" -m pytest -m ray tests/hosts $(OVER_HOSTS) $(ARGS)

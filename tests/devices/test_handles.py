@@ -11,11 +11,9 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support import scripts
 from support.waiting import Gate, Mailbox
 
 import xpool
@@ -445,24 +443,6 @@ def test_many_threads(two: CtxPool, mailbox: Mailbox, gate: Gate):
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-PARENT = """
-import sys
-from devices.test_handles import start, tasks
-if __name__ == "__main__":
-    pool = start(sys.argv[1], 2)
-    handles = pool.map(tasks.make, [8] * 4, 1)
-    print(*pool.statistics()["pids"], flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.exhaustive
-def test_the_parent_is_killed(device: str, tmp_path: Path):
-    """Workers die with their parent, so their device memory is freed."""
-    script = scripts.write(tmp_path / "parent.py", PARENT)
-    assert scripts.kill_parent([script, device], 2) == []
 
 
 # -- what goes wrong ---------------------------------------------------------------------------

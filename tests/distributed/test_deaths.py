@@ -419,7 +419,7 @@ def test_death_while_joining(ranks: Ranks, stage: str):
 def joins_a_newcomer(rank: int, address: str, later: str) -> float:
     """Rank 0 fails to join one world, then joins the next with a new process."""
     if rank == 1:
-        # No assignment: it would go with each message of other tests, whose workers import torch then.
+        # An assignment would go with each message of other tests, to workers without torch.
         vars(torch.distributed).update(init_process_group=lambda *_, **__: die())
     if rank < 2:
         with pytest.raises(GroupTimeout):

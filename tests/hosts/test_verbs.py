@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -54,30 +52,6 @@ def fail_at(bad, x):
 # Verbs --------------------------------------------------------------------------------------------
 
 
-def slowly(x):
-    """Sleep, so that the input is drawn far ahead of the workers."""
-    time.sleep(0.002)
-    return x
-
-
-def test_calls_overtake_an_endless_imap(pool):
-    """Calls, maps and other streams get results while an endless `imap` keeps all hosts busy."""
-    over = threading.Event()
-    numbers = itertools.takewhile(lambda _: not over.is_set(), itertools.count())
-    stream = pool.imap(slowly, numbers)
-    consumer = threading.Thread(target=lambda: [None for _ in stream])
-    consumer.start()
-    try:
-        assert next(iter(pool.imap(abs, [-1]))) == 1
-        for i in range(5):
-            assert pool.apply_async(abs, (-i,)).get(WAIT) == i
-        assert pool.map(abs, range(-100, 0)) == list(range(100, 0, -1))
-    finally:
-        over.set()
-        consumer.join(WAIT)
-    assert not consumer.is_alive()
-
-
 def test_every_verb(pool):
     """Each verb returns the same results, in the same order, as on one machine."""
     squares = [x * x for x in range(500)]
@@ -96,15 +70,6 @@ def test_every_verb(pool):
         return await pool.apply_async(work.square, (9,))
 
     assert asyncio.run(wait()) == 81
-
-
-def test_input_is_drawn_as_far_as_buffersize(pool):
-    """With ``buffersize=3``, at most three items are drawn ahead of the taken results."""
-    drawn = []
-    found = pool.imap(work.square, (drawn.append(x) or x for x in range(50)), buffersize=3)
-    for taken, answer in enumerate(found):
-        assert answer == taken * taken
-        assert len(drawn) <= taken + 1 + 3
 
 
 def test_a_time_limit_is_kept_on_any_host(pool):
@@ -158,16 +123,6 @@ def test_progress(pool):
     seen = []
     pool.map(work.square, range(20), progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (20, 20)
-
-
-def test_callbacks(pool):
-    """Callbacks run in the program, with the value or the error."""
-    values, errors = [], []
-    pool.apply_async(work.square, (3,), callback=values.append).wait(WAIT)
-    failed = pool.apply_async(work.fail, (3,), error_callback=errors.append)
-    failed.wait(WAIT)
-    eventually(lambda: errors, "the callback")
-    assert values == [9] and type(errors[0]) is KeyError
 
 
 # What is sent ------------------------------------------------------------------------------------

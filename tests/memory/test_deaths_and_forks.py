@@ -6,7 +6,6 @@ import _thread
 import gc
 import os
 import random
-import re
 import signal
 import subprocess
 import threading
@@ -21,10 +20,8 @@ pytest.importorskip("torch")
 
 import torch
 from support import tensor_work as tasks
-from support.leaks import descendants
-from support.limits import WAIT
-from support.scripts import popen, run_ok, write
-from support.waiting import eventually, wait_gone
+from support.scripts import run_ok, write
+from support.waiting import eventually
 
 import xpool
 from xpool._memory.arena import Arena
@@ -82,58 +79,6 @@ def test_storm(make_pool: Callable[..., Any], share: bool) -> None:
     pool.close()
     pool.join()
     assert arena().file.used() <= before + 2 * MIB
-
-
-@pytest.mark.exhaustive
-def test_killed_parent_leaves_nothing(tmp_path: Path) -> None:
-    """Parent and workers are killed during large transfers. No process, file or memory stays."""
-    script = write(
-        tmp_path / "program.py",
-        """
-        import sys, torch, xpool
-        from support import tensor_work as tasks
-        if __name__ == "__main__":
-            pool = xpool.Pool(2)
-            x = torch.zeros(8 << 20, dtype=torch.uint8)
-            held = [pool.apply(tasks.same, (x,)) for _ in range(4)]
-            print(*pool.statistics()["pids"], flush=True)
-            stream = pool.imap_unordered(tasks.same, (x for _ in iter(int, 1)))
-            for value in stream:
-                held[0] = value
-        """,
-    )
-    gone = []
-    for i in range(3):
-        process = popen([script])
-        assert process.stdout is not None and process.stderr is not None
-        pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(pids) == 2, process.stderr.read()
-        time.sleep(0.01 * i)  # a random moment
-        victims = [process.pid, *pids] if i % 2 else [process.pid]
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=WAIT)
-        assert wait_gone(pids, 10) == []
-        gone += [process.pid, *pids]
-    eventually(lambda: not _mapped_elsewhere(), "the files are gone")
-    # torch's files are named torch_PID_... Other tests running now have files too.
-    names = os.listdir("/dev/shm")
-    assert [name for name in names if set(map(str, gone)) & set(re.split(r"\D+", name))] == []
-
-
-def _mapped_elsewhere() -> list[str]:
-    """Return our processes that map another program's arena."""
-    mine = os.fstat(arena().file.fd).st_ino
-    found = []
-    for pid in descendants():
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            if "xpool-arena" in line and int(line.split()[4]) != mine:
-                found.append(f"{pid}: {line}")
-    return found
 
 
 # -- forks -----------------------------------------------------------------------------------------
