@@ -22,6 +22,7 @@ SIZE = 10_000
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch):
     """Limit the results to a megabyte."""
+    monkeypatch.setattr(input_reader, "LEAST_ROOM", ROOM)
     monkeypatch.setattr(input_reader, "room_for_results", lambda: ROOM)
     monkeypatch.setattr(input_reader, "AHEAD_ITEMS", 100)
 

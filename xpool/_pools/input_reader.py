@@ -44,15 +44,19 @@ pass takes as long as starting a thread."""
 AHEAD_BYTES = 16 * 1024 * 1024
 """The most bytes of payload that wait for workers, unless it is a single task."""
 
+LEAST_ROOM = 64 * 1024 * 1024
+"""Bytes for which results always have room, so that most programs need not ask the system for its
+memory, which takes as long as ten calls of a short `imap`."""
+
 
 @functools.cache
 def room_for_results() -> int:
     """Return the bytes of untaken results of one `imap` at which no more input is drawn.
 
     A result counts with its pickled size and 256 bytes.  The limit is a sixteenth of the memory
-    that was available at the first call, and at least 64 MiB.
+    that was available at the first call, and at least `LEAST_ROOM`.
     """
-    return max(64 * 1024 * 1024, available_memory() // 16)
+    return max(LEAST_ROOM, available_memory() // 16)
 
 
 class Runs(NamedTuple):
@@ -85,7 +89,7 @@ class FlowControl:
     def __init__(self, buffersize: int | None, workers: int, buffer: ResultBuffer) -> None:
         self._workers = workers
         self._buffersize = buffersize
-        self._room: float = room_for_results() if buffersize is None else math.inf
+        self._limits_memory = buffersize is None
         self._ahead = AHEAD_ITEMS * workers
         self._waiters = Waiters()
         self._waiting = False
@@ -128,19 +132,25 @@ class FlowControl:
     def _has_room(self) -> bool:
         """Whether there is memory for more results."""
         buffer = self._buffer()
-        return buffer is None or buffer.bytes_in - buffer.bytes_out < self._room
+        if buffer is None or not self._limits_memory:
+            return True
+        used = buffer.bytes_in - buffer.bytes_out
+        return used < LEAST_ROOM or used < room_for_results()
 
     def _most_ahead(self) -> int:
         """Return the most tasks that may wait: their results, of mean size, must have room."""
         buffer = self._buffer()
-        if buffer is None or self._room == math.inf:
+        if buffer is None or not self._limits_memory:
             return self._ahead
         answered = buffer.tasks_in
         if not answered or not buffer.bytes_in:
             return min(self._ahead, max(FIRST_ALL, FIRST_ITEMS * self._workers))
-        room = self._room - (buffer.bytes_in - buffer.bytes_out)
+        used = buffer.bytes_in - buffer.bytes_out
+        most = (LEAST_ROOM - used) * answered // buffer.bytes_in
+        if most < self._ahead:
+            most = (room_for_results() - used) * answered // buffer.bytes_in
         # At least two for each worker: `may_run` holds them back while results have no room.
-        return max(2 * self._workers, min(self._ahead, int(room * answered / buffer.bytes_in)))
+        return max(2 * self._workers, min(self._ahead, most))
 
     def may_run(self, first: int) -> bool:
         """Whether the waiting tasks from ``first`` on may be given to workers now.
@@ -221,7 +231,7 @@ class FlowControl:
 
     def unbind(self) -> None:
         """Lift the limit on the memory of results: a thread waits for the end of the stream."""
-        self._room = math.inf
+        self._limits_memory = False
         # No more items are expected: the thread that gives them may have ended.
         self.give(self._given, True)
         self.handed_out()
