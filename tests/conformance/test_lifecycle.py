@@ -10,6 +10,7 @@ import pickle
 import signal
 import threading
 import warnings
+import weakref
 
 import pytest
 from support import work
@@ -18,6 +19,8 @@ from support.leaks import descendants
 from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually, wait_gone
+
+from xpool import CtxThreadPool
 
 SUBMIT = {
     "apply": lambda pool: pool.apply(work.square, (1,)),
@@ -423,6 +426,34 @@ def test_context_argument(make_pool, as_object, by_position):
     else:
         pool = make_pool(Pool, 1, context=context)
     assert pool.apply(work.square, (3,)) == 9
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("last", ["result", "callback", "future"])
+def test_an_ended_pool_of_threads_is_freed_at_once(last):
+    """When it has ended, nothing keeps the contexts of its threads until a garbage collection."""
+
+    class Context:
+        def square(self, n):
+            return n * n
+
+    freed = weakref.ref(context := Context())
+    gc.collect()
+    gc.disable()
+    try:
+        pool = CtxThreadPool(worker_contexts=[context])
+        if last == "result":
+            assert pool.map(Context.square, [1, 2, 3]) == [1, 4, 9]
+        elif last == "callback":
+            pool.apply_async(Context.square, (2,), callback=int)
+        else:
+            pool.submit(Context.square, 2).add_done_callback(repr)
+        pool.close()
+        pool.join()
+        del pool, context
+        eventually(lambda: freed() is None, "its threads have returned, and it is freed")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.xpool_only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import random
 import threading
 import time
@@ -163,11 +164,12 @@ class HeldTasks:
     """Running tasks with options, with their threads, and those that wait.
 
     Running tasks need no lock: `dict.pop` is atomic, and the thread that pops an entry answers the
-    task.  ``wake`` is called when `alarm`, the time of the next check, becomes an earlier one.
+    task.  When `alarm`, the time of the next check, becomes an earlier one, None is put into
+    ``signal``.
     """
 
-    def __init__(self, tasks: SourceQueue, wake: Callable[[], None]) -> None:
-        self._tasks, self._wake = tasks, wake
+    def __init__(self, tasks: SourceQueue, signal: queue.SimpleQueue[None]) -> None:
+        self._tasks, self._signal = tasks, signal
         self._held: dict[int, tuple[PoolThread, HeldTask]] = {}
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # guards all below
@@ -215,7 +217,7 @@ class HeldTasks:
             if self.alarm is not None and self.alarm <= when:
                 return
             self.alarm = when
-        self._wake()
+        self._signal.put(None)
 
     def put_due(self, now: float) -> None:
         """Queue the tasks whose time has come; begin a check, and set the next alarm."""

@@ -92,7 +92,7 @@ class ThreadWorkers:
         # No budget: threads do not end by themselves.
         self._policy = RestartPolicy(0)
         self._ending = False
-        self.held = HeldTasks(self.tasks, self.wake)
+        self.held = HeldTasks(self.tasks, self._signal)
         self._places = Places()
         self._pauses: dict[int, float] = {}  # by index: a place stays empty until then
 
@@ -446,5 +446,5 @@ class ThreadWorkers:
     def after_fork_in_child(self) -> None:
         """Forget the threads, which a fork does not copy."""
         # Some thread of the parent may have held their locks.
-        self.held, self._places = HeldTasks(self.tasks, self.wake), Places()
+        self.held, self._places = HeldTasks(self.tasks, self._signal), Places()
         self._ending = True

@@ -53,11 +53,11 @@ class Callbacks:
     """The callback threads of a pool."""
 
     def __init__(self, name: str) -> None:
-        self.program = _Caller(f"{name}-callbacks", self)
+        self.program = _Caller(f"{name}-callbacks")
         """Calls the callbacks of the program."""
-        self.futures = _Caller(f"{name}-callbacks-futures", self)
+        self.futures = _Caller(f"{name}-callbacks-futures", self.program)
         """Completes futures."""
-        self.ends = _Caller(f"{name}-callbacks-ends", self)
+        self.ends = _Caller(f"{name}-callbacks-ends")
         """Calls ``on_worker_end=``."""
 
     def runs_here(self) -> bool:
@@ -93,12 +93,11 @@ class Callbacks:
         return all(one.join(deadline) for one in (self.futures, self.program, self.ends))
 
 
-def calling_back() -> Callbacks | None:
-    """Return the callbacks of the pool whose futures the calling thread completes, or None."""
+def for_callbacks() -> _Caller | None:
+    """Return what calls the callbacks of the futures that the calling thread completes; None: it
+    completes none."""
     caller: _Caller | None = local.caller
-    if caller is None or caller is not caller.owner.futures:
-        return None
-    return caller.owner
+    return None if caller is None else caller.for_callbacks
 
 
 class _End:
@@ -129,10 +128,13 @@ class _End:
 
 
 class _Caller:
-    """A queue of calls, and the thread that serves it."""
+    """A queue of calls, and the thread that serves it.
 
-    def __init__(self, name: str, owner: Callbacks) -> None:
-        self.owner = owner
+    ``for_callbacks``: if it completes futures, what calls their callbacks.
+    """
+
+    def __init__(self, name: str, for_callbacks: _Caller | None = None) -> None:
+        self.for_callbacks = for_callbacks
         self._name = name
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # Guards the fields below.  Reentrant, since a signal handler may submit.

@@ -19,7 +19,7 @@ from xpool._calls.options import CallOptions, check_count, label
 from xpool._calls.results import AsyncResult, PickledResult, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
-from xpool._pools.callbacks import calling_back
+from xpool._pools.callbacks import for_callbacks
 from xpool._pools.input_reader import Fed
 from xpool._pools.job_table import JobTable
 from xpool._pools.verbs import PLAIN, PoolOfVerbs, options_of
@@ -129,11 +129,11 @@ class _Callback:
 
 def _call_back(func: Callable[[Any], object], future: _Future[Any]) -> None:
     """Call a callback, but not in the thread that completes futures: it may wait for futures."""
-    callbacks = calling_back()
-    if callbacks is None:
+    caller = for_callbacks()
+    if caller is None:
         func(future)
     else:
-        callbacks.program.add(_Callback(func, future))
+        caller.add(_Callback(func, future))
 
 
 class _Future(concurrent.futures.Future[T]):
