@@ -336,13 +336,11 @@ class IMapIterator(Iterator[T]):
 
     # -- the engine's side -------------------------------------------------------------------
 
-    def arrive(self, place: int, ok: bool, value: Any, index: int) -> None:
-        """Take the answer of the tasks from ``index`` on.
+    def arrive(self, place: int, ok: bool, value: Any, index: int, weight: int) -> None:
+        """Take the answer of the tasks from ``index`` on, which `weigh` has weighed.
 
         The caller gets the answers of ``place`` tasks before this one.
         """
-        # Most answers are small: that saves a call.
-        weight = BOOKKEEPING if type(value) in _SMALL else weigh(value)
         # Counted before the answer can be taken, so that `bytes_out` is never larger.
         self.buffer.bytes_in += weight
         self._arrived[place] = ok, value, weight, index
@@ -391,20 +389,26 @@ class Stream(Job):
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False
-        # `tasks_in`, written out to save a call for every answer of a stream.
-        tasks = value.count if isinstance(value, PickledResult) else 1
+        if type(value) in _SMALL:  # as most answers of threads are: this saves a call
+            tasks, weight = 1, BOOKKEEPING
+        else:
+            # `tasks_in`, written out to save a call.
+            tasks, weight = value.count if isinstance(value, PickledResult) else 1, weigh(value)
         before = self._answered
-        self._answered = before + tasks
+        answered = self._answered = before + tasks
         if self.progress is not None:
             self.progress.add(tasks)
         if self.answers is not None:
             self.answers(tasks)
         iterator = self._iterator()
         if iterator is not None:
-            iterator.buffer.tasks_in = self._answered
-            iterator.arrive(index if iterator.ordered else before, ok, value, index)
-        self.settled = self._answered == self._length
-        return self.settled
+            iterator.buffer.tasks_in = answered
+            place = index if iterator.ordered else before
+            iterator.arrive(place, ok, value, index, weight)
+        if answered != self._length:
+            return False
+        self.settled = True
+        return True
 
     def record(self, index: int, ok: bool, value: Any) -> bool:
         """As `deliver`, for an answer that a journal has stored: it is not stored again."""

@@ -280,8 +280,7 @@ class ThreadWorkers:
         if contexts is not None:
             func = bound(func, contexts[me.index])
         number = me.job = job.number
-        while True:
-            place = next(places)
+        for place in places:
             if place >= tasks or job.settled:
                 me.source = None
                 break

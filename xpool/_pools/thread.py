@@ -173,9 +173,7 @@ def _deliverer(
             call_here(future)
             del future  # now, as below
 
-    def answer(number: int, index: int, ok: bool, value: Any) -> None:
-        waiting.append((number, index, ok, value))
-        error: BaseException | None = None
+    def deliver_waiting(error: BaseException | None) -> None:
         # Check again after the release: a thread that found the lock taken relies on this thread.
         while waiting and acquire(False):
             one = None
@@ -184,7 +182,6 @@ def _deliverer(
                     job, index, ok, one = waiting.popleft()
                     deliver(job, index, ok, one, futures)
             except BaseException as exc:
-                # Raised below, after the results that other threads have left meanwhile.
                 error = exc
             release()
             # Now: this may run a finalizer, which may wait for another result.
@@ -194,6 +191,25 @@ def _deliverer(
         if error is not None:
             try:
                 raise error
+            finally:
+                del error
+
+    def answer(number: int, index: int, ok: bool, value: Any) -> None:
+        error: BaseException | None = None
+        if acquire(False):
+            try:
+                deliver(number, index, ok, value, futures)
+            except BaseException as exc:
+                # Raised below, after the results that other threads have left meanwhile.
+                error = exc
+            release()
+            if futures:
+                complete()
+        else:
+            waiting.append((number, index, ok, value))
+        if waiting or error is not None:
+            try:
+                deliver_waiting(error)
             finally:
                 del error
 

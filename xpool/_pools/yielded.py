@@ -459,7 +459,8 @@ class YieldStream(Stream):
         self._passed += answer.length
         iterator = self._iterator()
         if iterator is not None:
-            iterator.arrive(place, answer.ok, answer.value, one.number)
+            weight = weigh(answer.value)
+            iterator.arrive(place, answer.ok, answer.value, one.number, weight)
 
     def _go_on(self) -> None:
         """Forget the generators that have ended, and pass on the answers of the next."""
