@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import threading
 import time
+import weakref
 
 import pytest
 from support import scripts, work
 from support.limits import WAIT
+from support.waiting import eventually
 
 import xpool
 from xpool.errors import TaskNotPicklable
@@ -425,6 +428,26 @@ def test_thread_that_ends_leaves_its_input_to_others(make_pool):
     pool = make_pool(ThreadPool, 1, maxtasksperchild=3)
     assert pool.map(work.square, range(20), 1) == [i * i for i in range(20)]
     assert list(pool.imap(work.square, range(20))) == [i * i for i in range(20)]
+
+
+class Items(list):
+    """Items that can be referred to weakly."""
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("options", [{}, {"chunksize": 3}, {"buffersize": 2}])
+def test_the_input_is_freed_at_once(pool, verb, options):
+    """When all results are taken, nothing keeps the input until a garbage collection."""
+    freed = weakref.ref(items := Items(range(10)))
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(list(getattr(pool, verb)(work.square, items, **options))) == 10
+        del items
+        eventually(lambda: freed() is None, "its threads have let it go")
+    finally:
+        gc.enable()
 
 
 UNFINISHED = """

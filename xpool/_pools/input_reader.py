@@ -291,8 +291,8 @@ class InputReader:
     ``put(index, task)`` passes on a task: an item, or a list of items if ``chunksize`` is more than
     1.  It returns the size in bytes, and raises if the task cannot be sent.  ``runs`` passes on
     consecutive items together; None: never.  ``fail(index, exc)`` answers a task with an error, an
-    `Unopened` if the input raised it.  ``end(length)`` reports the number of tasks.  None of these
-    may hold the pool, so that a pool can be dropped while its input reader waits.
+    `Unopened` if the input raised it.  ``end(length, self)`` reports the number of tasks.  None of
+    these may hold the pool, so that a pool can be dropped while its input reader waits.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class InputReader:
         put: Callable[[int, Any], int],
         runs: Runs | None,
         fail: Callable[[int, BaseException | Unopened], None],
-        end: Callable[[int], None],
+        end: Callable[[int, "InputReader"], None],
         name: str,
     ) -> None:
         self._iterable = iterable
@@ -383,7 +383,7 @@ class InputReader:
             # The input raised: the consumer gets the error in place of the next task.
             self._fail(self._index, Unopened(exc))
             self._index += 1
-        self._end(self._index)
+        self._end(self._index, self)
         return True
 
     def _by_runs(self, iterator: Iterator[Any], runs: Runs) -> Iterator[Any]:

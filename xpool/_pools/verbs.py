@@ -345,7 +345,9 @@ def _begin_stream(
     try:
         work, numbered = begin_work(pool, job, work)
         put = pool._submitter.stream(job, work, flow)
-        runs = job.runs if job.options.journal is None and not numbered else None
+        runs, job.runs = job.runs, None  # it may hold the job
+        if numbered or job.options.journal is not None:
+            runs = None
         put = job.around(_numbering(put, work.chunked, size) if numbered else put)
     except BaseException as exc:
         pool._submitter.give_up(job, exc)
@@ -356,8 +358,8 @@ def _begin_stream(
     def fail(index: int, exc: BaseException | Unopened) -> None:
         jobs.deliver(number, index, False, exc)
 
-    def end(length: int) -> None:
-        jobs.end_input(number, length, input_reader)
+    def end(length: int, reader: InputReader) -> None:
+        jobs.end_input(number, length, reader)
 
     input_reader = InputReader(iterable, size, flow, put, runs, fail, end, pool.name)
     jobs.input_readers.add(input_reader)

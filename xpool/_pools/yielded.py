@@ -607,7 +607,7 @@ def _reader(
     def fail(index: int, exc: BaseException | Unopened) -> None:
         jobs.deliver(job.number, job.enter_failed(index), False, exc)
 
-    def end(length: int) -> None:
+    def end(length: int, reader: InputReader) -> None:
         jobs.end_input(job.number, length, reader)
         # The consumer may drop the iterator in any place, where a finalizer may take no lock.
         flow.changes.wait(over, None)
@@ -615,5 +615,4 @@ def _reader(
             submitter.cancel(job)
 
     # A `chain`, so that the reader draws lists in its thread, too: `put` waits.
-    reader = InputReader(chain(iterable), 1, flow, put, None, fail, end, name)
-    return reader
+    return InputReader(chain(iterable), 1, flow, put, None, fail, end, name)
