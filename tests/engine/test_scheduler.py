@@ -194,7 +194,7 @@ def test_withdrawing_beside_a_task_that_runs_alone():
     [(w, _)] = sched.next_batches()
     sched.put_back(TaskRange(2, 0, 0, [ITEM], None, Terms(alone=True)))
     assert sched.withdraw(2) == []
-    assert sched.start(task_range(3)) is None
+    assert sched.start(3, 0, ITEM, Terms()) is None
     sched.put(task_range(3))
     assert sched.next_batches() == []
     sched.answered(w, 1)

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 from support import work
 
-from xpool._calls.terms import Limit, Terms
+from xpool._calls.terms import ONCE, Limit, Terms
 from xpool._engine.answers import Encoded
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of
 from xpool._hosts import messages as f
@@ -91,7 +91,7 @@ def test_the_host_used_last_is_used_again(engine, fleet):
     """One call after the other goes to one host, whose processes are warm; a second one beside it
     goes to the other."""
     for number in 1, 2, 3:
-        engine.call(call_of(number))
+        engine.call(number, b"%d" % number, None, ONCE)
         assert answers(engine) == [(number, b"%d" % number)]
     assert len(set(fleet.received)) == 1
     warm = fleet.received[0]
@@ -104,7 +104,7 @@ def test_the_host_used_last_is_used_again(engine, fleet):
     fleet.tell(fleet.reply())
     engine.wait(0)
     assert answers(engine) == [(4, b"4"), (5, b"5")]
-    engine.call(call_of(6))
+    engine.call(6, b"6", None, ONCE)
     assert fleet.received[-1] == 1 - warm
 
 
@@ -119,7 +119,7 @@ def test_an_idle_host_is_not_late(engine):
 @pytest.mark.parametrize("how", ["error", "cancelled"])
 def test_a_host_that_gave_no_value_is_not_used_next(engine, fleet, how):
     """Its worker may be busy or gone."""
-    engine.call(call_of(1))
+    engine.call(1, b"1", None, ONCE)
     warm = fleet.received[0]
     engine.submit(call_of(2))
     assert fleet.calls[0][0] == warm
@@ -134,7 +134,7 @@ def test_a_host_that_gave_no_value_is_not_used_next(engine, fleet, how):
 
 
 def test_a_retry_goes_to_another_host(engine, fleet):
-    engine.call(call_of(1))
+    engine.call(1, b"1", None, ONCE)
     warm = fleet.received[0]
     engine.submit(TaskRange(CALLS, 0, 2, (b"2",), None, Terms(1)))
     assert fleet.calls[0][0] == warm
@@ -155,7 +155,7 @@ def test_a_call_that_is_too_large_for_one_message_leaves_at_once(engine, fleet):
     engine.wait(0)
     engine.forget(function)  # leaves with the next call
     large = bytes(CALL_BYTES + 1)
-    engine.call(TaskRange(CALLS, 0, 2, (large,)))
+    engine.call(2, large, None, ONCE)
     assert [(host, held) for host, _, held in fleet.calls] == [(used, False)] * 2
     sent = [type(one) for _, call, _ in fleet.calls for one in call.messages]
     assert sent == [m.Forget, m.Stage, m.Go]
@@ -163,10 +163,10 @@ def test_a_call_that_is_too_large_for_one_message_leaves_at_once(engine, fleet):
 
 def test_the_caller_waits_once(engine, fleet):
     """A caller asks for its reply once; if that takes long, the engine's thread receives it."""
-    engine.call(call_of(1))
+    engine.call(1, b"1", None, ONCE)
     assert answers(engine) == [(1, b"1")]
     fleet.prompt = False
-    engine.call(call_of(2))
+    engine.call(2, b"2", None, ONCE)
     assert len(fleet.received) == 2
     assert not engine.results
     engine.wait(0)
@@ -176,7 +176,7 @@ def test_the_caller_waits_once(engine, fleet):
 def test_only_a_reply_to_one_call_is_held(engine, fleet):
     """A call that waits behind others, or leaves with them, is received by the engine's thread."""
     engine.submit(call_of(1), call_of(2))
-    engine.call(call_of(3))  # both hosts are busy
+    engine.call(3, b"3", None, ONCE)  # both hosts are busy
     assert [held for _, _, held in fleet.calls] == [False, False]
     for _ in range(3):
         fleet.tell(fleet.reply())

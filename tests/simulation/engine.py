@@ -122,9 +122,11 @@ class _Room:
 class _Call:
     """A thread in `Submission.call`, which receives its own answer and may be interrupted."""
 
-    def __init__(self, world: EngineWorld, task_range: TaskRange) -> None:
-        self.world, self.task_range = world, task_range
-        self.job = task_range.first
+    def __init__(
+        self, world: EngineWorld, job: int, item: bytes, bound: int | None, terms: Terms
+    ) -> None:
+        self.world, self.job = world, job
+        self.call = job, item, bound, terms
         self.slot: Any = None
         self.begun = False
         self.impatient = world.draw.callers.chance(0.3)
@@ -143,7 +145,7 @@ class _Call:
         engine, job = self.world.engine, self.job
         if not self.begun:
             self.begun = True
-            self.slot = engine._submission.put_direct(self.task_range)
+            self.slot = engine._submission.put_direct(*self.call)
             if self.slot is not None:
                 turns = engine._direct.turns
                 turns[job] = turns[job][0], -job  # each caller is a separate thread
@@ -463,11 +465,10 @@ class EngineWorld(World):
                 task_range.flow = Reader()
             return
         self.cancellable.append(job)
-        task_range = TaskRange(CALLS, 0, job, items, bound, terms)
         if kind == "wait":
-            self.calls.append(_Call(self, task_range))
+            self.calls.append(_Call(self, job, items[0], bound, terms))
         elif kind == "bound":
-            self.engine.submit(task_range)
+            self.engine.submit(TaskRange(CALLS, 0, job, items, bound, terms))
         else:
             self.engine.submit_call(job, items[0], terms)
         if self.gets and kind != "wait":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from xpool._engine.answers import CULPRIT
 from xpool._engine.jobs.ranges import name_of
-from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
+from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange, Terms
 from xpool._hosts import messages as m
 from xpool._hosts.agent import DIRECT_MILLISECONDS, AgentSession
 from xpool._hosts.messages import Call
@@ -102,8 +102,8 @@ class AgentEngine:
                 self.sched.put(one)
             self._give()
 
-    def put_direct(self, task_range: TaskRange) -> Any:
-        self.submit(task_range)
+    def put_direct(self, number: int, payload: Any, bound: int | None, terms: Terms) -> Any:
+        self.submit(TaskRange(CALLS, 0, number, (payload,), bound, terms))
         # Any object stands for the worker.
         return self if self.world.draw.agents.chance(0.5) else None
 

@@ -421,7 +421,7 @@ class HostWorld(World):
             self.calls.append(job)
             self.funcs[job] = 0
             if self.draw.verbs.chance(0.5):
-                self.engine.call(TaskRange(CALLS, 0, job, items, None, terms))
+                self.engine.call(job, items[0], None, terms)
             else:
                 self.engine.submit_call(job, items[0], terms)
         elif kind == "bound":

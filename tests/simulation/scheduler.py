@@ -164,7 +164,7 @@ class SchedulerWorld(World):
             waits = any(tasks for queue in self.queues.values() for _, tasks in queue)
             waits = waits or self.lone_runs() or bool(self.needs)
             idle = list(self.sched.idle)
-            found = self.sched.start(task_range)
+            found = self.sched.start(job, 0, items[0], task_range.terms)
             if found is not None:
                 w, batch = found
                 if waits or w != idle[-1]:

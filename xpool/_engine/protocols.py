@@ -79,8 +79,10 @@ class EngineProtocol(WorkerBackend, Protocol):
     def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
         """Queue a call: item ``number`` of `CALLS`."""
 
-    def call(self, task_range: TaskRange) -> None:
-        """Submit a range of one call for a caller that waits; may receive its answer here."""
+    def call(
+        self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
+    ) -> None:
+        """Submit call ``number`` for a caller that waits; may receive its answer here."""
 
     def receive_call(self, number: int, milliseconds: float) -> BaseException | None:
         """Receive the answer of a call in this thread if it comes within that time and the engine
@@ -114,8 +116,10 @@ class EngineProtocol(WorkerBackend, Protocol):
 class LocalEngine(EngineProtocol, Protocol):
     """An engine whose workers are on this machine, and which may work for a remote driver."""
 
-    def put_direct(self, task_range: TaskRange) -> WorkerProcess | None:
-        """Submit a range of one call; return the worker whose answer the calling thread receives
+    def put_direct(
+        self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
+    ) -> WorkerProcess | None:
+        """Submit call ``number``; return the worker whose answer the calling thread receives
         by `await_briefly`; None: the engine's thread receives it."""
 
     def await_briefly(self, worker: WorkerProcess, number: int, milliseconds: int) -> None:

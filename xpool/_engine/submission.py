@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from xpool._engine.jobs.scheduler import Scheduler, TaskRange, Terms
+from xpool._engine.jobs.scheduler import CALLS, Scheduler, TaskRange, Terms
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.replacement import Replacement
 from xpool._engine.worker_process import WorkerProcess
@@ -76,14 +76,15 @@ class Submission:
 
     # -- a caller that waits for one answer receives it: see `DirectReceive` -----------------------
 
-    def call(self, task_range: TaskRange) -> None:
-        """Submit a range of one task, and receive its answer in this thread if it is sent at once.
+    def call(
+        self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
+    ) -> None:
+        """Submit a call, and receive its answer in this thread if it is sent at once.
 
         Returns when the answer is among the results, or the engine's thread will receive it.
         """
-        number = task_range.first  # the index in `CALLS`, which is the number of the call
         try:
-            worker = self.put_direct(task_range)
+            worker = self.put_direct(number, payload, bound, terms)
             if worker is None:
                 return
             events = self._await_answer(worker, True)
@@ -134,15 +135,16 @@ class Submission:
         # Poll at most a second: if a signal handler takes the call away, no answer comes here.
         return (look and self._spin.look(poll)) or poll(milliseconds)
 
-    def put_direct(self, task_range: TaskRange) -> WorkerProcess | None:
-        """Submit a range of one task; return the worker whose answer this thread receives."""
-        number = task_range.first
+    def put_direct(
+        self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
+    ) -> WorkerProcess | None:
+        """Submit a call; return the worker whose answer this thread receives."""
         with self.lock:
             if self._direct.turns:
                 self.leave_signal_handler()
             sched, monitor = self._sched, self._monitor
             hindered = self._replacement.ending or monitor.guard.short
-            if sched.idle and task_range.bound is None and not hindered:
+            if sched.idle and bound is None and not hindered:
                 worker = monitor.workers[next(reversed(sched.idle))]
                 # A thread that a task left behind may have written to the pipe after the answer.
                 # Here, such data end the worker; later, they would be read as part of the next
@@ -151,13 +153,13 @@ class Submission:
                     monitor.receive(worker)
                 # An idle worker gets the call without queueing.  Otherwise the call is queued, and
                 # this thread receives the answer only if `_put` sends the call now.
-                given = sched.start(task_range)
+                given = sched.start(CALLS, number, payload, terms)
                 if given is not None:
                     worker = monitor.workers[given[0]]
                     self._direct.begin(worker, number)
                     monitor.give(worker, given[1])
                     return worker
-            self._put((task_range,), number)
+            self._put((TaskRange(CALLS, 0, number, (payload,), bound, terms),), number)
             return self._direct.worker_of(number)
 
     def receive_direct(

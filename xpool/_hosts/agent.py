@@ -120,7 +120,7 @@ class AgentSession:
         ranges = [self._range(batch) for batch in batches]
         one = ranges[0]
         if len(ranges) == 1 and one.job == CALLS and len(one.items) == 1:
-            worker = self.engine.put_direct(one)
+            worker = self.engine.put_direct(one.first, one.items[0], one.bound, one.terms)
             return None if worker is None else (worker, one.first)
         self.engine.submit(*ranges)
         return None

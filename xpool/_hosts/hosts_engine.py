@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from xpool._calls.results import PickledResult
 from xpool._calls.terms import Terms
-from xpool._engine.jobs.ranges import TaskRange
+from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._engine.launch import wanted_modules
 from xpool._engine.ledger import EngineReport
 from xpool._hosts import messages as f
@@ -113,7 +113,10 @@ class HostEngine:
             if self.idle:
                 self.service.give()
 
-    def call(self, task_range: TaskRange) -> None:
+    def call(
+        self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
+    ) -> None:
+        task_range = TaskRange(CALLS, 0, number, (payload,), bound, terms)
         with self.lock:
             held = self.service.put((task_range,), hold=True)
             if self.results:

@@ -240,12 +240,10 @@ class EngineSubmitter(HookSubmitter):
         if not options.waits and worker is None:
             engine.submit_call(job.number, payload, terms)
             return
-        task_range = TaskRange(CALLS, 0, job.number, (payload,), worker, terms)
-        del payload  # it holds blocks of memory, and so does the range
         if not options.waits:
-            engine.submit(task_range)
+            engine.submit(TaskRange(CALLS, 0, job.number, (payload,), worker, terms))
             return
-        engine.call(task_range)
+        engine.call(job.number, payload, worker, terms)
         self.take(engine.results)
 
     @shielded

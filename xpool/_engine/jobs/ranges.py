@@ -72,36 +72,22 @@ class TaskRange:
 
 
 class Batch:
-    """A part of a task range that one worker has.  ``seq``: number of items it got before."""
+    """Items that one worker has, usually a part of a task range.  `Scheduler._hold` makes it."""
 
-    __slots__ = (
-        "bound",
-        "done",
-        "first",
-        "flow",
-        "func",
-        "items",
-        "job",
-        "seq",
-        "taken",
-        "terms",
-        "withdrawn",
-    )  # fmt: skip
-
-    def __init__(self, task_range: TaskRange, items: list[Item], seq: int) -> None:
-        self.job = task_range.job
-        self.func = task_range.func
-        self.first = task_range.first
-        self.items = items
-        self.bound = task_range.bound
-        self.flow = task_range.flow
-        self.terms = task_range.terms
-        # Its job has ended: none of its items is queued again.
-        self.withdrawn = False
-        self.seq = seq
-        self.done = 0
-        # Items from this position on were taken back: the worker will answer them as skipped.
-        self.taken = len(items)
+    job: int
+    func: int
+    first: int
+    items: list[Item]
+    terms: Terms
+    bound: int | None
+    flow: Any
+    # The number of items that the worker got before.
+    seq: int
+    # Items from this position on were taken back: the worker will answer them as skipped.
+    taken: int
+    done = 0
+    # Its job has ended: none of its items is queued again.
+    withdrawn = False
 
     def name(self, index: int) -> tuple[int, int]:
         """Return an item's job and index in the pool's numbers; for a call, its number and 0."""
@@ -110,8 +96,10 @@ class Batch:
 
     def cut(self, start: int, stop: int) -> Batch:
         """Return a part of it as a separate batch of the same worker."""
-        part = Batch(piece(self, start, stop), self.items[start:stop], self.seq + start)
-        part.flow, part.withdrawn = self.flow, self.withdrawn
+        part = Batch()
+        vars(part).update(vars(self))
+        part.first, part.seq = self.first + start, self.seq + start
+        part.items = self.items[start:stop]
         part.done = min(max(self.done - start, 0), stop - start)
         part.taken = min(max(self.taken - start, 0), stop - start)
         return part

@@ -33,6 +33,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from xpool._calls.terms import Limit, Terms
 from xpool._engine.jobs.ranges import CALLS, Batch, Item, TaskRange, covers, piece
@@ -223,30 +224,36 @@ class Scheduler(Waiting):
             batches += self.next_batches(newest, most)
         return batches
 
-    def start(self, task_range: TaskRange) -> tuple[int, Batch] | None:
-        """Give a range of one unbound item to the worker that became idle last.
+    def start(self, job: int, index: int, item: Item, terms: Terms) -> tuple[int, Batch] | None:
+        """Give one unbound item to the worker that became idle last.
 
         Returns None, and does nothing, if no worker is idle or anything waits already.
         """
         # Waiting items must not be overtaken, whichever worker they are for.
         if self.queued or not self.idle:
             return None
-        if task_range.terms.priority:
+        if terms.priority:
             self.ranked = True
         w = next(reversed(self.idle))
-        batch = Batch(task_range, list(task_range.items), self.in_flight[w].sent)
-        self._hold(w, batch)
-        return w, batch
+        return w, self._hold(w, job, 0, index, [item], terms)
 
-    def _hold(self, w: int, batch: Batch) -> None:
-        """Record that a worker gets a batch."""
-        in_flight = self.in_flight[w]
+    def _hold(
+        self, w: int, job: int, func: int, first: int, items: list[Item], terms: Terms,
+        bound: int | None = None, flow: Any = None,
+    ) -> Batch:  # fmt: skip
+        """Record that a worker gets these items; return them as a batch."""
+        in_flight, n = self.in_flight[w], len(items)
+        batch = Batch()
+        batch.job, batch.func, batch.first, batch.items = job, func, first, items
+        batch.terms, batch.bound, batch.flow = terms, bound, flow
+        batch.seq, batch.taken = in_flight.sent, n
         in_flight.held.append(batch)
-        in_flight.sent += len(batch.items)
+        in_flight.sent += n
         if in_flight.left is not None:
-            in_flight.left -= len(batch.items)
+            in_flight.left -= n
             in_flight.accepting = in_flight.left > 0
         self.idle.pop(w, None)
+        return batch
 
     def refill(self, w: int) -> list[Batch]:
         """Give a worker that has answered as many batches as it may hold."""
@@ -295,11 +302,11 @@ class Scheduler(Waiting):
                     n = self._most_by_memory(w, task_range, n)
                     if not n:
                         continue
-                items = queue.take(n, MOST_BYTES)
-                batch = Batch(task_range, items, in_flight.sent)
-                # `take` has moved the start of the range behind these items.
-                batch.first -= len(items)
-                self._hold(w, batch)
+                first = task_range.first  # `take` moves the start of the range behind the items
+                items, bound, flow = queue.take(n, MOST_BYTES), task_range.bound, task_range.flow
+                batch = self._hold(
+                    w, task_range.job, task_range.func, first, items, task_range.terms, bound, flow
+                )
                 if self.heavy.needs and len(in_flight.held) == 1:
                     self.heavy.given(w, batch)
                 if queue is self.alone:
