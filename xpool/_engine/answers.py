@@ -244,11 +244,11 @@ class Answers:
             Exception: of any type, if the worker has sent an invalid message.
         """
         # The message counts the answers that `WorkerMonitor._look` took early, too.
-        early = worker.early.count
-        boxed = count - early
-        if boxed < 0:
-            raise ValueError(f"it reports {count} answers, but {early} were taken before")
+        early, boxed = worker.early.count, count
         if early:
+            boxed = count - early
+            if boxed < 0:
+                raise ValueError(f"it reports {count} answers, but {early} were taken before")
             worker.early.announced()
         self._policy.finished = True
         ledger, tasks = self._ledger, count + bool(body)

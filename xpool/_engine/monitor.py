@@ -106,9 +106,6 @@ class StartLimit:
         self._condemn(worker)
 
 
-ENDED = -1
-"""In place of a message's kind: there is no message."""
-
 OUTBOX_POLL_SECONDS = 0.010
 """Seconds of silence after which the outbox of a worker with several tasks is checked."""
 
@@ -288,36 +285,35 @@ class WorkerMonitor:
 
     def receive(self, worker: WorkerProcess) -> None:
         """Receive a worker's messages, and give it its next tasks in the same step."""
-        frames, box = worker.reader.frames(), worker.box
+        reader, box = worker.reader, worker.box
+        frames = reader.frames()
         # The `try` covers only the reading of the worker's data.  An exception in what follows is a
         # bug of the engine, not an invalid message of the worker.
         while worker.protocol_error is None:
-            kind = ENDED
             try:
-                for head, body in frames:
-                    if self.stopped:  # `terminate` has answered all jobs
-                        continue
-                    # At least one of the two differs if the page was filled with zeros or 0xFF.
-                    if box.words[LIMIT] != box.limit or box.words[HEAD] != box.head:
-                        raise ValueError("it wrote over its parent's words in the shared page")
-                    _, kind, errors, _, count, mark, nanos = head
-                    if kind == ANSWER:
-                        self.answers.announced(worker, errors, count, body, mark, nanos)
-                    else:
-                        self._understand(worker, kind, count, body)
+                frame = next(frames, None)
+                if frame is None:
                     break
+                if self.stopped:  # `terminate` has answered all jobs
+                    continue
+                # At least one of the two differs if the page was filled with zeros or 0xFF.
+                if box.words[LIMIT] != box.limit or box.words[HEAD] != box.head:
+                    raise ValueError("it wrote over its parent's words in the shared page")
+                (_, kind, errors, _, count, mark, nanos), body = frame
+                if kind == ANSWER:
+                    self.answers.announced(worker, errors, count, body, mark, nanos)
+                else:
+                    self._understand(worker, kind, count, body)
             except Exception as exc:
                 self.distrust(worker, exc)
                 return
-            if kind == ENDED:
-                break
-            if kind == READY and worker.reason is None:
-                self._greeted(worker)
-            elif kind in (ANSWER, SKIPPED):
+            if kind == ANSWER:
                 self._after_answers(worker)
-                if kind == SKIPPED:
-                    self.give_idle()
-        reader = worker.reader
+            elif kind == SKIPPED:
+                self._after_answers(worker)
+                self.give_idle()
+            elif kind == READY and worker.reason is None:
+                self._greeted(worker)
         if reader.buffer or reader.body is not None:  # part of a message
             in_flight = worker.in_flight
             # Otherwise its next answer would be read as the rest of this message.
@@ -361,23 +357,22 @@ class WorkerMonitor:
         self.answers.disown(worker, exc)
 
     def _after_answers(self, worker: WorkerProcess) -> None:
-        if worker.protocol_error is not None:
-            return  # it gets no more tasks
+        """Go on with a worker that has answered or skipped some of its items."""
         w = worker.index
         in_flight = worker.in_flight
         size = in_flight.sent - in_flight.answered
         if size < 2:
             self._multi_item.pop(w, None)
-        waits = worker.state is not WorkerStates.READY
-        if waits and worker.interrupted is None and self._overdue.cancel(worker):
-            # It has stopped the task that it was asked to.  Its current task may have to stop, too.
-            self._checks.schedule_by(worker, self._reactor.now())
-        # It has answered or skipped all that it held when it was recalled.
-        if in_flight.paused and not size:
-            self._recalls.cancel(worker)
-            worker.emptied()
-            if worker.state is WorkerStates.READY:
-                self._sched.resume(w)
+        if worker.state is not WorkerStates.READY:
+            if worker.interrupted is None and self._overdue.cancel(worker):
+                # It has stopped the task that it was asked to.  Its current task may have to stop,
+                # too.
+                self._checks.schedule_by(worker, self._reactor.now())
+            # It has answered or skipped all that it held when it was recalled.
+            if in_flight.paused and not size:
+                self._recalls.cancel(worker)
+                if worker.emptied():
+                    self._sched.resume(w)
         if worker.state is not WorkerStates.READY:
             # It continues with what it holds, and its next answers may wait in its outbox.
             if w in self._multi_item and worker.state is not WorkerStates.CONDEMNED:
@@ -567,7 +562,8 @@ class WorkerMonitor:
         self.drain(worker)
         if seen[1] > box.head and not worker.reader.partial:
             worker.early.took(self.take_early(worker, seen[1]))
-            self._after_answers(worker)
+            if worker.protocol_error is None:  # else it gets no more tasks
+                self._after_answers(worker)
         sits = w in self._give_back_requests and seen == now_seen
         serves, sched = worker.state is WorkerStates.READY, self._sched
         if serves and (

@@ -391,11 +391,12 @@ class WorkerProcess:
         self.box.forbid(limit)
         self._transition(WorkerEvent.RECALL)
 
-    def emptied(self) -> None:
-        """End a recall: it has answered all that it held."""
+    def emptied(self) -> bool:
+        """End a recall: it has answered all that it held.  Return whether it may get tasks."""
         # Lift the limit before it gets a task, which it would skip otherwise.
         self.box.forbid(NO_LIMIT)
         self._transition(WorkerEvent.EMPTIED)
+        return self.state is WorkerStates.READY
 
     def interrupt(self, item: int, now: float) -> None:
         """Ask it to stop an item; it was recalled before."""

@@ -79,8 +79,8 @@ class Batch:
     first: int
     items: list[Item]
     terms: Terms
-    bound: int | None
-    flow: Any
+    bound: int | None = None
+    flow: Any = None
     # The number of items that the worker got before.
     seq: int
     # Items from this position on were taken back: the worker will answer them as skipped.

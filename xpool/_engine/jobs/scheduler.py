@@ -33,7 +33,6 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from xpool._calls.terms import Limit, Terms
 from xpool._engine.jobs.ranges import CALLS, Batch, Item, TaskRange, covers, piece
@@ -238,15 +237,13 @@ class Scheduler(Waiting):
         return w, self._hold(w, job, 0, index, [item], terms)
 
     def _hold(
-        self, w: int, job: int, func: int, first: int, items: list[Item], terms: Terms,
-        bound: int | None = None, flow: Any = None,
-    ) -> Batch:  # fmt: skip
+        self, w: int, job: int, func: int, first: int, items: list[Item], terms: Terms
+    ) -> Batch:
         """Record that a worker gets these items; return them as a batch."""
         in_flight, n = self.in_flight[w], len(items)
         batch = Batch()
         batch.job, batch.func, batch.first, batch.items = job, func, first, items
-        batch.terms, batch.bound, batch.flow = terms, bound, flow
-        batch.seq, batch.taken = in_flight.sent, n
+        batch.terms, batch.seq, batch.taken = terms, in_flight.sent, n
         in_flight.held.append(batch)
         in_flight.sent += n
         if in_flight.left is not None:
@@ -303,10 +300,11 @@ class Scheduler(Waiting):
                     if not n:
                         continue
                 first = task_range.first  # `take` moves the start of the range behind the items
-                items, bound, flow = queue.take(n, MOST_BYTES), task_range.bound, task_range.flow
+                items = queue.take(n, MOST_BYTES)
                 batch = self._hold(
-                    w, task_range.job, task_range.func, first, items, task_range.terms, bound, flow
+                    w, task_range.job, task_range.func, first, items, task_range.terms
                 )
+                batch.bound, batch.flow = task_range.bound, task_range.flow
                 if self.heavy.needs and len(in_flight.held) == 1:
                     self.heavy.given(w, batch)
                 if queue is self.alone:
