@@ -675,7 +675,7 @@ def test_values_in_modules_that_functions_import(tmp_path, monkeypatch):
             return pool.map(func, items, journal=tmp_path / f"{func.__name__}{name}.db")
 
         assert run(plain, [1, 2], "late") == [1, 2]  # imports it
-        library = sys.modules["journal_library"]
+        library: Any = sys.modules["journal_library"]
         items = [library.Item(x) for x in range(2)]
         cases = [(plain, [1, 2]), (by_name, [1, 2]), (of_item, items), (counted, [1, 2])]
         for func, some in cases:
