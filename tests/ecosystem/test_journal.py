@@ -12,6 +12,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import work
@@ -652,7 +653,7 @@ def test_values_in_modules_that_functions_import(tmp_path, monkeypatch):
     (tmp_path / "journal_library.py").write_text(LIBRARY)
 
     def plain(x):
-        import journal_library as library
+        import journal_library as library  # type: ignore[import-not-found]
 
         return library.rate * x
 
