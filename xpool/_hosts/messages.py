@@ -28,6 +28,8 @@ from xpool._calls.terms import ONCE, Terms
 from xpool._engine.ledger import EngineReport
 from xpool._pickling.frame import INLINE_BELOW
 
+# -- between the engine and a fleet ----------------------------------------------------------------
+
 
 class Call(NamedTuple):
     """A call of a driver to an agent, with ``messages`` that are numbered from ``first`` on.

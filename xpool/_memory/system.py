@@ -204,6 +204,8 @@ def is_fixed(fd: int) -> bool:
         return False  # not an anonymous file
 
 
+# -- buffers ---------------------------------------------------------------------------------------
+
 HUGE_PAGES_FROM = 4 * 1024 * 1024
 """Buffers of at least this many bytes get their own mapping, in large pages."""
 

@@ -40,6 +40,8 @@ for _one in (XPoolError, TimeoutError):
     _one.__module__ = "xpool.errors"  # the public name, in pickles and tracebacks
 
 
+# -- imports ---------------------------------------------------------------------------------------
+
 # `traceback` imports `tokenize` to read a file (before Python 3.13, at once), and `unicodedata` for
 # the width of a line that is not ASCII.
 _MODULES = ("traceback", "tokenize", "unicodedata", "xpool._python.pool_errors")
@@ -93,6 +95,8 @@ def _import() -> None:
 at_fork.at_fork(before=lambda: _importing.acquire(), in_parent=lambda: _importing.release())
 at_fork.renew(globals(), _importing=threading.RLock)
 
+
+# -- notes -----------------------------------------------------------------------------------------
 
 _PLACE = "item of xpool, at +"
 _SEVERAL = "raised for several items at once, by the same exception object"

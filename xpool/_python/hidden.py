@@ -81,6 +81,8 @@ def warning_filters(warnings: Any) -> Callable[[], list[Any]]:
     return found or functools.partial(getattr, warnings, "filters")
 
 
+# -- registered reducers ---------------------------------------------------------------------------
+
 # These types are in the table only because Python 2 could not pickle them.
 _AS_USUAL = {types.MethodType, type(list.append), type(int.__add__), functools.partial}
 _OWNERS = ("multiprocessing", "torch.multiprocessing")

@@ -126,6 +126,8 @@ def refuse_green_threads() -> None:
             )
 
 
+# -- the process of a fork server ------------------------------------------------------------------
+
 # Garbage collection is off during the imports: it would take milliseconds and find nothing.
 _ORDER = (
     "import gc, sys; gc.disable(); sys.path[:] = {path!a}; "

@@ -230,6 +230,9 @@ class TaskQueue:
             return heappop(heap)[-1]
 
 
+# -- in a coroutine --------------------------------------------------------------------------------
+
+
 class _Bell:
     """An event of a loop, and the loop's function with which other threads run code in the loop."""
 

@@ -29,6 +29,8 @@ from xpool.devices._host import Spare, find_spare
 from xpool.devices._kinds import best
 from xpool.errors import DeviceError, OptionError, XPoolError
 
+# -- the search ------------------------------------------------------------------------------------
+
 EXACT_LIMIT = 2**17
 """Up to so many placements (m to the n), all are tried, which takes as long as the descent."""
 
@@ -253,6 +255,9 @@ def step(optimizer: torch.optim.Optimizer, logits: Tensor, problem: Problem) -> 
     optimizer.zero_grad()
     value.backward()
     optimizer.step()
+
+
+# -- models on devices -----------------------------------------------------------------------------
 
 
 class Place(NamedTuple):

@@ -154,6 +154,9 @@ def _set_all(states: dict[str, Any]) -> None:
         numpy.random.set_state(states["numpy"])
 
 
+# -- making batches --------------------------------------------------------------------------------
+
+
 class EpochSpec(NamedTuple):
     """The values that all batches of one epoch share."""
 

@@ -195,6 +195,8 @@ class Preview:
             self._begun.popleft()[1].cancel()
 
 
+# -- the state of a loader -------------------------------------------------------------------------
+
 VERSION = 5
 
 

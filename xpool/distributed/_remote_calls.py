@@ -321,6 +321,8 @@ def _invoke(rref: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     return sendable(f"method {name}", result)
 
 
+# -- meetings --------------------------------------------------------------------------------------
+
 Farewell = tuple[dict[Any, int], dict[Any, Any]]
 """The message of a process to another before it leaves: the number of collectives that have
 succeeded, by group, and the answers that the other has not acknowledged, by meeting.

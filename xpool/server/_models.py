@@ -186,6 +186,9 @@ def _check_previous(key: Hashable, prev_version: Any, newest: Any) -> None:
         )
 
 
+# -- models ----------------------------------------------------------------------------------------
+
+
 def on_cpu(tensors: dict[str, Any]) -> dict[str, Tensor]:
     """Copy tensors to the CPU, because other processes may lack their devices."""
     return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}

@@ -206,6 +206,8 @@ def pass_gate(path: str) -> None:
         os.close(fd)
 
 
+# -- tasks that end their process ------------------------------------------------------------------
+
 EXITS = {
     "sys.exit": 3, "os._exit": 4, "SIGKILL": -signal.SIGKILL, "SIGSEGV": -signal.SIGSEGV,
     "SIGABRT": -signal.SIGABRT, "SIGTERM": -signal.SIGTERM,

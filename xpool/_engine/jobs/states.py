@@ -176,6 +176,8 @@ def step(table: dict[S, dict[E, S]], state: S, event: E) -> S:
         raise InternalError(story) from None
 
 
+# -- restarts --------------------------------------------------------------------------------------
+
 WINDOW = 60.0
 """Seconds for which a death counts."""
 
@@ -282,6 +284,9 @@ def back_off(tries: int, chance: float) -> float:
     return pause * (0.5 + chance / 2)
 
 
+# -- time limits -----------------------------------------------------------------------------------
+
+
 class Act(enum.Enum):
     """What to do with a worker now."""
 
@@ -386,6 +391,9 @@ class Deadlines:
             return Verdict(Act.INTERRUPT, running[0].seq + running[1])
         # None of its items has begun.  Recall them first, so that its death costs no task.
         return Verdict(Act.CONDEMN if held.paused else Act.RECALL)
+
+
+# -- docs/dev/states.md ----------------------------------------------------------------------------
 
 
 def _markdown(title: str, table: dict[S, dict[E, S]]) -> str:

@@ -368,6 +368,8 @@ class Waiting:
         self.later.clear()
 
 
+# -- tasks that wait for memory --------------------------------------------------------------------
+
 FALL = 0.75
 """The expected memory rises at once, and falls at most to this part of it with each task.  So the
 other tasks soon run as before if one of them was much larger."""

@@ -184,6 +184,8 @@ def copy_to(tensor: Any, device: Any) -> Any:
     return made
 
 
+# -- handles ---------------------------------------------------------------------------------------
+
 _TOKEN = 64  # bytes of the block that represents a tensor
 
 _AT_ONCE = 64  # number of kept tensors that are checked before a task
