@@ -10,8 +10,7 @@ from typing import Any
 
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
-from xpool._engine.thread_tasks import HeldTask
-from xpool._engine.threads import ThreadOptions, ThreadWorkers
+from xpool._engine.threads import HeldTask, ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task
 from xpool._pools.pool_options import REFUSED_BY_THREADS, PoolOptions, takes

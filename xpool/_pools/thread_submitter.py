@@ -8,8 +8,7 @@ from typing import Any
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._calls.terms import ONCE
-from xpool._engine.thread_tasks import Source
-from xpool._engine.threads import ThreadWorkers
+from xpool._engine.threads import Source, ThreadWorkers
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
 from xpool._pools.submitters import HookedPool, HookSubmitter, Put, Work
