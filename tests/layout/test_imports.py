@@ -326,4 +326,4 @@ def test_a_first_map_imports_no_more_than_it_needs(tmp_path: Path):
             break
     assert not late & workers
     for modules in ours - begun, workers - begun:
-        assert sum(name.startswith("xpool") for name in modules) <= 128
+        assert sum(name.startswith("xpool") for name in modules) <= 104
