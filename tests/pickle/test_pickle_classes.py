@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from receiver import Receiver
 
-from xpool._pickling import reducers
+from xpool._pickling import pickler, reducers
 from xpool._pickling.by_value import registry
 from xpool.pickle import decode, dumps, encode
 
@@ -648,7 +648,7 @@ def test_registering_reducers_in_threads(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def ask() -> None:
         begun.wait()
-        answers.append(reducers.reducer_override(None, Late()))
+        answers.append(pickler.reducer_override(None, Late()))
 
     monkeypatch.setitem(reducers.LAZY, "late", load)
     monkeypatch.setitem(reducers.REDUCERS, Late, None)  # restores the missing entry after the test
@@ -656,7 +656,7 @@ def test_registering_reducers_in_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     others = [threading.Thread(target=ask) for _ in range(4)]
     for other in others:
         other.start()
-    answers.append(reducers.reducer_override(None, Late()))
+    answers.append(pickler.reducer_override(None, Late()))
     for other in others:
         other.join()
     assert answers == ["reduced"] * 5

@@ -6,6 +6,7 @@ whole object again, so that shared references and cycles are kept.
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
 
+import copyreg
 import io
 import pickle
 from collections.abc import Callable, Sequence
@@ -20,8 +21,8 @@ from xpool._memory.holds import Block
 from xpool._memory.system import same_bytes
 from xpool._pickling import Key, diagnose, frame, reducers
 from xpool._pickling.frame import BY_PIPE, INLINE_BELOW, Layout
-from xpool._pickling.reducers import SHORT
-from xpool._python.hidden import of_program
+from xpool._pickling.reducers import REDUCERS, SHORT
+from xpool._python.hidden import forking, of_program
 from xpool._python.interrupt import by_handler
 from xpool.errors import XPoolError
 
@@ -36,6 +37,17 @@ _loads: Callable[[Any], Any] = pickle.loads
 
 
 _dump = pickle.Pickler.dump
+
+
+def reducer_override(pickler: Any, obj: Any) -> Any:
+    """Reduce an object, or leave it to the pickler: both picklers call this first."""
+    kind = type(obj)
+    if kind in forking or kind in copyreg.dispatch_table:
+        reduce = of_program(kind)
+        if reduce is not None:
+            return reduce(obj)
+    reducer = REDUCERS.get(kind) or reducers.find(kind)
+    return NotImplemented if reducer is None else reducer(pickler, obj)
 
 
 class _FastPickler(pickle.Pickler):
@@ -58,7 +70,7 @@ class _FastPickler(pickle.Pickler):
         file = SimpleNamespace(write=self.chunks.append)
         super().__init__(file, 5, buffer_callback=_placer(layout, self.buffers, self.shared))
 
-    reducer_override = reducers.reducer_override
+    reducer_override = reducer_override
 
     def dump(self, obj: Any) -> None:
         try:
@@ -82,7 +94,7 @@ class _GroupPickler(_FastPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         name = self.group.named.get(id(obj))
-        return reducers.reducer_override(self, obj) if name is None else (reducers.of_module, name)
+        return reducer_override(self, obj) if name is None else (reducers.of_module, name)
 
 
 def _placer(
@@ -432,7 +444,7 @@ def _dill_pickler() -> Any:
             # dill would pickle the address of a capsule, and the path of a file to open it again.
             if kind is capsule or (issubclass(kind, io.IOBase) and kind not in _IN_MEMORY):
                 raise TypeError(f"cannot pickle {kind.__name__!r} object")
-            answer = reducers.reducer_override(self, obj)
+            answer = reducer_override(self, obj)
             if answer is not NotImplemented or isinstance(obj, type):
                 return answer
             if kind.__module__.partition(".")[0] == "numpy":

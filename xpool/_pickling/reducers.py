@@ -1,6 +1,6 @@
 """The table of reducers, and the attributes of a pickler that they use.
 
-Both picklers (C and dill's) call `reducer_override` first.  A reducer returns the same as a
+Both picklers (C and dill's) look for a reducer first.  It returns the same as a
 ``__reduce__`` method, or `NotImplemented` to leave the object to the pickler.
 
 If an object is pickled by value and may be part of a cycle, it is rebuilt in two steps: first an
@@ -172,22 +172,13 @@ def register(*types: type) -> Callable[[Reducer], Reducer]:
     return add
 
 
-def reducer_override(pickler: Any, obj: Any) -> Any:
-    kind = type(obj)
-    if kind in registered.forking or kind in copyreg.dispatch_table:
-        reduce = registered.of_program(kind)
-        if reduce is not None:
-            return reduce(obj)
-    reducer = REDUCERS.get(kind) or _find(kind)
-    return NotImplemented if reducer is None else reducer(pickler, obj)
-
-
 # Held while a module's reducers are registered, so that no thread finds some of them missing.  Also
 # held during a fork, because the child would wait for ever for an import of another thread.
 _finding = threading.RLock()
 
 
-def _find(kind: type) -> Reducer | None:
+def find(kind: type) -> Reducer | None:
+    """Return the reducer of a type that is not in `REDUCERS` itself; None: the pickler's own."""
     with _finding:
         while True:
             # Another thread, or `load` in the last turn of this loop, may have registered it.

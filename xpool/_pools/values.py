@@ -37,8 +37,7 @@ from xpool._pickling.by_value.origin import (
     spec_of,
 )
 from xpool._pickling.by_value.reads import absolute_name, use_of
-from xpool._pickling.pickler import description
-from xpool._pickling.reducers import reducer_override
+from xpool._pickling.pickler import description, reducer_override
 from xpool._python.hidden import module_of
 from xpool._python.interrupt import by_handler
 
