@@ -68,14 +68,19 @@ class Counting(theirs.Dataset):
         self.count = state["count"]
 
 
-def in_a_worker(dataset, func):
-    """Call func in a worker, with a copy of the dataset that makes batches of three."""
+@pytest.fixture(scope="module")
+def in_a_worker():
+    """A function that calls another in a worker, with a copy of a dataset for batches of three."""
 
-    def call():
-        return func(WorkerCopy(DataLoader(dataset, 3, num_workers=1, collate_fn=list)))
+    def run(dataset, func):
+        def call():
+            return func(WorkerCopy(DataLoader(dataset, 3, num_workers=1, collate_fn=list)))
+
+        return pool.apply(call)
 
     with Pool(1) as pool:
-        return pool.apply(call)
+        yield run
+    pool.join()
 
 
 def spec(number):
@@ -84,7 +89,7 @@ def spec(number):
 
 
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
-def test_a_batch_is_requested_after_later_ones(late):
+def test_a_batch_is_requested_after_later_ones(in_a_worker, late):
     """A batch that is requested late is the same: the items are not iterated over again."""
 
     def make(copy):
@@ -97,7 +102,7 @@ def test_a_batch_is_requested_after_later_ones(late):
     assert [answer.ended for answer in answers] == [False] * 3 + [True] * 2
 
 
-def test_only_batches_that_may_be_requested_are_kept():
+def test_only_batches_that_may_be_requested_are_kept(in_a_worker):
     """On the way to its place, a worker keeps no batches that the program has taken."""
 
     def make(copy):
@@ -109,7 +114,7 @@ def test_only_batches_that_may_be_requested_are_kept():
     assert in_a_worker(Once(), make) == [[1], []]
 
 
-def test_an_error_before_it_is_requested():
+def test_an_error_before_it_is_requested(in_a_worker):
     """An error on the way to a later batch is raised when its batch is requested."""
 
     def fail_at_four(i):
@@ -147,7 +152,7 @@ def test_the_end_of_an_iterable(tmp_path, deadly, options):
     assert (tmp_path / "died").exists()
 
 
-def test_the_next_epoch_begins_at_the_end_of_the_last():
+def test_the_next_epoch_begins_at_the_end_of_the_last(in_a_worker):
     """A worker that made the batch of a dead one last does not go on from there."""
 
     def make(copy, first_epoch):

@@ -420,32 +420,6 @@ def test_dead_owner_of_blocks_in_use() -> None:
         assert one.own.file.used() < 1 << 20
 
 
-def test_the_next_process_of_an_attachment() -> None:
-    """A process reuses the blocks of its attachment's former process, except held ones."""
-    with program() as one:
-        first = one.join()
-        blocks = [first.lease(1 << 20) for _ in range(4)]
-        assert all(blocks)
-        names = [block.name for block in blocks if block is not None]
-        held = one.own.adopt(names[0])
-        tag(held, b"still in use....")
-        blocks.clear()
-        one.kill(first)
-        second = one.join()
-        assert second.attachment == first.attachment
-        mine = [second.lease(1 << 20) for _ in range(4)]
-        for block in mine:
-            assert block is not None and block.number != held.number
-            tag(block, b"of the second...")
-        assert second.statistics()["blocks"] == 5  # 3 reused, 1 held, 1 new
-        assert read(held, 16) == (b"still in use....",) * 2
-        with pytest.raises(LookupError):
-            one.own.adopt(names[1])
-        del block
-        mine.clear()
-        del held
-
-
 def test_limit() -> None:
     """At the limit, a lease fails. Free memory of other sizes is used first."""
     with program(limit=64 << 20) as one:

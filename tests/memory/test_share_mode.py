@@ -459,10 +459,15 @@ def test_idle_workers_drop_mappings(sharing: Any) -> None:
     pid = sharing.apply(os.getpid, worker=0)
     sharing.apply(tasks.total, (tensor,), worker=0)
 
+    def be_impatient() -> None:
+        for name in ("xpool._worker.loop", "xpool._pickling.tensors.mapped"):
+            vars(sys.modules[name]).update(IDLE_SECONDS=0.2)
+
     def is_mapped() -> bool:
         return inode in Path(f"/proc/{pid}/maps").read_text()
 
     assert is_mapped()
+    sharing.apply(be_impatient, worker=0)
     eventually(lambda: not is_mapped(), "mapping dropped")
 
 

@@ -112,7 +112,9 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
         def template(code: str) -> Template:
             return stack.enter_context(contextlib.closing(Template(code, **options)))
 
-        templates = template(SERVE), template(f"{SERVE}\n{LIBRARIES}")
+        # The call imports for a second, once instead of in each fork.
+        heavy = f"{SERVE}\n{LIBRARIES}\ntorch.use_deterministic_algorithms(False)"
+        templates = template(SERVE), template(heavy)
 
         @contextlib.contextmanager
         def start(program: bool = False, worker: bool = False) -> Iterator[Pair]:

@@ -107,6 +107,18 @@ class Counted:
         self.steps.release()
 
 
+class Descent:
+    """`torch.optim.SGD` with the rate 1, without the imports of a second that torch's makes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.zero_grad, self.parameters = model.zero_grad, model.parameters
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for one in self.parameters():
+            one -= one.grad
+
+
 def reduced(world: World, method: str) -> Any:
     group = world.create_rpc_group("group", ["w0", "w1", "w2"])
     steps = threading.Semaphore(0)
@@ -155,7 +167,7 @@ def tree(world: World) -> Any:
     steps = threading.Semaphore(0)
     if world.rank == 0:
         managed = model(0)
-        impl.manage_model(managed, torch.optim.SGD(managed.parameters(), lr=1), Counted(steps))
+        impl.manage_model(managed, Descent(managed), Counted(steps))
     else:
         with pytest.raises(ModelNotManaged, match="'w0', does"):
             impl.manage_model(model(), None)
@@ -245,7 +257,7 @@ def bad_options(group: RpcGroup) -> None:
         with pytest.raises(ModelNotManaged, match=rf"weight \(pushed: \[1, 2\].*{kind}"):
             access.push(one)  # compared with the gradients pushed before
     managed = model(0)
-    impl.manage_model(managed, torch.optim.SGD(managed.parameters(), lr=1))
+    impl.manage_model(managed, Descent(managed))
     for one in strange:
         with pytest.raises(ModelNotManaged, match=r"It takes weight \[1, 2\] float32"):
             access.push(one)
@@ -278,9 +290,7 @@ def misfit_waits(world: World) -> int:
         access.push(with_gradient(model().double(), 1))  # waits for a second gradient of its kind
         managed = model(0)
         steps = threading.Semaphore(0)
-        optimizer = torch.optim.SGD(managed.parameters(), lr=1)
-        scheduler = Counted(steps, torch.optim.lr_scheduler.StepLR(optimizer, 1, 1))
-        impl.manage_model(managed, optimizer, scheduler)
+        impl.manage_model(managed, Descent(managed), Counted(steps))
     group.barrier()
     impl.start()
     for _ in range(2):
@@ -305,9 +315,7 @@ def pushes_first(group: RpcGroup) -> None:
     access.push(with_gradient(model().double(), 1))
     managed = model(0)
     steps = threading.Semaphore(0)
-    optimizer = torch.optim.SGD(managed.parameters(), lr=1)
-    scheduler = Counted(steps, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
-    impl.manage_model(managed, optimizer, scheduler)
+    impl.manage_model(managed, Descent(managed), Counted(steps))
     impl.start()
     eventually(lambda: impl.refused == 1, "the gradient pushed too early is refused")
     group.get_paired("server").to_here().push(with_gradient(model(), 1))
