@@ -69,7 +69,12 @@ IN_WORKERS = grid(
     matrix.PROCESSES,
     SABOTEURS,
     PROCESS_KINDS,
-    lambda stage, how: stage == "run" or how in ("raise", "SIGKILL", "hang"),
+    # Each hang waits for its time limit, and is ended alike at every stage.
+    lambda stage, how: (
+        stage == "run"
+        or how in ("raise", "SIGKILL")
+        or (how == "hang" and stage.startswith(("task", "large")))
+    ),
 )
 STARTS = grid(
     matrix.PROCESSES,

@@ -10,6 +10,7 @@ import time
 import pytest
 from support import work
 from support.limits import WAIT
+from support.tiers import also
 
 import xpool
 from xpool import PoolBroken, PoolClosed, TaskTimeout, WorkerDied
@@ -56,7 +57,7 @@ def test_exceptions_without_a_number():
             pool.map(abs, [-1], retry_on=OSError)
 
 
-@pytest.mark.parametrize("chunksize", [1, 3])
+@pytest.mark.parametrize("chunksize", [3, *also(1)])
 def test_verbs(kind, make_pool, tmp_path, chunksize):
     """All verbs accept `retry_on=`. If an item raises, its whole chunk runs again."""
     pool = make_pool(kind, 2)
