@@ -1,7 +1,5 @@
 """Without a buffersize, `imap` limits the memory of results that the caller has not taken."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

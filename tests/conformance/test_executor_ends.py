@@ -1,7 +1,5 @@
 """How executors and their pools end: no future waits for ever."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures as futures
 import itertools

@@ -1,7 +1,5 @@
 """Objects that `multiprocessing` passes in a special way also work in pools."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 

@@ -1,7 +1,5 @@
 """Numbered items: notes on exceptions, ``with_index=``, ``seed=``."""
 
-from __future__ import annotations
-
 import gc
 import operator
 import random

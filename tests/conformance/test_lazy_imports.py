@@ -1,7 +1,5 @@
 """Lazy imports of Python 3.15: they are sent as imports, and stay lazy in workers."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

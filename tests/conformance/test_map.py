@@ -1,7 +1,5 @@
 """`map`, `starmap` and their asynchronous versions return results in the input's order."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 

@@ -1,7 +1,5 @@
 """Messages for common mistakes. They appear at the call."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import multiprocessing

@@ -1,7 +1,5 @@
 """Common mistakes: each error names the cause, and says what to write instead."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 

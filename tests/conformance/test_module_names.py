@@ -1,7 +1,5 @@
 """Modules under other names, names that lead to other modules, and imports inside functions."""
 
-from __future__ import annotations
-
 import pytest
 from support import scripts
 from support.tiers import also

@@ -1,7 +1,5 @@
 """``on_error="return"``: the results contain exceptions in place of failed tasks."""
 
-from __future__ import annotations
-
 import os
 import traceback
 

@@ -1,7 +1,5 @@
 """Objects of the script that a plain copy would change."""
 
-from __future__ import annotations
-
 import pytest
 from support import scripts
 

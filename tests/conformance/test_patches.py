@@ -1,7 +1,5 @@
 """What the script puts in the place of functions and data of modules, and takes back."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """`resize` adds or removes workers while the pool works."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

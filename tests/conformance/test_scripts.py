@@ -1,7 +1,5 @@
 """Programs from scripts, standard input, ``-c`` and notebooks."""
 
-from __future__ import annotations
-
 import json
 import py_compile
 

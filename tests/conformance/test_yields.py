@@ -1,7 +1,5 @@
 """`yields=True`: the values of generators, in order or as they come, with back pressure."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

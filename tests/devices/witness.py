@@ -1,7 +1,5 @@
 """Records the environment when it is imported, as frameworks do."""
 
-from __future__ import annotations
-
 import os
 import sys
 

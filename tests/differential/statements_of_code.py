@@ -1,7 +1,5 @@
 """Statements of scripts: classes, functions, torch, settings."""
 
-from __future__ import annotations
-
 TEXT = r"""
 = class: counter of instances
 class Ticket~:

@@ -1,7 +1,5 @@
 """Statements of scripts: data, modules of the program, registries."""
 
-from __future__ import annotations
-
 TEXT = r"""
 = data: rows of a load
 def read_rows~():

@@ -1,7 +1,5 @@
 """Statements of scripts: loggers, values of a run, what is held, imports, links."""
 
-from __future__ import annotations
-
 TEXT = r"""
 = logger: level
 log~ = logging.getLogger('app.part~')

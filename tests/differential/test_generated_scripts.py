@@ -9,8 +9,6 @@ By default, some pinned scripts run. To run more::
 show the shortest script with a fault.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """`DataLoader(num_workers="auto")`: the rule as data, and loaders whose workers come and go."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 The batch of a dead worker is requested again after a pause, in which other batches are made.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Threads reuse the memory of a large batch only after the program has dropped it."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """States of `xpool.data.DataLoader` that another number of workers loads."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

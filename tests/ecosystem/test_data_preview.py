@@ -1,7 +1,5 @@
 """`DataLoader(prefetch_epochs=True)`: the next epoch starts during the last batches of this one."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -3,8 +3,6 @@
 The programs are forks of one process that has imported torch, because that takes a second.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import textwrap
 

@@ -1,7 +1,5 @@
 """States of `xpool.data.DataLoader`, and persistent workers."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

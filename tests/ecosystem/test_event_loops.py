@@ -1,7 +1,5 @@
 """`await`, `async for` and `async with` of results and pools, in asyncio and trio."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

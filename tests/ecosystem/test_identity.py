@@ -1,7 +1,5 @@
 """The identity of a function in a journal: all that its results depend on, and nothing else."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import json

@@ -1,7 +1,5 @@
 """The backend ``"xpool"`` of joblib."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

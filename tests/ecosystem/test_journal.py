@@ -1,7 +1,5 @@
 """`journal=`: finished items are read, not run again."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

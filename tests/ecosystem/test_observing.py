@@ -1,7 +1,5 @@
 """`report`, `trace` and `watch`."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

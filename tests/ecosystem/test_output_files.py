@@ -1,7 +1,5 @@
 """``output="files"``: the output of each task goes to a separate file."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

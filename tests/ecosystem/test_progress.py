@@ -1,7 +1,5 @@
 """`progress=`, and ``len()`` of the iterators of `imap`."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import itertools

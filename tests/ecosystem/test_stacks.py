@@ -1,7 +1,5 @@
 """``pool.stacks()`` and ``python -m xpool stacks PID``: the stack of each worker."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Progress bars that tasks draw on a terminal, below the bar of ``progress=``."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Frames may be cut anywhere by a pipe, and entries may wrap anywhere in a page."""
 
-from __future__ import annotations
-
 import functools
 import os
 import struct

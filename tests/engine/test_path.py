@@ -1,7 +1,5 @@
 """The length of a call's path through the parent's code."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

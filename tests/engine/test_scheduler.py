@@ -1,7 +1,5 @@
 """The scheduler alone. It is pure, so a test can replay any history."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables of states, and the page made from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What must hold after a fault: the error says what has happened, and the pool is usable."""
 
-from __future__ import annotations
-
 import os
 import signal
 import traceback

@@ -1,7 +1,5 @@
 """After a death for lack of memory, the next try of a task runs while no other task does."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whatever ends an engine's thread, its pool fails with the reason, and nothing waits for it."""
 
-from __future__ import annotations
-
 import os
 import time
 

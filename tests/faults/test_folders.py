@@ -1,7 +1,5 @@
 """Unusual or removed working directories, arguments and import paths."""
 
-from __future__ import annotations
-
 import os
 import signal
 

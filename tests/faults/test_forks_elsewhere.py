@@ -1,7 +1,5 @@
 """The program forks children that live on: they keep nothing open for which a pool waits."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -4,8 +4,6 @@
 continues, and the pool stays usable and ends.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Few descriptors, many pools, and the end of the interpreter."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

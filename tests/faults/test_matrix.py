@@ -4,8 +4,6 @@ start method.
 `matrix` has the expected outcomes. ``make test`` runs a part, ``make test-all`` runs all.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

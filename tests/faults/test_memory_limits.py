@@ -1,7 +1,5 @@
 """`worker_memory` and `memory_high`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The program is interrupted, terminated or killed, and no worker stays behind."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

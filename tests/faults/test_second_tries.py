@@ -1,7 +1,5 @@
 """Tasks are repeated after deaths and chosen exceptions, a limited number of times."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Generators of `yields=True`, whose workers die, or that end in the middle."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

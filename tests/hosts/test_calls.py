@@ -1,7 +1,5 @@
 """A single call over hosts: which host gets it, who receives its answer, and what is sent."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 

@@ -1,7 +1,5 @@
 """The driver and an agent fork children that live on: a pool over hosts waits for none of them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

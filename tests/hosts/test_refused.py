@@ -1,7 +1,5 @@
 """Faults of a cluster, a host or a program raise one error, which says what to do."""
 
-from __future__ import annotations
-
 import importlib
 import os
 

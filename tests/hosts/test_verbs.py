@@ -1,7 +1,5 @@
 """Pools over the hosts of a Ray cluster work like pools on one machine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

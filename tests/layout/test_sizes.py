@@ -1,7 +1,5 @@
 """The size of files, and the names by which they are found."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Modules that a worker cannot import by the path of now, and classes that no name finds."""
 
-from __future__ import annotations
-
 import pytest
 from support import scripts
 from support.tiers import also

@@ -1,7 +1,5 @@
 """What a program registers for pickling comes first, in arguments, results and workers."""
 
-from __future__ import annotations
-
 import pytest
 from support import scripts
 

@@ -1,7 +1,5 @@
 """The checks of custom hooks and channels: correct ones pass, and each fault is named."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import os

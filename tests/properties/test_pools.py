@@ -1,7 +1,5 @@
 """Hypothesis calls every kind of pool in random orders."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Mutants of pools over many hosts, which the simulated world of hosts must find."""
 
-from __future__ import annotations
-
 from xpool._engine.jobs.ranges import CALLS, piece
 from xpool._engine.jobs.scheduler import Scheduler
 from xpool._engine.jobs.waiting import RangeQueue

@@ -1,7 +1,5 @@
 """Times after which something counts as hanging, also on a busy machine."""
 
-from __future__ import annotations
-
 import os
 
 TEST_LIMIT = float(os.environ.get("XPOOL_TEST_TIMEOUT", "300"))

@@ -1,7 +1,5 @@
 """A program whose parts have names, for `test_identity` to edit."""
 
-from __future__ import annotations
-
 import textwrap
 
 PROGRAM = textwrap.dedent("""

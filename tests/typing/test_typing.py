@@ -1,7 +1,5 @@
 """Two type checkers infer at least the types of the standard library's stubs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The private parts of CPython that `xpool._python` uses exist in this Python."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What stands for handlers of the program in workers that fork."""
 
-from __future__ import annotations
-
 import pytest
 from support import scripts
 

@@ -1,7 +1,5 @@
 """`xpool.preload` starts the fork server early. The server and the program import in parallel."""
 
-from __future__ import annotations
-
 import pytest
 from support import scripts
 from support.tiers import also

@@ -1,7 +1,5 @@
 """A worker's output goes to the program's standard streams at the time of the worker's start."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

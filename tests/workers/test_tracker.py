@@ -1,7 +1,5 @@
 """A block of shared memory is unlinked by its maker, not by a worker that attaches to it."""
 
-from __future__ import annotations
-
 import os
 from multiprocessing import resource_tracker, shared_memory
 
