@@ -264,6 +264,8 @@ def test_values_held_at_the_end(tmp_path):
             def __init__(self):
                 self.pool = xpool.Pool(1)
                 self.values = self.pool.map(numpy.zeros, [100_000] * 20)  # in the arena
+                self.unopened = self.pool.apply_async(numpy.zeros, (100_000,))
+                self.unopened.wait()
                 self.me = self
 
         class Uses(Holder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import gc
 import os
 import random
@@ -279,10 +280,29 @@ def test_dropped_by_the_collector(make_pool: Callable[..., Any]) -> None:
     assert arena().statistics()["held"] == 0
 
 
-def restore(before: Any) -> None:
-    """Set the handler of SIGUSR1. A pending signal must not reach the default handler."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # drops pending signals
-    signal.signal(signal.SIGUSR1, before)
+@contextlib.contextmanager
+def signals(handler: Callable[[int, Any], None], seconds: float) -> Iterator[None]:
+    """Send SIGUSR1 to the main thread again and again, which calls this handler."""
+    keeps_clear(handler)
+    before = signal.signal(signal.SIGUSR1, handler)
+    stop = threading.Event()
+
+    def shoot() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        while not stop.wait(seconds):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    shooter = threading.Thread(target=shoot)
+    shooter.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        shooter.join()
+        # A pending signal must not reach the default handler.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> None:
@@ -307,19 +327,7 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
         if mine is not None:
             mine.view(8)[:] = b"handler!"
 
-    keeps_clear(handler)
-    before = signal.signal(signal.SIGUSR1, handler)
-    stop = threading.Event()
-
-    def shoot() -> None:
-        main = threading.main_thread().ident
-        assert main is not None
-        while not stop.wait(0.0002):
-            signal.pthread_kill(main, signal.SIGUSR1)
-
-    shooter = threading.Thread(target=shoot)
-    shooter.start()
-    try:
+    with signals(handler, 0.0002):
         while calls[0] < 200:
             block = one.lease(66_000)
             assert block is not None
@@ -330,50 +338,9 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
             del other
             if len(kept) > 5000:
                 kept.clear()
-    finally:
-        stop.set()
-        shooter.join()
-        restore(before)
     assert wrong == []
     kept.clear()
     assert one.statistics()["held"] == 0
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["at the end", "sys.exit"])
-def test_interpreter_shutdown(tmp_path: Path, how: str) -> None:
-    """Blocks may live until the interpreter ends. It ends at once and prints nothing."""
-    script = write(
-        tmp_path / "program.py",
-        f"""
-        import sys, threading, torch, xpool
-        from support import tensor_work as tasks
-
-        class Holder:
-            def __init__(self, value):
-                self.value, self.me = value, self
-            def __del__(self):
-                assert int(self.value[0]) == 1
-                self.value = None
-
-        if __name__ == "__main__":
-            pool = xpool.Pool(1)
-            values = [pool.apply(tasks.filled, (1, 1 << 20)) for _ in range(4)]
-            unopened = pool.apply_async(tasks.filled, (1, 1 << 20))
-            unopened.wait()
-            holder = Holder(values.pop())
-            Holder(values.pop())
-            value = values.pop()
-            threading.Thread(target=lambda x: threading.Event().wait(), args=(values,),
-                             daemon=True).start()
-            xpool.pickle.keep_me = value
-            pool.close()
-            pool.join()
-            if {how!r} == "sys.exit":
-                sys.exit(0)
-        """,
-    )
-    assert run_ok([script]) == ""
 
 
 def test_postponed_exceptions(make_pool: Callable[..., Any]) -> None:
@@ -400,37 +367,24 @@ def test_postponed_exceptions(make_pool: Callable[..., Any]) -> None:
         again(signal.SIGUSR1)
         came.append(signal.SIGUSR1)
 
-    keeps_clear(handler)
-    before = signal.signal(signal.SIGUSR1, handler)
-    stop = threading.Event()
-
-    def shoot() -> None:
-        main = threading.main_thread().ident
-        assert main is not None
-        while not stop.wait(0.0005):
-            signal.pthread_kill(main, signal.SIGUSR1)
-
-    shooter = threading.Thread(target=shoot)
-    shooter.start()
     raised = 0
-    while raised < 20:
-        try:
-            armed.append(True)
-            while armed:
-                block = one.lease(66_000)
-                assert block is not None
-                other = one.adopt(block.name)
-                del block
-                del other
-        except Stop:
-            raised += 1
-            block = other = None  # type: ignore[assignment]
-            del block, other
-    stop.set()
-    shooter.join()
-    # `_thread._count()` does not count a thread before it runs.
-    eventually(lambda: len(came) == len(postponed), "postponed signals have come")
-    restore(before)
+    with signals(handler, 0.0005):
+        while raised < 20:
+            try:
+                armed.append(True)
+                while armed:
+                    block = one.lease(66_000)
+                    assert block is not None
+                    other = one.adopt(block.name)
+                    del block
+                    del other
+            except Stop:
+                raised += 1
+                block = other = None  # type: ignore[assignment]
+                del block, other
+        armed.clear()
+        # `_thread._count()` does not count a thread before it runs.
+        eventually(lambda: len(came) == len(postponed), "postponed signals have come")
     assert one.statistics()["held"] == 0
 
 
