@@ -588,6 +588,15 @@ def test_only_the_loggers_that_changed_are_changed(pair: Pair) -> None:
     assert pair.worker.get("logging.getLogger('a.b').disabled")
 
 
+def test_a_logger_above_one_that_the_worker_has_is_made(pair: Pair) -> None:
+    """Its level is that of the logger below."""
+    pair.both("import logging; below = logging.getLogger('up.below')")
+    pair.deliver()
+    pair.program.run("logging.getLogger('up').setLevel(40)")
+    pair.deliver()
+    assert pair.worker.get("below.getEffectiveLevel()") == 40
+
+
 def test_attributes_of_loggers_are_looked_at(pair: Pair) -> None:
     """A new attribute of the root or of a logger with others arrives, and so does a new value."""
     pair.both("import logging")

@@ -39,6 +39,7 @@ class Blob:
         self.is_mark = is_mark
         self.codes: list[CodeType] = []  # those that a mark has left out
         self.versions: dict[Any, int] = {}  # those of the classes written, by `ClassEntry`
+        self.open: list[Any] = []  # functions that may use globals which they do not name
 
 
 class Refused(TypeError):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import enum
+import functools
 import itertools
 import pickle
 import zlib
@@ -43,6 +44,7 @@ from xpool._pickling.by_value.names import (
 )
 from xpool._pickling.by_value.origin import (
     HEAP_TYPE,
+    IMPORTED,
     INSTALLED,
     SENT,
     canonical,
@@ -51,11 +53,11 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     value_of,
 )
-from xpool._pickling.by_value.reads import functions_in, in_python, variables_of
+from xpool._pickling.by_value.reads import functions_in, in_python, keys_of, variables_of
 from xpool._pickling.by_value.registry import ClassEntry, Definition
 from xpool._pickling.pickler import write_blob
 from xpool._pickling.reducers import Blob, Context
-from xpool._python.hidden import registered_classes
+from xpool._python.hidden import CachedFunction, registered_classes
 from xpool._python.interrupt import pass_on, uninterrupted
 
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
@@ -105,8 +107,12 @@ def _up_to_date(cls: type, recurse: bool) -> Definition:
             received = [version for one, version in versions.items() if not one.own]
             version = next(_versions) if entry.own else max(received)
             blob = zlib.compress(data, 1)
-            definition = Definition(version, blob, frozenset(names), versions)
+            definition = Definition(version, blob, frozenset(names), versions, state.open)
             entry.definitions[recurse] = definition
+        elif definition.opened:
+            functions = (ref() for ref in definition.opened)
+            new = (keys_of(one) for one in functions if one is not None)
+            definition.names = definition.names.union(*new)
         return definition
 
 
@@ -331,27 +337,65 @@ _MADE_BY_PYTHON = CACHES | _ANNOTATE | {
 _PROTOCOL = type(Protocol)
 
 
+_OF_PYTHON: Any = ("__", "_abc_", "_is_protocol", "_is_runtime_protocol")
+"""The beginnings of names of attributes that Python itself gives to classes."""
+
+
 def data_attributes(cls: type) -> list[str]:
     """Return the names of a class's attributes that are data, and not part of its definition."""
     kind = type(cls)
     known = kind in (type, abc.ABCMeta, _PROTOCOL) or origin_of(kind.__module__) != INSTALLED
-    if not known or issubclass(cls, tuple) or isinstance(cls, enum.EnumMeta):
-        return []  # attributes that a metaclass of a package keeps in its classes
-    found = []
-    for name, value in list(vars(cls).items()):
-        inner = functions_in(value)[0]
-        if isinstance(inner, FunctionType):  # a method, unless it was defined elsewhere
-            data = not inner.__qualname__.startswith(f"{cls.__qualname__}.")
-            if origin_of(cls.__module__) == SENT:
-                data = data and inner is value  # the definition contains its descriptors
-            elif is_patch(inner, cls.__module__):
-                found.append(name)
-                continue
-        else:
-            data = not isinstance(value, type) and not hasattr(type(value), "__get__")
-        if data and not name.startswith(("__", "_abc_", "_is_protocol", "_is_runtime_protocol")):
-            found.append(name)
-    return found
+    imported, skip = origin_of(cls.__module__) == IMPORTED, _OF_PYTHON
+    if isinstance(cls, enum.EnumMeta) or issubclass(cls, tuple):
+        known, skip = imported, "_"
+    # Attributes that a metaclass of a package keeps in its classes are not looked at.
+    test = is_assigned if imported else _is_data
+    return [
+        name
+        for name, value in list(vars(cls).items())
+        if (known and not name.startswith(skip) and test(cls, name, value))
+        or (imported and is_patch(functions_in(value)[0], cls.__module__))
+    ]
+
+
+def _is_data(cls: type, name: str, value: Any) -> bool:
+    """Whether an attribute is not in the definition of a class."""
+    if isinstance(functions_in(value)[0], FunctionType):  # a method, unless defined elsewhere
+        # The definition contains its descriptors.
+        return type(value) is FunctionType and not value.__qualname__.startswith(
+            f"{cls.__qualname__}."
+        )
+    return not isinstance(value, type) and not hasattr(type(value), "__get__")
+
+
+def is_assigned(cls: type, name: str, value: Any) -> bool:
+    """Whether an attribute is other than the method or class that the statement of the class, which
+    a worker runs, makes under this name."""
+    kind = type(value)
+    if kind in (functools.cached_property, functools.singledispatchmethod):
+        value = value.func
+    for one in functions_in(value):
+        if isinstance(one, (FunctionType, CachedFunction, type)):
+            if not _is_of_statement(cls, name, one):
+                return True
+        elif one is not None and not isinstance(value, property):
+            mine = kind is functools.partialmethod or origin_of(kind.__module__) != INSTALLED
+            # An enumeration has its members as attributes, too.
+            return (mine and kind is not cls) or not hasattr(kind, "__get__")
+    return False
+
+
+def _is_of_statement(cls: type, name: str, value: Any) -> bool:
+    """Whether the statement of a class makes this function or class under this name."""
+    path, inside = getattr(value, "__qualname__", ""), f"{cls.__qualname__}."
+    if is_patch(value, cls.__module__):
+        return False
+    if (value.__module__, path) == (cls.__module__, inside + name):
+        return True
+    # Others without a name, such as lambdas and named tuples, are the worker's own.
+    if isinstance(value, type) or path.startswith(inside):
+        return not (found_by_name(value) or origin_of(value.__module__) == SENT)
+    return False
 
 
 def own_methods(cls: type) -> dict[str, Any]:
@@ -380,7 +424,9 @@ def data_of_function(function: Any) -> list[str]:
     for name, value in list(vars(function).items()):
         kind = type(value)
         code = kind in (FunctionType, BuiltinFunctionType) or isinstance(value, type)
-        if not code and not name.startswith("__"):
+        # Functions that a decorator makes share variables with the function itself.
+        known = not code or found_by_name(value) or origin_of(value.__module__) == SENT
+        if known and not name.startswith("__"):
             found.append(name)
     return found
 

@@ -176,6 +176,12 @@ def same_parts(before: Any, now: Any) -> bool:
     )
 
 
+def same_bytes(before: Any, now: Any) -> bool:
+    """Whether the data of two groups are the same, also in type: True equals 1, and 0.0 -0.0."""
+    same = type(before) is not list or before[0] is now[0] or repr(before) == repr(now)
+    return bool(before == now) and same
+
+
 def _named(kwdefaults: dict[str, Any] | None) -> list[Any] | None:
     """Return what tells whether the defaults of keywords have changed in place."""
     return None if kwdefaults is None else [*kwdefaults, *map(id, kwdefaults.values())]

@@ -24,7 +24,7 @@ from xpool._pickling.by_value.origin import (
     module_of,
     origin_of,
 )
-from xpool._pickling.by_value.reads import classes_of, keys_of, use_of
+from xpool._pickling.by_value.reads import classes_of, is_open, keys_of, use_of
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,
@@ -68,6 +68,8 @@ def _reduce_function(pickler: Context, function: FunctionType) -> Any:
     if not pickler.recurse and known and module_of(values) is not None:
         space = canonical(module)
         pickler.names |= keys_of(function)
+        if pickler.blob is not None and is_open(function):
+            pickler.blob.open.append(function)
         # An import hook may have rewritten the module here, but not in the receiver, as pytest's
         # for assertions.  Names that are not identifiers belong to the rewritten code.
         helpers = [name for name in names if name in values and not name.isidentifier()]

@@ -46,8 +46,16 @@ LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _ABOUT_GLOBALS = LOADS | {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _OF_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
 _ALL = frozenset({"eval", "exec", "globals", "vars", "locals", "dir"})
+_OPENERS = [getattr(builtins, name) for name in sorted(_ALL)]
+_OF_EVAL = frozenset({"builtins", "pandas"})
+_SPACES = frozenset({"__globals__", "f_globals"})
+"""Attributes that are the globals of a function or frame."""
 _BY_NAME = frozenset({"getattr", "hasattr", "getmembers", "getmembers_static", "__dict__"})
 """Names by which code finds attributes that it does not name."""
+
+
+_OF_FRAMES = frozenset({"query", "eval"})
+"""Methods of pandas that get a text in which `@` stands before a variable."""
 
 
 class Code:
@@ -65,7 +73,8 @@ class Code:
             self._add(one)
         # `getattr(sys.modules[__name__], name)`
         of_modules = "modules" in self.attributes and not _BY_NAME.isdisjoint(self.attributes)
-        self.whole = of_modules or not _ALL.isdisjoint(self.names)
+        spaces = _SPACES.isdisjoint(self.attributes)
+        self.whole = of_modules or not spaces or not _ALL.isdisjoint(self.names)
 
     def _add(self, code: CodeType) -> None:
         self.attributes.update(code.co_names)
@@ -74,6 +83,9 @@ class Code:
         if not _BY_NAME.isdisjoint(code.co_names):  # `getattr(module, "rate")`
             texts = (one for one in code.co_consts if type(one) is str)
             self.attributes.update(one for one in texts if one.isidentifier())
+        if not _OF_FRAMES.isdisjoint(code.co_names):  # `frame.query("price < @limit")`
+            texts = (one for one in code.co_consts if type(one) is str and "@" in one)
+            self.names.update(name for one in texts for name in re.findall(f"@({_WORD})", one))
         import dis  # imported here, because its import is slow
 
         last = ""
@@ -116,8 +128,27 @@ def use_of(code: CodeType) -> Code:
 
 
 def is_open(value: Any) -> bool:
-    """Whether a function may use any global, also one that is new."""
-    return type(value) is FunctionType and use_of(value.__code__).whole
+    """Whether a function may use globals that it does not name, also one that is new."""
+    if type(value) is not FunctionType:
+        return False
+    use = use_of(value.__code__)
+    return not _UNNAMED.isdisjoint(use.attributes) or is_whole(value.__globals__, use)
+
+
+def is_whole(values: dict[str, Any], use: Code) -> bool:
+    """Whether code with these globals may use all of them."""
+    if use.whole:
+        return True
+    # `run = eval`, `builtins.eval(text)`, `pd.eval(text)`
+    found = (values.get(name) for name in use.names)
+    return any(
+        one in _OPENERS
+        if type(one) is BuiltinFunctionType
+        else type(one) is ModuleType
+        and name_of(one) in _OF_EVAL
+        and not _ALL.isdisjoint(use.attributes)
+        for one in found
+    )
 
 
 def keys_of(function: FunctionType) -> set[Key]:
@@ -128,10 +159,11 @@ def keys_of(function: FunctionType) -> set[Key]:
         return set()
     use = use_of(function.__code__)
     found = {(module, name) for name in use.names}
-    if use.whole:
+    whole = is_whole(values, use)
+    if whole:
         found.update((module, name) for name in list(values) if type(name) is str)
     modules = [
-        (value, name in use.held or use.whole)
+        (value, name in use.held or whole)
         for name in use.names
         if isinstance(value := values.get(name), ModuleType)
     ]
@@ -141,7 +173,7 @@ def keys_of(function: FunctionType) -> set[Key]:
             continue
         imported: Any = sys.modules.get(absolute)
         if name_of(imported) is not None:
-            modules.append((imported, use.whole))
+            modules.append((imported, whole))
             known = attributes_of(imported)
             submodules = [f"{absolute}.{one}" for one in inside if one not in known]
         else:
@@ -162,9 +194,7 @@ def keys_of(function: FunctionType) -> set[Key]:
         # `getattr(import_module(path), name)`
         computed = not (_IMPORTS.isdisjoint(use.attributes) or _BY_NAME.isdisjoint(use.attributes))
         modules += [
-            (one, computed or (use.whole and name == "__main__"))
-            for name, one in every
-            if name_of(one)
+            (one, computed or (whole and name == "__main__")) for name, one in every if name_of(one)
         ]
         found.add(("__main__", "__getattr__"))
     there = in_modules(modules, use, expand=True)
@@ -178,6 +208,8 @@ _ANY_CLASS = frozenset({"__subclasses__", "load", "loads", "Unpickler"})
 _IMPORTS = frozenset({"import_module", "__import__"})
 _ANY_MODULE = _IMPORTS | {"modules"}
 """Names by which code gets modules that it does not name: ``sys.modules["__main__"].rate``."""
+
+_UNNAMED = _ANY_CLASS | _ANY_MODULE
 
 _OF_SOURCE = frozenset({"getfile", "getsource", "getsourcefile", "getsourcelines"})
 """Functions of `inspect` that look for the source of a class in the file of its module."""

@@ -372,7 +372,8 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
     holders = [place_of(key) for key in keys]
     values = [holder[name] for holder, name in holders]
     if type(data) is list:
-        return [(type(one), one) for one in values] == [(type(one), one) for one in data]
+        pairs = zip(values, data, strict=True)
+        return all(type(one) is type(two) and repr(one) == repr(two) for one, two in pairs)
     if any(map(is_generator, values)):
         return False  # its seed is the program's
     try:
@@ -453,8 +454,15 @@ def missing_global(exc: BaseException) -> str | None:
         return _attribute(exc, name) or _global_left_none(exc)
     if isinstance(exc, ImportError) and isinstance(name, str):
         key = key_of_alias(name)
-        return _explained(key) if key in _incoming.missing else None
-    if not isinstance(exc, NameError) or not isinstance(name, str):
+        if key in _incoming.missing:
+            return _explained(key)
+        match = re.match(_NOT_IMPORTED, str(exc))
+        return _not_named(match[1]) if match and main.is_replica() else None
+    if not isinstance(exc, NameError):
+        return None
+    if name is None and (match := re.search(_NOT_DEFINED, str(exc))):  # of pandas
+        return f"If the program has it: {_not_named(match[1])}" if main.is_replica() else None
+    if not isinstance(name, str):
         return None
     module = _module_of(exc)
     found = [key for key in _incoming.missing if key[1] == name and not _has(key)]
@@ -485,13 +493,19 @@ def _attribute(exc: AttributeError, name: Any) -> str | None:
         ):
             return _explained(key)
     if owner is sys.modules.get("__main__") and isinstance(name, str) and main.is_replica():
-        return (
-            f"The global {name!r} of __main__ was not sent to this worker, because no function of "
-            "its tasks names it. Name it in the function, or pass it as an argument."
-        )
+        return _not_named(name)
     return None
 
 
+def _not_named(name: str) -> str:
+    return (
+        f"The global {name!r} of __main__ was not sent to this worker, because no function of "
+        "its tasks names it. Name it in the function, or pass it as an argument."
+    )
+
+
+_NOT_DEFINED = r"variable '([^']+)' is not defined"
+_NOT_IMPORTED = r"cannot import name '([^']+)' from '__main__'"
 _NOT_FOUND = r"Can't get attribute '([^']+)' on <module '([^']+)'"
 
 

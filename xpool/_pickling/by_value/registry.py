@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +24,7 @@ class Definition:
         version: greater than those of its classes.
         names: the globals of ``__main__`` that its methods use.
         classes: all by-value classes in it, with their versions.
+        opened: its functions that may use globals which they do not name.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class Definition:
         blob: bytes,
         names: frozenset[tuple[str, str]],
         classes: dict[ClassEntry, int],
+        opened: Iterable[Any] = (),
     ) -> None:
         self.version, self.blob, self.names, self.classes = version, blob, names, classes
+        self.opened = [*map(weakref.ref, opened)]
 
 
 class ClassEntry:

@@ -38,7 +38,7 @@ from typing import Any
 
 from xpool._pickling import Brought, Key, reducers
 from xpool._pickling.by_value import checks, classes, compared, registered_calls, registry, settings
-from xpool._pickling.by_value.compared import Compared, Node, attempt, same_parts
+from xpool._pickling.by_value.compared import Compared, Node, attempt, same_bytes, same_parts
 from xpool._pickling.by_value.entries import (
     CALL,
     CLASS,
@@ -82,13 +82,14 @@ from xpool._pickling.by_value.origin import (
     name_of,
     namespace,
     origin_of,
+    owner_of,
     renew_origins,
     send_edited,
     send_from_now,
     value_of,
     with_origin,
 )
-from xpool._pickling.by_value.reads import functions_in, is_open, of_annotations, reads
+from xpool._pickling.by_value.reads import is_open, of_annotations, reads
 from xpool._pickling.by_value.registered_calls import CALLS, registered
 from xpool._pickling.frame import INLINE_BELOW, PREPARE, Layout, preparation
 from xpool._pickling.pickler import write_global, write_group, write_values
@@ -412,9 +413,10 @@ class Book:
             return self._plain(key, value)
         is_class = isinstance(value, type)
         if "." in path and origin == IMPORTED:
-            method = functions_in(value)[0]
-            named = getattr(method, "__qualname__", "") == path and method.__module__ == module
-            if named and not is_patch(method, module):
+            owner = owner_of(key)
+            if isinstance(owner, type) and not classes.is_assigned(
+                owner, path.rpartition(".")[2], value
+            ):
                 return Node(compared.NAMED, value)  # what the import has made
         if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
             own = canonical(value.__module__) == module and value.__qualname__ == path
@@ -596,7 +598,7 @@ class Book:
             kind, data = self._refusal(keys[0], node)
         else:
             kind, data = self._pickled(keys, old, layout)
-        if old is not None and (kind, data) == (old.kind, old.data):
+        if old is not None and kind == old.kind and same_bytes(data, old.data):
             old.leads = leads
             return old
         group = SentGroup(keys, kind, data)

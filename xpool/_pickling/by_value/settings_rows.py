@@ -564,8 +564,8 @@ class Loggers(Row):
             if way == had.get(name, default):
                 continue
             self._pending.pop(name, None)
-            # Not made here: its package may use a class of its own.
-            if not name or isinstance(manager.loggerDict.get(name), module.Logger):
+            # Not made here unless loggers below it are: its package may use a class of its own.
+            if not name or name in manager.loggerDict:
                 _set_logger(module.getLogger(name or None), way)
             elif way != default:
                 self._pending[name] = way
