@@ -229,8 +229,10 @@ CLASS = '''
 class Model:
     class Part:
         number = {0}
+        constant = 2
     def run(self):
         return {0}
+    constant = [1]
 model = Model()
 lib.kept = [model]
 table = {{"model": Model, "part": Model.Part, "large": [model] * 40000}}
@@ -242,11 +244,15 @@ def own(x):
 def inside(x):
     return table["part"] is Model.Part, table["part"].number, table["large"][-1].run()
 
+def constants(x):
+    return Model.constant, Model.Part.constant
+
 if __name__ == "__main__":
     with xpool.Pool(1) as pool:
         for number in range(3):  # as a cell of a notebook that runs again
             exec(CLASS.format(number))
             print(pool.apply(own, (1,)) == own(1), pool.apply(inside, (1,)) == inside(1))
+            print(pool.apply(constants, (1,)))
     pool.join()
 """
 
@@ -255,7 +261,7 @@ def test_a_class_that_is_defined_again_with_its_instances(tmp_path):
     """Data that refer to it by its name have the new class, though their bytes are the same."""
     (tmp_path / "lib.py").write_text("kept = []\ndef run():\n    return kept[0].run()\n")
     out = scripts.run_ok([scripts.write(tmp_path / "again.py", AGAIN)])
-    assert out == "True True\n" * 3
+    assert out == "True True\n([1], 2)\n" * 3
 
 
 STRATEGIES = """

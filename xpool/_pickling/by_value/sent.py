@@ -586,6 +586,12 @@ class Book:
             for name in self._nodes[key].names
             if (one := self._nodes[name]).kind in (compared.FUNCTION, compared.CLASS)
         }
+        # A class that is defined again has none of its attributes yet.
+        for key in keys:
+            if "." in key[1] and origin_of(key[0]) == SENT:
+                owner = owner_of(key)
+                if isinstance(owner, type):
+                    defined[key] = registry.token_of(owner)
         if old is not None and old.defined != defined:
             old = None
         if node.kind in (compared.GONE, compared.NAMED):
