@@ -33,7 +33,14 @@ class Memo:
     def __get__(self, obj, kind=None):
         return self if obj is None else self.cache or self.func(obj)
 
+class Odd:
+    def __init__(self):
+        self.rest = (one for one in "")  # cannot be pickled
+    def __get__(self, obj, kind=None):
+        return "odd"
+
 class Job:
+    odd = Odd()
     kind = Small
     field = Fixed("a")
     Row = collections.namedtuple("Row", "x")
@@ -83,7 +90,8 @@ import lib
 def use(x):
     job = lib.Job()
     own = isinstance(lib.row(), lib.Job.Row), lib.Job.key(lib.Job.Row(3))
-    of_job = job.kind.name, job.field, job.slow(), job.half, job.kept, job.first(), job.memo
+    of_job = job.kind.name, job.odd, job.field, job.slow(), job.half, job.kept, job.memo
+    of_job += (job.first(),)
     others = lib.Color.RED.text(), getattr(lib.Color, "extra", 0), lib.Point(2).norm()
     return own, of_job, others, lib.called(), repr(lib.Job.number)
 

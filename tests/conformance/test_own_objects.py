@@ -174,6 +174,7 @@ def test_functions_that_draw_random_numbers_under_other_names(tmp_path):
 
 STREAMS = """
 import functools
+import os
 import sys
 import types
 import xpool
@@ -196,8 +197,9 @@ def own(x, out=sys.stdout):
     return [one is other for one, other in zip((out, error, data, printer.stream), streams)]
 
 def same(stream):
-    return stream is sys.stderr
+    return stream is sys.stderr, environment is os.environ
 
+environment = os.environ
 OPTIONS = {"rate": 1}
 SHOWN = types.MappingProxyType(OPTIONS)
 
@@ -215,9 +217,12 @@ if __name__ == "__main__":
 
 
 def test_standard_streams_and_views_of_dicts(tmp_path):
-    """A standard stream is the worker's own; a read-only view shows the dict that tasks change."""
+    """Standard streams and `os.environ` are the worker's own; a read-only view shows the dict that
+    tasks change."""
     done = scripts.run([scripts.write(tmp_path / "streams.py", STREAMS)])
-    assert done.stdout.splitlines() == ["[True, True, True, True] True", "5", "True"], done.stderr
+    assert done.stdout.splitlines() == ["[True, True, True, True] (True, True)", "5", "True"], (
+        done.stderr
+    )
     assert "said" in done.stderr and "written" in done.stderr
 
 

@@ -54,7 +54,6 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     owner_of,
     place_of,
-    value_of,
 )
 from xpool._pickling.by_value.reads import classes_of
 from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
@@ -211,13 +210,7 @@ def _take(
         kept = {key for key in keys if _has(key)}
     if kind in _MAKERS:
         if not kept:
-            before, made = value_of(keys[0]), _MAKERS[kind](keys[0], *data)
-            _set(keys[0], made)
-            if kind == CLASS and made is not before:  # it has none of its attributes that are data
-                module, path = keys[0]
-                for key in list(_incoming.serials):
-                    if key[0] == module and key[1].startswith(f"{path}."):
-                        del _incoming.serials[key]
+            _set(keys[0], _MAKERS[kind](keys[0], *data))
     elif kind in (VALUES, PLACED):
         if new.issuperset(keys) and _has_equal(kind, keys, data):
             kept = set(keys)

@@ -435,7 +435,10 @@ class Book:
                 return self._class(key, value)
             if own and type(value) is FunctionType and is_simple(value):
                 return self._function(key, value)
-        return self._data(key, value)
+        node = self._data(key, value)
+        if node.error and "." in path and origin == IMPORTED and hasattr(type(value), "__get__"):
+            return Node(compared.NAMED, value)  # the descriptor that the import has made
+        return node
 
     def _plain(self, key: Key, value: Any) -> Node:
         """Return the node of a value that never changes."""

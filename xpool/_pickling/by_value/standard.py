@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import io
+import os
 import struct
 import sys
 import weakref
@@ -114,6 +115,12 @@ def standard_stream(name: str, binary: bool) -> Any:
 
 register(io.BufferedWriter, io.BufferedReader, io.FileIO)(_reduce_stream)  # buffers of streams
 FOR_SUBCLASSES[io.TextIOWrapper] = _reduce_stream
+
+
+@register(type(os.environ))
+def _reduce_environ(pickler: Context, obj: Any) -> Any:
+    """Pickle `os.environ` by its name: the receiver has its own."""
+    return (getattr, (os, "environ")) if obj is os.environ else NotImplemented
 
 
 def _lazy_struct() -> None:
