@@ -344,20 +344,21 @@ class Book:
     def _note_redefined(self) -> None:
         """Send modules that the program has loaded again since workers have imported them."""
         for key, node in self._nodes.items():
-            value = node.value
-            if node.kind == compared.NAMED and isinstance(value, (FunctionType, type)):
-                now = value_of(key)
-                if now is value and type(now) is FunctionType:
-                    again = node.parts is not None and not same_parts(node.parts, _parts_of(now))
-                elif now is value:
-                    again = any(node.parts.get(one) != has for one, has in _parts_of(now).items())
-                else:
-                    again = type(now) is type(value) and not is_patch(now, key[0])
-                again = again and (canonical(now.__module__), now.__qualname__) == key
-                if now is MISSING:
-                    self._sent.add(key)  # workers that have imported it remove it
-                if again or now is MISSING:
-                    send_from_now(key[0])
+            if node.kind != compared.NAMED or node.parts is None:
+                continue
+            value, now = node.value, value_of(key)
+            if now is MISSING:
+                self._sent.add(key)  # workers that have imported it remove it
+                send_from_now(key[0])
+                continue
+            if now is not value:
+                again = type(now) is type(value) and not is_patch(now, key[0])
+            elif isinstance(now, type):
+                again = any(node.parts.get(one) != has for one, has in _parts_of(now).items())
+            else:
+                again = not same_parts(node.parts, _parts_of(now))
+            if again and (canonical(now.__module__), now.__qualname__) == key:
+                send_from_now(key[0])
 
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Look at all globals again, as far as they have changed, and at those that they use."""
@@ -424,6 +425,8 @@ class Book:
                 node = Node(compared.NAMED, value, reads(value))
                 node.parts = _parts_of(value)
                 if is_class:
+                    if old.kind == compared.NAMED and old.id == node.id:
+                        node.parts = {**old.parts, **node.parts}  # those that others replace, too
                     self._note_class(node, value, module, path)
                 else:
                     node.names |= {
