@@ -14,14 +14,14 @@ from support.limits import PROGRAM_LIMIT
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from receiver import CODE, HERE, ROOT, Receiver
+from receiver import HERE, ROOT, Receiver, code
 from template import Template
 
 
 @pytest.fixture(scope="module")
 def template() -> Iterator[Template]:
     """The process whose forks are the receivers of a module's tests, which import pytest."""
-    with contextlib.closing(Template(CODE + "import pytest", "-W", "error")) as one:
+    with contextlib.closing(Template(code() + "import pytest", "-W", "error")) as one:
         yield one
 
 

@@ -22,11 +22,11 @@ HERE = Path(__file__).resolve().parent
 _SIZE = struct.Struct("<Q")
 
 
-CODE = f"""
-import sys; sys.path[:] = {[str(ROOT), str(HERE), *sys.path]!r}
-from receiver import serve
-"""
-"""What the template of receivers runs."""
+def code() -> str:
+    """Return what the template of receivers runs."""
+    # The path is that of now: pytest adds the folders of tests while it collects them.
+    path = [str(ROOT), str(HERE), *sys.path]
+    return f"import sys; sys.path[:] = {path!r}\nfrom receiver import serve\n"
 
 
 class Receiver:
@@ -34,7 +34,7 @@ class Receiver:
 
     def __init__(self, template: Template | None = None) -> None:
         self._layout = BY_PIPE._replace(book=Book())
-        self._own = None if template else Template(CODE, "-W", "error")
+        self._own = None if template else Template(code(), "-W", "error")
         self._socket = (template or self._own).fork()  # type: ignore[union-attr]
         self._file = self._socket.makefile("rwb")
 
