@@ -554,19 +554,21 @@ class SchedulerWorld(World):
             self.sched.resume(w)
         cost = self.sched.sizes.cost
         held = len(set(worker.messages[worker.answered :]))
+        bound = any(t for _, t in self.queues[w])
+        waiting = max((len(t) for _, t in self.queues[None]), default=0) - len(self.retries)
+        if not self.holds(w):
+            self.settle([w])
+        batches = self.sched.refill(w)
+        waiting += len(self.retries)  # with those that input readers have appended meanwhile
         most = 1 if 2 * cost > PREFETCH_SECONDS else 2
         if SHORT_SECONDS < cost <= LONG_SECONDS:
             # More, if enough tasks wait for all workers, or if only this worker may run them.
             n = 1 if 2 * cost > PREFETCH_SECONDS else int(PREFETCH_SECONDS / 2 / cost)
             ahead = math.ceil(AHEAD_SECONDS / (n * cost))
-            waiting = max((len(t) for _, t in self.queues[None]), default=0)
-            if any(t for _, t in self.queues[w]):
+            if bound:
                 most = 1 + ahead
             else:
                 most = max(most, 1 + min(ahead, waiting // (n * len(self.workers))))
-        if not self.holds(w):
-            self.settle([w])
-        batches = self.sched.refill(w)
         for batch in batches:
             self.given(w, batch)
         if self.sched.holds_back:
