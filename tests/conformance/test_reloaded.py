@@ -212,3 +212,51 @@ def test_modules_that_are_edited_and_loaded_again(tmp_path):
     """Tasks see the module that the program has, and not the one of the file or an earlier one."""
     out = scripts.run_ok([scripts.write(tmp_path / "edits.py", EDITS)])
     assert len(out.splitlines()) == 9
+
+
+CELLS = """
+import os
+import pathlib
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+
+sys.dont_write_bytecode = True
+file = pathlib.Path(__file__).with_name("autoreloaded.py")
+shell = InteractiveShell.instance()
+
+def write(k):
+    more = "def new(x): return -x" if k > 1 else ""
+    text = f"class Box:\\n    def go(self): return {k}\\ndef scaled(x): return {k} * x\\n{more}"
+    file.write_text(text)
+    os.utime(file, (k, k))
+
+def run(text):
+    done = shell.run_cell(text)
+    done.raise_error()
+
+if __name__ == "__main__":
+    write(1)
+    run("%load_ext autoreload\\n%autoreload 2")
+    run('''
+import xpool, autoreloaded
+from autoreloaded import Box, scaled
+box = Box()
+def task(x):
+    return scaled(x), autoreloaded.scaled(x), Box().go(), box.go(), autoreloaded.Box().go()
+pool = xpool.Pool(1)
+''')
+    for k in 1, 2, 3:
+        write(k)
+        run("assert pool.apply(task, (3,)) == task(3)\\nprint(*task(3))")
+        run("assert pool.map(scaled, [1]) == [scaled(1)]")
+    run("assert pool.apply(autoreloaded.new, (3,)) == -3")
+    run("with xpool.Pool(1) as other: assert other.apply(task, (3,)) == task(3)")
+    run("other.join(); pool.terminate(); pool.join()")
+"""
+
+
+def test_autoreload_in_a_notebook(tmp_path):
+    """After an edit of a module, cells and the tasks of an older pool use the new version."""
+    pytest.importorskip("IPython", reason="cells are run by IPython")
+    out = scripts.run_ok([scripts.write(tmp_path / "cells.py", CELLS)])
+    assert out.splitlines() == ["3 3 1 1 1", "6 6 2 2 2", "9 9 3 3 3"]
