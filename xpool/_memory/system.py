@@ -20,6 +20,7 @@ if sys.platform == "linux":
     import fcntl
 
 from xpool._python.descriptors import new_file
+from xpool._python.hidden import ctypes_module
 
 _CGROUPS = "/sys/fs/cgroup"
 _PROC = "/proc"
@@ -223,20 +224,14 @@ def new_buffer(size: int) -> bytearray | mmap.mmap:
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    address: int = _ctypes().addressof(array_type(1).from_buffer(mapping))
+    address: int = ctypes_module().addressof(array_type(1).from_buffer(mapping))
     return address
 
 
 @lru_cache(maxsize=256)  # making a type takes 20 us
 def array_type(nbytes: int) -> "type[ctypes.Array[ctypes.c_char]]":
-    made: type[ctypes.Array[ctypes.c_char]] = _ctypes().c_char * nbytes
+    made: type[ctypes.Array[ctypes.c_char]] = ctypes_module().c_char * nbytes
     return made
-
-
-def _ctypes() -> Any:
-    import ctypes  # imported here, because programs with small objects never need it
-
-    return ctypes
 
 
 def buffer_at(start: int, nbytes: int, owner: Any) -> "ctypes.Array[ctypes.c_char]":

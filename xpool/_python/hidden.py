@@ -29,7 +29,7 @@ def is_free_threaded() -> bool:
 
 def folder_asker() -> Callable[[], bytes | None]:
     """Return a function that returns the working folder and keeps the interpreter's lock."""
-    ctypes, size = _ctypes(), 4096
+    ctypes, size = ctypes_module(), 4096
     ask = ctypes.PyDLL(None).getcwd
     ask.restype = ctypes.c_char_p
     return functools.partial(ask, ctypes.create_string_buffer(size), size)
@@ -37,10 +37,10 @@ def folder_asker() -> Callable[[], bytes | None]:
 
 def flush_c() -> None:
     """Write what C code has buffered in its streams."""
-    _ctypes().CDLL(None).fflush(None)
+    ctypes_module().CDLL(None).fflush(None)
 
 
-def _ctypes() -> Any:
+def ctypes_module() -> Any:
     import ctypes  # imported here, because few programs need it
 
     return ctypes

@@ -249,12 +249,10 @@ def absolute_name(level: int, name: str, package: Any) -> str:
     """Return the name of a module that an import statement names; "": the import would fail."""
     if not level:
         return name
-    from importlib.util import resolve_name
-
-    try:
-        return resolve_name("." * level + name, package)
-    except (ImportError, ValueError):
+    above = package.rsplit(".", level - 1) if isinstance(package, str) and package else []
+    if len(above) < level:
         return ""
+    return f"{above[0]}.{name}" if name else above[0]
 
 
 def in_modules(

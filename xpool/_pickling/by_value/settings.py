@@ -179,11 +179,10 @@ def _torch_device(torch: Any) -> Callable[[], Any]:
         return depth() and device()
 
     def device() -> Any:
-        from torch.overrides import _get_current_function_mode_stack
-        from torch.utils._device import DeviceContext
-
-        for mode in reversed(_get_current_function_mode_stack()):
-            if isinstance(mode, DeviceContext):
+        stack = _part("torch.overrides:_get_current_function_mode_stack")()
+        of_device = _part("torch.utils._device:DeviceContext")  # None: not imported, so not used
+        for mode in reversed(stack):
+            if of_device is not None and isinstance(mode, of_device):
                 return mode.device
         return 0
 

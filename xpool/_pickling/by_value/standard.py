@@ -8,6 +8,7 @@ global's name, so a pool with ``seed=`` draws the same numbers in each run.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copyreg
 import io
 import os
@@ -142,28 +143,23 @@ def _lazy_contextlib() -> None:
         return NotImplemented if begun else (type(obj), (obj.func, obj.args, obj.kwds))
 
 
-def _lazy_contextvars() -> None:
-    import contextvars
-
-    @register(contextvars.ContextVar)
-    def reduce(pickler: Context, var: Any) -> Any:
-        """Pickle a variable with its value in this context; in the receiver it is the same one."""
-        if pickler.group is None:
-            return NotImplemented
-        try:
-            default = contextvars.Context().run(var.get)
-        except LookupError:
-            default = MISSING
-        value = var.get(MISSING)
-        given = () if default is MISSING else (default,)
-        state = None if value is MISSING or value is default else (value,)
-        return context_variable, (registry.token_of(var), var.name, given, state)
+@register(contextvars.ContextVar)
+def _reduce_variable(pickler: Context, var: Any) -> Any:
+    """Pickle a variable with its value in this context; in the receiver it is the same one."""
+    if pickler.group is None:
+        return NotImplemented
+    try:
+        default = contextvars.Context().run(var.get)
+    except LookupError:
+        default = MISSING
+    value = var.get(MISSING)
+    given = () if default is MISSING else (default,)
+    state = None if value is MISSING or value is default else (value,)
+    return context_variable, (registry.token_of(var), var.name, given, state)
 
 
 @builder
 def context_variable(token: str, name: str, default: tuple[Any, ...], state: Any) -> Any:
-    import contextvars
-
     options = {"default": default[0]} if default else {}
     var = registry.shell(token, lambda: contextvars.ContextVar(name, **options))
     if state is not None:
@@ -261,7 +257,6 @@ FOR_SUBCLASSES[dict] = _reduce_dict
 LAZY["weakref"] = LAZY["_weakrefset"] = _lazy_weak
 LAZY["_struct"] = _lazy_struct
 LAZY["contextlib"] = _lazy_contextlib
-LAZY["_contextvars"] = LAZY["contextvars"] = _lazy_contextvars
 
 
 @register(memoryview)
