@@ -9,6 +9,7 @@ from support import scripts
 
 from xpool._python import import_hooks
 from xpool._python.hidden import is_free_threaded
+from xpool._worker.callables import _Generator
 from xpool._worker.worker_threads import raise_in_thread, withdraw
 
 pytestmark = pytest.mark.xpool_only
@@ -48,6 +49,12 @@ def test_an_error_is_raised_in_another_thread():
 
 
 @pytest.mark.pure
+@pytest.mark.pure
+def test_a_generator_of_which_the_constructor_was_stopped():
+    """Its end shows no error: a task can be stopped at each bytecode."""
+    _Generator.__new__(_Generator).__del__()
+
+
 def test_calls_can_be_profiled_after_an_error_is_withdrawn():
     """`withdraw` leaves no flag set that would stop a profiled call."""
     names = []

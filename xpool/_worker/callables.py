@@ -222,8 +222,9 @@ class _Generator:
 
     def __del__(self) -> None:
         # Without a call, a generator in a reference cycle would run its `finally` much later.
-        if isinstance(self.iterator, GeneratorType):
-            self.iterator.close()
+        iterator = getattr(self, "iterator", None)  # None: the task was stopped in `__init__`
+        if isinstance(iterator, GeneratorType):
+            iterator.close()
 
 
 class Yielding:
