@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from receiver import Receiver
 
+from xpool._pickling.by_value.reads import is_open
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import decode, dumps, encode, loads, mark_static_module
 
@@ -370,6 +371,7 @@ def test_assertions_of_local_functions(receiver: Receiver) -> None:
             return x
 
     assert "@pytest_ar" in check.__code__.co_names, "pytest rewrites this module"
+    assert not is_open(check), "its `@py_builtins.locals()` reads no globals"
     assert receiver.call(check, 1) == receiver.call(Checker().check, 1) == 1
     with pytest.raises(AssertionError, match="not one"):
         receiver.call(check, 2)
