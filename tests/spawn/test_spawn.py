@@ -258,9 +258,13 @@ def test_ctrl_c_stops_the_processes(tmp_path: Any):
         env={**os.environ, "PYTHONPATH": path},
     ) as program:
         assert program.stdout is not None
-        pids = [int(program.stdout.readline()) for _ in range(2)]
-        program.send_signal(signal.SIGINT)
-        assert program.stdout.readline() == "interrupted\n"
+        try:
+            pids = [int(program.stdout.readline()) for _ in range(2)]
+            program.send_signal(signal.SIGINT)
+            assert program.stdout.readline() == "interrupted\n"
+        except BaseException:
+            program.kill()  # the end of the block waits for it
+            raise
     assert program.returncode == 0
     assert wait_gone(pids) == []
 
