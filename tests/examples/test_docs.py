@@ -136,7 +136,12 @@ def test_block(tmp_path: Path, program: Program):
     done = subprocess.run(
         [sys.executable, "-W", "error", "program.py"],
         # torch would log each connection that a leaving rank closes.
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        cwd=tmp_path,
+        # Unbuffered, as in a terminal, where lines of the program and of workers are in order.
+        env={
+            **os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONUNBUFFERED": "1",
+        },
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
