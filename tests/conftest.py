@@ -23,9 +23,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# With it, `print` writes a line and its end separately, and lines of several processes get mixed.
-os.environ.pop("PYTHONUNBUFFERED", None)
-
 from support import clusters, work
 from support.kinds import (
     KINDS,

@@ -235,7 +235,8 @@ INTERRUPTED = """
 import os, sys, time, xpool
 
 def stay(index):
-    print(os.getpid(), flush=True)
+    sys.stdout.write(f"{os.getpid()}\\n")  # `print` writes the newline alone if unbuffered
+    sys.stdout.flush()
     time.sleep(600)
 
 if __name__ == "__main__":
