@@ -59,12 +59,15 @@ def ends():
 def ready(pool: Any, *gone: int) -> list[int]:
     """Wait until all workers are ready, and these processes are replaced; return their pids."""
 
+    pids: list[int] = []
+
     def are_ready() -> bool:
         found = pool.statistics()
-        return found["ready"] == pool.size() and not set(gone) & set(found["pids"])
+        pids[:] = found["pids"]
+        # A worker may be ready before the server has told its pid.
+        return found["ready"] == pool.size() and not {None, *gone} & set(pids)
 
     eventually(are_ready, "all are ready", WAIT)
-    pids: list[int] = pool.statistics()["pids"]
     return pids
 
 
