@@ -139,8 +139,8 @@ def is_whole(values: dict[str, Any], use: Code) -> bool:
     """Whether code with these globals may use all of them."""
     if use.whole:
         return True
-    # `run = eval`, `builtins.eval(text)`, `pd.eval(text)`; not `@py_builtins.locals()`, which pytest
-    # writes into functions with assertions.
+    # `run = eval`, `builtins.eval(text)`, `pd.eval(text)`; but not `@py_builtins.locals()`, which
+    # pytest writes into functions with assertions.
     found = (values.get(name) for name in use.names if name.isidentifier())
     return any(
         one in _OPENERS
