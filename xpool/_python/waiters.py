@@ -260,19 +260,23 @@ def _bell() -> _Bell:
         return _Bell(trio.lowlevel.current_trio_token().run_sync_soon, trio.Event())
 
 
-async def _until(waiters: Waiters, there: Callable[[], bool]) -> None:
-    """Wait in the running event loop until ``there()`` is true.
+async def _until(there: Callable[[], bool], results: Any) -> None:
+    """Wait in the running event loop until ``there()`` is true, or cancel the results.
 
     Raises:
         RuntimeError: no loop of asyncio or trio runs in this thread.
         BaseException: the loop's own error, if it cancels the waiting task.
     """
-    while not there():
-        bell = _bell()
-        with waiters.listening(bell):
-            # Register before checking, so that a result between the two is not missed.
-            if not there():
-                await bell.rung()
+    try:
+        while not there():
+            bell = _bell()
+            with results._waiters.listening(bell):
+                # Register before checking, so that a result between the two is not missed.
+                if not there():
+                    await bell.rung()
+    except BaseException:
+        results.cancel()
+        raise
 
 
 async def awaited(result: Any) -> Any:
@@ -280,11 +284,7 @@ async def awaited(result: Any) -> Any:
 
     If the loop cancels the waiting task, this cancels the result.
     """
-    try:
-        await _until(result._waiters, result.ready)
-    except BaseException:
-        result.cancel()
-        raise
+    await _until(result.ready, result)
     return result.get(0)  # a longer wait would block the whole loop
 
 
@@ -293,11 +293,7 @@ async def next_of(results: Any) -> Any:
 
     If the loop cancels the waiting task, this cancels the iterator.
     """
-    try:
-        await _until(results._waiters, results._movable)
-    except BaseException:
-        results.cancel()
-        raise
+    await _until(results._movable, results)
     try:
         return results.next(0)
     except StopIteration:

@@ -84,11 +84,11 @@ class Compared:
         modules = {module for module, _ in nodes} - {CALLS, "__main__"} | {MODULES}
         spaces = [namespace(one) for one in modules if origin_of(one) != INSTALLED]
         self._spaces = [(space, len(space)) for space in spaces]
-        large = set[Key]()
+        apart = set[Key]()
         for group in groups:
             if group.kind not in (PLACED, REFUSED, LEFT_NONE):
                 continue
-            large.update(group.keys)
+            apart.update(group.keys)
             if not all(map(checks.is_final, group.keys)) and any(
                 nodes[key].kind == DATA for key in group.keys
             ):
@@ -105,7 +105,7 @@ class Compared:
             if node.kind == DATA:
                 self._data.append((holder, name, node.id))
                 value = holder.get(name)
-                if node.written is not None and key not in large and not is_generator(value):
+                if node.written is not None and key not in apart and not is_generator(value):
                     small.append((key, holder, name))
                 continue
             same.append((holder, name, node.value))

@@ -53,7 +53,7 @@ origins: dict[str, int] = {}
 _holds_for: tuple[Any, list[str], str] = None, [], ""  # settings, `sys.path`, working folder
 _generation = 0  # how often the origins were found again
 
-_changed: set[str] = set()  # modules of `send_from_now`
+_changed: dict[str, bool] = {}  # modules of `send_from_now`, and whether workers can import them
 
 _stamps: dict[str, Any] = {}
 """Times and sizes of the files of modules that are `IMPORTED`, when their origin was found."""
@@ -106,8 +106,8 @@ def origin_of(name: Any) -> int:
         return SENT
     found = INSTALLED
     if is_program(name):
-        own = name == "__main__" or name in _changed
-        found = SENT if own or not _is_importable(name) else IMPORTED
+        is_sent = name == "__main__" or name in _changed or not _is_importable(name)
+        found = SENT if is_sent else IMPORTED
         if found == IMPORTED and name in sys.modules and name not in _stamps:
             _stamps[name] = _stamp_of(sys.modules[name])
     if name in sys.modules:
@@ -121,7 +121,7 @@ def send_from_now(module: str) -> None:
     global _generation
     if module in _changed:
         return
-    _changed.add(module)
+    _changed[module] = _is_importable(module)
     with_origin.pop(module, None)
     _generation += 1
 
@@ -144,7 +144,7 @@ def _stamp_of(module: Any) -> Any:
 
 def is_importable_again(name: str) -> bool:
     """Whether it is a module of `send_from_now` that workers can import nevertheless."""
-    return name in _changed and _is_importable(name)
+    return _changed.get(name, False)
 
 
 def renew_origins(settings: Any) -> int:
