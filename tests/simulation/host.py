@@ -306,6 +306,7 @@ class AgentEngine:
 
     def _find(self, w: int) -> None:
         if self.host.alive and self.unsaid[w]:
+            self.world.outbox_read(self.host)
             self._say(w)
             self._refill(w)
             self._go_on(w)

@@ -745,7 +745,10 @@ class HostWorld(World):
                     self.wrong(f"worker {w} is idle while a task waits for it")
 
     def check_starved(self) -> None:
-        """No host is idle for longer than a few trips while a task waits."""
+        """No host is idle for longer than a few trips while a task waits.
+
+        `outbox_read` says from when on the time counts.
+        """
         if self.over or self.losses or self.stalls or self.theme == "no room":
             return
         sched = self.engine.sched
@@ -765,6 +768,19 @@ class HostWorld(World):
                 host.starved = None if idle is None else (idle, self.now)
             elif self.now - host.starved[1] > 8 * self.latency + 0.05:
                 self.wrong(f"{host.name} is idle since {host.starved[1]:.6f}")
+
+    def outbox_read(self, host: Host) -> None:
+        """A host's engine finds answers that a worker has left in its outbox, behind which it runs
+        a longer task.
+
+        Until now the driver counted these tasks as running. If it counted as many as the host has
+        workers, and may permit no more there, it could not know that a worker was idle. So the
+        idle time counts from now on. The answers may have lain there for 0.1 s (`EngineWorld`
+        checks this).
+        """
+        its = self.engine.sched.table.hosts.get(host.number)
+        if its is not None and its.ahead >= its.workers:
+            host.starved = None
 
     def check_sat_on(self) -> None:
         """No worker keeps tasks behind a long one while another host is idle.
