@@ -83,6 +83,33 @@ def test_a_fork_imports_nothing(tmp_path, line: str):
     assert scripts.run_ok([path]) == "[] False\n"
 
 
+NOTED = """
+    import sys
+
+    def note(frame, event, function):
+        if event == "c_call" and function is compile:
+            callers.append(frame.f_globals["__name__"])
+
+    callers = []
+    sys.setprofile(note)
+    from xpool import Pool
+
+    def absolute(x):
+        return abs(x)
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            print(pool.map(absolute, [-1]))
+        sys.setprofile(None)
+        print([name for name in callers if name.startswith("xpool")])
+"""
+
+
+def test_a_first_answer_needs_no_compiler(tmp_path):
+    """Before the first answer, the program does not call `compile`, whose first call takes long."""
+    assert scripts.run_ok([scripts.write(tmp_path / "noted.py", NOTED)]) == "[1]\n[]\n"
+
+
 AUTOGRAD = """
     import os
     import torch

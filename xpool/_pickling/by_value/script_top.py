@@ -68,8 +68,9 @@ class _Known(NamedTuple):
     top: Top = Top()
 
 
-_NONE = compile("", "", "exec")
-"""Takes the place of the code of a top level that does not run."""
+_NONE: CodeType = (lambda: None).__code__
+"""Takes the place of the code of a top level that does not run.  A call of `compile` takes long:
+the first makes the types of `ast`."""
 
 # Needs no lock: at worst, two threads compute the same.
 _last = _Known({}, _NONE)
