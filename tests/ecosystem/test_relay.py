@@ -351,27 +351,6 @@ def _warn(_):
         warnings.warn("take care", stacklevel=1)
 
 
-def test_the_end_of_a_socket_while_the_thread_starts():
-    """The engine and the thread may see the same end at once."""
-    reader = relay.Relay("pool")
-    pairs = [relay.Relay.pair() for _ in range(2)]
-    first, second = (reader.add(i, ours, os.close) for i, (ours, _) in enumerate(pairs))
-    os.close(pairs[0][1])
-    reader.finish(first, 1)  # the thread tells what was dropped
-    with reader._lock:
-        os.close(pairs[1][1])
-
-        def waits():
-            frame = sys._current_frames()[reader._thread.ident]
-            return frame.f_code.co_name == "_read"
-
-        eventually(waits, "the thread has read the end")
-        assert reader.is_needed()
-    reader.finish(second, 0)
-    reader.end()
-    assert not reader._thread.is_alive()
-
-
 def test_warnings_come_once_for_each_place():
     """A warning of many tasks is shown once in the program."""
     with warnings.catch_warnings(record=True) as seen:

@@ -348,7 +348,7 @@ class SimWorker(WorkerProcess):
 class SimChannel:
     """A channel of virtual pipes with a virtual worker at the other end."""
 
-    control = None
+    control = logs = None
 
     def __init__(self, world: Any, worker: WorkerProcess, process: list[Any]) -> None:
         kernel = world.kernel

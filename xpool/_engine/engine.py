@@ -38,7 +38,6 @@ from xpool._engine.ledger import EngineReport, Event, Ledger
 from xpool._engine.memory import ArenaMaintenance, EngineParts
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.reactor import Reactor
-from xpool._engine.relay import Relay
 from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.stacks import Whereabouts
 from xpool._engine.submission import Submission
@@ -211,29 +210,11 @@ class Engine:
         self.bars = observation.bars
         self.report, self.stacks = observation.report, observation.stacks
         self.begin_trace, self.end_trace = observation.begin_trace, observation.end_trace
-        if self._relay is not None:
-            self._watch_relay(self._relay)
 
     def _add_workers(self, size: int) -> None:
         """Make at least this many places for workers."""
         for i in range(len(self.workers), size):
             self.workers.append(self._make_worker(i, self.sched.in_flight[i], self._recipe))
-
-    def _watch_relay(self, relay: Relay) -> None:
-        """Start the relay's thread when it has something to read."""
-        fd = relay.fileno()
-        if fd is None:
-            relay.begin()
-        else:
-            self._reactor.add(fd, lambda fd: self._relay_has_something(relay, fd))
-
-    def _relay_has_something(self, relay: Relay, fd: int) -> None:
-        if not relay.is_needed():
-            return
-        self._reactor.remove(fd)  # from here on the relay's thread reads
-        if not relay.begin():
-            # The system refuses a thread.  Workers wait for room, then drop and count records.
-            self._reactor.call_at(self._reactor.now() + 1.0, self._watch_relay, relay)
 
     # -- called by the pool, from any thread ---------------------------------------------------
 
@@ -393,8 +374,7 @@ class Engine:
         # These change no descriptor, because the child shares the epoll with its parent.
         self._monitor.clear()
         self._maintenance.forget()
-        if self._relay is not None:
-            self._relay.after_fork_in_child()
+        self._relay = None
         for worker in self.workers:
             worker.forget_process()
 

@@ -109,6 +109,9 @@ class StartLimit:
 OUTBOX_POLL_SECONDS = 0.010
 """Seconds of silence after which the outbox of a worker with several tasks is checked."""
 
+LOG_PAUSE_SECONDS = 0.010
+"""Seconds until a worker's log records are taken again when too many wait."""
+
 PAGE_SETTLE_SECONDS = 0.002
 """Seconds until the other process has surely seen a new word in a shared page."""
 
@@ -225,6 +228,7 @@ class WorkerMonitor:
         self._recalls = Alarms(reactor, self._take_back)
         self._checks = Alarms(reactor, self._check)
         self._overdue = Alarms(reactor, self._kill_overdue)
+        self._log_pauses = Alarms(reactor, self._listen_to_logs, serving=False)
         self._start_limit = StartLimit(reactor, options.initializer_timeout, self.condemn)
         self.guard = MemoryGuard(parts, options.memory, self.condemn, self.give_idle)
 
@@ -239,7 +243,22 @@ class WorkerMonitor:
                 self.receive(worker)
 
         self._reactor.add(worker.reader.fd, handler)
+        self._listen_to_logs(worker)
         self._start_limit.started(worker)
+
+    def _listen_to_logs(self, worker: WorkerProcess) -> None:
+        """Take log records; while too many wait for the program's handlers, look again later."""
+        logs, relay = worker.logs, worker.recipe.relay
+        if logs is None or relay is None:
+            return
+
+        def handler(fd: int) -> None:
+            if not relay.receive(logs):
+                self._reactor.remove(fd)
+                if not logs.ended:
+                    self._log_pauses.schedule_by(worker, self._reactor.now() + LOG_PAUSE_SECONDS)
+
+        self._reactor.add(logs.fd, handler)
 
     def _greeted(self, worker: WorkerProcess) -> None:
         """Take a worker into service after its greeting."""
@@ -272,6 +291,8 @@ class WorkerMonitor:
         # Remove them before they are closed.  The writer is registered while it has a backlog.
         for fd in (worker.reader.fd, worker.writer.fd):
             self._reactor.remove(fd)
+        if worker.logs is not None:
+            self._reactor.remove(worker.logs.fd)
 
     def clear(self) -> None:
         """Stop: the pool is terminated and has answered all jobs."""

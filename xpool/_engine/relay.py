@@ -1,8 +1,9 @@
 """Receives log records and warnings from workers.
 
 Each worker has a socket of its own for them, so the socket identifies the sender
-(`xpool._worker.worker_relay`).  When data arrive, the engine starts a thread, one for each pool.
-The thread passes them to `logging` and `warnings`, and so runs handlers and filters of the program.
+(`xpool._worker.worker_relay`).  The engine's thread takes packets from the sockets, and puts them
+into one queue for each pool.  A thread, which starts at the first packet, takes them from there and
+passes them to `logging` and `warnings`, and so runs handlers and filters of the program.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from __future__ import annotations
 import builtins
 import contextlib
 import os
-import select
+import queue
 import socket
 import stat
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from xpool._python import descriptors
+from xpool._python.starting import PromptThread
 from xpool._wire.records import (
     LARGEST,
     LOG,
@@ -34,6 +35,9 @@ STUCK = 10.0
 """Seconds that a handler of loggers may take for one record when the pool ends.  After that, the
 pool ends without waiting for the handlers."""
 
+MOST_WAITING = 256
+"""So many packets may wait for the handlers; then further ones wait in the sockets."""
+
 _PLACES = 10_000
 """Most places in the code whose warnings are remembered as shown."""
 
@@ -41,153 +45,95 @@ _SOURCE_BYTES = 4 << 20
 """Size in bytes of the largest source file from which a warning shows its line."""
 
 _KIND = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
-_GONE: int = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
-_READ: int = select.POLLIN | getattr(select, "POLLRDHUP", 0)  # epoll's numbers are the same
 
 
-class Channel:
+class LogSocket:
     """The parent's end of the socket of one worker process."""
 
-    def __init__(self, worker: int, fd: int, close: Callable[[int], object]) -> None:
-        self.worker, self.fd, self.close = worker, fd, close
+    def __init__(self, worker: int, fd: int) -> None:
+        self.worker, self.fd = worker, fd
         self.told = 0  # dropped notices that the program was told of
-        self.dropped = 0  # the same by the worker's own count; set when it has ended
-        self.ended = False  # the worker process has ended
-        self.silent = False  # the other end is closed, and `finish` was not called yet
+        self.ended = False  # no more packets will come
         self.invalid = False  # it has sent an invalid packet
-
-    def shut(self) -> None:
-        """Refuse further packets; those that have arrived can still be read."""
-        with descriptors.borrowed(self.fd, _KIND) as sock:
-            try:
-                sock.shutdown(socket.SHUT_RD)
-            except OSError:
-                return  # the other end is closed, so this one is shut already
-
-    def has_something(self) -> bool:
-        """Whether a packet can be read; the end of the socket does not count."""
-        with descriptors.borrowed(self.fd, _KIND) as sock:
-            try:
-                return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-            except OSError:
-                return False
 
 
 class Relay:
-    """The sockets from the workers of a pool, and the thread that reads them.
+    """Passes the records of a pool's workers to the program, in a thread of its own.
 
     ``first``: the index in the pool of the engine's first worker.
 
-    `add`, `finish`, `is_needed` and `begin` are called with the engine's lock held.
+    `receive` and `finish` are called with the engine's lock held.
     """
 
     def __init__(self, name: str, first: int = 0) -> None:
         self._name, self._first = name, first
-        self._poller: Any = select.epoll() if hasattr(select, "epoll") else select.poll()
-        # A pipe made with the thread; tells it that no more channels will be added.
-        self._wake: tuple[int, int] | None = None
-        self._lock = threading.Lock()  # guards the closing of channels, between thread and engine
-        self._channels: dict[int, Channel] = {}  # by descriptor
+        # Packets with their sockets; in place of a packet, how many notices a worker has dropped.
+        self._waiting: queue.SimpleQueue[tuple[LogSocket, bytes | int] | None]
+        self._waiting = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._handled = 0
         self._places: set[tuple[Any, ...]] = set()  # of warnings that were shown
 
-    def fileno(self) -> int | None:
-        """Return a descriptor that is readable when data have arrived; None: there is none, so the
-        thread must run from the start."""
-        return self._poller.fileno() if hasattr(self._poller, "fileno") else None
-
-    @staticmethod
-    def pair() -> tuple[int, int]:
+    def pair(self, worker: int) -> tuple[LogSocket, int]:
         """Return the two ends of a socket for one worker: the parent's, and the worker's."""
         ours, theirs = (end.detach() for end in descriptors.pair(_KIND))
         os.set_blocking(ours, False)
-        return ours, theirs
+        return LogSocket(self._first + worker, ours), theirs
 
-    def add(self, worker: int, fd: int, close: Callable[[int], object]) -> Channel:
-        """Read from the parent's end of a socket; it is closed by ``close(fd)``.
-
-        Raises:
-            OSError: the system cannot watch another descriptor.
-        """
-        channel = Channel(self._first + worker, fd, close)
-        self._channels[fd] = channel
+    def receive(self, logs: LogSocket) -> bool:
+        """Take a packet, so that every worker has its turn; False: no more can be taken now."""
+        if self._waiting.qsize() >= MOST_WAITING:
+            self._begin()
+            return False
         try:
-            self._poller.register(fd, _READ)
-        except BaseException:
-            del self._channels[fd]
-            raise
-        return channel
+            data = os.read(logs.fd, LARGEST + 1)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        # An empty packet, which xpool's workers never send, looks like the end of the socket.
+        logs.ended = not data
+        if data:
+            self._put(logs, data)
+        return bool(data)
 
-    def finish(self, channel: Channel, dropped: int) -> None:
-        """Read what is left in a channel and close it: its worker process has ended.
+    def finish(self, logs: LogSocket, dropped: int) -> None:
+        """Take what is left in a socket: its worker process has ended.
 
         ``dropped``: notices that the worker could not send, by its own count.
         """
-        with self._lock:
-            channel.ended = True
-            if dropped <= MOST_DROPPED:  # else a task has written over the page
-                channel.dropped = dropped
-            nothing_dropped = channel.dropped <= channel.told
-            if self._thread is None and nothing_dropped and not channel.has_something():
-                self._close(channel)
-                return
-            # The thread reads the packets that have arrived, then the end.
-            channel.shut()
-            if channel.silent:
-                self._poller.register(channel.fd, _READ)
-                channel.silent = False
-        self.begin()
+        with descriptors.borrowed(logs.fd, _KIND) as sock:
+            with contextlib.suppress(OSError):  # the other end is closed, so this one is shut
+                sock.shutdown(socket.SHUT_RD)  # refuses further packets
+            with contextlib.suppress(OSError):
+                while data := sock.recv(LARGEST + 1):
+                    self._put(logs, data)
+        if 0 < dropped <= MOST_DROPPED:  # else a task has written over the page
+            self._put(logs, dropped)
 
-    def is_needed(self) -> bool:
-        """Whether the thread is needed: a packet can be read.  Ends of sockets do not count.
+    def _put(self, logs: LogSocket, what: bytes | int) -> None:
+        self._waiting.put((logs, what))
+        self._begin()
 
-        Most workers end without having sent anything.
-        """
-        if self._thread is not None:  # `finish` has started it, and it may read the same events
-            return True
-        needed = False
-        for fd, events in self._poller.poll(0):
-            channel = self._channels.get(fd)
-            if channel is not None and events & _GONE and not channel.has_something():
-                channel.silent = True  # until `finish` is called
-                self._poller.unregister(fd)
-            else:
-                needed = True
-        return needed
-
-    def begin(self) -> bool:
-        """Start the thread that reads; False: the system refuses a thread or descriptors now."""
+    def _begin(self) -> None:
+        """Start the thread.  If the system refuses it, the next packet or `end` tries again."""
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name=f"{self._name}-logs", daemon=True)
-            try:
-                if self._wake is None:
-                    self._wake = os.pipe()
-                self._poller.register(self._wake[0], select.POLLIN)
-                thread.runs_only_xpool = True  # type: ignore[attr-defined] # until the first record
+            thread = PromptThread(target=self._run, name=f"{self._name}-logs", daemon=True)
+            with contextlib.suppress(RuntimeError):
                 thread.start()
-            except (RuntimeError, OSError):
-                if self._wake is not None:
-                    with contextlib.suppress(KeyError, OSError):  # it was not registered
-                        self._poller.unregister(self._wake[0])
-                return False
-            self._thread = thread
-        return True
+                self._thread = thread
 
     def end(self) -> None:
-        """Wait until all records are handled; `finish` was called for all channels.
+        """Wait until all records are handled; `finish` was called for all sockets.
 
         Stops waiting for a handler that takes `STUCK` seconds for one record.
         """
-        if self._channels:
-            self.begin()
-        if self._wake is not None:
-            # Closing alone may not wake the thread: a process that a library forked may hold it.
-            os.write(self._wake[1], b"!")
-            os.close(self._wake[1])
+        self._waiting.put(None)
+        if self._waiting.qsize() > 1:
+            self._begin()
         thread = self._thread
         if thread is None:
-            self._run(over=True)  # nothing is to be read, or no thread could be started
+            self._run()
             return
         handled = -1
         while thread.is_alive() and handled != self._handled:
@@ -203,106 +149,54 @@ class Relay:
                     flush=True,
                 )
 
-    def after_fork_in_child(self) -> None:
-        """Forget the workers, which belong to the parent."""
-        # `_engine.channel` has closed the channels already.
-        self._channels.clear()
-        for fd in self._wake or ():
-            os.close(fd)
-        if hasattr(self._poller, "close"):
-            self._poller.close()
-
     # -- the thread --------------------------------------------------------------------------------
 
-    def _run(self, over: bool = False) -> None:
-        """Read until all channels are finished; ``over``: no more channels will be added."""
-        # A timeout in milliseconds, because a change wakes epoll but not poll.
-        wait = () if self.fileno() is not None else (200,)
-        while not over or self._channels:
-            for fd, events in self._poller.poll(*wait):
-                channel = self._channels.get(fd)
-                if channel is not None:
-                    self._read(channel, events)
-                elif self._wake is not None and fd == self._wake[0]:
-                    self._poller.unregister(fd)
-                    over = True
-        if self._wake is not None:
-            os.close(self._wake[0])
-        if hasattr(self._poller, "close"):
-            self._poller.close()
+    def _run(self) -> None:
+        while (one := self._waiting.get()) is not None:
+            try:
+                self._handle(*one)
+            except Exception:
+                # A handler or a field raised it: records of other workers must still be handled.
+                threading.excepthook(
+                    threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+                )
+            self._handled += 1
 
-    def _close(self, channel: Channel) -> None:
-        """Close a channel; called with the lock held."""
-        if not channel.silent:
-            self._poller.unregister(channel.fd)
-        # Delete it before it is closed: another channel may get the same number at once.
-        del self._channels[channel.fd]
-        channel.close(channel.fd)
-
-    def _read(self, channel: Channel, events: int) -> None:
-        """Handle one packet, so that every worker has its turn."""
-        try:
-            data = os.read(channel.fd, LARGEST + 1)
-        except BlockingIOError:
+    def _handle(self, logs: LogSocket, data: bytes | int) -> None:
+        if isinstance(data, int):
+            self._tell_dropped(logs, data)
             return
-        except OSError:
-            data, events = b"", _GONE
-        if not data:
-            with self._lock:
-                if channel.ended:
-                    self._close(channel)
-                elif events & _GONE:
-                    # The end would be reported at every turn until `finish` is called.
-                    channel.silent = True
-                    self._poller.unregister(channel.fd)
-                # Otherwise it is an empty packet, which xpool's workers never send.
-            if channel.ended:
-                self._tell_dropped(channel, channel.dropped)
-            return
-        if self._thread is not None:
-            # Handlers of the program may compute with tensors (`tensors.sharing` checks this).
-            self._thread.runs_only_xpool = False  # type: ignore[attr-defined]
-        try:
-            self._handle(channel, data)
-        except Exception:
-            # A handler or a field raised it: records of other workers must still be handled.
-            threading.excepthook(
-                threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
-            )
-        self._handled += 1
-
-    def _handle(self, channel: Channel, data: bytes) -> None:
         try:
             kind, dropped, fields = unpack(data)
-            told = _make_record(channel, fields) if kind == LOG else _Shown(fields)
+            told = _make_record(logs, fields) if kind == LOG else _Shown(fields)
         except ValueError as exc:
-            self._reject(channel, exc)
+            self._reject(logs, exc)
             return
-        self._tell_dropped(channel, dropped)
+        self._tell_dropped(logs, dropped)
         if isinstance(told, _Shown):
             self._warn(told)
         else:
             _log(told)
 
-    def _reject(self, channel: Channel, exc: ValueError) -> None:
+    def _reject(self, logs: LogSocket, exc: ValueError) -> None:
         # Warn once for each process, which may send any number of invalid packets.
-        if not channel.invalid:
-            channel.invalid = True
+        if not logs.invalid:
+            logs.invalid = True
             _own_logger().warning(
                 "worker %d sent an invalid packet to the socket for log records (%s); it is left "
                 "out, and later ones are left out without a warning",
-                channel.worker,
+                logs.worker,
                 exc,
             )
 
-    def _tell_dropped(self, channel: Channel, dropped: int) -> None:
-        count = dropped - channel.told
+    def _tell_dropped(self, logs: LogSocket, dropped: int) -> None:
+        count = dropped - logs.told
         if count > 0:
-            channel.told = dropped
+            logs.told = dropped
             _own_logger().warning(
                 "worker %d dropped %d log records or warnings, because it made them faster than "
                 "this process handles them",
-                channel.worker,
+                logs.worker,
                 count,
             )
 
@@ -379,9 +273,9 @@ def _readable(filename: str) -> str:
     return filename if usual else f"<{filename}>"
 
 
-def _make_record(channel: Channel, fields: dict[str, Any]) -> Any:
+def _make_record(logs: LogSocket, fields: dict[str, Any]) -> Any:
     record: Any = record_from(fields)
-    record.xpool_worker = channel.worker
+    record.xpool_worker = logs.worker
     return record
 
 

@@ -19,8 +19,7 @@ from xpool._engine.jobs.scheduler import InFlight
 from xpool._engine.jobs.states import WORKER, Deadlines, WorkerEvent, WorkerStates, step
 from xpool._engine.launch import Handle, Launcher
 from xpool._engine.reactor import Timer
-from xpool._engine.relay import Channel as LogChannel
-from xpool._engine.relay import Relay
+from xpool._engine.relay import LogSocket, Relay
 from xpool._memory.arena import Arena
 from xpool._python import descriptors
 from xpool._python.descriptors import disown, owned
@@ -46,6 +45,7 @@ class Channel(Protocol):
     box: Outbox  # the page that both see
     poller: Any  # of `reader` and the sentinel, for a caller that receives its answer itself
     control: int | None  # a socket on which the worker asks for channels to others
+    logs: LogSocket | None
 
     def attach(self, handle: Handle) -> None:
         """Record the process that has the other end."""
@@ -68,7 +68,7 @@ class PipeChannel:
         self, index: int, relay: Relay | None, has_control: bool, arena: Arena | None
     ) -> None:
         self._relay = relay
-        self._logs: LogChannel | None = None
+        self.logs: LogSocket | None = None
         self.control: int | None = None
         # Held until the worker's ends are closed here: an earlier child would keep them open.
         with descriptors.no_fork:
@@ -90,9 +90,9 @@ class PipeChannel:
             theirs.append(life_r)
             mine.append(owned(life_w))
             if relay is not None:
-                logs, its_logs = relay.pair()
+                self.logs, its_logs = relay.pair(index)
                 theirs.append(its_logs)
-                mine.append(owned(logs))
+                mine.append(owned(self.logs.fd))
             page = make_file()
             theirs.append(page)
             # Each end of a pipe has its own flags: the worker's ends stay blocking.
@@ -116,12 +116,6 @@ class PipeChannel:
             if arena is not None:
                 others.append(arena.file.fd)
             boot = _packed(ONE, [task_r, answer_w, life_r, page, *others])
-            if relay is not None:
-                try:
-                    self._logs = relay.add(index, logs, descriptors.close)
-                except BaseException:
-                    boot.close()
-                    raise
         except BaseException:
             for fd in mine:
                 descriptors.close(fd)
@@ -149,10 +143,10 @@ class PipeChannel:
         self.cut_lifeline()
         if self.control is not None:
             descriptors.close(self.control)
-        if self._logs is not None:
+        if self.logs is not None:
             assert self._relay is not None
-            dropped = self.box.counts[COUNTERS.index("dropped_records")]
-            self._relay.finish(self._logs, dropped)
+            self._relay.finish(self.logs, self.box.counts[COUNTERS.index("dropped_records")])
+            descriptors.close(self.logs.fd)
         descriptors.close(self.writer.fd)
         descriptors.close(self.reader.fd)
         self.box.close()
@@ -276,6 +270,7 @@ class WorkerProcess:
     box: Outbox
     poller: Any
     control: int | None
+    logs: LogSocket | None
 
     def __init__(self, index: int, in_flight: InFlight, recipe: Recipe) -> None:
         self.index = index
@@ -291,7 +286,7 @@ class WorkerProcess:
         self._reset()
 
     def _reset(self) -> None:
-        self.handle = self.control = None
+        self.handle = self.control = self.logs = None
         # Why it could not start, as the worker said or as the parent saw.
         self.reason: Refusal | Exception | None = None
         # The error of an invalid message; all later data of this process are ignored.
@@ -360,7 +355,7 @@ class WorkerProcess:
         self.attachment = attachment
         self.handle, self._channel = handle, channel
         self.writer, self.reader, self.box = channel.writer, channel.reader, channel.box
-        self.poller, self.control = channel.poller, channel.control
+        self.poller, self.control, self.logs = channel.poller, channel.control, channel.logs
 
     def failed(self, reason: Refusal | Exception | None) -> None:
         """Record why it cannot start; None: its process is not needed any more."""
@@ -471,7 +466,7 @@ class WorkerProcess:
         self.cancel_timers()
         handle, channel = self.handle, self._channel
         assert handle is not None and channel is not None
-        self.handle = self._channel = self.control = self.attachment = None
+        self.handle = self._channel = self.control = self.logs = self.attachment = None
         channel.close()
         # The last sibling closes the handle of the process.
         if all(one.handle is None for one in self.workers):
