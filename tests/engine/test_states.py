@@ -1,11 +1,8 @@
-"""The tables of states, and the page made from them."""
-
-from pathlib import Path
+"""The tables of states."""
 
 import pytest
 
 from xpool import InternalError
-from xpool._engine.jobs import states
 from xpool._engine.jobs.states import (
     POOL,
     WORKER,
@@ -17,13 +14,6 @@ from xpool._engine.jobs.states import (
 )
 
 pytestmark = pytest.mark.pure
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "dev" / "states.md"
-
-
-def test_the_page_is_made_from_the_tables():
-    """docs/dev/states.md is what `python -m xpool._engine.jobs.states` prints."""
-    assert PAGE.read_text(encoding="utf-8") == states.document()
 
 
 def test_every_state_is_in_its_table():

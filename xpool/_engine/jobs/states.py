@@ -13,8 +13,6 @@ The states are the tables that the code uses.  Rules that a reader might not exp
   before it ended.  These events do not change the state.
 
 An event that a state does not list is a bug: `step` raises an error and changes nothing.
-``python -m xpool._engine.jobs.states`` prints the tables as markdown, the text of
-``docs/dev/states.md``.
 
 `RestartPolicy` decides when a worker that has ended is started again, and when the pool gives up.
 `Deadlines` decides when a worker must stop its task.
@@ -391,32 +389,3 @@ class Deadlines:
             return Verdict(Act.INTERRUPT, running[0].seq + running[1])
         # None of its items has begun.  Recall them first, so that its death costs no task.
         return Verdict(Act.CONDEMN if held.paused else Act.RECALL)
-
-
-# -- docs/dev/states.md ----------------------------------------------------------------------------
-
-
-def _markdown(title: str, table: dict[S, dict[E, S]]) -> str:
-    rows = [f"## {title}", "", "| in state | when | goes to |", "| --- | --- | --- |"]
-    for state, events in table.items():
-        for event, target in events.items():
-            goes = "stays" if target is state else f"`{target.name}`"
-            rows.append(f"| `{state.name}` | {event.value} | {goes} |")
-    return "\n".join(rows)
-
-
-def document() -> str:
-    """Return the text of ``docs/dev/states.md``."""
-    return "\n\n".join(
-        [
-            "# States",
-            "Printed by `python -m xpool._engine.jobs.states`, from the tables there.",
-            _markdown("A pool", POOL),
-            _markdown("A worker", WORKER),
-            "",
-        ]
-    )
-
-
-if __name__ == "__main__":
-    print(document(), end="")
