@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from xpool._engine import stacks
 from xpool._engine.answers import EngineOptions, StartFailure
-from xpool._engine.jobs.scheduler import InFlight, Scheduler
+from xpool._engine.jobs.scheduler import Batch, InFlight, Scheduler
 from xpool._engine.jobs.states import RestartPolicy
 from xpool._engine.ledger import EngineReport, Event, Ledger
 from xpool._engine.memory import ArenaMaintenance, EngineParts
@@ -48,93 +48,6 @@ from xpool._python.starting import aside
 from xpool.errors import InternalError, OptionError, XPoolError
 
 
-class Observation:
-    """Looks at the engine's workers, scheduler and ledger, and changes none of them."""
-
-    def __init__(
-        self, lock: threading.Lock, workers: list[WorkerProcess], sched: Scheduler, ledger: Ledger
-    ) -> None:
-        self.lock = lock  # the engine's
-        self._workers, self._sched, self._ledger = workers, sched, ledger
-
-    def runs(self, job: int, index: int | None = None) -> bool:
-        """Whether a worker now runs a task of this job, or its task ``index`` if given."""
-        with self.lock:
-            for worker in self._workers:
-                # A worker without a process has no page: it was unmapped.
-                if worker.handle is not None:
-                    running = self._sched.running(worker.index, worker.box.began)
-                    if running is not None and running[0].job == job:
-                        batch, position = running
-                        if index is None or batch.first + position == index:
-                            return True
-            return False
-
-    def bars(self) -> list[str]:
-        """Return the progress bars that running tasks draw."""
-        with self.lock:
-            return [
-                bar
-                for worker in self._workers
-                if worker.handle is not None
-                and self._sched.running(worker.index, worker.box.began) is not None
-                and (bar := worker.box.bar)
-            ]
-
-    def statistics(self) -> dict[str, Any]:
-        """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""
-        sched, workers = self._sched, self._workers
-        with self.lock:
-            # A worker holds tasks that it has not begun, and the one that it runs.
-            running = sum(
-                sched.running(worker.index, worker.box.began) is not None
-                for worker in workers
-                if worker.handle is not None
-            )
-            sent = sum(in_flight.size for in_flight in sched.in_flight)
-            return {
-                "ready": sum(in_flight.accepting for in_flight in sched.in_flight),
-                "waiting": sched.waiting() + sent - running,
-                "running": running,
-                "deaths": sum(account.deaths for account in self._ledger.accounts),
-                "pids": [worker.pid for worker in workers[: sched.size]],
-            }
-
-    def report(self) -> EngineReport:
-        """Return what the workers have done."""
-        with self.lock:
-            return self._ledger.report(self._workers)
-
-    def stacks(self, describe: Callable[[int, int], str] | None = None) -> list[Whereabouts]:
-        """Return the stack of each worker, within a second; busy ones are asked by a signal."""
-        describe = describe or self._ledger.describe
-        begun = time.monotonic()
-        with self.lock:
-            asked = stacks.ask(self._workers)
-        while True:
-            with self.lock:
-                waited = time.monotonic() - begun
-                workers = self._workers[: self._sched.size]
-                found = stacks.collect(workers, asked, self._sched, describe, waited)
-            if found is not None:
-                return found
-            time.sleep(0.005)  # the handlers write to the page, which wakes no thread
-
-    def begin_trace(self) -> None:
-        """Begin to keep events.
-
-        Raises:
-            OptionError: another trace keeps them already.
-        """
-        with self.lock:
-            self._ledger.begin_trace()
-
-    def end_trace(self) -> tuple[list[Event], float, int]:
-        """Return the events that were kept, when that began, and how many are missing."""
-        with self.lock:
-            return self._ledger.end_trace()
-
-
 class System(NamedTuple):
     """The engine's only access to the system; a simulated world supplies its own."""
 
@@ -146,7 +59,8 @@ class System(NamedTuple):
 class Engine:
     """The workers of one pool and their tasks.
 
-    ``describe(job, index)`` names a task for error messages.
+    ``describe(job, index)`` names a task for error messages.  `EngineProtocol` describes methods
+    that have no docstring.
     """
 
     def __init__(
@@ -203,13 +117,6 @@ class Engine:
         self.put_direct = submission.put_direct
         self.await_briefly = submission.await_briefly
         self.receive_call = submission.receive_call
-        observation = self._observation = Observation(
-            self.lock, self.workers, self.sched, self.ledger
-        )
-        self.runs, self.statistics = observation.runs, observation.statistics
-        self.bars = observation.bars
-        self.report, self.stacks = observation.report, observation.stacks
-        self.begin_trace, self.end_trace = observation.begin_trace, observation.end_trace
 
     def _add_workers(self, size: int) -> None:
         """Make at least this many places for workers."""
@@ -219,35 +126,28 @@ class Engine:
     # -- called by the pool, from any thread ---------------------------------------------------
 
     def resume(self) -> None:
-        """Give waiting tasks to workers, because held ones may run now.  Takes no lock."""
         self._resumed = True
         if not self._reactor.closed:
             self._reactor.nudge()
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
-        """Keep a function for the workers; return the number that tasks call it by."""
         with self.lock:
             self._submission.leave_signal_handler()
             return self._monitor.learn(mode, payload)
 
     def forget(self, func: int) -> None:
-        """Let workers drop a function: its job is done."""
         with self.lock:
             self._monitor.forget(func)
 
     def withdraw(self, job: int, index: int | None = None) -> None:
-        """Drop the waiting tasks of a job that has ended, and stop its running ones."""
         with self.lock:
             self._monitor.withdraw(job, index)
 
     def give_back(self, job: int, items: range) -> None:
-        """Hand back these items, except those that a worker has begun, as ranges in results whose
-        ``ok`` is None: waiting items at once, items in flight if their worker makes no progress."""
         with self.lock:
             self._monitor.give_back(job, items)
 
     def sent(self, payload: bytes | memoryview) -> int:
-        """Return how many bytes of memory a message to a worker holds."""
         if type(payload) is Leased:
             with self.lock:
                 self._maintenance.later()
@@ -257,6 +157,77 @@ class Engine:
     def cost(self) -> float:
         """Seconds that a task takes, by the latest answers; inf: unknown."""
         return self.sched.sizes.cost
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def _running(self) -> list[tuple[WorkerProcess, Batch, int]]:
+        """Return the workers that run a task, each with the task's batch and place there."""
+        return [
+            (worker, *running)
+            for worker in self.workers
+            # A worker without a process has no page: it was unmapped.
+            if worker.handle is not None
+            and (running := self.sched.running(worker.index, worker.box.began)) is not None
+        ]
+
+    def runs(self, job: int, index: int | None = None) -> bool:
+        with self.lock:
+            return any(
+                batch.job == job and index in (None, batch.first + position)
+                for _, batch, position in self._running()
+            )
+
+    def bars(self) -> list[str]:
+        """Return the progress bars that running tasks draw."""
+        with self.lock:
+            return [bar for worker, *_ in self._running() if (bar := worker.box.bar)]
+
+    def statistics(self) -> dict[str, Any]:
+        sched = self.sched
+        with self.lock:
+            # A worker holds tasks that it has not begun, and the one that it runs.
+            running = len(self._running())
+            sent = sum(in_flight.size for in_flight in sched.in_flight)
+            return {
+                "ready": sum(in_flight.accepting for in_flight in sched.in_flight),
+                "waiting": sched.waiting() + sent - running,
+                "running": running,
+                "deaths": sum(account.deaths for account in self.ledger.accounts),
+                "pids": [worker.pid for worker in self.workers[: sched.size]],
+            }
+
+    def report(self) -> EngineReport:
+        with self.lock:
+            return self.ledger.report(self.workers)
+
+    def stacks(self, describe: Callable[[int, int], str] | None = None) -> list[Whereabouts]:
+        """Return the stack of each worker, within a second; busy ones are asked by a signal."""
+        describe = describe or self.ledger.describe
+        begun = time.monotonic()
+        with self.lock:
+            asked = stacks.ask(self.workers)
+        while True:
+            with self.lock:
+                waited = time.monotonic() - begun
+                workers = self.workers[: self.sched.size]
+                found = stacks.collect(workers, asked, self.sched, describe, waited)
+            if found is not None:
+                return found
+            time.sleep(0.005)  # the handlers write to the page, which wakes no thread
+
+    def begin_trace(self) -> None:
+        """Begin to keep events.
+
+        Raises:
+            OptionError: another trace keeps them already.
+        """
+        with self.lock:
+            self.ledger.begin_trace()
+
+    def end_trace(self) -> tuple[list[Event], float, int]:
+        """Return the events that were kept, when that began, and how many are missing."""
+        with self.lock:
+            return self.ledger.end_trace()
 
     # -- starting and stopping -------------------------------------------------------------------
 
@@ -341,7 +312,6 @@ class Engine:
         self._reactor.wake()
 
     def retire_all(self) -> None:
-        """Let workers end when they have answered all tasks; no more will be submitted."""
         with self.lock:
             self._replacement.retire_all()
             self._reactor.wake()
@@ -369,7 +339,7 @@ class Engine:
     def after_fork_in_child(self) -> None:
         """Forget the parent's workers, whose descriptors are closed here already."""
         # A thread of the parent may have held the lock.
-        self.lock = self._submission.lock = self._observation.lock = threading.Lock()
+        self.lock = self._submission.lock = threading.Lock()
         self._replacement.ending = True
         # These change no descriptor, because the child shares the epoll with its parent.
         self._monitor.clear()
