@@ -229,7 +229,7 @@ def test_no_fork_while_a_channel_is_made(monkeypatch):
     for name in ("make_file", "Outbox", "_packed"):
         original = getattr(channel_module, name)
         monkeypatch.setattr(channel_module, name, functools.partial(look, original))
-    channel = channel_module.PipeChannel(0, None, True, None)
+    channel = channel_module.Channel(0, None, True, None)
     channel.close()
     channel.boot.close()
     assert could_fork == [False] * 3

@@ -38,6 +38,11 @@ class Forked:
     The server and the child have the other end, so the socket closes when both have ended.  The
     kernel adds the sender's pid to each packet: only the server may send reports, and the child may
     send only `entry.TRACKER`.
+
+    Attributes:
+        sentinel: a descriptor that becomes readable when `ended` has something to read.
+        problem: why no process was started: an `OSError` if the system refused it.
+        exitcode: as `multiprocessing.Process.exitcode`, when it has ended; None: unknown.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Forked:
 
     @property
     def pid(self) -> int | None:
+        """Its process id; None while it is unknown."""
         if self._pid is None:
             self._read()
         return self._pid
@@ -108,6 +114,11 @@ class Forked:
             _send_tracker(status, refused=True)
 
     def ended(self) -> bool:
+        """Read from the sentinel without blocking; return whether the process has ended.
+
+        Raises:
+            ValueError: invalid data was read; raised once.
+        """
         self._read()
         if self._protocol_error is not None:
             error, self._protocol_error = self._protocol_error, None
@@ -115,6 +126,7 @@ class Forked:
         return self._ended
 
     def signal(self, signum: int) -> None:
+        """Send it a signal; do nothing if it has ended."""
         pid = self.pid
         self._read()
         if self._ended:
@@ -143,6 +155,7 @@ class Forked:
             os.close(fd)
 
     def close(self) -> None:
+        """Close the descriptors; the process has ended."""
         # Remove it before closing: another launch may get the same number at once.
         self._live.discard(self.sentinel)
         os.close(self.sentinel)
@@ -170,39 +183,6 @@ def _resource_tracker() -> Any:
     return resource_tracker
 
 
-class Handle(Protocol):
-    """A started process."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id; None while it is unknown."""
-
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that becomes readable when `ended` has something to read."""
-
-    def ended(self) -> bool:
-        """Read from the sentinel without blocking; return whether the process has ended.
-
-        Raises:
-            ValueError: invalid data was read; raised once.
-        """
-
-    @property
-    def exitcode(self) -> int | None:
-        """As `multiprocessing.Process.exitcode`, when it has ended; None: unknown."""
-
-    @property
-    def problem(self) -> Exception | None:
-        """Why no process was started: an `OSError` if the system refused it."""
-
-    def signal(self, signum: int) -> None:
-        """Send it a signal; do nothing if it has ended."""
-
-    def close(self) -> None:
-        """Close the descriptors; the process has ended."""
-
-
 class Launcher(Protocol):
     """A way to start processes."""
 
@@ -215,7 +195,9 @@ class Launcher(Protocol):
     forks: bool
     """Whether workers are forks of the program, which lack its OpenMP threads."""
 
-    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
+    def launch(
+        self, boot: socket.socket, name: str, daemon: bool, inherited: Any
+    ) -> Forked | Process:
         """Start a child that calls `xpool._worker.entry.main` with ``boot``; close this one."""
 
 
@@ -461,7 +443,7 @@ class ProcessLauncher:
             # From Python 3.13 on the first seed imports its hash function.
             importlib.import_module("random").Random(b"")
 
-    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
+    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Process:
         # Any Process takes a Connection as argument; the boot socket is sent through it.
         with descriptors.no_fork:
             ours, theirs = self._context.Pipe(duplex=True)
@@ -480,7 +462,7 @@ class ProcessLauncher:
             finally:
                 descriptors.disown(ours.fileno())
                 ours.close()
-        return _Process(process, own_child=self._method != "forkserver")
+        return Process(process, own_child=self._method != "forkserver")
 
     def _start(self, process: Any) -> None:
         if self._method == "spawn":
@@ -532,7 +514,9 @@ def _enter_through(connection: Any, inherited: Any) -> None:
         sys.exit(code)
 
 
-class _Process:
+class Process:
+    """A process of `multiprocessing`, with the interface of `Forked`."""
+
     def __init__(self, process: Any, *, own_child: bool) -> None:
         self._process = process
         self.problem: Exception | None = None
@@ -572,3 +556,7 @@ class _Process:
         # Its descriptors are closed with its last reference.  `Process.close` would take its
         # parts away a moment too early, when a thread that starts a process may look at it.
         self._process = None
+
+
+Handle = Forked | Process
+"""A started process."""

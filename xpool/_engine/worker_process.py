@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from xpool._engine.jobs.scheduler import InFlight
 from xpool._engine.jobs.states import WORKER, Deadlines, WorkerEvent, WorkerStates, step
@@ -37,31 +37,13 @@ def _widen(fd: int) -> None:
             return  # above the user's limit of pipe memory; the default of 64 KiB works, too
 
 
-class Channel(Protocol):
-    """The connection between a worker and its parent."""
-
-    writer: FrameWriter  # the pipe to it
-    reader: FrameReader  # the pipe from it
-    box: Outbox  # the page that both see
-    poller: Any  # of `reader` and the sentinel, for a caller that receives its answer itself
-    control: int | None  # a socket on which the worker asks for channels to others
-    logs: LogSocket | None
-
-    def attach(self, handle: Handle) -> None:
-        """Record the process that has the other end."""
-
-    def cut_lifeline(self) -> None:
-        """Make the process end, even if its pid is unknown."""
-
-    def close(self) -> None:
-        """Close all descriptors; the process has ended, or was not started."""
-
-
-class PipeChannel:
-    """A channel of pipes.
+class Channel:
+    """The connection between a worker and its parent.
 
     ``boot``: the socket from which the worker receives its ends.  When it is closed, so are they.
-    ``has_control``: the worker can ask for channels to others.
+    ``poller``: of the pipe from the worker and the sentinel, for a caller that receives its answer
+    itself.  ``control``: a socket on which the worker asks for channels to others, if
+    ``has_control``.
     """
 
     def __init__(
@@ -132,14 +114,17 @@ class PipeChannel:
         return boot
 
     def attach(self, handle: Handle) -> None:
+        """Record the process that has the other end."""
         self.poller.register(handle.sentinel, select.POLLIN)
 
     def cut_lifeline(self) -> None:
+        """Make the process end, even if its pid is unknown."""
         if self._lifeline is not None:
             descriptors.close(self._lifeline)
             self._lifeline = None
 
     def close(self) -> None:
+        """Close all descriptors; the process has ended, or was not started."""
         self.cut_lifeline()
         if self.control is not None:
             descriptors.close(self.control)
@@ -328,10 +313,10 @@ class WorkerProcess:
             OSError: it cannot be started; nothing is left over.
         """
         recipe = self.recipe
-        channels: list[PipeChannel] = []
+        channels: list[Channel] = []
         try:
             for one in self.workers:
-                channels.append(PipeChannel(one.index, recipe.relay, recipe.has_control, arena))
+                channels.append(Channel(one.index, recipe.relay, recipe.has_control, arena))
             boots = [channel.boot for channel in channels]
             boot = boots[0] if len(boots) == 1 else bundle(boots)
             name = f"{recipe.name}-worker-{self.index}"
@@ -346,7 +331,7 @@ class WorkerProcess:
         owned(handle.sentinel)
         for channel in channels:
             channel.attach(handle)
-        return handle, [*channels]
+        return handle, channels
 
     def launched(self, handle: Handle, channel: Channel, attachment: int | None) -> None:
         """Record the started process."""
