@@ -60,52 +60,6 @@ def is_starved(worker: WorkerProcess, now: float) -> bool:
     )
 
 
-class StartLimit:
-    """Limits the seconds from a worker's first line until it is ready; None: no limit.
-
-    ``condemn(worker)`` is called for a worker that has taken longer.
-    """
-
-    def __init__(
-        self, reactor: Reactor, seconds: float | None, condemn: Callable[[WorkerProcess], None]
-    ) -> None:
-        self._reactor, self._seconds, self._condemn = reactor, seconds, condemn
-        self._checks = Alarms(reactor, self._check)
-        self._overdue = Alarms(reactor, self._kill)
-
-    def started(self, worker: WorkerProcess) -> None:
-        """Begin to check a worker whose process was started."""
-        if self._seconds is not None:
-            self._checks.schedule_by(worker, self._reactor.now() + self._seconds)
-
-    def over(self, worker: WorkerProcess) -> None:
-        """End the checks: the worker is ready, or its start has ended."""
-        self._checks.cancel(worker)
-        self._overdue.cancel(worker)
-
-    def _check(self, worker: WorkerProcess) -> None:
-        assert self._seconds is not None and worker.handle is not None
-        since, now = worker.box.since, self._reactor.now()
-        # If it has not reached its first line, the fork server or the system is still at work.
-        if since is None or now < since + self._seconds:
-            self._checks.schedule_by(worker, (now if since is None else since) + self._seconds)
-        else:
-            worker.ask_for_stack(now)
-            self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
-
-    def _kill(self, worker: WorkerProcess) -> None:
-        assert self._seconds is not None
-        stack, now = worker.box.stack(), self._reactor.now()
-        # Without its last line, the stack may be half written.
-        if TASK_LINE not in stack and is_starved(worker, now):
-            self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
-            return
-        task = "The start of the worker, with its initializer,"
-        # Record it first: the pool reads the reason when the process has ended.
-        worker.failed(TaskTimeout(self._seconds, worker.index, worker.pid, task, own_part(stack)))
-        self._condemn(worker)
-
-
 OUTBOX_POLL_SECONDS = 0.010
 """Seconds of silence after which the outbox of a worker with several tasks is checked."""
 
@@ -229,7 +183,9 @@ class WorkerMonitor:
         self._checks = Alarms(reactor, self._check)
         self._overdue = Alarms(reactor, self._kill_overdue)
         self._log_pauses = Alarms(reactor, self._listen_to_logs, serving=False)
-        self._start_limit = StartLimit(reactor, options.initializer_timeout, self.condemn)
+        # Workers whose start has a time limit, from their first line until they are ready.
+        self._start_limit = options.initializer_timeout
+        self._starting: set[WorkerProcess] = set()
         self.guard = MemoryGuard(parts, options.memory, self.condemn, self.give_idle)
 
     # -- a process comes and goes ------------------------------------------------------------------
@@ -244,7 +200,9 @@ class WorkerMonitor:
 
         self._reactor.add(worker.reader.fd, handler)
         self._listen_to_logs(worker)
-        self._start_limit.started(worker)
+        if self._start_limit is not None:
+            self._starting.add(worker)
+            self._checks.schedule_by(worker, self._reactor.now() + self._start_limit)
 
     def _listen_to_logs(self, worker: WorkerProcess) -> None:
         """Take log records; while too many wait for the program's handlers, look again later."""
@@ -262,7 +220,9 @@ class WorkerMonitor:
 
     def _greeted(self, worker: WorkerProcess) -> None:
         """Take a worker into service after its greeting."""
-        self._start_limit.over(worker)
+        self._starting.discard(worker)
+        self._checks.cancel(worker)
+        self._overdue.cancel(worker)
         self._ledger.ready(worker.index)
         # In another state, it was told to end while it started, and will read STOP from its pipe.
         if worker.state is WorkerStates.READY:
@@ -285,6 +245,7 @@ class WorkerMonitor:
 
     def gone(self, worker: WorkerProcess) -> None:
         """Forget a worker whose process has ended and whose messages are all received."""
+        self._starting.discard(worker)
         self._multi_item.pop(worker.index, None)
         self._give_back_requests.pop(worker.index, None)
         self._ledger.gone(worker)
@@ -645,7 +606,10 @@ class WorkerMonitor:
             self.give_idle()  # others may have waited for a dropped task
 
     def _check(self, worker: WorkerProcess) -> None:
-        """Stop a worker's running task if it is due; schedule the next check."""
+        """Stop a worker's start or running task if it is due; schedule the next check."""
+        if worker in self._starting:
+            self._check_start(worker)
+            return
         if worker not in self._direct:
             self.drain(worker)  # a task that is answered was in time
         if worker.interrupted is not None or worker.state is WorkerStates.CONDEMNED:
@@ -672,6 +636,16 @@ class WorkerMonitor:
             if when is not None:
                 self._checks.schedule_by(worker, when)
 
+    def _check_start(self, worker: WorkerProcess) -> None:
+        assert self._start_limit is not None
+        since, now = worker.box.since, self._reactor.now()
+        # If it has not reached its first line, the fork server or the system is still at work.
+        if since is None or now < since + self._start_limit:
+            self._checks.schedule_by(worker, (now if since is None else since) + self._start_limit)
+        else:
+            worker.ask_for_stack(now)
+            self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
+
     def _interrupt(self, worker: WorkerProcess, item: int) -> None:
         """Ask a worker to stop its running task, and to begin nothing more."""
         self.recall(worker, item + 1)
@@ -679,14 +653,24 @@ class WorkerMonitor:
         self._overdue.schedule_by(worker, self._reactor.now() + STOP_GRACE_SECONDS)
 
     def _kill_overdue(self, worker: WorkerProcess) -> None:
-        """Kill a worker that has not stopped its task within the grace period."""
+        """Kill a worker that has not stopped its task, or its start, within the grace period."""
         if worker not in self._direct:
             self.drain(worker)
-        if worker.interrupted is None:
+        starts, now = worker in self._starting and worker.reason is None, self._reactor.now()
+        if starts:
+            stack = worker.box.stack()
+            # Without its last line, the stack may be half written.
+            due = TASK_LINE in stack or not is_starved(worker, now)
+        elif worker.interrupted is not None:
+            # It still runs that item after the grace period.
+            due = worker.box.began == worker.interrupted + 1 and not is_starved(worker, now)
+        else:
             return
-        # It still runs that item after the grace period.
-        now = self._reactor.now()
-        if worker.box.began == worker.interrupted + 1 and not is_starved(worker, now):
-            self.condemn(worker)
-        else:  # it has left the item and will answer, or it lacked processor time
+        if not due:  # it has left the item and will answer, or it lacked processor time
             self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
+            return
+        if starts:
+            # Record it first: the pool reads the reason when the process has ended.
+            task, limit = "The start of the worker, with its initializer,", self._start_limit or 0.0
+            worker.failed(TaskTimeout(limit, worker.index, worker.pid, task, own_part(stack)))
+        self.condemn(worker)
