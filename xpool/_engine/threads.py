@@ -11,7 +11,6 @@ task's thread or the engine's thread answers a task with a limit: the one that p
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import queue
@@ -44,6 +43,9 @@ class Source:
     A task calls ``call(func, item)``; the first item has index ``first``.  If ``last`` is true,
     threads run waiting calls and maps before the next task of this source.  They run tasks of a
     priority above 0 before the next task of any source.
+
+    A source that has tasks is one entry of the queue: the thread that takes it puts it back for the
+    next one, before it runs a task.
     """
 
     __slots__ = ("call", "first", "func", "items", "job", "last", "places")
@@ -61,35 +63,6 @@ class Source:
         self.items, self.first, self.last = items, first, last
         # `next` of a counter is atomic, so no two threads get the same place.
         self.places = itertools.count()
-
-
-class SourceQueue(TaskQueue):
-    """The queue of all threads: plain and held tasks, sources, and None, which ends a thread."""
-
-    def put_source(self, source: Source, threads: int) -> None:
-        """Let this many threads take from a source."""
-        for _ in range(threads):
-            self.put(source, source.last)
-
-    def put_source_back(self, source: Source) -> None:
-        """Let any thread continue with a source."""
-        # Before later items of the same stream, and before calls that came after a map.
-        self.put_back(source, source.last)
-
-    def spread(self, running: list[Source], more: int) -> None:
-        """Let ``more`` threads take from each source, running or waiting."""
-        seen = set[int]()
-        for last, waiting in (False, self.first), (True, self.last):
-            # Other threads append to the right meanwhile, and take from the left.
-            found = [(one, 0) for one in running if one.last is last]
-            with contextlib.suppress(IndexError):
-                for _ in range(len(waiting)):
-                    found.append((waiting.popleft(), 1))
-            for task, waits in found:
-                fresh = type(task) is Source and id(task) not in seen
-                seen.add(id(task))
-                for _ in range(waits + more * fresh):
-                    self.put(task, last)
 
 
 class HeldTask:
@@ -186,7 +159,7 @@ class HeldTasks:
     ``signal``.
     """
 
-    def __init__(self, tasks: SourceQueue, signal: queue.SimpleQueue[None]) -> None:
+    def __init__(self, tasks: TaskQueue, signal: queue.SimpleQueue[None]) -> None:
         self._tasks, self._signal = tasks, signal
         self._held: dict[int, tuple[PoolThread, HeldTask]] = {}
         self._numbers = itertools.count()
@@ -311,7 +284,7 @@ class ThreadWorkers:
         jobs: Mapping[int, Job],
         answer: Callable[[int, int, bool, Any], None],
     ) -> None:
-        self.tasks = SourceQueue()
+        self.tasks = TaskQueue()
         self._answer = answer  # takes job, index, whether it succeeded, and value; in any thread
         self.failure: BaseException | None = None
         self.dropped = False
@@ -409,10 +382,6 @@ class ThreadWorkers:
             with self._places.lock:
                 if not me.left:
                     self._places.remove(me)
-            if me.source is not None:
-                self.tasks.put_source_back(
-                    me.source
-                )  # its lifetime is over: another thread goes on
             if not me.left and not self._ending and self.failure is None:
                 self._lost(index, EndKind.FAILED if failed else EndKind.FINISHED, failed)
             if self.ended:
@@ -468,8 +437,8 @@ class ThreadWorkers:
                     if task is _WAKE:
                         continue
                     if type(task) is Source:
-                        me.source = task
-                        del task  # only `me.source` keeps it, and its items, alive
+                        me.source, task = task, None  # nothing else keeps it, and its items, alive
+                        self._run_source(me, me.source, taken=True)
                         continue
                     if type(task) is HeldTask:
                         entry, task = task, task.task
@@ -499,8 +468,11 @@ class ThreadWorkers:
 
         return get, put
 
-    def _run_source(self, me: PoolThread, source: Source) -> None:
-        """Run and answer tasks of a source; return if it has no more, or if `get` must choose."""
+    def _run_source(self, me: PoolThread, source: Source, taken: bool = False) -> None:
+        """Run and answer tasks of a source; return if it has no more, or if `get` must choose.
+
+        ``taken``: it was taken from the queue just now.
+        """
         answer, calls, higher = self._answer, self.tasks.first, self.tasks.higher
         threads, lifetime = self._places.threads, self._options.lifetime
         contexts = self._options.contexts
@@ -509,10 +481,10 @@ class ThreadWorkers:
         if contexts is not None:
             func = bound(func, contexts[me.index])
         number = me.job = job.number
-        for place in places:
-            if place >= tasks or job.settled:
-                me.source = None
-                break
+        place = next(places)
+        if taken and place + 1 < tasks and not job.settled:
+            self.tasks.put_back(source, last)
+        while place < tasks and not job.settled:
             ok = True
             try:
                 value = call(func, items[place])
@@ -525,10 +497,12 @@ class ThreadWorkers:
             del value  # before the next task makes another one
             if (last and calls) or higher:
                 me.source = None
-                self.tasks.put_source_back(source)
                 break
             if me.left or me.done == lifetime or len(threads) > self._size:
                 break
+            place = next(places)
+        else:
+            me.source = None
         me.job = 0
         # The traceback of an error keeps this frame, and its variables.
         del source, job, items, func
@@ -549,18 +523,10 @@ class ThreadWorkers:
             raise
         finally:
             with self._places.lock:
-                threads = self._places.threads
-                running = [one.source for one in threads.values() if one.source is not None]
-                surplus = len(threads) - self._places.over - self._size
+                surplus = len(self._places.threads) - self._places.over - self._size
             for _ in range(surplus):
                 # A thread that waits in `get` checks the size when something comes.
                 self.tasks.put(_WAKE)
-        if size > before:
-            self.tasks.spread(running, size - before)
-
-    def put(self, source: Source, tasks: int) -> None:
-        """Let threads take from a source of this many tasks; few tasks wake few threads."""
-        self.tasks.put_source(source, min(tasks, self._size))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until something has happened, and act on time limits."""

@@ -76,15 +76,15 @@ class ThreadSubmitter(HookSubmitter):
         # Snapshots: a list may change while threads take from it, and a generator runs code.
         items = chunks if isinstance(chunks, (range, tuple, list)) else list(chunks)
         call, (func,) = applied(*work)
-        self._threads.put(Source(job, call, func, items), len(items))
+        self._threads.tasks.put(Source(job, call, func, items))
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
         """Return the function that submits a task of the stream; it does not hold the pool."""
         if job.options.plain:
-            threads, (call, (func,)) = self._threads, applied(*work)
+            tasks, (call, (func,)) = self._threads.tasks, applied(*work)
 
             def put_run(index: int, items: list[Any]) -> int:
-                threads.put(Source(job, call, func, items, index, last=True), len(items))
+                tasks.put(Source(job, call, func, items, index, last=True), last=True)
                 return 0
 
             job.runs = Runs(lambda items: items, put_run)
