@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from typing_extensions import Never, Self
 
     from xpool._engine.protocols import WorkerBackend
-    from xpool._pools.futures import PoolExecutor, PoolOfFutures
-    from xpool._pools.observing import ObservedPool, Report, Stacks
+    from xpool._pools.futures import PoolExecutor
+    from xpool._pools.observing import Report, Stacks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -228,7 +228,7 @@ class BasePool(PublicVerbs, Hooks):
         )
 
     @shielded
-    def report(self: ObservedPool) -> Report:
+    def report(self) -> Report:
         """Return the work so far: of each worker, bytes sent, the slowest tasks, deaths, retries.
 
         ``print(pool.report())`` shows it as a table.  Only pools of processes list workers and
@@ -237,7 +237,7 @@ class BasePool(PublicVerbs, Hooks):
         found: Report = _observing().report_of(self)
         return found
 
-    def trace(self: ObservedPool, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Return a context manager that traces the pool; at its end, ``path`` is written.
 
         If the name ends in ``.html``, the trace is a page for any browser.  Otherwise it is Chrome
@@ -251,7 +251,7 @@ class BasePool(PublicVerbs, Hooks):
         tracing: AbstractContextManager[None] = _observing().trace(self, path)
         return tracing
 
-    def watch(self: ObservedPool) -> AbstractContextManager[None]:
+    def watch(self) -> AbstractContextManager[None]:
         """Return a context manager that shows `report` on the terminal, live.
 
         Raises:
@@ -263,7 +263,7 @@ class BasePool(PublicVerbs, Hooks):
     # -- futures -----------------------------------------------------------------------------------
 
     def submit(
-        self: PoolOfFutures, func: Callable[P, T], /, *args: P.args, **kwds: P.kwargs
+        self, func: Callable[P, T], /, *args: P.args, **kwds: P.kwargs
     ) -> concurrent.futures.Future[T]:
         """Have ``func(*args, **kwds)`` called in a worker; return a future of `concurrent.futures`.
 
@@ -277,7 +277,7 @@ class BasePool(PublicVerbs, Hooks):
         future: concurrent.futures.Future[T] = _futures().submit(self, func, args, kwds)
         return future
 
-    def executor(self: PoolOfFutures) -> PoolExecutor:
+    def executor(self) -> PoolExecutor:
         """Return a `concurrent.futures.Executor` over this pool, which `shutdown` leaves open."""
         executor: PoolExecutor = _futures().PoolExecutor(self)
         return executor

@@ -21,7 +21,7 @@ from xpool._pickling.by_value.sent import Book
 from xpool._pickling.diagnose import at, say_where
 from xpool._pickling.frame import BY_PIPE, Layout, Leased, share
 from xpool._pickling.pickler import encode_atoms
-from xpool._pools.hooks import Result
+from xpool._pools.hooks import Hooks, Result
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
 from xpool._pools.submitters import (
@@ -29,7 +29,6 @@ from xpool._pools.submitters import (
     CO_ASYNC,
     FUNCTION,
     ITEM,
-    HookedPool,
     HookSubmitter,
     Put,
     Work,
@@ -208,9 +207,7 @@ class EngineSubmitter(HookSubmitter):
     # Whether a map of one task is submitted as a call, so that its caller receives the answer.
     _one_as_call = True
 
-    def __init__(
-        self, pool: HookedPool, jobs: JobTable, engine: EngineProtocol, packer: Packer
-    ) -> None:
+    def __init__(self, pool: Hooks, jobs: JobTable, engine: EngineProtocol, packer: Packer) -> None:
         super().__init__(pool, jobs)
         self.engine, self.packer = engine, packer
         self.take: Callable[[deque[Result]], object] = jobs.take

@@ -36,7 +36,6 @@ class Executor(PoolExecutor):
         OptionError (a `ValueError`): an argument has a wrong value.
     """
 
-    _owned = True
     _pool: Pool
 
     def __init__(
@@ -68,6 +67,11 @@ class Executor(PoolExecutor):
         pool = Pool(max_workers, initializer, initargs, **options)
         pool._may_be_dropped = True
         super().__init__(pool)
+
+    def _finish(self, unfinished: Any, wait: bool) -> None:
+        self._pool.close()
+        if wait:
+            self._pool.join()
 
     def terminate_workers(self) -> None:
         """Shut down now: cancel the calls that no worker runs yet, and stop the workers.

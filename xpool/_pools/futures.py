@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from xpool._calls.options import CallOptions, check_count, label
 from xpool._calls.results import AsyncResult, PickledResult, about_to_block
@@ -22,7 +22,8 @@ from xpool._engine.jobs.states import PoolStates
 from xpool._pools.callbacks import for_callbacks
 from xpool._pools.input_reader import Fed
 from xpool._pools.job_table import JobTable
-from xpool._pools.verbs import PLAIN, PoolOfVerbs, options_of
+from xpool._pools.public import PublicVerbs
+from xpool._pools.verbs import PLAIN, options_of
 from xpool._python import at_fork
 from xpool._python.interrupt import by_handler, shielded
 from xpool._python.waiters import deadline_of
@@ -37,18 +38,6 @@ GOES_ON = sys.version_info >= (3, 16)
 _FINISHED = "cannot schedule new futures after shutdown"
 
 
-class PoolOfFutures(PoolOfVerbs, Protocol):
-    """What futures and executors use of their pool."""
-
-    def imap(
-        self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1
-    ) -> IMapIterator[Any]: ...
-
-    def close(self) -> None: ...
-
-    def join(self, timeout: float | None = None) -> None: ...
-
-
 class _Call(AsyncResult[Any]):
     """A call in the pool that completes a future."""
 
@@ -56,7 +45,7 @@ class _Call(AsyncResult[Any]):
     is_future = True
     _pool_ended = False
 
-    def __init__(self, pool: PoolOfFutures, name: str, future: _Future[Any]) -> None:
+    def __init__(self, pool: PublicVerbs, name: str, future: _Future[Any]) -> None:
         super().__init__(next(pool._jobs.numbers), name, pool)
         self._future: _Future[Any] | None = future
 
@@ -282,7 +271,7 @@ at_fork.renew(globals(), _unfinished=set)
 
 
 def submit(
-    pool: PoolOfFutures,
+    pool: PublicVerbs,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwds: dict[str, Any],
@@ -322,9 +311,7 @@ class PoolExecutor(concurrent.futures.Executor):
     `concurrent.futures.BrokenExecutor`, whose cause says why.
     """
 
-    _owned = False
-
-    def __init__(self, pool: PoolOfFutures) -> None:
+    def __init__(self, pool: PublicVerbs) -> None:
         self._pool = pool
         # Guards `_over`: no call is submitted after `shutdown` has listed the unfinished ones.
         # Reentrant: code that runs while arguments are pickled may submit, and so may a signal
@@ -425,13 +412,11 @@ class PoolExecutor(concurrent.futures.Executor):
             unfinished = self._unfinished()
         for one in unfinished:
             one._shut(cancel_futures)
-        if self._owned:
-            self._pool.close()
-            if wait:
-                self._pool.join()
-        elif wait:
-            for one in unfinished:
-                one._finish()
+        self._finish(unfinished, wait)
+
+    def _finish(self, unfinished: list[_Future[Any] | _Map], wait: bool) -> None:
+        for one in unfinished if wait else ():
+            one._finish()
 
 
 class _DrawnInput:

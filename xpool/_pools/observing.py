@@ -15,7 +15,7 @@ import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from xpool._engine.ledger import EngineReport
 from xpool._engine.ledger import WorkerReport as WorkerReport
@@ -25,18 +25,6 @@ from xpool.errors import OptionError
 if TYPE_CHECKING:
     from xpool._engine.ledger import Event, Slow
     from xpool._engine.stacks import Whereabouts
-    from xpool._pools.lifecycle import Lifecycle
-
-
-class ObservedPool(Protocol):
-    """What this module uses of a pool; a pool of processes has an ``_engine`` as well."""
-
-    name: str
-    _life: Lifecycle
-
-    def size(self) -> int: ...
-
-    def statistics(self) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +127,7 @@ class Stacks(tuple[WorkerStack, ...]):
         return "\n".join(map(str, self))
 
 
-def stacks_of(pool: ObservedPool) -> Stacks:
+def stacks_of(pool: Any) -> Stacks:
     backend: Any = getattr(pool, "_backend", None)
     if not hasattr(backend, "stacks"):
         raise OptionError(
@@ -155,7 +143,7 @@ def as_stacks(found: list[Whereabouts]) -> Stacks:
     )
 
 
-def report_of(pool: ObservedPool) -> Report:
+def report_of(pool: Any) -> Report:
     """Return the report of a pool; workers are listed if the pool has an engine."""
     counts = pool.statistics()
     engine = getattr(pool, "_engine", None)
@@ -181,7 +169,7 @@ def report_of(pool: ObservedPool) -> Report:
 
 
 @contextlib.contextmanager
-def trace(pool: ObservedPool, path: str | os.PathLike[str]) -> Iterator[None]:
+def trace(pool: Any, path: str | os.PathLike[str]) -> Iterator[None]:
     """Trace a pool in the ``with`` block, and write Chrome trace events, or a page of HTML."""
     engine = getattr(pool, "_engine", None)
     if engine is None:
@@ -232,7 +220,7 @@ def _rows(name: str, workers: int, events: list[Event], begun: float) -> list[di
 
 
 @contextlib.contextmanager
-def watch(pool: ObservedPool) -> Iterator[None]:
+def watch(pool: Any) -> Iterator[None]:
     """Show the report on the terminal four times a second, during the ``with`` block."""
     try:
         from rich import live, text

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from xpool._calls.options import CallOptions, JournalOptions, ManyOptions, takes_keywords
 from xpool._calls.results import AsyncResult, MapResult
 from xpool._calls.streams import IMapIterator, IMapUnorderedIterator
-from xpool._pools.job_table import JobTable
-from xpool._pools.lifecycle import Lifecycle
-from xpool._pools.submitters import HookSubmitter, Work
+from xpool._pools.submitters import Work
 from xpool._pools.verbs import (
     PLAIN,
     WAITING,
+    PoolOfVerbs,
     imap,
     map_now,
     options_of,
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypeVarTuple, Unpack
 
-    from xpool._worker.task_output import TaskFiles
-
     Cs = TypeVarTuple("Cs", default=Unpack[tuple[()]])  # what a function gets before the item
 else:
     # At run time nothing is generic: Python 3.10 has no `TypeVarTuple`.
@@ -38,7 +35,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class PublicVerbs(Generic[Unpack[Cs]]):
+class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
     """The verbs of `multiprocessing.pool.Pool`, with xpool's additions.
 
     For type checkers, a pool whose functions get a context of type C first is a `PublicVerbs[C]`.
@@ -49,28 +46,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         def __class_getitem__(cls, parameters):
             return cls
 
-    name: str
-    initializer: Callable[..., object] | None
-    initargs: tuple[Any, ...]
-    # The parts of a pool.
-    _jobs: JobTable
-    _life: Lifecycle
-    _submitter: HookSubmitter
-    _size: int
-    _task_timeout: float | None = None
-    # Whether this pool knows when its workers begin a task, and can stop them.
-    _stops_tasks = False
-    # Whether each worker has random generators of its own.
-    _seeds_items = False
-    _files: TaskFiles | None = None
-    # The worker for calls that name none; None: any, -1: the one with the least to do.
-    _calls_go_to: int | None = None
-    # Whether the first argument of functions is their worker's context; and the contexts.
-    _gives_context = False
-    _contexts: list[Any] | None = None
-
-    # Enters the job of one call, and submits its task.
-    _start_call: Callable[..., None] = staticmethod(start_call)
+    _start_call = staticmethod(start_call)
 
     @takes_keywords(CallOptions)
     def apply(

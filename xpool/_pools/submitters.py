@@ -4,12 +4,12 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from xpool._calls.options import check_callable, label
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
-from xpool._pools.hooks import Task
+from xpool._pools.hooks import Hooks, Task
 from xpool._pools.input_reader import FlowControl
 from xpool._pools.job_table import JobTable
 from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
@@ -56,12 +56,6 @@ def begin_work(pool: Any, job: Job, work: Work) -> tuple[Work, bool]:
     return Work(task_function(work.func, **fields), starred, work.chunked), numbered
 
 
-class HookedPool(Protocol):
-    """The method of its pool that a submitter calls."""
-
-    def pool_inqueue_put(self, obj: Task | None) -> None: ...
-
-
 class HookSubmitter:
     """Puts each task into the hook `pool_inqueue_put`.  Refers to its pool weakly.
 
@@ -69,9 +63,7 @@ class HookSubmitter:
     of a built-in pool to its workers, if a subclass overrides its hooks.
     """
 
-    def __init__(
-        self, pool: HookedPool, jobs: JobTable, own: "HookSubmitter | None" = None
-    ) -> None:
+    def __init__(self, pool: Hooks, jobs: JobTable, own: "HookSubmitter | None" = None) -> None:
         self._pool = weakref.ref(pool)
         self.jobs = jobs
         self._own = own

@@ -9,9 +9,10 @@ from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._calls.terms import ONCE
 from xpool._engine.threads import Source, ThreadWorkers
+from xpool._pools.hooks import Hooks
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
-from xpool._pools.submitters import HookedPool, HookSubmitter, Put, Work
+from xpool._pools.submitters import HookSubmitter, Put, Work
 from xpool._python import at_fork
 from xpool._worker.callables import applied
 
@@ -22,7 +23,7 @@ class ThreadSubmitter(HookSubmitter):
     Tasks with a time limit, retries or a priority go through the hook.
     """
 
-    def __init__(self, pool: HookedPool, jobs: JobTable, threads: ThreadWorkers) -> None:
+    def __init__(self, pool: Hooks, jobs: JobTable, threads: ThreadWorkers) -> None:
         super().__init__(pool, jobs)
         self._threads = threads
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool._calls.options import (
     OF_TERMS,
@@ -45,31 +45,30 @@ PLAIN, WAITING = TaskOptions(), TaskOptions(waits=True)
 """The options of calls without keywords; WAITING: the caller waits for the result."""
 
 
-class PoolOfVerbs(Protocol):
+class PoolOfVerbs:
     """What the verbs use of their pool."""
 
     name: str
     initializer: Callable[..., object] | None
     initargs: tuple[Any, ...]
-    _size: int
+    # The parts of a pool.
     _jobs: JobTable
     _life: Lifecycle
-    _task_timeout: float | None
-    _stops_tasks: bool
-    _seeds_items: bool
-    _calls_go_to: int | None
-    _gives_context: bool
-    _contexts: list[Any] | None
-
-    # Properties, so that the attribute of a pool may have a narrower type.
-    @property
-    def _submitter(self) -> HookSubmitter: ...
-
-    @property
-    def _files(self) -> TaskFiles | None: ...
-
-    @property
-    def _start_call(self) -> Callable[..., None]: ...
+    _submitter: HookSubmitter
+    _size: int
+    _task_timeout: float | None = None
+    # Whether this pool knows when its workers begin a task, and can stop them.
+    _stops_tasks = False
+    # Whether each worker has random generators of its own.
+    _seeds_items = False
+    _files: TaskFiles | None = None
+    # Enters the job of one call, and submits its task.
+    _start_call: Callable[..., None]
+    # The worker for calls that name none; None: any, -1: the one with the least to do.
+    _calls_go_to: int | None = None
+    # Whether the first argument of functions is their worker's context; and the contexts.
+    _gives_context = False
+    _contexts: list[Any] | None = None
 
 
 def options_of(

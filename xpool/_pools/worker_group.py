@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 from xpool._calls.options import check_seconds
 from xpool._memory.anonymous_files import File
@@ -16,19 +15,6 @@ ATTEMPTS = 3
 """Attempts to make the group while workers die."""
 
 BACKENDS = ("gloo", "nccl", "xla")
-
-
-class Workers(Protocol):
-    """What a group uses of its pool's `AllWorkers`."""
-
-    name: str
-    size: int
-    hosts: Any
-    stores: deque[File]
-
-    def pids(self) -> list[int | None]: ...
-
-    def call(self, func: Any, args: tuple[Any, ...]) -> list[Any]: ...
 
 
 class WorkerGroup:
@@ -49,7 +35,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: Any,  # the `AllWorkers` of the pool
         contexts: list[Any],
         share_processes: bool,
         backend: str,
