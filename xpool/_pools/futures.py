@@ -20,11 +20,9 @@ from xpool._calls.results import AsyncResult, PickledResult, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.callbacks import for_callbacks
-from xpool._pools.input_reader import Fed
 from xpool._pools.public import PublicVerbs
 from xpool._pools.verbs import PLAIN, options_of
 from xpool._python import at_fork
-from xpool._python.interrupt import by_handler
 from xpool._python.waiters import deadline_of
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
 
@@ -214,11 +212,10 @@ def _await(job: _Call, timeout: float | None) -> float | None:
 class _Map:
     """An unanswered `map`, for `shutdown`."""
 
-    def __init__(self, owner: PoolExecutor, results: IMapIterator[Any], fed: Fed | None) -> None:
+    def __init__(self, owner: PoolExecutor, results: IMapIterator[Any]) -> None:
         assert results.cancelling is not None
         self._owner, self._pool = owner, owner._pool
         self._job, self._flow = results.cancelling
-        self._fed = fed
         _unfinished.add(self)
         # The waiters call `release` after the last answer.
         self._job._waiters.append(self)
@@ -229,11 +226,11 @@ class _Map:
         _unfinished.discard(self)
 
     def _shut(self, cancel: bool) -> None:
-        if self._fed is not None:
-            self._fed.end()
         if cancel:
             self._pool._submitter.cancel(self._job)
             self._flow.stop()
+        else:
+            self._flow.draw_no_further()
 
     def _finish(self) -> None:
         # Lift the limit: otherwise, results that nobody takes would stop the input for ever.
@@ -338,7 +335,8 @@ class PoolExecutor(concurrent.futures.Executor):
 
         Args:
             fn: a function of as many arguments as there are iterables.
-            iterables: drawn at once; with ``buffersize``, as the results are taken.
+            iterables: drawn at once; with ``buffersize``, the first items are, and a thread of the
+                pool draws the others as the results are taken.
             timeout: seconds from this call on after which `next` raises; None: no limit.
             chunksize: number of items in a task.
             buffersize: the most items that are drawn ahead of the results taken; None: no limit.
@@ -353,24 +351,19 @@ class PoolExecutor(concurrent.futures.Executor):
         ahead = None if buffersize is None else check_count("buffersize", buffersize)
         deadline = None if timeout is None else time.monotonic() + timeout
         rows: Iterable[tuple[Any, ...]] = zip(*iterables, strict=False)
-        source: _DrawnInput | None = None
-        if ahead is None:
-            # As in the standard executors, the input is drawn before this returns.
-            rows = list(rows)
-        else:
-            size = min(size, ahead)
-            source = _DrawnInput(self, rows, ahead)
-            rows = source.fed
+        # As in the standard executors, items are drawn before this returns.
+        drawn = list(itertools.islice(rows, ahead))
+        given: Iterable[Any] = drawn if ahead is None else itertools.chain(drawn, rows)
         with self._lock:
             self._check_open()
             try:
                 call = functools.partial(_apply_row, fn)
                 call.__qualname__ = label(fn).removesuffix("()")  # type: ignore[attr-defined]
-                results = self._pool.imap(call, rows, size)
+                results = self._pool.imap(call, given, size, ahead)
             except PoolClosed as error:
                 raise concurrent.futures.BrokenExecutor(str(error)) from error
-            _Map(self, results, None if source is None else source.fed)
-        outcomes = _results(results, source, timeout, deadline)
+            _Map(self, results)
+        outcomes = _results(results, iter(given if ahead else ()), timeout, deadline)
         return _GoesOn(outcomes) if GOES_ON else outcomes
 
     def _check_open(self) -> None:
@@ -396,56 +389,20 @@ class PoolExecutor(concurrent.futures.Executor):
             one._finish()
 
 
-class _DrawnInput:
-    """The input of a `map` with a buffersize, drawn by the thread that takes its results."""
-
-    def __init__(self, executor: PoolExecutor, rows: Iterable[tuple[Any, ...]], ahead: int) -> None:
-        self.fed = Fed()
-        # The error that ends the results before the end of the input; None: there is none.
-        self.error: Exception | None = None
-        self._executor = executor
-        self._rows = iter(rows)
-        self._ended = False
-        for _ in itertools.repeat(None, ahead):
-            if self._ended:
-                break
-            self.draw()
-
-    def draw(self) -> None:
-        """Draw and submit one more row, if there is one."""
-        if self._ended:
-            return
-        try:
-            row = next(self._rows)
-        except StopIteration:
-            self._end(None)
-        except Exception as exc:
-            if by_handler(exc):
-                raise
-            self._end(exc)
-        else:
-            executor = self._executor
-            with executor._lock:
-                given = not executor._over and self.fed.give(row)
-            if not given:
-                self._end(RuntimeError(_FINISHED))
-
-    def _end(self, error: Exception | None) -> None:
-        self._ended, self.error = True, error
-        self.fed.end()
-
-
 def _apply_row(fn: Callable[..., T], row: tuple[Any, ...]) -> T:
     return fn(*row)
 
 
 def _results(
     results: IMapIterator[Any],
-    source: _DrawnInput | None,
+    rest: Iterator[Any],
     timeout: float | None,
     deadline: float | None,
 ) -> Generator[Any, None, None]:
-    """Yield results.  When the iterator is closed, calls without a taken result are cancelled."""
+    """Yield results.  When the iterator is closed, calls without a taken result are cancelled.
+
+    ``rest``: the input that a `shutdown` may have left.
+    """
     try:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -466,14 +423,9 @@ def _results(
                 if not GOES_ON:
                     raise  # the task's own error
                 one = [_Raised(error)]
-            if source is not None:
-                source.draw()
             yield one.pop()  # popped, so that only the consumer holds the result
-        if source is not None:
-            # The results may have ended by the pool's end or a `shutdown`, before the input.
-            source.draw()
-            if source.error is not None:
-                raise source.error
+        if next(rest, None) is not None:
+            raise RuntimeError(_FINISHED)
     finally:
         results.cancel()
 

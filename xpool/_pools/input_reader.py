@@ -6,13 +6,12 @@ thread also pickles the items one by one, so that an item that cannot be pickled
 
 # No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
 
-import contextlib
 import functools
 import itertools
 import math
+import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -95,8 +94,7 @@ class FlowControl:
         self._waiting = False
         self._wake_at = 0  # a count of taken items at which the waiting input reader is woken
         self.stopped = False
-        self._given = 0  # number of items that a `Fed` input has got so far
-        self.given_all = True
+        self._last = sys.maxsize  # the most items that are drawn in all
         self.drawn = 0
         self.put = 0
         self.bytes_in = 0
@@ -110,10 +108,8 @@ class FlowControl:
 
     def is_open(self) -> bool:
         """Whether `reserve` would return at once."""
-        if self.stopped:
+        if self.stopped or self.drawn >= self._last:
             return True
-        if self.drawn >= self._given and not self.given_all:
-            return False
         if not self._has_room():
             return False
         if self._buffersize is not None:
@@ -184,11 +180,9 @@ class FlowControl:
                 self._waiters.wait(self.is_open, None)
             finally:
                 self._waiting = False
-        if self.stopped:
+        if self.stopped or self.drawn >= self._last:
             return 0
-        most = min(most, self._most_ahead() - self.put + self.taken_items)
-        if not self.given_all:
-            most = min(most, self._given - self.drawn)
+        most = min(most, self._most_ahead() - self.put + self.taken_items, self._last - self.drawn)
         if self._buffersize is not None:
             buffer = self._buffer()
             handed_out = self.drawn if buffer is None else buffer.handed_out
@@ -222,67 +216,22 @@ class FlowControl:
             self._holds = False
             self.resume()
 
-    def give(self, items: int, are_all: bool | None = None) -> None:
-        """Note how many items a `Fed` input has got so far, and whether these are all."""
-        self._given = items
-        if are_all is not None:
-            self.given_all = are_all
-        self._waiters.wake()
-
     def unbind(self) -> None:
         """Lift the limit on the memory of results: a thread waits for the end of the stream."""
         self._limits_memory = False
-        # No more items are expected: the thread that gives them may have ended.
-        self.give(self._given, True)
         self.handed_out()
+
+    def draw_no_further(self) -> None:
+        """With a ``buffersize``, draw the items that it allows now, and then no more."""
+        buffer = self._buffer()
+        if self._buffersize is not None and buffer is not None:
+            self._last = buffer.handed_out + self._buffersize
+            self._waiters.wake()
 
     def stop(self) -> None:
         """Draw no more."""
         self.stopped = True
         self._waiters.wake()
-
-
-class Fed(Iterator[Any]):
-    """An input whose items are given one by one by the thread that takes the results.
-
-    The input reader waits for items as it waits for room, so a stop of the stream ends both waits.
-    """
-
-    def __init__(self) -> None:
-        self._items: deque[Any] = deque()
-        self._given = 0
-        self._ended = False
-        self._flow: FlowControl | None = None
-
-    def bind(self, flow: FlowControl) -> None:
-        """Make this flow wait for given items."""
-        self._flow = flow
-        flow.give(self._given, self._ended)
-
-    def give(self, item: Any) -> bool:
-        """Append an item; False: no more are drawn."""
-        self._items.append(item)
-        self._given += 1
-        if self._flow is not None:
-            self._flow.give(self._given)
-            if self._flow.given_all:
-                # The input was ended meanwhile: take the item back unless it was drawn.
-                with contextlib.suppress(IndexError):
-                    self._items.pop()
-                    return False
-        return True
-
-    def end(self) -> None:
-        """Give no more."""
-        self._ended = True
-        if self._flow is not None:
-            self._flow.give(self._given, True)
-
-    def __next__(self) -> Any:
-        try:
-            return self._items.popleft()
-        except IndexError:
-            raise StopIteration from None
 
 
 class InputReader:

@@ -28,7 +28,7 @@ from xpool._calls.progress import Progress
 from xpool._calls.results import AsyncResult, Job, MapResult, Unopened
 from xpool._calls.streams import IMapIterator, Stream
 from xpool._engine.jobs.states import PoolStates
-from xpool._pools.input_reader import Fed, FlowControl, InputReader
+from xpool._pools.input_reader import FlowControl, InputReader
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
 from xpool._pools.submitters import CO_ASYNC, HookSubmitter, Put, Work, begin_work
@@ -307,8 +307,6 @@ def imap(
         results.taken, results.chunksize = flow.handed_out, size
     else:
         results.opened = flow.handed_out
-    if type(iterable) is Fed:
-        iterable.bind(flow)
     results.total, results.returns_errors = _length(iterable), options.returns_errors
     results.items_per_task, results.with_index = size, with_index
     if yields:
