@@ -204,8 +204,8 @@ _MODES = {
 class EngineSubmitter(HookSubmitter):
     """Pickles tasks and gives them to an engine."""
 
-    # Whether a map of one task is submitted as a call, so that its caller receives the answer.
-    _one_as_call = True
+    # The worker of a task without handles to tensors; None: any, -1: the one with the least to do.
+    _worker: int | None = None
 
     def __init__(self, pool: Hooks, jobs: JobTable, engine: EngineProtocol, packer: Packer) -> None:
         super().__init__(pool, jobs)
@@ -263,7 +263,7 @@ class EngineSubmitter(HookSubmitter):
 
     def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
         """Submit a range of tasks, one for each chunk; a tuple of one chunk is a call."""
-        one = self._one_as_call and type(chunks) is tuple and len(chunks) == 1
+        one = self._worker is None and type(chunks) is tuple and len(chunks) == 1
         if one and job.options.plain:
             call, before = applied(*work)
             self.call(job, call, (*before, *chunks), {})
@@ -273,7 +273,7 @@ class EngineSubmitter(HookSubmitter):
             payloads = self.packer.pack_atoms(chunks)
             if payloads is not None:
                 begin.items.extend(payloads)
-                self._submit_range(begin)
+                self.engine.submit(begin)
                 return
         task_ranges = [begin]
         failed = []
@@ -297,12 +297,9 @@ class EngineSubmitter(HookSubmitter):
                 task_ranges += begin.beside(i, (payload,), worker), begin.beside(i + 1)
         for task_range in task_ranges:
             if task_range.items:
-                self._submit_range(task_range)
+                self.engine.submit(task_range)
         for i, exc in failed:
             self.jobs.deliver(job.number, i, False, exc)
-
-    def _submit_range(self, task_range: TaskRange) -> None:
-        self.engine.submit(task_range)
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
         begin, owner, told = self.learn(job, work)
@@ -314,14 +311,14 @@ class EngineSubmitter(HookSubmitter):
     def learn(self, job: Job, work: Work) -> tuple[TaskRange, int | None, frozenset[Key]]:
         """Have the engine keep the job's function for the workers, until the job is answered.
 
-        Returns an empty range of its tasks, the worker to which a function with handles to tensors
-        is bound, and the globals of the program that come with the function.
+        Returns an empty range of its tasks, their worker, which has the tensors to which the
+        function has handles, and the globals of the program that come with the function.
         """
         func, options = work.func, job.options
         if options.retry_on:
             func = task_function(func, retry_on=options.retry_on)
         brought = Brought()
-        payload, owner = self.packer.pack_task(func, True, None, brought, FUNCTION)
+        payload, owner = self.packer.pack_task(func, True, self._worker, brought, FUNCTION)
         number = self.engine.learn(_MODES[work.starred, work.chunked], payload)
         job.drop_function = functools.partial(self.engine.forget, number)
         return TaskRange(job.number, number, 0, (), None, options.terms), owner, brought.keys
@@ -360,25 +357,12 @@ class EngineSubmitter(HookSubmitter):
 class PeerSubmitter(EngineSubmitter):
     """Binds each task to a worker when it is submitted: the one with the least to do."""
 
-    _one_as_call = False
+    _worker = -1
 
     def on_all(self, job: Job, call: tuple[Any, ...], size: int) -> None:
         """Submit a call to each of ``size`` workers; its number is the scope of their messages."""
         func, args, kwds = call
         super().on_all(job, (task_function(func, scope=job.number), args, kwds), size)
-
-    def _submit_range(self, task_range: TaskRange) -> None:
-        if task_range.bound is not None:
-            self.engine.submit(task_range)
-            return
-        # The engine binds each item on its own, so they go to it one by one.
-        for i, item in enumerate(task_range.items, task_range.first):
-            self.engine.submit(task_range.beside(i, (item,), -1))
-
-    def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        begin, owner, told = self.learn(job, work)
-        owner = -1 if owner is None else owner
-        return TaskStream(self.engine, self.packer, begin, told, flow, owner).put
 
 
 class TaskStream:
