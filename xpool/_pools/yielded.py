@@ -82,41 +82,20 @@ class _Begun:
         self.early: dict[int, tuple[bool, Any]] = {}
 
 
-class _Asking:
-    """How a pool asks for values.  ``most``: of one generator at a time."""
-
-    most = 1
-
-    def pack(self, item: Any) -> tuple[Any, int | None]:
-        """Prepare an item; return it and its worker.  Called in the input reader's thread."""
-        return item, None
-
-    def ask(self, index: int, one: _Begun, count: int) -> None:
-        """Submit tasks from ``index`` on, each of which asks for the next value."""
-        raise NotImplementedError
-
-    def close(self, index: int, one: _Begun) -> None:
-        """Submit a task that closes a generator one of whose values could not be sent."""
-        raise NotImplementedError
-
-    def close_all(self, begun: Iterable[_Begun]) -> None:
-        """Close the generators of a job that has ended."""
-        raise NotImplementedError
-
-
-class _OfProcesses(_Asking):
-    """Binds all tasks of a generator to the worker with the least to do at its beginning."""
+class _OfProcesses:
+    """Asks a pool of processes for values: binds all tasks of a generator to the worker with the
+    least to do at its beginning.  ``most``: values of one generator at a time."""
 
     def __init__(self, job: YieldStream, submitter: EngineSubmitter, work: Work) -> None:
         self._engine, self._packer = submitter.engine, submitter.packer
         self._range, self._owner, self._told = submitter.learn(job, work)
         self._numbers = submitter.jobs.numbers
         self._again = job.options.terms.retries > 0
-        if not self._again:
-            self.most = MOST_ASKED
+        self.most = 1 if self._again else MOST_ASKED
         self._numbered = job.numbered
 
     def pack(self, item: Any) -> tuple[Any, int | None]:
+        """Prepare an item; return it and its worker.  Called in the input reader's thread."""
         number, item = item
         place: int | None = -1 if self._owner is None else self._owner
         if self._again:
@@ -132,6 +111,7 @@ class _OfProcesses(_Asking):
         return (ask.number, ask) if self._numbered else ask
 
     def ask(self, index: int, one: _Begun, count: int) -> None:
+        """Submit tasks from ``index`` on, each of which asks for the next value."""
         if self._again:
             payload = encode(self._task(Ask(one.number, one.given, one.item, True)))
         else:
@@ -144,10 +124,12 @@ class _OfProcesses(_Asking):
             one.item = None, one.item[1]  # the payload may hold blocks
 
     def close(self, index: int, one: _Begun) -> None:
+        """Submit a task that closes a generator one of whose values could not be sent."""
         payload = encode(self._task(Ask(one.number, CLOSE)))
         self._engine.submit(self._range.beside(index, (payload,), one.place))
 
     def close_all(self, begun: Iterable[_Begun]) -> None:
+        """Close the generators of a job that has ended."""
         # A worker drops the function, and with it the generators, when it gets its next task.
         payload = encode((nothing, (), {}))
         for place in {one.place for one in begun if one.place is not None and one.place >= 0}:
@@ -155,8 +137,10 @@ class _OfProcesses(_Asking):
             self._engine.submit(call)
 
 
-class _OfThreads(_Asking):
-    """Any thread gives the next value.  Asks for one value of a generator at a time."""
+class _OfThreads:
+    """As `_OfProcesses`, but any thread gives the next value."""
+
+    most = 1
 
     def __init__(
         self, job: YieldStream, submitter: ThreadSubmitter, work: Work, yielding: Yielding
@@ -241,7 +225,7 @@ class YieldStream(Stream):
         super().__init__(iterator, number, flow.stop)
         self._counts = counts
         self.flow: _Flow = flow
-        self.asking = _Asking()
+        self.asking: _OfProcesses | _OfThreads
         # The marks of `Yielding`, as answers have them.
         self.ended: bytes | memoryview = b""
         self.missing: bytes | memoryview = b""
@@ -259,11 +243,6 @@ class YieldStream(Stream):
         self._done = 0  # number of items whose generators have ended
         self._heaviest = BOOKKEEPING
         self._lacks_room = False  # the consumer asks for more values when it has taken some
-
-    @property
-    def has_consumer(self) -> bool:
-        """Whether there is an iterator that takes the values."""
-        return self._iterator() is not None
 
     def describe(self, index: int) -> str:
         # Called with the engine's lock held, so `_lock` is not taken.
@@ -448,6 +427,7 @@ class YieldStream(Stream):
                 self.progress.add(1)
             if answer is not None and isinstance(answer.value, PickledResult):
                 # The worker is alive, and has the generator if only its value cannot be sent.
+                assert isinstance(self.asking, _OfProcesses)
                 self._asks[self._next_ask] = one, one.given
                 one.asked += 1
                 self._next_ask += 1
@@ -593,7 +573,7 @@ def _reader(
 
     def over() -> bool:
         # A signal handler may raise in the finalizer of the iterator, which would stop the job.
-        return flow.stopped or job.settled or not job.has_consumer
+        return flow.stopped or job.settled or job._iterator() is None
 
     def put(index: int, item: Any) -> int:
         flow.changes.wait(lambda: over() or job.may_begin(index), None)

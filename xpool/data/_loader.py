@@ -21,7 +21,6 @@ from xpool.data._sampling import (
     EpochProgress,
     Preview,
     bases_of,
-    between,
     can_preview,
     check_state,
     facts,
@@ -234,12 +233,13 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         progress = self._progress
         if progress is not None and not progress.is_over:
             return {**facts(self), **progress.as_state()}
-        sampler = None
-        if is_stateful(self._own_sampler()):
-            sampler = pickle.dumps({"sampler": self._own_sampler().state_dict()})
-        states = Generators(self).states()
         bases = self._left() or []
-        return {**facts(self), **between(states, self._seed, self._turn, sampler, bases)}
+        between = EpochProgress(Generators(self).states(), len(bases))
+        between.bases = bases
+        if is_stateful(self._own_sampler()):
+            between.sampler = pickle.dumps({"sampler": self._own_sampler().state_dict()})
+        after = {"seed": self._seed, "turn": self._turn}
+        return {**facts(self), **between.as_state(), "epoch": None, "next": after}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next epoch begin at the place of ``state``, which `state_dict` returned.

@@ -246,7 +246,10 @@ class EpochProgress:
             "generators": encoded(self.generators),
             "sampler": {"drawn": self.drawn, "state": _opened(self.sampler)},
             "workers": [
-                {"taken": taken, "ended": shard in self.ended, **_of_base(base)}
+                {
+                    "taken": taken, "ended": shard in self.ended,
+                    "at": base.place, "state": _opened(base.state), "end": base.end,
+                }
                 for shard, (taken, base) in enumerate(zip(self.parts, self.bases))
             ],
             "next_worker": self.next_part,
@@ -285,32 +288,11 @@ class EpochProgress:
         self.next_part = self.taken % parts if parts else 0
 
 
-def between(
-    generators: dict[str, Any],
-    seed: int | None,
-    turn: int,
-    sampler: bytes | None,
-    bases: list[Base],
-) -> dict[str, Any]:
-    """Return the values of `DataLoader.state_dict` between two epochs."""
-    return {
-        "epoch": None,
-        "next": {"seed": seed, "turn": turn},
-        "generators": encoded(generators),
-        "sampler": {"drawn": 0, "state": _opened(sampler)},
-        "workers": [{"taken": 0, "ended": False, **_of_base(base)} for base in bases],
-    }
-
-
 def bases_of(state: Mapping[str, Any]) -> list[Base]:
     """Return the bases of the workers in a loader's state."""
     return [
         Base(worker["at"], _closed(worker["state"]), worker["end"]) for worker in state["workers"]
     ]
-
-
-def _of_base(base: Base) -> dict[str, Any]:
-    return {"at": base.place, "state": _opened(base.state), "end": base.end}
 
 
 def facts(loader: Any) -> dict[str, Any]:
