@@ -271,11 +271,11 @@ def half_made(group: RpcGroup) -> None:
     for make in PushPullModelServerImpl, PushPullGradServerImpl:
         with pytest.raises(GroupKeyError, match="'server' is already paired"):
             make("server", group)
-    assert group.offers.own == {"service": {}, "value": {"server": "another's"}}
+    assert group.offers == {"service": {}, "value": {"server": ("another's",)}}
     group.register("server/_pull_service", abs)
     with pytest.raises(GroupKeyError, match="'server/_pull_service' is already registered"):
         OrderedServerSimpleImpl("server", group)
-    assert list(group.offers.own["service"]) == ["server/_pull_service"]
+    assert list(group.offers["service"]) == ["server/_pull_service"]
     group.deregister("server/_pull_service")
     group.unpair("server")
     PushPullGradServerImpl("server", group)

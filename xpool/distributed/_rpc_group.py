@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
@@ -23,87 +24,9 @@ from xpool.distributed._rendezvous import check_timeout
 Kind = Literal["service", "value"]
 _DONE = {"service": "registered in", "value": "paired to"}
 
-
-class Offers:
-    """The values and services that this process offers in one group.
-
-    ``first`` is the member that keeps the group's `Register`, which maps each key to the member
-    that holds it.  The value or service itself stays in the `Offers` of this holder.
-    """
-
-    def __init__(self, group_name: str, first: str) -> None:
-        self.destroyed = False
-        self._group_name, self._first = group_name, first
-        # Not held during a remote call, which may last until its timeout.
-        self._lock = threading.Lock()
-        self.own: dict[Kind, dict[Any, Any]] = {"service": {}, "value": {}}  # guarded by _lock
-
-    def check_usable(self) -> None:
-        if self.destroyed:
-            raise GroupError(
-                f"Group {self._group_name!r} was destroyed in {get_cur_name()!r}; make a new one."
-            )
-
-    def add(self, kind: Kind, key: Hashable, offered: Any) -> None:
-        """Offer a value or service under a key.  Raises `GroupKeyError` if the key is taken."""
-        with self._lock:
-            # Stored before it is registered, because a member that finds the key may call at once.
-            new = key not in self.own[kind]
-            if new:
-                self.own[kind][key] = offered
-        me = get_cur_name()
-        holder: str | None = me
-        if new:
-            try:
-                holder = self._ask("enter", kind, key, me)
-            except BaseException:
-                self._forget(kind, key)
-                raise
-            if holder == me:  # an earlier call registered it, but its answer was lost
-                return
-        if holder is not None:
-            if new:
-                self._forget(kind, key)
-            raise GroupKeyError(
-                f"{key!r} is already {_DONE[kind]} Group [{self._group_name}], by {holder!r}; "
-                "take another key, or withdraw that one there."
-            )
-
-    def _forget(self, kind: Kind, key: Hashable) -> None:
-        with self._lock:
-            del self.own[kind][key]
-
-    def withdraw(self, kind: Kind, key: Hashable) -> None:
-        """Withdraw a value or service.  Raises `GroupKeyError` if this process has not added it."""
-        with self._lock:
-            if key not in self.own[kind]:
-                own = ", ".join(map(repr, self.own[kind])) or "none"
-                raise GroupKeyError(
-                    f"{key!r} was not {_DONE[kind]} Group [{self._group_name}] by "
-                    f"{get_cur_name()!r}, which alone could withdraw it; its own: {own}."
-                )
-        # Removed from the register first: members that have found the key may still call.
-        self._ask("strike", kind, key, get_cur_name())
-        with self._lock:
-            self.own[kind].pop(key, None)
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        return call(self._first, _in_register, (method, self._group_name, *args)).wait()
-
-    def find(self, kind: Kind, key: Hashable) -> tuple[str | None, list[Any]]:
-        """Return the holder of a key and ``[]``, or None and all keys of this kind."""
-        self.check_usable()
-        with self._lock:
-            if key in self.own[kind]:
-                return get_cur_name(), []
-        found: tuple[str | None, list[Any]] = self._ask("look_up", kind, key)
-        return found
-
-    def holder(self, kind: Kind, key: Hashable) -> str:
-        holder, keys = self.find(kind, key)
-        if holder is None:
-            raise not_found(self._group_name, kind, key, keys)
-        return holder
+Func = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any] | None
 
 
 def not_found(group_name: str, kind: Kind, key: Any, keys: list[Any]) -> GroupKeyError:
@@ -112,9 +35,6 @@ def not_found(group_name: str, kind: Kind, key: Any, keys: list[Any]) -> GroupKe
         f"{kind.capitalize()} {key!r} was not found on Group [{group_name}]; "
         f"{_DONE[kind]} it: {there}."
     )
-
-
-# -- in the first member ------------------------------------------------------------------------
 
 
 class Register:
@@ -150,8 +70,8 @@ class Register:
 
     def drop(self, group_name: str) -> None:
         with self._lock:
-            self._holders.pop((group_name, "service"), None)
-            self._holders.pop((group_name, "value"), None)
+            for kind in _DONE:
+                self._holders.pop((group_name, kind), None)  # type: ignore[arg-type]
 
 
 def _in_register(method: str, *args: Any) -> Any:
@@ -182,54 +102,34 @@ class RpcGroup:
     def __init__(self, group_name: str, group_members: Sequence[str]) -> None:
         self.group_name = group_name
         self.group_members = list(group_members)
-        self.offers = Offers(group_name, self.group_members[0])
-        self._lock = threading.Lock()
-        self._barriers = 0  # guarded by _lock: how often this process has called `barrier`
-
-    @property
-    def destroyed(self) -> bool:
+        self.destroyed = False
         """Whether the group has been destroyed in this process."""
-        return self.offers.destroyed
+        # What this process offers, each in a tuple.  Single operations of a dict need no lock.
+        self.offers: dict[Kind, dict[Any, tuple[Any]]] = {"service": {}, "value": {}}
+        self._barriers = itertools.count()
 
     # -- calls --------------------------------------------------------------------------------
 
     def rpc_sync(
-        self,
-        to: str,
-        func: Callable[..., Any],
-        timeout: float = -1,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: str, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> Any:
         """Run ``func(*args, **kwargs)`` in ``to`` and return its result."""
         return self.rpc_async(to, func, timeout, args, kwargs).wait()
 
     def rpc_async(
-        self,
-        to: str,
-        func: Callable[..., Any],
-        timeout: float = -1,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: str, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> Future[Any]:
         """As `rpc_sync`, but return a future at once. Its ``wait()`` returns the result."""
         return call(self._member(to), func, args, kwargs, timeout)
 
     def remote(
-        self,
-        to: str,
-        func: Callable[..., Any],
-        timeout: float = -1,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: str, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> RRef:
         """Run ``func`` in ``to``, leave its result there, and return a reference to it at once.
 
         If ``func`` raises an error, torch makes a new one for ``to_here()``: see `RRef`.
         """
-        return send(
-            lambda *what: _remote(self._member(to), _call, what, timeout), func, args, kwargs
-        )
+        return _remote(self._member(to), func, args, kwargs, timeout)
 
     # -- values -------------------------------------------------------------------------------
 
@@ -240,17 +140,15 @@ class RpcGroup:
             GroupKeyError: the key is taken.
             NotAMember: this process is not in the group.
         """
-        self._member(get_cur_name())
-        self.offers.add("value", key, value)
+        self._offer("value", key, value)
 
     def unpair(self, key: Hashable) -> None:
         """Withdraw a value. Raises `GroupKeyError` unless this process has paired it."""
-        self._member(get_cur_name())
-        self.offers.withdraw("value", key)
+        self._withdraw("value", key)
 
     def is_paired(self, key: Hashable) -> bool:
         """Whether a member has paired this key."""
-        return self.offers.find("value", key)[0] is not None
+        return self._find("value", key)[0] is not None
 
     def get_paired(self, key: Hashable) -> RRef:
         """Return a reference to a paired value; ``to_here()`` fetches a copy of it.
@@ -258,37 +156,30 @@ class RpcGroup:
         Raises:
             GroupKeyError: no member has paired this key. The text lists the paired keys.
         """
-        holder = self.offers.holder("value", key)
-        return _remote(holder, _offered, (self.group_name, "value", key), -1)
+        holder = self._holder("value", key)
+        return _remote(holder, _offered, (self.group_name, "value", key), None, -1)
 
     # -- services -----------------------------------------------------------------------------
 
-    def register(self, key: Hashable, service: Callable[..., Any]) -> None:
+    def register(self, key: Hashable, service: Func) -> None:
         """Offer a function to the group under a key; it runs in this process.
 
         Raises:
             GroupKeyError: the key is taken.
             NotAMember: this process is not in the group.
         """
-        self._member(get_cur_name())
-        self.offers.add("service", key, service)
+        self._offer("service", key, service)
 
     def deregister(self, key: Hashable) -> None:
         """Withdraw a service. Raises `GroupKeyError` unless this process has registered it."""
-        self._member(get_cur_name())
-        self.offers.withdraw("service", key)
+        self._withdraw("service", key)
 
     def is_registered(self, key: Hashable) -> bool:
         """Whether a member has registered this key."""
-        return self.offers.find("service", key)[0] is not None
+        return self._find("service", key)[0] is not None
 
     def registered_sync(
-        self,
-        key: Hashable,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        *,
-        timeout: float = -1,
+        self, key: Hashable, args: Args = (), kwargs: Kwargs = None, *, timeout: float = -1
     ) -> Any:
         """Call a registered service and return its result.
 
@@ -298,31 +189,67 @@ class RpcGroup:
         return self.registered_async(key, args, kwargs, timeout=timeout).wait()
 
     def registered_async(
-        self,
-        key: Hashable,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        *,
-        timeout: float = -1,
+        self, key: Hashable, args: Args = (), kwargs: Kwargs = None, *, timeout: float = -1
     ) -> Future[Any]:
         """As `registered_sync`, but return a future. An unknown key raises at once."""
-        holder = self.offers.holder("service", key)
-        return call(
-            holder, _serve_and_send, (self.group_name, key, args, kwargs or {}), None, timeout
-        )
+        service = self.group_name, key, args, kwargs or {}
+        return call(self._holder("service", key), _serve_and_send, service, None, timeout)
 
     def registered_remote(
-        self,
-        key: Hashable,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        *,
-        timeout: float = -1,
+        self, key: Hashable, args: Args = (), kwargs: Kwargs = None, *, timeout: float = -1
     ) -> RRef:
         """As `registered_sync`, but leave the result in the holder and return a reference to it."""
-        holder = self.offers.holder("service", key)
-        what = self.group_name, key, args, kwargs or {}
-        return send(lambda *call: _remote(holder, _call, call, timeout), _serve, what, None)
+        service = self.group_name, key, args, kwargs or {}
+        return _remote(self._holder("service", key), _serve, service, None, timeout)
+
+    # -- offers -------------------------------------------------------------------------------
+
+    def _offer(self, kind: Kind, key: Hashable, offered: Any) -> None:
+        me, entry = self._member(get_cur_name()), (offered,)
+        # Stored before it is registered, because a member that finds the key may call at once.
+        new = self.offers[kind].setdefault(key, entry) is entry
+        try:
+            holder = self._ask("enter", kind, key, me) if new else me
+            # If it is this process, an earlier call has registered it, but its answer was lost.
+            if holder is None or (new and holder == me):
+                return
+            raise GroupKeyError(
+                f"{key!r} is already {_DONE[kind]} Group [{self.group_name}], by {holder!r}; "
+                "take another key, or withdraw that one there."
+            )
+        except BaseException:
+            if new:
+                del self.offers[kind][key]
+            raise
+
+    def _withdraw(self, kind: Kind, key: Hashable) -> None:
+        me, own = self._member(get_cur_name()), self.offers[kind]
+        if key not in own:
+            raise GroupKeyError(
+                f"{key!r} was not {_DONE[kind]} Group [{self.group_name}] by {me!r}, which alone "
+                f"could withdraw it; its own: {', '.join(map(repr, list(own))) or 'none'}."
+            )
+        # Removed from the register first: members that have found the key may still call.
+        self._ask("strike", kind, key, me)
+        own.pop(key, None)
+
+    def _find(self, kind: Kind, key: Hashable) -> tuple[str | None, list[Any]]:
+        """Return the holder of a key and ``[]``, or None and all keys of this kind."""
+        self._check_usable()
+        if key in self.offers[kind]:
+            return get_cur_name(), []
+        found: tuple[str | None, list[Any]] = self._ask("look_up", kind, key)
+        return found
+
+    def _holder(self, kind: Kind, key: Hashable) -> str:
+        holder, keys = self._find(kind, key)
+        if holder is None:
+            raise not_found(self.group_name, kind, key, keys)
+        return holder
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        register = self.group_members[0]
+        return call(register, _in_register, (method, self.group_name, *args)).wait()
 
     # -- the group ----------------------------------------------------------------------------
 
@@ -334,9 +261,7 @@ class RpcGroup:
             GroupTimeout: a member did not call this within the world's ``rpc_timeout``.
         """
         self._member(get_cur_name())
-        with self._lock:
-            number, self._barriers = self._barriers, self._barriers + 1
-        key = ("barrier", self.group_name, number)
+        key = ("barrier", self.group_name, next(self._barriers))
         meet(self.group_members[0], key, tuple(self.group_members))
 
     def destroy(self) -> None:
@@ -349,7 +274,7 @@ class RpcGroup:
         if not self.destroyed and world.groups.get(self.group_name) is self:
             del world.groups[self.group_name]
             world.register.drop(self.group_name)
-        self.offers.destroyed = True
+        self.destroyed = True
 
     def size(self) -> int:
         """Return the number of members."""
@@ -378,8 +303,14 @@ class RpcGroup:
     def __repr__(self) -> str:
         return f"<RpcGroup {self.group_name!r} of {', '.join(self.group_members)}>"
 
+    def _check_usable(self) -> None:
+        if self.destroyed:
+            raise GroupError(
+                f"Group {self.group_name!r} was destroyed in {get_cur_name()!r}; make a new one."
+            )
+
     def _member(self, to: str) -> str:
-        self.offers.check_usable()
+        self._check_usable()
         if to not in self.group_members:
             raise NotAMember(
                 f"{to!r} is not a member of group {self.group_name!r}; "
@@ -388,10 +319,14 @@ class RpcGroup:
         return to
 
 
-def _remote(to: str, func: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> RRef:
+def _remote(to: str, func: Func, args: Args, kwargs: Kwargs, timeout: float) -> RRef:
     the_world().peers.check(to)
     check_timeout("timeout", timeout)
-    return RRef(rpc.remote(to, func, args=args, timeout=timeout))
+
+    def start(*what: Any) -> RRef:
+        return RRef(rpc.remote(to, _call, args=what, timeout=timeout))
+
+    return send(start, func, args, kwargs)
 
 
 def _arrived(name: str, members: list[str]) -> RpcGroup:
@@ -404,28 +339,22 @@ def _arrived(name: str, members: list[str]) -> RpcGroup:
 # -- in the process that holds the value or service ---------------------------------------------
 
 
-def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(func: Func, args: Args, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-_NOTHING = object()
-
-
 def _offered(group_name: str, kind: Kind, key: Any) -> Any:
-    # Needs no lock: reading a dict is atomic.
     group = the_world().groups.get(group_name)
-    offers = group.offers.own[kind] if group is not None else {}
-    found = offers.get(key, _NOTHING)
-    if found is _NOTHING:
+    offers = group.offers[kind] if group is not None else {}
+    found = offers.get(key)
+    if found is None:
         raise not_found(group_name, kind, key, list(offers))
-    return found
+    return found[0]
 
 
-def _serve(group_name: str, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _serve(group_name: str, key: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     return _offered(group_name, "service", key)(*args, **kwargs)
 
 
-def _serve_and_send(
-    group_name: str, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _serve_and_send(group_name: str, key: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     return sendable(f"service {key!r}", _serve(group_name, key, args, kwargs))
