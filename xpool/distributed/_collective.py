@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,27 +79,25 @@ class ReceivingAny(Pending):
 
     def __init__(self, operations: Operations, what: str, work: Any) -> None:
         super().__init__(operations, what, work)
-        self._received = False
+        self.over = self._received = False
         self._error: Exception | None = None
-        self._over = operations.over_event()
         threading.Thread(target=self._receive, name="xpool-irecv", daemon=True).start()
 
     def _receive(self) -> None:
         try:
             self._work.wait()
-            # Set before `_over`, because the caller reads this when it wakes.
             self._received = True
         except RuntimeError as exc:
             self._error = exc
-        self._over.set()
+        self._operations.received_any(self)
 
     def is_completed(self) -> bool:
         """Whether a message has arrived."""
         return self._received
 
     def wait(self, timeout: timedelta | None = None) -> int:
-        in_time = self._over.wait(None if timeout is None else timeout.total_seconds())
-        self._operations.forget_event(self._over)
+        seconds = None if timeout is None else timeout.total_seconds()
+        in_time = self._operations.await_any(self, seconds)
         # `watched` turns these errors into the group's.  It recognizes a timeout by the text.
         with self._operations.watched("irecv"):
             if not in_time:
@@ -127,9 +126,9 @@ class Operations:
         # Threads of torch's RPC take this lock to break the group while other threads wait for
         # torch.  So no thread waits for torch, or closes connections, while it holds the lock.
         self._lock = threading.Lock()  # guards the fields below, except _closing
-        self._changed = threading.Condition(self._lock)  # notified when _begun or _aborted changes
+        # Notified when _begun, _broken or _aborted changes, and by `ReceivingAny`.
+        self._changed = threading.Condition(self._lock)
         self._broken: GroupError | None = None  # why the group is broken
-        self._events: set[threading.Event] = set()  # of `ReceivingAny`
         # Collectives that a lost rank has completed may still succeed here: their number.
         self._unharmed = 0
         self._aborted = False  # whether the connections have been closed
@@ -217,19 +216,16 @@ class Operations:
                 stacklevel=3,
             )
 
-    def over_event(self) -> threading.Event:
-        """Return an event that is set when the group breaks."""
-        event = threading.Event()
-        with self._lock:
-            if self._broken is None:
-                self._events.add(event)
-            else:
-                event.set()
-        return event
+    def received_any(self, pending: ReceivingAny) -> None:
+        """Record that the thread of a receive from any rank has ended."""
+        with self._changed:
+            pending.over = True
+            self._changed.notify_all()
 
-    def forget_event(self, event: threading.Event) -> None:
-        with self._lock:
-            self._events.discard(event)
+    def await_any(self, pending: ReceivingAny, seconds: float | None) -> bool:
+        """Wait until that thread has ended or the group breaks; return whether this was in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: pending.over or self._broken is not None, seconds)
 
     # -- the end ----------------------------------------------------------------------------
 
@@ -245,15 +241,12 @@ class Operations:
                 self._broken, self._unharmed = error, completed
             elif completed < self._unharmed:  # another rank was lost, and had completed fewer
                 self._unharmed = completed
-                self._changed.notify_all()
             else:
                 return
-            events, self._events = self._events, set()
+            self._changed.notify_all()
             self._retire()
             over = self._succeeded >= self._unharmed
         # Not under the lock: `_close` takes it, and waits for torch.
-        for event in events:
-            event.set()
         if abort and over:
             self._close()
         elif abort and first:
@@ -515,8 +508,7 @@ class CollectiveGroup:
 
     def barrier(self, async_op: bool = False) -> Pending | None:
         """Wait until all members have called this."""
-        pending = self.operations.launch("barrier", lambda: dist.barrier(self.group, async_op=True))
-        return pending if async_op else pending.wait() and None
+        return self._run("barrier", async_op, dist.barrier)
 
     # -- several tensors in each process, which torch has removed -------------------------------
 
@@ -527,14 +519,10 @@ class CollectiveGroup:
 
         This is one `broadcast` and local copies, because torch now has one device a process.
         """
+        _check_rank("src", src, self.ranks)
         one = _pick(tensor_list, src_tensor, "src_tensor")
-
-        def spread() -> None:
-            for other in tensor_list:
-                if other is not one:
-                    other.copy_(one)
-
-        return _and_then(self.broadcast(one, src, True), async_op, spread)
+        then = partial(_fill, tensor_list, one)
+        return self._run("broadcast", async_op, dist.broadcast, _output(one), src, then=then)
 
     def all_reduce_multigpu(
         self, tensor_list: list[Tensor], op: Any = dist.ReduceOp.SUM, async_op: bool = False
@@ -544,12 +532,9 @@ class CollectiveGroup:
         This is one `all_reduce` of the local results, and local copies.
         """
         total = _reduce_here(tensor_list, op)
-
-        def spread() -> None:
-            for one in tensor_list:
-                one.copy_(total)
-
-        return _and_then(self.all_reduce(total, op, True), async_op, spread)
+        then = partial(_fill, tensor_list, total)
+        summand = _summand(total, op)
+        return self._run("all_reduce", async_op, dist.all_reduce, summand, op, then=then)
 
     def reduce_multigpu(
         self,
@@ -560,14 +545,11 @@ class CollectiveGroup:
         dst_tensor: int = 0,
     ) -> Pending | None:
         """Reduce all tensors of all lists into rank ``dst``'s ``tensor_list[dst_tensor]``."""
+        _check_rank("dst", dst, self.ranks)
         target = _pick(tensor_list, dst_tensor, "dst_tensor")
         total = _reduce_here(tensor_list, op)
-
-        def keep() -> None:
-            if self._rank == dst:
-                target.copy_(total)
-
-        return _and_then(self.reduce(total, dst, op, True), async_op, keep)
+        then = partial(_fill, [target] if self._rank == dst else [], total)
+        return self._run("reduce", async_op, dist.reduce, _summand(total, op), dst, op, then=then)
 
     def all_gather_multigpu(
         self,
@@ -596,7 +578,9 @@ class CollectiveGroup:
                 for output, value in zip(outputs, (row for member in gathered for row in member)):
                     output.copy_(value)
 
-        return _and_then(self.all_gather(gathered, packed, True), async_op, spread)
+        outputs = [_output(one) for one in gathered]
+        run = dist.all_gather
+        return self._run("all_gather", async_op, run, outputs, _input(packed), then=spread)
 
     # -- life -------------------------------------------------------------------------------
 
@@ -642,22 +626,22 @@ class CollectiveGroup:
 
     # -- running ----------------------------------------------------------------------------
 
-    def _run(self, what: str, async_op: bool, op: Callable[..., Any], *args: Any) -> Pending | None:
+    def _run(
+        self,
+        what: str,
+        async_op: bool,
+        op: Callable[..., Any],
+        *args: Any,
+        then: Callable[[], object] | None = None,
+    ) -> Pending | None:
         pending = self.operations.launch(what, lambda: op(*args, group=self.group, async_op=True))
+        pending._then = then
         return pending if async_op else pending.wait() and None
 
 
 def _check_rank(what: str, rank: int, ranks: list[int]) -> None:
     if rank not in ranks:
         raise OptionError(f"{what}={rank!r} is not in the group; its ranks: {ranks}.")
-
-
-def _and_then(
-    pending: Pending | None, async_op: bool, then: Callable[[], object]
-) -> Pending | None:
-    assert pending is not None
-    pending._then = then
-    return pending if async_op else pending.wait() and None
 
 
 def _input(tensor: Tensor) -> Tensor:
@@ -685,6 +669,11 @@ def _pick(tensors: list[Tensor], index: int, what: str) -> Tensor:
             f"{what}={index} is not an index of the {len(tensors)} tensors of the list."
         )
     return tensors[index]
+
+
+def _fill(tensors: list[Tensor], value: Tensor) -> None:
+    for one in tensors:
+        one.copy_(value)
 
 
 _IN_PLACE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
