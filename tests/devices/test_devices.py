@@ -190,7 +190,7 @@ def test_no_workers(n: int):
 @pytest.mark.parametrize("n", [1.0, "2", True])
 def test_number_of_workers_is_an_int(n: object):
     """``n`` of a wrong type is a TypeError that names it."""
-    with pytest.raises(TypeError, match="n is the number of workers"):
+    with pytest.raises(TypeError, match="n must be a whole number"):
         devices(n=n)  # type: ignore[arg-type]
 
 

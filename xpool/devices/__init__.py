@@ -34,6 +34,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from xpool._calls.options import check_count
 from xpool.devices._device_context import DeviceContext
 from xpool.devices._host import Accelerator, Chip, Gpu, Host
 from xpool.devices._kinds import KINDS, DeviceRequest, best
@@ -101,7 +102,8 @@ def devices(
             f"devices(kind={kind!r}): no such kind; use 'auto' or {sorted(KINDS)}.{hint}"
         )
     for name, value in (("n", n), ("per_worker", per_worker), ("per_process", per_process)):
-        _check_number(name, value)
+        if value is not None:
+            check_count(name, value)
     if framework not in (None, "torch_xla", "torch_tpu"):
         raise OptionError(f"framework must be 'torch_xla' or 'torch_tpu', not {framework!r}")
     if host is None:
@@ -113,24 +115,6 @@ def devices(
     if cache is not None:
         found = [_with_cache(context, os.fspath(cache)) for context in found]
     return found
-
-
-def _check_number(name: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        what = _MANY[name]
-        raise TypeError(f"devices({name}={value!r}): {name} is the number of {what}, an int.")
-    if value < 1:
-        raise OptionError(f"devices({name}={value}): there must be at least 1 {_ONE[name]}.")
-
-
-_MANY = {
-    "n": "workers",
-    "per_worker": "devices of each worker",
-    "per_process": "workers of each process",
-}
-_ONE = {"n": "worker", "per_worker": "device for each worker", "per_process": "worker a process"}
 
 
 def _with_cache(context: DeviceContext, folder: str) -> DeviceContext:

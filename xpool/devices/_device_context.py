@@ -60,21 +60,8 @@ class Row(NamedTuple):
     """Where the devices are looked for."""
 
 
-def _row(
-    kind: str,
-    visible: Callable[[Mapping[str, str], Sequence[Any]], list[masks.Visible]],
-    **facts: Any,
-) -> Row:
-    """Return the row of a kind whose devices are in `Host.accelerators`."""
-
-    def found(host: Host) -> Sequence[Any]:
-        return host.accelerators.get(kind, ())
-
-    return Row(
-        count=lambda host: len(found(host)),
-        visible=lambda host: visible(host.environ, found(host)),
-        **facts,
-    )
+def _number_of(kind: str) -> Callable[[Host], int]:
+    return lambda host: len(host.accelerators.get(kind, ()))
 
 
 TABLE = {
@@ -100,54 +87,54 @@ TABLE = {
         visible=masks.cuda,
         bind=masks.cuda_env,
     ),
-    "rocm": _row(
-        "rocm",
-        masks.rocm,
+    "rocm": Row(
         type="cuda",  # torch's builds for ROCm call HIP's devices so
         what="AMD GPUs",
+        count=_number_of("rocm"),
         packages=("torch",),
         build="ROCm",
         resource="GPU",
         remedy="rocm-smi shows which processes use it; torch must be a ROCm build "
         "(torch.version.hip)",
         mask=masks.HIP,
+        visible=masks.rocm,
         bind=masks.rocm_env,
         files="/dev/kfd and /dev/dri/renderD*",
     ),
-    "xpu": _row(
-        "xpu",
-        masks.xpu,
+    "xpu": Row(
         type="xpu",
         what="Intel GPUs",
+        count=_number_of("xpu"),
         packages=("torch",),
         build="XPU",
         resource="GPU",
         remedy="sycl-ls shows the devices; torch must be an XPU build (torch.version.xpu)",
         mask=masks.ZE,
+        visible=masks.xpu,
         bind=masks.xpu_env,
         files="/dev/dri/renderD*, vendor 0x8086",
     ),
-    "npu": _row(
-        "npu",
-        masks.npu,
+    "npu": Row(
         type="npu",
         what="Ascend NPUs",
+        count=_number_of("npu"),
         packages=("torch_npu",),
         resource="NPU",
         remedy="npu-smi info shows which processes use it; torch_npu must fit torch and CANN",
         mask=masks.ASCEND,
+        visible=masks.npu,
         bind=masks.npu_env,
         files="/dev/davinci*",
     ),
-    "neuron": _row(
-        "neuron",
-        masks.neuron,
+    "neuron": Row(
         type="neuron",
         what="NeuronCores",
+        count=_number_of("neuron"),
         packages=("torch_neuronx",),
         resource="neuron_cores",
         remedy="A core takes one process at a time: neuron-ls shows which one has it",
         mask=masks.NEURON,
+        visible=masks.neuron,
         bind=masks.neuron_env,
         files="/dev/neuron* and /sys/devices/virtual/neuron_device",
     ),
@@ -292,7 +279,7 @@ class DeviceContext:
         """
         if self.kind != "cpu":
             try:
-                (_open_mps if self.kind == "mps" else _OPENERS[self.framework])(self)
+                _OPENERS[self.framework](self)
             except Exception as exc:
                 raise DeviceError(
                     f"worker {self.ordinal} cannot open {self._title()}: {type(exc).__name__}: "
@@ -332,18 +319,13 @@ def _open_torch(context: DeviceContext) -> None:
     module = getattr(torch, row.type, None)
     if module is None:
         raise RuntimeError(f"torch has no module torch.{row.type}")
+    if row.type == "mps" and not torch.backends.mps.is_available():
+        raise RuntimeError("torch.backends.mps.is_available() is False")
     if hasattr(module, "set_device"):
         # A mask hides all devices but the worker's own, so index 0 is the first of these.
         module.set_device(context.index)
     else:
         torch.empty(1, device=context.device)  # opens the runtime, so that a failure shows now
-
-
-def _open_mps(context: DeviceContext) -> None:
-    torch = import_module("torch")
-    if not torch.backends.mps.is_available():
-        raise RuntimeError("torch.backends.mps.is_available() is False")
-    torch.empty(1, device=context.device)  # opens Metal, so that a failure shows now
 
 
 def _open_torch_xla(context: DeviceContext) -> None:

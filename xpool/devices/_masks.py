@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xpool.devices._host import Accelerator, Gpu, Host
+from xpool.devices._host import Gpu, Host
 from xpool.errors import DeviceError, OptionError
 
 Env = dict[str, str | None]
@@ -29,33 +29,22 @@ OTHERS = {HIP: (ROCR, CUDA), ZE: (SELECTOR,)}
 
 
 class Visible(NamedTuple):
-    """A device that is visible to the parent."""
+    """A device that is visible to the parent, its NUMA node and, of NVIDIA's, the GPU, if known."""
 
     name: str
     node: int | None = None
+    gpu: Gpu | None = None
 
 
 # -- NVIDIA ------------------------------------------------------------------------------------
 # CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide.
 
 
-@dataclass(frozen=True)
-class VisibleGpu:
-    """A device that is visible to the parent."""
-
-    name: str
-    """The device's name in `CUDA_VISIBLE_DEVICES`: a number, ``GPU-...`` or ``MIG-...``."""
-
-    gpu: Gpu | None = None
-    """The device's GPU, if it is certain."""
-
-    @property
-    def node(self) -> int | None:
-        """The NUMA node of the device, if known."""
-        return self.gpu.node if self.gpu is not None else None
+def _visible_gpu(name: str, gpu: Gpu | None = None) -> Visible:
+    return Visible(name, None if gpu is None else gpu.node, gpu)
 
 
-def cuda(host: Host) -> list[VisibleGpu]:
+def cuda(host: Host) -> list[Visible]:
     """Return the devices that are visible to the parent, in the order in which it numbers them.
 
     The list is empty if the mask hides all.
@@ -76,7 +65,7 @@ def cuda(host: Host) -> list[VisibleGpu]:
     return seen
 
 
-def cuda_env(devices: Sequence[VisibleGpu], environ: Mapping[str, str]) -> dict[str, str | None]:
+def cuda_env(devices: Sequence[Visible], environ: Mapping[str, str]) -> Env:
     """Return the variables of a worker that owns these devices.
 
     The numbers in the parent's mask refer to the parent's device order, so the worker keeps that
@@ -87,13 +76,13 @@ def cuda_env(devices: Sequence[VisibleGpu], environ: Mapping[str, str]) -> dict[
             f"per_worker={len(devices)}: CUDA lets a process use one MIG instance; "
             "leave per_worker out"
         )
-    env: dict[str, str | None] = {CUDA: ",".join(d.name for d in devices)}
+    env: Env = {CUDA: ",".join(d.name for d in devices)}
     if CUDA not in environ or not any(d.name.isdigit() for d in devices):
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return env
 
 
-def _all_gpus(host: Host) -> list[VisibleGpu]:
+def _all_gpus(host: Host) -> list[Visible]:
     __tracebackhide__ = True
     if host.gpus is None:
         raise DeviceError(
@@ -104,10 +93,10 @@ def _all_gpus(host: Host) -> list[VisibleGpu]:
     any_mig = any(gpu.mig is not None for gpu in host.gpus)
     for i, gpu in enumerate(host.gpus):
         if gpu.mig is not None:
-            seen += [VisibleGpu(uuid, gpu) for uuid in gpu.mig]
+            seen += [_visible_gpu(uuid, gpu) for uuid in gpu.mig]
         elif gpu.uuid:
             # If other GPUs are in MIG mode, the numbers of GPUs change, but not their UUIDs.
-            seen.append(VisibleGpu(gpu.uuid if any_mig else str(i), gpu))
+            seen.append(_visible_gpu(gpu.uuid if any_mig else str(i), gpu))
     if not seen:
         raise DeviceError(
             "devices('cuda'): this machine has no GPU that can be used (nvidia-smi -L lists them; "
@@ -116,7 +105,7 @@ def _all_gpus(host: Host) -> list[VisibleGpu]:
     return seen
 
 
-def _check_gpus_differ(seen: Sequence[VisibleGpu], mask: str) -> None:
+def _check_gpus_differ(seen: Sequence[Visible], mask: str) -> None:
     """Raise `DeviceError` if two of these devices may be the same."""
     by_number = [one for one in seen if one.name.isdigit() and one.gpu is None]
     if by_number and len(by_number) < len(seen):
@@ -131,29 +120,29 @@ def _check_gpus_differ(seen: Sequence[VisibleGpu], mask: str) -> None:
         raise DeviceError(f"{CUDA}={mask!r} names a device twice; name each once")
 
 
-def _gpu_identity(one: VisibleGpu) -> str:
+def _gpu_identity(one: Visible) -> str:
     if one.gpu is None or one.name.startswith("MIG-"):
         return one.name
     # CUDA uses the first instance of a GPU in MIG mode.
     return one.gpu.mig[0] if one.gpu.mig else one.gpu.uuid or one.name
 
 
-def _named_gpu(name: str, host: Host, mask: str) -> VisibleGpu:
+def _named_gpu(name: str, host: Host, mask: str) -> Visible:
     gpus = host.gpus
     if name.isascii() and name.isdigit():
         name = str(int(name))  # as in CUDA, "00" is 0
         if gpus is None:
-            return VisibleGpu(name)  # only NVML could check it; a worker fails if it is wrong
+            return _visible_gpu(name)  # only NVML could check it; a worker fails if it is wrong
         if int(name) < len(gpus):
             # By default, CUDA gives the fastest GPU number 0.  NVML numbers GPUs in bus order.
             by_bus = len(gpus) == 1 or host.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-            return VisibleGpu(name, gpus[int(name)] if by_bus else None)
+            return _visible_gpu(name, gpus[int(name)] if by_bus else None)
     elif gpus is None:
-        return VisibleGpu(name)
+        return _visible_gpu(name)
     else:
         # CUDA accepts a prefix of a UUID if it is unique.
         known = [(uuid, gpu) for gpu in gpus for uuid in (gpu.uuid, *(gpu.mig or ())) if uuid]
-        found = [VisibleGpu(uuid, gpu) for uuid, gpu in known if uuid.startswith(name)]
+        found = [_visible_gpu(uuid, gpu) for uuid, gpu in known if uuid.startswith(name)]
         if len(found) == 1:
             return found[0]
         if found:
@@ -163,14 +152,14 @@ def _named_gpu(name: str, host: Host, mask: str) -> VisibleGpu:
                 "more of the UUID"
             )
         if name.startswith("MIG-GPU-"):
-            return VisibleGpu(name)  # a name of drivers before 470, which NVML does not list
+            return _visible_gpu(name)  # a name of drivers before 470, which NVML does not list
     have = ", ".join(f"{i}: {gpu.uuid}" for i, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
         f"{CUDA}={mask!r} names {name!r}, which this machine does not have; it has {have}"
     )
 
 
-def _check_gpu(one: VisibleGpu) -> None:
+def _check_gpu(one: Visible) -> None:
     gpu = one.gpu
     if gpu is None:
         return
@@ -195,7 +184,8 @@ def _check_gpu(one: VisibleGpu) -> None:
 # too (torch.cuda._parse_visible_devices).
 
 
-def rocm(environ: Mapping[str, str], found: Sequence[Accelerator]) -> list[Visible]:
+def rocm(host: Host) -> list[Visible]:
+    environ, found = host.environ, host.accelerators.get("rocm", ())
     left: list[Visible] = [Visible(str(i), gpu.node) for i, gpu in enumerate(found)]
     if ROCR in environ:
         named = _named(ROCR, environ[ROCR], left)
@@ -222,7 +212,8 @@ def rocm_env(own: Sequence[Visible], environ: Mapping[str, str]) -> Env:
 # ONEAPI_DEVICE_SELECTOR (DPC++, "Environment Variables") selects among the devices that are left.
 
 
-def xpu(environ: Mapping[str, str], found: Sequence[Accelerator]) -> list[Visible]:
+def xpu(host: Host) -> list[Visible]:
+    environ, found = host.environ, host.accelerators.get("xpu", ())
     mask, selected = environ.get(ZE, "").strip(), _selected(environ)
     names_tiles, chosen = "." in mask, _hierarchy(environ)
     if names_tiles and chosen not in ("", "COMPOSITE"):
@@ -232,7 +223,7 @@ def xpu(environ: Mapping[str, str], found: Sequence[Accelerator]) -> list[Visibl
         )
     whole = names_tiles or chosen == "COMPOSITE"
     if not _own_numbers(environ) and environ.get("ZE_ENABLE_PCI_ID_DEVICE_ORDER", "0") == "0":
-        found = sorted(found, key=lambda card: card.model == "integrated")
+        found = tuple(sorted(found, key=lambda card: card.model == "integrated"))
     cards = [card for card in found for _ in range(1 if whole else card.parts)]
     seen = [Visible(str(i), card.node) for i, card in enumerate(cards)]
     if mask:
@@ -306,7 +297,8 @@ def _in_mask(mask: str, every: Sequence[Visible], whole: bool) -> list[Visible]:
 # is then an index among these devices.
 
 
-def npu(environ: Mapping[str, str], found: Sequence[Accelerator]) -> list[Visible]:
+def npu(host: Host) -> list[Visible]:
+    environ, found = host.environ, host.accelerators.get("npu", ())
     every = [Visible(str(i), one.node) for i, one in enumerate(found)]
     mask = environ.get(ASCEND)
     if mask is None:
@@ -331,7 +323,8 @@ def npu_env(own: Sequence[Visible], environ: Mapping[str, str]) -> Env:
 # Trainium 2 and later, two physical cores are one core, unless NEURON_LOGICAL_NC_CONFIG is 1.
 
 
-def neuron(environ: Mapping[str, str], found: Sequence[Accelerator]) -> list[Visible]:
+def neuron(host: Host) -> list[Visible]:
+    environ, found = host.environ, host.accelerators.get("neuron", ())
     each = environ.get("NEURON_LOGICAL_NC_CONFIG") or environ.get("NEURON_RT_VIRTUAL_CORE_SIZE")
     every = []
     for one in found:
@@ -479,13 +472,7 @@ def tpu_shape(generation: str, chips: int) -> str:
 
 def tpu_env(at: TpuSlice, chips: Sequence[int], framework: str) -> Env:
     """Return the variables of an independent worker that owns these chips of its host."""
-    env = _scrubbed()
-    env |= _tpu_visible(chips)
-    # Each variable has a newer and an older name.
-    for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"):
-        env[name] = tpu_shape(at.generation, len(chips))
-    for name in ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS"):
-        env[name] = "1,1,1"
+    env = _tpu_chips(chips, tpu_shape(at.generation, len(chips)), "1,1,1")
     if framework == "torch_xla":
         env |= {"PJRT_DEVICE": "TPU", "PJRT_LOCAL_PROCESS_COUNT": "1"}
         # The worker is its own slice, with only this host.
@@ -509,19 +496,14 @@ def tpu_group_env(
     are the same on every host, and other groups of the host must not use them.
     """
     n = len(chips)
-    env = _scrubbed()
     addresses = ",".join(f"{host}:{port}" for host in at.hosts for port in ports)
     if framework == "torch_xla":
         # Each process has one chip, so the processes form the mesh of the chips of all hosts.
         lie = [int(d) for d in tpu_shape(at.generation, n).split(",")]
         bounds = ",".join(str(h * c) for h, c in zip(at.bounds, lie))
-        for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"):
-            env[name] = "1,1,1"
-        for name in ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS"):
-            env[name] = bounds
-        env |= _tpu_visible(chips[rank : rank + 1])
+        env = _tpu_chips(chips[rank : rank + 1], "1,1,1", bounds)
         env |= _instead_of_metadata(at, at.host, at.hosts)
-        env |= {
+        return env | {
             "CLOUD_TPU_TASK_ID": str(at.host * n + rank),
             "TPU_PROCESS_ADDRESSES": addresses,
             "TPU_PROCESS_PORT": str(ports[rank]),
@@ -529,15 +511,15 @@ def tpu_group_env(
             "PJRT_LOCAL_PROCESS_RANK": str(rank),
             "PJRT_LOCAL_PROCESS_COUNT": str(n),
         }
-        return env
-    env |= _torch_tpu_env()
     if at.generation == "7x":
         if n not in _TORCH_TPU_7X:
             raise OptionError(f"{n} devices of TPU 7x form no group; torch_tpu knows 2, 4 and 8")
         topology = _TORCH_TPU_7X[n]
     else:
         topology = tpu_shape(at.generation, n)
-    env |= {
+    return {
+        **dict.fromkeys(TPU_SCRUB),
+        **_torch_tpu_env(),
         "RANK": str(at.host * n + rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(len(at.hosts) * n),
@@ -547,18 +529,19 @@ def tpu_group_env(
         "TORCH_TPU_SLICEBUILDER_ADDRESSES": addresses,
         "TORCH_TPU_TOPOLOGY": topology,
     }
-    return env
 
 
-def _scrubbed() -> Env:
-    return dict.fromkeys(TPU_SCRUB)
-
-
-def _tpu_visible(chips: Sequence[int]) -> Env:
+def _tpu_chips(chips: Sequence[int], shape: str, processes: str) -> Env:
+    """Return variables with the chips of a process, their shape, and that of all processes."""
     numbers = ",".join(str(chip) for chip in chips)
-    return {
+    # Each variable has a newer and an older name.
+    return dict.fromkeys(TPU_SCRUB) | {
         "TPU_VISIBLE_CHIPS": numbers,
         "TPU_VISIBLE_DEVICES": numbers,
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": shape,
+        "TPU_CHIPS_PER_HOST_BOUNDS": shape,
+        "TPU_PROCESS_BOUNDS": processes,
+        "TPU_HOST_BOUNDS": processes,
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
 
