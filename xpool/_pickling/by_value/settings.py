@@ -39,17 +39,13 @@ from typing import Any, NamedTuple
 
 from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.by_value.settings_rows import (
-    Arguments,
-    Environ,
-    Filters,
-    Folder,
+    OF_PYTHON,
     Line,
-    Locale,
-    Loggers,
-    Path,
     Row,
-    TimeZone,
-    Umask,
+    digits,
+    environ,
+    filters,
+    loggers,
 )
 from xpool._python.at_fork import renew
 from xpool._python.import_hooks import before_imports, is_initializing, when_imported
@@ -73,124 +69,94 @@ class _Held(tuple[Any, ...]):
     owner: Any
 
 
-class _Decimal(Row):
-    name, module, per_thread = "decimal context", "decimal", True
-    default = (
-        28,
-        "ROUND_HALF_EVEN",
-        -999999,
-        999999,
-        1,
-        0,
-        ("DivisionByZero", "InvalidOperation", "Overflow"),
-    )
-
-    def open(self, module: Any) -> Callable[[], Any]:
-        get = module.getcontext
-        return lambda: _context(get())
-
-    def keep(self, token: Any) -> Any:
-        owner = sys.modules["decimal"].getcontext().copy()
-        held = _Held(_context(owner))
-        held.owner = owner
-        return held
-
-    def value(self, token: Any) -> Any:
-        *numbers, traps = token
-        return (*numbers, tuple(sorted(one.__name__ for one, on in traps.items() if on)))
-
-    def set(self, module: Any, value: Any, last: Any) -> None:
-        here = module.getcontext()
-        here.prec, here.rounding, here.Emin, here.Emax, here.capitals, here.clamp, traps = value
-        for signal in list(here.traps):
-            here.traps[signal] = signal.__name__ in traps
+def _keep_context(token: Any) -> Any:
+    owner = sys.modules["decimal"].getcontext().copy()
+    held = _Held(_context(owner))
+    held.owner = owner
+    return held
 
 
-def _part(*names: str) -> Any:
-    """Return what the first of these paths names in the loaded modules, or None.
+def _context_value(token: Any) -> Any:
+    *numbers, traps = token
+    return (*numbers, tuple(sorted(one.__name__ for one, on in traps.items() if on)))
+
+
+def _set_context(decimal: Any, value: Any) -> None:
+    here = decimal.getcontext()
+    here.prec, here.rounding, here.Emin, here.Emax, here.capitals, here.clamp, traps = value
+    for signal in list(here.traps):
+        here.traps[signal] = signal.__name__ in traps
+
+
+_CONTEXT = (28, "ROUND_HALF_EVEN", -999999, 999999, 1, 0)
+_TRAPS = ("DivisionByZero", "InvalidOperation", "Overflow")
+
+
+def _part(where: str, name: str) -> Any:
+    """Return what a loaded module has under a name, or None.
 
     For facts of numpy and torch that have no public name; each caller has another way.
     """
-    for path in names:
-        where, _, name = path.partition(":")
-        found = getattr(sys.modules.get(where), name, None)
-        if found is not None:
-            return found
-    return None
+    return getattr(sys.modules.get(where), name, None)
 
 
-def _np_errors(numpy: Any) -> Callable[[], Any]:
-    # From numpy 2 on, each change makes a new object.
-    variable = _part("numpy._core._ufunc_config:_extobj_contextvar")
-    get: Callable[[], Any] = numpy.geterr if variable is None else variable.get
-    return get
+# From numpy 2 on, each change makes a new object, and in newer versions a new dict of options.
 
 
-def _np_errors_value(token: Any) -> Any:
-    return tuple(sorted(sys.modules["numpy"].geterr().items()))
+def _np_errors(numpy: Any) -> Any:
+    variable = _part("numpy._core._ufunc_config", "_extobj_contextvar")
+    return numpy.geterr if variable is None else variable.get
 
 
-class _NumpyPrint(Row):
-    name, module, per_thread = "numpy print options", "numpy", True
-    default = (
-        ("edgeitems", 3),
-        ("floatmode", "maxprec"),
-        ("infstr", "inf"),
-        ("legacy", False),
-        ("linewidth", 75),
-        ("nanstr", "nan"),
-        ("precision", 8),
-        ("sign", "-"),
-        ("suppress", False),
-        ("threshold", 1000),
-    )
-
-    def open(self, module: Any) -> Callable[[], Any]:
-        # Newer versions make a new dict for each change.
-        variable = _part("numpy._core.printoptions:format_options")
-        get: Callable[[], Any] = module.get_printoptions if variable is None else variable.get
-        return get
-
-    def value(self, token: Any) -> Any:
-        found = sys.modules["numpy"].get_printoptions()
-        return tuple((name, found[name]) for name, _ in self.default if name in found)
-
-    def set(self, module: Any, value: Any, last: Any) -> None:
-        module.set_printoptions(**dict(value))
+def _np_printing(numpy: Any) -> Any:
+    variable = _part("numpy._core.printoptions", "format_options")
+    return numpy.get_printoptions if variable is None else variable.get
 
 
-_printing = attrgetter("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
+def _np_printing_value(token: Any) -> Any:
+    found = sys.modules["numpy"].get_printoptions()
+    return tuple((name, found[name]) for name, _ in _NP_PRINTING if name in found)
 
 
-def _set_torch_printing(torch: Any, value: Any) -> None:
-    names = ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
-    torch.set_printoptions(**dict(zip(names, value)))
+_NP_ERRORS = ("divide", "warn"), ("invalid", "warn"), ("over", "warn"), ("under", "ignore")
+_NP_PRINTING = (
+    ("edgeitems", 3),
+    ("floatmode", "maxprec"),
+    ("infstr", "inf"),
+    ("legacy", False),
+    ("linewidth", 75),
+    ("nanstr", "nan"),
+    ("precision", 8),
+    ("sign", "-"),
+    ("suppress", False),
+    ("threshold", 1000),
+)
+
+
+_PRINTING = "precision", "threshold", "edgeitems", "linewidth", "sci_mode"
 
 
 def _torch_printing(torch: Any) -> Callable[[], Any]:
-    return functools.partial(_printing, _part("torch._tensor_str:PRINT_OPTS"))
+    return functools.partial(attrgetter(*_PRINTING), _part("torch._tensor_str", "PRINT_OPTS"))
 
 
 def _torch_device(torch: Any) -> Callable[[], Any]:
     """Read the default device, which a mode on a stack has; usually the stack is empty."""
-    depth = _part("torch._C:_len_torch_function_stack")
-
-    def peek() -> Any:
-        return depth() and device()
+    depth = _part("torch._C", "_len_torch_function_stack")
 
     def device() -> Any:
-        stack = _part("torch.overrides:_get_current_function_mode_stack")()
-        of_device = _part("torch.utils._device:DeviceContext")  # None: not imported, so not used
+        stack = _part("torch.overrides", "_get_current_function_mode_stack")()
+        of_device = _part("torch.utils._device", "DeviceContext")  # None: not imported or used
         for mode in reversed(stack):
             if of_device is not None and isinstance(mode, of_device):
                 return mode.device
         return 0
 
-    return peek
+    return lambda: depth() and device()
 
 
 def _matmul_precision(torch: Any) -> Callable[[], Any]:
-    get = _part("torch._C:_get_float32_matmul_precision") or torch.get_float32_matmul_precision
+    get = getattr(torch._C, "_get_float32_matmul_precision", torch.get_float32_matmul_precision)
 
     def peek() -> Any:
         try:
@@ -202,81 +168,59 @@ def _matmul_precision(torch: Any) -> Callable[[], Any]:
 
 
 def _deterministic(torch: Any) -> Callable[[], Any]:
-    mode = _part("torch._C:_get_deterministic_algorithms") or (
-        torch.are_deterministic_algorithms_enabled
-    )
-    warns = _part("torch._C:_get_deterministic_algorithms_warn_only") or (
-        torch.is_deterministic_algorithms_warn_only_enabled
-    )
+    mode = torch.are_deterministic_algorithms_enabled
+    warns = torch.is_deterministic_algorithms_warn_only_enabled
+    mode = getattr(torch._C, "_get_deterministic_algorithms", mode)
+    warns = getattr(torch._C, "_get_deterministic_algorithms_warn_only", warns)
     return lambda: (mode(), warns())
 
 
-def _cudnn(name: str) -> Callable[[Any], Callable[[], Any]]:
-    def open(torch: Any) -> Callable[[], Any]:
-        get: Any = _part(f"torch._C:_get_cudnn_{name}")
-        return get or (lambda: getattr(torch.backends.cudnn, name))
+def _cudnn(name: str) -> Line:
+    def peek(torch: Any) -> Any:
+        cudnn = torch.backends.cudnn
+        return _part("torch._C", f"_get_cudnn_{name}") or (lambda: getattr(cudnn, name))
 
-    return open
+    def set(torch: Any, value: Any) -> None:
+        setattr(torch.backends.cudnn, name, value)
 
+    return Line(f"torch.backends.cudnn.{name}", "torch", False, peek, set)
 
-def _set_cudnn(name: str) -> Callable[[Any, Any], object]:
-    return lambda torch, value: setattr(torch.backends.cudnn, name, value)
-
-
-_digits: Callable[[], int]
-_digits = getattr(sys, "get_int_max_str_digits", lambda: 4300)  # Python 3.10.0 to 3.10.6
-
-
-_environ, _filters, _loggers = Environ(), Filters(), Loggers()
 
 TABLE: tuple[Row, ...] = (
-    # Those of the process come first, in the order in which they are set: TZ before the time zone.
-    _environ,
-    Folder(),
-    Path(),
-    Arguments(),
-    Umask(),
-    TimeZone(),
-    Locale(),
-    _filters,
-    _loggers,
+    *OF_PYTHON,  # first, because those of the process are among them
     Line(
-        "recursion limit",
-        None,
-        1000,
-        lambda _: sys.getrecursionlimit,
-        lambda _, value: sys.setrecursionlimit(value),
+        "decimal context",
+        "decimal",
+        (*_CONTEXT, _TRAPS),
+        lambda decimal: lambda: _context(decimal.getcontext()),
+        _set_context,
+        _context_value,
+        keep=_keep_context,
+        per_thread=True,
     ),
-    Line(
-        "digits of int as str",
-        None,
-        4300,
-        lambda _: _digits,
-        lambda _, value: getattr(sys, "set_int_max_str_digits", id)(value),
-    ),
-    Line(
-        "socket timeout",
-        "socket",
-        None,
-        lambda socket: socket.getdefaulttimeout,
-        lambda socket, value: socket.setdefaulttimeout(value),
-    ),
-    _Decimal(),
     Line(
         "numpy error state",
         "numpy",
-        (("divide", "warn"), ("invalid", "warn"), ("over", "warn"), ("under", "ignore")),
+        _NP_ERRORS,
         _np_errors,
         lambda numpy, value: numpy.seterr(**dict(value)),
-        _np_errors_value,
+        lambda token: tuple(sorted(sys.modules["numpy"].geterr().items())),
         per_thread=True,
     ),
-    _NumpyPrint(),
+    Line(
+        "numpy print options",
+        "numpy",
+        _NP_PRINTING,
+        _np_printing,
+        lambda numpy, value: numpy.set_printoptions(**dict(value)),
+        _np_printing_value,
+        per_thread=True,
+    ),
     Line(
         "torch default dtype",
         "torch",
         "float32",
-        lambda torch: torch.get_default_dtype,
+        "get_default_dtype",
         lambda torch, value: torch.set_default_dtype(getattr(torch, value)),
         lambda token: str(token).partition(".")[2],
     ),
@@ -285,18 +229,11 @@ TABLE: tuple[Row, ...] = (
         "torch",
         None,
         _torch_device,
-        lambda torch, value: torch.set_default_device(value),
+        "set_default_device",
         lambda token: str(token) if token else None,
         per_thread=True,
     ),
-    Line(
-        "torch grad mode",
-        "torch",
-        True,
-        lambda torch: torch.is_grad_enabled,
-        lambda torch, value: torch.set_grad_enabled(value),
-        per_thread=True,
-    ),
+    Line("torch grad mode", "torch", True, "is_grad_enabled", "set_grad_enabled", per_thread=True),
     Line(
         "torch deterministic algorithms",
         "torch",
@@ -309,28 +246,16 @@ TABLE: tuple[Row, ...] = (
         "torch",
         "highest",
         _matmul_precision,
-        lambda torch, value: torch.set_float32_matmul_precision(value),
+        "set_float32_matmul_precision",
     ),
-    Line(
-        "torch.backends.cudnn.benchmark",
-        "torch",
-        False,
-        _cudnn("benchmark"),
-        _set_cudnn("benchmark"),
-    ),
-    Line(
-        "torch.backends.cudnn.deterministic",
-        "torch",
-        False,
-        _cudnn("deterministic"),
-        _set_cudnn("deterministic"),
-    ),
+    _cudnn("benchmark"),
+    _cudnn("deterministic"),
     Line(
         "torch print options",
         "torch",
         (4, 1000, 3, 80, None),
         _torch_printing,
-        _set_torch_printing,
+        lambda torch, value: torch.set_printoptions(**dict(zip(_PRINTING, value))),
     ),
 )
 
@@ -338,10 +263,8 @@ _ROWS = {row.name: row for row in TABLE}
 _STARTED = TABLE[:5]  # those whose values a worker is started with
 
 
-def _ready(name: str | None) -> bool:
+def _ready(name: str) -> bool:
     """Whether a library is imported, and not just being imported by another thread."""
-    if name is None:
-        return True
     module = sys.modules.get(name)
     return module is not None and not is_initializing(vars(module))
 
@@ -354,7 +277,7 @@ class _Source:
 
     def __init__(self, row: Row) -> None:
         self._row = row
-        self.peek = row.open(sys.modules.get(row.module or ""))
+        self.peek = row.open(sys.modules.get(row.module))
         self.kept = row.keep(self.peek())
         self.first = self.value = row.value(self.kept)
         self.serial = 0  # of the value of a fresh worker, until it changes
@@ -364,7 +287,7 @@ class _Source:
 
     def look(self) -> None:
         # The function may belong to an object in whose place the program has put another.
-        self.peek = self._row.open(sys.modules.get(self._row.module or ""))
+        self.peek = self._row.open(sys.modules.get(self._row.module))
         token = self.peek()
         if token == self.kept:
             return
@@ -439,7 +362,7 @@ def snapshot() -> Snapshot:
                     filters(),
                     (time.tzname, time.timezone, time.altzone, time.daylight),
                     sys.getrecursionlimit(),
-                    _digits(),
+                    digits(),
                     timeout(),
                 )
                 == here
@@ -479,7 +402,7 @@ def _look() -> Snapshot:
         here = tuple(sources.pop(name).kept if name in sources else ... for name in _IN_LINE)
         mask = sources.pop("umask")
         # Libraries that are not imported yet, or whose import has not ended.
-        awaited = {row.module for row in TABLE if row.module and row.name not in _sources}
+        awaited = {row.module for row in TABLE if row.name not in _sources}
         _last = (
             found,
             here,
@@ -572,10 +495,10 @@ def _ignore_warnings(frame: FrameType) -> None:
     while needs.f_back and str(needs.f_globals.get("__name__")).startswith("xpool._pickling."):
         is_read, needs = True, needs.f_back
     if is_read and needs.f_globals.get("__name__") == "xpool._worker.loop":
-        _filters.ignore_all()
+        filters.ignore_all()
 
 
-ignores = _filters.ignores
+ignores = filters.ignores
 """Not empty while warnings are ignored, until `imports_done`."""
 
 
@@ -587,17 +510,15 @@ def receive(rows: Iterable[tuple[str, int, Any]], keep: Collection[str] = ()) ->
     """
     rows = rows if isinstance(rows, (tuple, list)) else tuple(rows)
     ours, own = _process.serials, _thread.serials
-    if len(rows) == len(ours) + len(own) and not _filters.missing:
+    if len(rows) == len(ours) + len(own) and not filters.missing:
         for name, serial, _ in rows:
             if ours.get(name) != serial and own.get(name) != serial:
                 break
         else:
             if not (_process.can_set() or _thread.can_set()):
-                _filters.note()
-                _loggers.note()
                 return
     with _lock:
-        _environ.keeps = keep
+        environ.keeps = keep
         given = {name: (serial, value) for name, serial, value in rows}
         for row in TABLE:
             worker, ready = _worker_of(row), _ready(row.module)
@@ -612,24 +533,23 @@ def receive(rows: Iterable[tuple[str, int, Any]], keep: Collection[str] = ()) ->
                 _set(worker, row, taken, ready)
             elif row.name in worker.waits and ready:
                 _set(worker, row, taken, True)
-        if _filters.missing:
-            _filters.add_missing()
-        _filters.note()
-        _loggers.note()
+        if filters.missing:
+            filters.add_missing()
     _tell()
 
 
 def imports_done() -> None:
-    """Restore what imports have changed since `receive`: called when the task has been read.
+    """Restore what imports have changed while the task was read: called when this is done.
 
     Reading a task may import a package, which adds warning filters and sets levels of loggers.  The
     program has set its own after its import of that package.  Warnings of that import are ignored.
     """
     with _lock:
-        if _filters.missing:  # classes of `__main__` have arrived
-            _filters.add_missing()
-        _filters.restore()
-        _loggers.restore()
+        if filters.missing:  # classes of `__main__` have arrived
+            filters.add_missing()
+        if ignores:
+            filters.restore()
+            loggers.restore()
 
 
 _OF_CALLS = frozenset({"decimal", "numpy", "torch"})
@@ -651,7 +571,7 @@ def kept() -> Iterator[None]:
                 value = worker.taken[row.name].value
             if now != value and value is not None:
                 with contextlib.suppress(Exception):  # as below
-                    row.set(sys.modules[row.module or ""], value, now)
+                    row.set(sys.modules[row.module], value, now)
 
 
 def _of_libraries() -> dict[Row, Any]:
@@ -660,8 +580,7 @@ def _of_libraries() -> dict[Row, Any]:
     for row in TABLE:
         if row.module in _OF_CALLS and _ready(row.module):
             with contextlib.suppress(Exception):  # another module of the library's name
-                token = row.open(sys.modules[row.module])()
-                found[row] = row.value(row.keep(token))
+                found[row] = row.now(sys.modules[row.module])
     return found
 
 
@@ -677,13 +596,13 @@ def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:
             return
         worker.waits.add(row.name)
         # If it is being imported now, the next message sets the row.
-        if row.module and row.module not in sys.modules:
+        if row.module not in sys.modules:
             _hook(row.module)
         return
     worker.waits.discard(row.name)
     if row.name not in worker.serials and taken.before is MISSING:
         return  # it was never set
-    module = sys.modules.get(row.module or "")
+    module = sys.modules.get(row.module)
     try:
         if taken.before is MISSING:
             taken.before = row.before(module)

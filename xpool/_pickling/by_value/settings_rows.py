@@ -16,17 +16,21 @@ from xpool._pickling.by_value.origin import is_program
 from xpool._python.hidden import folder_asker, is_free_threaded, warning_filters
 from xpool._python.import_hooks import search_path, when_imported
 
+STARTED: Any = ...
+"""Takes the place of a default: a worker starts with the program's value of the first snapshot."""
+
 
 class Row:
-    """A setting.  ``module``: the library that has it; None: the interpreter.
+    """A setting.  ``module``: the library that has it.
 
     ``default``: the value in a fresh worker.  ``per_thread``: each thread has its own value.
     """
 
     name: str
-    module: str | None = None
-    default: Any = None
+    module = "sys"
+    default: Any = STARTED
     per_thread = False
+    _first: Any = ...
 
     def open(self, module: Any) -> Callable[[], Any]:
         """Return the function that reads the token."""
@@ -40,15 +44,20 @@ class Row:
         """Return the value that belongs to a kept token."""
         return token
 
+    def now(self, module: Any) -> Any:
+        """Return the present value."""
+        return self.value(self.keep(self.open(module)()))
+
     def is_fresh(self, value: Any) -> bool:
         """Whether a fresh worker has this value."""
-        return bool(value == self.default)
+        if self._first is ...:
+            self._first = value if self.default is STARTED else self.default
+        return bool(value == self._first)
 
     def before(self, module: Any) -> Any:
         """Return the value for messages without this row, before the first row is set."""
         # The default where it is known: a fork of the program may have another value already.
-        fixed = self.default is not None or type(self) is Line
-        return self.default if fixed else self.value(self.keep(self.open(module)()))
+        return self.now(module) if self.default is STARTED else self.default
 
     def set(self, module: Any, value: Any, last: Any) -> None:
         """Set the value; ``last``: the value set last, or None."""
@@ -56,41 +65,41 @@ class Row:
 
 
 class Line(Row):
-    """A row that fits in a line: ``peek(module)`` returns the function that reads the token."""
+    """A row that fits in a line.
+
+    ``peek(module)`` returns the function that reads the token, and ``set(module, value)`` sets a
+    value.  In place of both there may be the name of a function of the module.
+    """
 
     def __init__(
         self,
         name: str,
-        module: str | None,
+        module: str,
         default: Any,
-        peek: Callable[[Any], Callable[[], Any]],
-        set: Callable[[Any, Any], object],
+        peek: str | Callable[[Any], Callable[[], Any]],
+        set: str | Callable[[Any, Any], object],
         value: Callable[[Any], Any] | None = None,
         *,
+        keep: Callable[[Any], Any] | None = None,
         per_thread: bool = False,
     ) -> None:
         self.name, self.module, self.default, self.per_thread = name, module, default, per_thread
-        self._peek, self._set, self._value = peek, set, value
+        self._peek, self._set = peek, set
+        if value is not None:
+            self.value = value  # type: ignore[assignment]
+        if keep is not None:
+            self.keep = keep  # type: ignore[assignment]
 
     def open(self, module: Any) -> Callable[[], Any]:
-        return self._peek(module)
-
-    def value(self, token: Any) -> Any:
-        return token if self._value is None else self._value(token)
+        peek = self._peek
+        found: Any = getattr(module, peek) if isinstance(peek, str) else peek(module)
+        return found  # type: ignore[no-any-return]
 
     def set(self, module: Any, value: Any, last: Any) -> None:
-        self._set(module, value)
-
-
-class _Started(Row):
-    """A row with which a worker is started: fresh is the value at the first snapshot."""
-
-    _first: Any = ...
-
-    def is_fresh(self, value: Any) -> bool:
-        if self._first is ...:
-            self._first = value
-        return bool(value == self._first)
+        if isinstance(self._set, str):
+            getattr(module, self._set)(value)
+        else:
+            self._set(module, value)
 
 
 # -- of the process --------------------------------------------------------------------------------
@@ -164,7 +173,7 @@ def _folder() -> bytes | None:
 _SHORT_PROGRAM = 64  # calls
 
 
-class Folder(_Started):
+class Folder(Row):
     """The working folder.
 
     `os.getcwd` lets another thread of the program run.  A thread that submits many tasks would wait
@@ -201,7 +210,7 @@ class Folder(_Started):
             os.chdir(value)
 
 
-class Path(_Started):
+class Path(Row):
     """`sys.path`.  Entries that a worker has added itself stay, before or after the others."""
 
     name = "sys.path"
@@ -231,25 +240,11 @@ def arguments(argv: Any) -> tuple[str, ...]:
     )
 
 
-class Arguments(_Started):
-    """`sys.argv`, which a program may change before it parses its arguments again."""
-
-    name = "sys.argv"
-
-    def open(self, module: Any) -> Callable[[], Any]:
-        return functools.partial(getattr, sys, "argv", None)
-
-    def keep(self, token: Any) -> Any:
-        return list(token) if isinstance(token, list) else token
-
-    def value(self, token: Any) -> Any:
-        return arguments(token)
-
-    def set(self, module: Any, value: Any, last: Any) -> None:
-        sys.argv[:] = value
+def _set_arguments(_: object, value: Any) -> None:
+    sys.argv[:] = value
 
 
-class Umask(_Started):
+class Umask(Row):
     """The mask of new files, which can be read only by setting it.
 
     The first time it is 0o077 for a moment.  After that, the known mask is set again, so other
@@ -282,7 +277,7 @@ class Umask(_Started):
 _zone = attrgetter("tzname", "timezone", "altzone", "daylight")
 
 
-class TimeZone(_Started):
+class TimeZone(Row):
     """The time zone in effect: that of ``TZ`` when the program called `time.tzset`."""
 
     name = "time zone"
@@ -325,7 +320,7 @@ class Locale(Row):
         # Python itself sets LC_CTYPE at its start, to that of the environment.  If this is "C",
         # Python is in its UTF-8 mode.
         changed = value[0] in ("C", "POSIX") and not sys.flags.utf8_mode
-        if self.default is None and not changed and set(value[1:]) <= {"C", "POSIX"}:
+        if self.default is STARTED and not changed and set(value[1:]) <= {"C", "POSIX"}:
             self.default = value
         return bool(value == self.default)
 
@@ -403,8 +398,7 @@ class Filters(Row):
             if isinstance(kind, type) and "<" not in kind.__qualname__ and one is not self.IGNORE
         )
 
-    def before(self, module: Any) -> Any:
-        return self.value(self.keep(self.open(module)()))  # packages have set some
+    before = Row.now  # packages have set some
 
     def set(self, module: Any, value: Any, last: Any) -> None:
         made, self.missing = [_made(one) for one in value], {}
@@ -442,21 +436,14 @@ class Filters(Row):
         """Ignore all warnings until `restore` is called."""
         here = _of_warnings()
         if not any(one is self.IGNORE for one in here):
-            self.ignores[:] = [self.IGNORE]
+            self.ignores[:], self._order = [self.IGNORE], here.copy()
             here.insert(0, self.IGNORE)
 
-    def note(self) -> None:
-        """Remember the order, for `restore`."""
-        if "warnings" in sys.modules:
-            self._order = _of_warnings().copy()
-
     def restore(self) -> None:
-        """Put the filters that were there at `note`, and are there now, back into their order."""
-        if self.ignores:
-            self.ignores.clear()
-            _of_warnings()[:] = [one for one in _of_warnings() if one is not self.IGNORE]
-        if not self._order or self._order == (here := _of_warnings()):
-            return
+        """Put the filters from before `ignore_all` that are there now back into their order."""
+        self.ignores.clear()
+        here = _of_warnings()
+        here[:] = [one for one in here if one is not self.IGNORE]
         order = iter([one for one in self._order if one in here])
         # New ones stay where they are.  A filter may be there twice.
         now = [next(order, one) if one in self._order else one for one in here]
@@ -477,16 +464,16 @@ class Loggers(Row):
     """Levels, `propagate` and `disabled` of loggers that are not as made, and `logging.disable`.
 
     Each change of a level clears the caches of all loggers, so a mark in the root's cache tells
-    whether there was one.  `propagate`, `disabled`, handlers and attributes of the root, of the
-    program's own loggers, and of those with attributes that are named after no module, are looked
-    at each time; those of other loggers, which may be hundreds, after such a change.
+    whether there was one.  `propagate`, `disabled` and handlers of the root and of the
+    program's own loggers are looked at each time; those of other loggers, which may be hundreds,
+    after such a change.
     """
 
     name, module, default = "levels of loggers", "logging", (0, ())
 
     def __init__(self) -> None:
-        self._pending: dict[str, tuple[int, bool, bool]] = {}  # loggers that do not exist yet
-        self._made: dict[str, tuple[int, bool, bool]] = {}  # those that came since `note`
+        self._pending: dict[str, tuple[Any, ...]] = {}  # loggers that do not exist yet
+        self.made: dict[str, tuple[Any, ...]] = {}  # those that were made while messages were read
         # The result, and what the next look compares: the number of loggers, a function that
         # returns the placeholders, these, and the loggers that are looked at each time.
         self._scan: Any = (None, -1, None, None, ())
@@ -501,12 +488,10 @@ class Loggers(Row):
             stamp, count, holders, held, own = self._scan
             if _SEEN not in cache or len(loggers) != count or holders(loggers) != held:
                 return None
-            for one, propagate, disabled, handlers, size, attributes in own:
+            for one, propagate, disabled, handlers in own:
                 if one.propagate is not propagate or one.disabled is not disabled:
                     return None
                 if one.handlers != handlers:
-                    return None
-                if len(vars(one)) != size or (attributes and _own(one) != attributes):
                     return None
             return stamp
 
@@ -532,16 +517,8 @@ class Loggers(Row):
             itemgetter(*holders) if holders else lambda _: None,
             itemgetter(*holders)(found) if holders else None,
             [
-                (one, one.propagate, one.disabled, list(one.handlers), len(vars(one)), _own(one))
-                for one in (
-                    root,
-                    *(
-                        one
-                        for name, one in real.items()
-                        if is_program(name)
-                        or (ways[name][-1] and name.partition(".")[0] not in sys.modules)
-                    ),
-                )
+                (one, one.propagate, one.disabled, list(one.handlers))
+                for one in (root, *(one for name, one in real.items() if is_program(name)))
             ],
         )
         return stamp
@@ -549,8 +526,7 @@ class Loggers(Row):
     def value(self, token: Any) -> Any:
         return token[1]
 
-    def before(self, module: Any) -> Any:
-        return self.value(self.keep(self.open(module)()))  # packages have set some
+    before = Row.now  # packages have set some
 
     def set(self, module: Any, value: Any, last: Any) -> None:
         had = {name: tuple(way) for name, *way in (last or self.default)[1]}
@@ -574,7 +550,7 @@ class Loggers(Row):
 
     def _watch(self, manager: Any) -> None:
         """Set pending levels when their loggers are made, and parents before their children."""
-        make, pending, made = manager.getLogger, self._pending, self._made
+        make, pending, made = manager.getLogger, self._pending, self.made
 
         def getLogger(name: str) -> Any:
             if pending and isinstance(name, str):
@@ -582,53 +558,40 @@ class Loggers(Row):
                 for one in itertools.accumulate(parts, lambda front, part: f"{front}.{part}"):
                     way = pending.pop(one, None)
                     if way is not None:
-                        made[one] = way
+                        if filters.ignores:
+                            made[one] = way
                         _set_logger(make(one), way)
             return make(name)
 
         manager.getLogger = getLogger
 
-    def note(self) -> None:
-        """Forget the loggers that were made, for `restore`."""
-        if self._made:
-            self._made.clear()
-
     def restore(self) -> None:
-        """Set the levels of loggers made since `note` again: their packages have set others."""
-        for name, way in list(self._made.items()):
+        """Set the levels of the loggers in `made` again: their packages have set others."""
+        for name, way in list(self.made.items()):
             _set_logger(sys.modules["logging"].getLogger(name), way)
-        self.note()
+        self.made.clear()
 
 
-_AS_MADE: tuple[Any, ...] = (0, True, False, (), ())
-_OF_LOGGERS = frozenset(
-    {"name", "level", "parent", "propagate", "handlers", "disabled", "filters", "manager", "_cache"}
-)
+_AS_MADE: tuple[Any, ...] = (0, True, False, ())
 _SIMPLE = (int, float, str, bytes, bool, type(None))
 
 
 def _way_of(logger: Any) -> tuple[Any, ...]:
-    """Return level, `propagate`, `disabled`, the handlers, and attributes of the program."""
+    """Return level, `propagate`, `disabled` and the handlers, with their simple attributes."""
     handlers = tuple(
-        (type(one).__module__, type(one).__qualname__, _simple(one)) for one in logger.handlers
+        (
+            type(one).__module__,
+            type(one).__qualname__,
+            tuple((name, it) for name, it in list(vars(one).items()) if type(it) in _SIMPLE),
+        )
+        for one in logger.handlers
     )
-    return logger.level, bool(logger.propagate), bool(logger.disabled), handlers, _own(logger)
-
-
-def _own(logger: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the attributes of a logger that are the program's."""
-    return tuple(one for one in _simple(logger) if one[0] not in _OF_LOGGERS)
-
-
-def _simple(obj: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the attributes of an object that are numbers and texts."""
-    return tuple((name, one) for name, one in list(vars(obj).items()) if type(one) in _SIMPLE)
+    return logger.level, bool(logger.propagate), bool(logger.disabled), handlers
 
 
 def _set_logger(logger: Any, way: tuple[Any, ...]) -> None:
-    level, logger.propagate, logger.disabled, handlers, own = way
+    level, logger.propagate, logger.disabled, handlers = way
     logger.setLevel(level)
-    vars(logger).update(own)
     logging = sys.modules["logging"]
     theirs = [one for one in logger.handlers if not hasattr(one, "_xpool_of_program")]
     logger.handlers[:] = [_stand_in(logging, *one) for one in handlers] + theirs
@@ -656,3 +619,33 @@ def _stand_in(logging: Any, module: str, name: str, attributes: Any) -> Any:
     # A `NullHandler` has no lock, but this one needs its own, at least in a fork.
     one.__dict__.update((key, value) for key, value in attributes if key != "lock")
     return one
+
+
+digits: Callable[[], int]
+digits = getattr(sys, "get_int_max_str_digits", lambda: 4300)  # Python 3.10.0 to 3.10.6
+
+environ, filters, loggers = Environ(), Filters(), Loggers()
+
+# In the order in which they are set: TZ before the time zone.
+OF_PYTHON: tuple[Row, ...] = (
+    environ,
+    Folder(),
+    Path(),
+    Line(
+        "sys.argv",
+        "sys",
+        STARTED,
+        lambda _: functools.partial(getattr, sys, "argv", None),
+        _set_arguments,
+        arguments,
+        keep=lambda token: list(token) if isinstance(token, list) else token,
+    ),
+    Umask(),
+    TimeZone(),
+    Locale(),
+    filters,
+    loggers,
+    Line("recursion limit", "sys", 1000, "getrecursionlimit", "setrecursionlimit"),
+    Line("digits of int as str", "sys", 4300, lambda _: digits, "set_int_max_str_digits"),
+    Line("socket timeout", "socket", None, "getdefaulttimeout", "setdefaulttimeout"),
+)
