@@ -44,7 +44,7 @@ def refusal(
     path, culprit = "", obj
     found = error.culprit if isinstance(error, Refused) else None
     if found is not None:
-        path, culprit = path_to_any(obj, found), found
+        path, culprit = path_to(obj, found), found
     # If the object is nested too deeply, all its parts fail for the same reason.  If the search
     # runs a `__reduce__` that itself pickles an object and fails, no second search begins.
     elif not isinstance(error, RecursionError) and not getattr(_busy, "looking", False):
@@ -125,7 +125,9 @@ def foreign_frame(error: BaseException) -> FrameType | None:
     return None
 
 
-_PICKLERS = frozenset({"xpool._pickling.pickler", "xpool._python.hidden"})
+_PICKLERS = frozenset(
+    {"xpool._pickling.pickler", "xpool._python.hidden", "xpool._pickling.by_value.by_token"}
+)
 _MACHINERY = frozenset({"dill", "pickle", "copyreg"})
 _OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
 
@@ -135,10 +137,8 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
     note = "It was raised while something was pickled for another process"
     if code.co_name in _OWN_WAYS and code.co_argcount:
         culprit = frame.f_locals.get(code.co_varnames[0])
-        path = path_to(obj, culprit)
-        note = (
-            f"{note}: by {type(culprit).__qualname__}.{code.co_name}{at((path or '').lstrip('.'))}"
-        )
+        path = path_to(obj, culprit).lstrip(".")
+        note = f"{note}: by {type(culprit).__qualname__}.{code.co_name}{at(path)}"
     note += "."
     if isinstance(error, RuntimeError) and "inheritance" in str(error):
         note += " Pass it in initargs= of the pool, or in args= of multiprocessing.Process."
@@ -158,8 +158,8 @@ _NOTE = (
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
-def path_to_any(obj: Any, culprit: Any) -> str:
-    """Return the path from an object to a part of it among any number, or "".
+def path_to(obj: Any, culprit: Any) -> str:
+    """Return the path from an object to a part of it, without running their code, or "".
 
     The labels are made last, because making one takes as long as looking at ten parts.
     """
@@ -193,22 +193,6 @@ def _labels(part: Any, above: dict[int, Any]) -> str:
         path = next((label for label, one in _parts(owner) if one is part), "") + path
         part = owner
     return path
-
-
-def path_to(obj: Any, culprit: Any) -> str | None:
-    """Return the path from an object to a part a few levels deep, without running their code."""
-    level, seen = [("", obj)], {id(obj)}
-    for _ in range(_LEVELS):
-        below = []
-        for path, one in level:
-            if one is culprit:
-                return path
-            for _, (label, part) in zip(range(_PARTS), _parts(one), strict=False):
-                if id(part) not in seen:
-                    seen.add(id(part))
-                    below.append((path + label, part))
-        level = below[: _LEVELS * _PARTS]
-    return None
 
 
 _HINT = (

@@ -389,11 +389,5 @@ def lodge(message: bytes | memoryview, layout: Layout) -> bytes | memoryview:
         return bytes(view)
     if view[0] != FRAMED:
         return pack([view], [], layout, {})
-    _, table, end = _table(view)
-    # All parts are inline, at the same places as in `unpack`.
-    parts: list[memoryview] = []
-    for _, size, _, _ in table:
-        begin = end + -end % ALIGN if parts else end
-        end = begin + size
-        parts.append(view[begin:end])
-    return pack(parts[:1], parts[1:], layout, {})
+    pickled, buffers = unpack(view)
+    return pack([pickled], buffers, layout, {})

@@ -56,7 +56,7 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
     # A module that is imported makes its locks in each process anyway.
     locks = [lock for lock in group.locks if type(lock) in _LOCKS]
     if locks and origin_of(key[0]) == SENT:
-        path = path_to(value, locks[0]) or ""
+        path = path_to(value, locks[0])
         _once(
             key,
             "lock",

@@ -314,8 +314,6 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
         state["_abc_impl"] = [one for one in found if one is not None]
     if isinstance(cls, enum.EnumMeta):
         state["_member_map_"] = special_classes.member_attributes(cls)
-    if special_classes.is_namedtuple(cls):
-        state["_field_defaults"] = special_classes.arguments_of(cls)
     return state
 
 
@@ -398,16 +396,22 @@ def _is_of_statement(cls: type, name: str, value: Any) -> bool:
     return False
 
 
-def own_methods(cls: type) -> dict[str, Any]:
-    """Return by path what tells whether methods that a class got by its statement have changed."""
-    found = {}
+def _methods(cls: type) -> Iterator[tuple[str, Any, FunctionType]]:
+    """Yield the path, the attribute and the function of each method, also of inner classes."""
     for path, owner in with_nested(cls.__qualname__, cls):
         for name, value in list(vars(owner).items()):
-            inner, own = functions_in(value)[0], f"{path}.{name}"
-            named = type(inner) is FunctionType and inner.__qualname__ == own
-            if named and not is_patch(inner, cls.__module__):
-                found[own] = value, inner.__code__
-    return found
+            for one in functions_in(value):
+                if type(one) is FunctionType:
+                    yield f"{path}.{name}", value, one
+
+
+def own_methods(cls: type) -> dict[str, Any]:
+    """Return by path what tells whether methods that a class got by its statement have changed."""
+    return {
+        path: (value, one.__code__)
+        for path, value, one in _methods(cls)
+        if one.__qualname__ == path and not is_patch(one, cls.__module__)
+    }
 
 
 def _data_of(cls: type) -> frozenset[str]:
@@ -443,18 +447,15 @@ def with_nested(path: str, cls: type) -> Iterator[tuple[str, type]]:
 def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
     """Return the functions of a class whose parts are compared by identity, and whether it has
     other parts that may be changed in place."""
-    owners = [owner for _, owner in with_nested("", cls)]
-    found = (
-        one for owner in owners for value in vars(owner).values() for one in functions_in(value)
-    )
     functions = [
         (one, one.__code__, one.__defaults__, one.__kwdefaults__)
-        for one in found
-        if type(one) is FunctionType and not one.__dict__
+        for _, _, one in _methods(cls)
+        if not one.__dict__
     ]
     definition = _entry_of(cls).definitions.get(False)
     inside = () if definition is None else definition.classes
-    return functions, any(entry.changes for entry in (*map(_entry_of, owners), *inside))
+    owners = (_entry_of(owner) for _, owner in with_nested(cls.__qualname__, cls))
+    return functions, any(entry.changes for entry in (*owners, *inside))
 
 
 # -- loading a definition -------------------------------------------------------------------
@@ -523,8 +524,6 @@ def _fill(cls: Any, versioned: tuple[int, tuple[type, ...], dict[str, Any]]) -> 
     subclasses = state.pop("_abc_impl", ())
     for key, extra in state.pop("_member_map_", {}).items():
         vars(cls._member_map_[key]).update(extra)
-    if special_classes.is_namedtuple(cls):
-        cls.__new__.__defaults__ = state.pop("_field_defaults")
     for name in entry.attributes - attributes:  # the owner has deleted them
         if name in vars(cls):
             type.__delattr__(cls, name)
