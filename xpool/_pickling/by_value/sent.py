@@ -278,11 +278,9 @@ class Book:
             return state
         if not self.told:
             send_edited()
-        if changed:
-            self._note_redefined()
+        moved = changed and self._note_redefined()
         # Another object after each change of `sys.path` and of the working folder.
         generation = renew_origins(now)
-        moved = changed and self._leads_elsewhere()
         grown = was is not None and was.has_grown()
         if moved or generation != self._generation or grown:
             self._generation, self._noted, known, changed = generation, None, False, True
@@ -334,19 +332,18 @@ class Book:
         found = {key for key in top.assigned if not is_of_workers(key[0])}
         return found.union(aliases(), ((CALLS, name) for name in registered))
 
-    def _leads_elsewhere(self) -> bool:
-        """Whether a name has another module, in which functions use other globals, than before."""
-        return any(
-            id(value := value_of(key)) != node.id and (name_of(value) or name_of(node.value))
-            for key, node in self._nodes.items()
-        )
+    def _note_redefined(self) -> bool:
+        """Send modules that the program has loaded again since workers have imported them.
 
-    def _note_redefined(self) -> None:
-        """Send modules that the program has loaded again since workers have imported them."""
+        Return whether a name has another module, in which functions use other globals, than before.
+        """
+        moved = False
         for key, node in self._nodes.items():
+            value, now = node.value, value_of(key)
+            if id(now) != node.id and (name_of(now) or name_of(value)):
+                moved = True
             if node.kind != compared.NAMED or node.parts is None:
                 continue
-            value, now = node.value, value_of(key)
             if now is MISSING:
                 self._sent.add(key)  # workers that have imported it remove it
                 send_from_now(key[0])
@@ -359,6 +356,7 @@ class Book:
                 again = not same_parts(node.parts, _parts_of(now))
             if again and (canonical(now.__module__), now.__qualname__) == key:
                 send_from_now(key[0])
+        return moved
 
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Look at all globals again, as far as they have changed, and at those that they use."""
@@ -683,23 +681,21 @@ class Book:
         # Calls, names in `sys.modules`, and what these need come first: the rest may need them.
         calls = frozenset(key for key in nodes if key[0] in (CALLS, MODULES))
         first = self._used_by(calls) if calls else set()
-        defined = [key for key, node in nodes.items() if node.kind == compared.CLASS]
         groups = [one for one in self._groups.values() if not nodes.keys().isdisjoint(one.keys)]
-        groups.sort(key=lambda one: order(one.keys, one.leads))
-        places = []
-        for early in (True, False):
-            for key in defined:
-                if (key in first) is early:
-                    entries.append((CLASS, nodes[key].serial, False, (key,), nodes[key].entry))
-            some = [one for one in groups if first.isdisjoint(one.keys) is not early]
-            entries += [group.entry() for group in some]
-            places += [group.data for group in some if group.kind == PLACED]
+        groups.sort(key=lambda one: (first.isdisjoint(one.keys), *order(one.keys, one.leads)))
+        rest: list[Entry] = [
+            (CLASS, node.serial, False, (key,), node.entry)
+            for key, node in nodes.items()
+            if node.kind == compared.CLASS
+        ]
+        rest += [group.entry() for group in groups]
+        entries += sorted(rest, key=lambda one: first.isdisjoint(one[3]))
         entries += [
             (VALUES, node.serial, False, ((key[0], f"{key[1]}.__annotations__"),), node.entry[2])
             for key, node in functions
             if node.entry[2]
         ]
-        return entries, places
+        return entries, [group.data for group in groups if group.kind == PLACED]
 
     def _write(self, layout: Layout, names: frozenset[Key]) -> State:
         """Return the state for messages that use these names."""
