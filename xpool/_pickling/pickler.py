@@ -4,8 +4,6 @@ The C pickler does this, with the reducers of `reducers`.  If it fails, dill's p
 whole object again, so that shared references and cycles are kept.
 """
 
-# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
-
 import copyreg
 import io
 import pickle
@@ -15,7 +13,7 @@ from importlib import import_module
 from itertools import repeat
 from pickle import PickleBuffer, PicklingError
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from xpool._memory.holds import Block
 from xpool._memory.system import same_bytes
@@ -50,23 +48,28 @@ def reducer_override(pickler: Any, obj: Any) -> Any:
     return NotImplemented if reducer is None else reducer(pickler, obj)
 
 
-class _FastPickler(pickle.Pickler):
-    """The C pickler, made for repeated use."""
+class _Defaults:
+    """The attributes in `reducers.Context` that are options of one run of a pickler."""
 
     recurse = False
     blob: reducers.Blob | None = None
     group: reducers.Group | None = None
     follow = True
     home = False
+    tensors: Any = None
 
-    def __init__(self, layout: Layout) -> None:
+
+class _FastPickler(_Defaults, pickle.Pickler):
+    """The C pickler, made for repeated use."""
+
+    def __init__(self, layout: Layout, **options: Any) -> None:
+        vars(self).update(options)
         self.layout = layout
         self.chunks: list[bytes] = []
         self.buffers: list[PickleBuffer] = []
         self.shared: dict[int, Block] = {}
         self.names: set[Key] = set()
         self.spaces: dict[int, Any] = {}
-        self.tensors: Any = None
         file = SimpleNamespace(write=self.chunks.append)
         super().__init__(file, 5, buffer_callback=_placer(layout, self.buffers, self.shared))
 
@@ -85,12 +88,11 @@ class _GroupPickler(_FastPickler):
 
     group: reducers.Group
 
-    def __init__(self, layout: Layout, group: reducers.Group) -> None:
-        self.group = group
+    def __init__(self, layout: Layout, group: reducers.Group, **options: Any) -> None:
         if group.objects is not None:
             # The pickler calls it for every object, and goes on if it returns None.
             self.persistent_id = group.objects.append  # type: ignore[method-assign]
-        super().__init__(layout)
+        super().__init__(layout, group=group, **options)
 
     def reducer_override(self, obj: Any) -> Any:
         name = self.group.named.get(id(obj))
@@ -114,31 +116,6 @@ def _place(
         return True
     buffers.append(buffer)
     return False
-
-
-class _Options(NamedTuple):
-    """The attributes in `reducers.Context` that are options of one run of a pickler."""
-
-    layout: Layout
-    recurse: bool = False
-    blob: reducers.Blob | None = None
-    follow: bool = True
-    tensors: Any = None
-    group: reducers.Group | None = None
-    home: bool = False
-
-    def pickler(self) -> _FastPickler:
-        one = (
-            _FastPickler(self.layout)
-            if self.group is None
-            else _GroupPickler(self.layout, self.group)
-        )
-        return self.set_in(one)  # type: ignore[no-any-return]
-
-    def set_in(self, pickler: Any) -> Any:
-        pickler.layout, pickler.recurse, pickler.blob, pickler.follow = self[:4]
-        pickler.tensors, pickler.group, pickler.home = self[4:]
-        return pickler
 
 
 class Pickled:
@@ -225,7 +202,7 @@ def encode(
             return short
     if recurse:
         # Idle picklers do not have `recurse` set.
-        result = _pickle(obj, _Options(layout, recurse, home=home))
+        result = _pickle(obj, layout, recurse=recurse, home=home)
     else:
         try:
             pickler = _at_rest.pop()  # it belongs to this thread until it is put back
@@ -240,12 +217,12 @@ def encode(
             _forget(pickler)
             if not isinstance(error, Exception) or by_handler(error):
                 raise
-            result = _pickle(obj, _Options(layout, home=home), error)
+            result = _after(error, obj, layout=layout, home=home)
         else:
             # If tensors share memory, a second run writes the common memory only once.
             spans = pickler.tensors
             if spans is not None and spans.again:
-                result = _finish(pickler, obj, _Options(layout, home=home))
+                result = _finish(pickler, _run_fast, obj, layout=layout, home=home)
             else:
                 chunks, buffers = pickler.chunks, pickler.buffers
                 data: bytes | memoryview
@@ -324,7 +301,7 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
         if short is not None:
             return short
     layout = _PLAIN if copy_tensor else _NAMED
-    message = _message(_pickle(obj, _Options(layout, recurse, follow=False)), layout, False)
+    message = _message(_pickle(obj, layout, recurse=recurse, follow=False), layout, False)
     assert isinstance(message, bytes)  # this layout has no buffers beside the pickle
     return message
 
@@ -357,46 +334,47 @@ class Pickler:
 # -- the two picklers -----------------------------------------------------------------------
 
 
-def _pickle(obj: Any, options: _Options, error: Exception | None = None) -> Pickled:
-    """Pickle with the C pickler, unless this has already raised ``error``; then with dill's."""
-    if error is None:
-        fast = options.pickler()
-        try:
-            fast.dump(obj)
-        except Exception as first:
-            if by_handler(first):
-                raise
-            error = first
-        else:
-            return _finish(fast, obj, options)
-    # If a reducer of xpool has refused the object, or memory is short, dill would fail, too.
-    if isinstance(error, (XPoolError, MemoryError)):
-        raise error
-    if isinstance(error, reducers.Refused):
-        raise diagnose.refusal(obj, error, fails)
-    # After other errors than these, dill cannot pickle the object either.
-    if not isinstance(error, (PicklingError, TypeError, AttributeError)):
-        raise diagnose.refusal(obj, error, fails)
+def _pickle(obj: Any, layout: Layout, **options: Any) -> Pickled:
+    """Pickle with the C pickler, or else with dill's."""
     try:
-        return _by_dill(obj, options, error)
+        fast = _run_fast(obj, layout, **options)
+    except Exception as first:
+        if by_handler(first):
+            raise
+        error = first
+    else:
+        return _finish(fast, _run_fast, obj, layout=layout, **options)
+    try:
+        return _after(error, obj, layout=layout, **options)
     finally:
         del error  # its traceback keeps this frame alive, and the data pickled so far
 
 
-def _finish(fast: _FastPickler, obj: Any, options: _Options) -> Pickled:
-    spans = fast.tensors
-    if spans is not None and spans.again:
-        fast = options._replace(tensors=spans.merged()).pickler()
-        fast.dump(obj)
-    return Pickled(fast)
+def _run_fast(obj: Any, layout: Layout, **options: Any) -> _FastPickler:
+    kind: Any = _GroupPickler if "group" in options else _FastPickler
+    fast: _FastPickler = kind(layout, **options)
+    fast.dump(obj)
+    return fast
 
 
-def _by_dill(obj: Any, options: _Options, error: Exception) -> Pickled:
+def _finish(done: Any, run: Callable[..., Any], obj: Any, **options: Any) -> Pickled:
+    """Run a pickler again if tensors share memory: the second run writes it only once."""
+    if done.tensors is not None and done.tensors.again:
+        done = run(obj, **{**options, "tensors": done.tensors.merged()})
+    return Pickled(done)
+
+
+def _after(error: Exception, obj: Any, **options: Any) -> Pickled:
+    """Pickle with dill's pickler an object for which the C pickler has raised an error."""
+    # If a reducer of xpool has refused the object, or memory is short, dill would fail, too.
+    if isinstance(error, (XPoolError, MemoryError)):
+        raise error
+    # After other errors than these, dill cannot pickle the object either.
+    usual = isinstance(error, (PicklingError, TypeError, AttributeError))
+    if isinstance(error, reducers.Refused) or not usual:
+        raise diagnose.refusal(obj, error, fails)
     try:
-        slow = _run_dill(obj, options)
-        if slow.tensors is not None and slow.tensors.again:
-            slow = _run_dill(obj, options._replace(tensors=slow.tensors.merged()))
-        return Pickled(slow)
+        return _finish(_run_dill(obj, **options), _run_dill, obj, **options)
     except (XPoolError, MemoryError):
         raise
     except Exception as second:
@@ -426,7 +404,7 @@ def _dill_pickler() -> Any:
     dill = import_module("dill")
     capsule = type(import_module("datetime").datetime_CAPI)  # the type has no public name
 
-    class DillPickler(dill.Pickler):  # type: ignore[misc, name-defined]
+    class DillPickler(_Defaults, dill.Pickler):  # type: ignore[misc, name-defined]
         def __init__(self, file: Any, recurse: bool, callback: Any) -> None:
             super().__init__(
                 file, 5, buffer_callback=callback, byref=False, fmode=0, recurse=recurse
@@ -455,11 +433,11 @@ def _dill_pickler() -> Any:
     return DillPickler
 
 
-def _run_dill(obj: Any, options: _Options) -> Any:
+def _run_dill(obj: Any, layout: Layout, **options: Any) -> Any:
     file, buffers, shared = io.BytesIO(), list[PickleBuffer](), dict[int, Block]()
-    callback = _placer(options.layout, buffers, shared)
-    slow = options.set_in(_dill_pickler()(file, options.recurse, callback))
-    slow.buffers, slow.shared = buffers, shared
+    callback = _placer(layout, buffers, shared)
+    slow = _dill_pickler()(file, options.get("recurse", False), callback)
+    vars(slow).update(options, layout=layout, buffers=buffers, shared=shared)
     try:
         slow.dump(obj)
     except BaseException:
@@ -477,7 +455,7 @@ def fails(obj: Any) -> BaseException | None:
         if by_handler(error):
             raise
         try:
-            _run_dill(obj, _Options(_PLAIN))
+            _run_dill(obj, _PLAIN)
         except Exception as second:
             if by_handler(second):
                 raise
@@ -504,7 +482,7 @@ def encode_alone(obj: Any) -> tuple[bytes, set[Key]]:
 
     Returns it with the names of the program's globals that it uses, which are not in it.
     """
-    result = _pickle(obj, _Options(_COPY))
+    result = _pickle(obj, _COPY)
     if result.buffers:
         return bytes(result.message(_COPY)), result.names
     return b"".join(result.chunks), result.names
@@ -514,23 +492,23 @@ def write_blob(obj: Any, recurse: bool, blob: reducers.Blob) -> tuple[bytes, set
     """Pickle a class's definition or a mark.  Return it with the names of the globals it uses."""
     # A handle to a tensor on a device would stay open if no process received it.
     layout = _COPY._replace(out_of_band=False) if blob.is_mark else _PLAIN
-    result = _pickle(obj, _Options(layout, recurse, blob))
+    result = _pickle(obj, layout, recurse=recurse, blob=blob)
     return b"".join(result.chunks), result.names
 
 
 def description() -> reducers.Context:
     """Return the state of a pickler for reducers whose results are not written."""
-    return _Options(_PLAIN, blob=reducers.Blob(), follow=False).pickler()
+    return _FastPickler(_PLAIN, blob=reducers.Blob(), follow=False)
 
 
 def write_global(value: Any) -> Pickled:
     """Pickle a part of a definition."""
-    return _pickle(value, _Options(_INLINE))
+    return _pickle(value, _INLINE)
 
 
 def write_group(value: Any, group: reducers.Group, out_of_band: bool) -> Pickled:
     """Pickle globals.  With ``out_of_band``, large buffers are not copied into the pickle."""
-    return _pickle(value, _Options(_COPY if out_of_band else _INLINE, group=group))
+    return _pickle(value, _COPY if out_of_band else _INLINE, group=group)
 
 
 def write_values(

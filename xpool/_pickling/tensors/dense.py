@@ -39,7 +39,13 @@ from xpool._pickling.reducers import (
 from xpool._pickling.tensors import mapped
 from xpool._pickling.tensors.device_memory import about, is_kept, on_own_device, share_memory
 from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
-from xpool._pickling.tensors.sharing import first_user, move, reduce_named, reduce_shared
+from xpool._pickling.tensors.sharing import (
+    first_user,
+    move,
+    reduce_named,
+    reduce_shared,
+    storage_of,
+)
 from xpool.errors import TaskNotPicklable
 
 _SPREAD = 4
@@ -51,7 +57,17 @@ _GRAD, _PARAMETER, _CONJ, _NEG = 1, 2, 4, 8
 # The names of the dtypes whose tensors have only elements, and no conjugate bit.
 _SIMPLE: dict[Any, str] = {}
 _NAMES: dict[Any, str] = {}
-_FROM_BUFFER: dict[str, Any] = {}
+
+
+class _FromBuffer(dict[str, Any]):
+    """The functions that make a tensor over a buffer, by the names of the dtypes."""
+
+    def __missing__(self, name: str) -> Any:
+        _learn(mapped.imported_torch())
+        return self[name]
+
+
+_FROM_BUFFER = _FromBuffer()
 
 # Looked up in torch once, because for a small tensor lookups take much of the time.
 _strided: Any = None
@@ -118,7 +134,7 @@ class Memory:
     def storage(self) -> Any:
         """The torch storage that all tensors of the piece share."""
         if self._storage is None:
-            self._storage = _from_buffer("uint8", self.buffer).untyped_storage()
+            self._storage = _FROM_BUFFER["uint8"](self.buffer).untyped_storage()
         return self._storage
 
 
@@ -173,17 +189,16 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
         address = storage.data_ptr()
         count, odd = divmod(storage.nbytes(), tensor.element_size())
         block = arena.holding(address)
-        # The storage was shared before, or received.
-        if block is not None and not odd and first_user(pickler, address, tensor) is tensor:
-            place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-            return _shared, (in_place(pickler, block), name, count, *place)
-        # The storage is in a file, and was sent before.
-        if block is None and not odd and hasattr(storage, "xpool_place"):
+        file: Any = None
+        if block is None and hasattr(storage, "xpool_place"):  # it was sent before
             file = mapped.place_of(pickler, storage)
-            if file is not None and first_user(pickler, address, tensor) is tensor:
-                lent = mapped.lend(pickler, storage, file, partial(about, tensor))
-                place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-                return _in_file, (lent, name, count, *place)
+        known = (block is not None or file is not None) and not odd
+        if known and first_user(pickler, address, tensor) is tensor:
+            place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+            if block is not None:
+                return _shared, (in_place(pickler, block), name, count, *place)
+            lent = mapped.lend(pickler, storage, file, partial(about, tensor))
+            return _in_file, (lent, name, count, *place)
         return _dense(pickler, sys.modules["torch"], tensor, name)
     if pickler.layout.named and start:
         return _dense(pickler, sys.modules["torch"], tensor, name)
@@ -369,27 +384,16 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
             return reduce_shared(pickler, storage)
     torch = sys.modules["torch"]
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return _storage_of, (flat,) if flat.is_cpu else (flat.cpu(), True)
+    return storage_of, (flat,) if flat.is_cpu else (flat.cpu(), True)
 
 
 # -- the receiving side ----------------------------------------------------------------------------
 
 
-def _from_buffer_of(name: str) -> Any:
-    if name not in _FROM_BUFFER:
-        _learn(mapped.imported_torch())
-    return _FROM_BUFFER[name]
-
-
-def _from_buffer(name: str, buffer: Any) -> Any:
-    return _from_buffer_of(name)(buffer)
-
-
 @builder
 def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> Any:
     """Return a tensor over a buffer: contiguous without strides, flat without a shape."""
-    make = _FROM_BUFFER.get(name)
-    made = make(buffer) if make is not None else _from_buffer(name, buffer)
+    made = _FROM_BUFFER[name](buffer)
     # Changed in place, so that the tensor is not a view of another one.  The sizes are passed one
     # by one, because torch parses a tuple slowly.
     if shape is None:
@@ -413,13 +417,13 @@ def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> A
     rest = memoryview(memory.buffer)[offset:]
     # `frombuffer` accepts only whole elements.
     whole = rest[: len(rest) // dtype.itemsize * dtype.itemsize]
-    return _from_buffer(name, whole).as_strided_(shape, strides)
+    return _FROM_BUFFER[name](whole).as_strided_(shape, strides)
 
 
 @builder
 def _shared(buffer: Any, name: str, count: int, offset: int, shape: Any, strides: Any) -> Any:
     """Return a tensor in shared memory that has ``count`` elements."""
-    made = (_FROM_BUFFER.get(name) or _from_buffer_of(name))(buffer, count=count)
+    made = _FROM_BUFFER[name](buffer, count=count)
     return made.as_strided_(shape, strides, offset)
 
 
@@ -452,11 +456,6 @@ def _spread(buffer: Any, name: str, once: Any, shape: Any, strides: Any) -> Any:
 def _empty(name: str, shape: Any, strides: Any, device: str) -> Any:
     torch = mapped.imported_torch()
     return torch.empty_strided(shape, strides, dtype=getattr(torch, name), device=device)
-
-
-@builder
-def _storage_of(tensor: Any, of_device: bool = False) -> Any:
-    return (on_own_device(tensor) if of_device else tensor).untyped_storage()
 
 
 @builder

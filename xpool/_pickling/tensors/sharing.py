@@ -21,6 +21,7 @@ from xpool._memory.holds import Block
 from xpool._pickling.frame import Layout
 from xpool._pickling.reducers import Context, builder, in_place
 from xpool._pickling.tensors import mapped
+from xpool._pickling.tensors.device_memory import on_own_device
 from xpool._pickling.tensors.extents import Seen
 from xpool._python import at_fork
 from xpool._python.hidden import is_free_threaded
@@ -48,7 +49,7 @@ def reduce_shared(pickler: Context, storage: Any) -> Any:
         return _open_storage, (None, 0)
     other = first_user(pickler, address, storage)
     if other is not storage:
-        return _storage_of, (other,)
+        return storage_of, (other,)
     about = f"A storage of {nbytes} bytes"
     if not arena.holds(address) and not Arena.elsewhere(address, arena):
         place = mapped.place_of(pickler, storage)
@@ -169,8 +170,8 @@ def _open_storage(buffer: Any, nbytes: int) -> Any:
 
 
 @builder
-def _storage_of(tensor: Any) -> Any:
-    return tensor.untyped_storage()
+def storage_of(tensor: Any, of_device: bool = False) -> Any:
+    return (on_own_device(tensor) if of_device else tensor).untyped_storage()
 
 
 def _exchange(torch: Any, storage: Any, target: Any, tensor: Any) -> Any:
