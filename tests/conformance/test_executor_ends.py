@@ -183,6 +183,20 @@ def test_a_callback_waits_for_another_future(executor, gate, how):
     until(lambda: found == [5])
 
 
+def test_a_handler_calls_the_pool_while_futures_are_looked_at(pool, gate):
+    """A signal handler that interrupts `concurrent.futures.wait` may use the pool.
+
+    The interrupted thread holds the condition of the future, which is answered meanwhile.
+    """
+    first = pool.submit(work.gated, str(gate.path))
+    with first._condition:  # as in `wait`; it is reentrant
+        gate.open()
+        until(lambda: pool.statistics()["succeeded"] == 1)
+        assert pool.map(abs, range(-64, 0), chunksize=1) == [*range(64, 0, -1)]
+        assert [pool.apply(abs, (-1,)) for _ in range(8)] == [1] * 8
+    first.result(WAIT)
+
+
 @pytest.mark.parametrize("how", WAYS)
 def test_a_callback_of_the_pool_waits_for_a_future(pool, how):
     """A callback of `apply_async` may wait for a future."""

@@ -115,6 +115,9 @@ class Job:
     is_future = False
     """Whether the job completes a future, even when the pool ends."""
 
+    reserved = False
+    """Whether a thread that waits for the future will complete it, or have it completed."""
+
     is_call = False
     """Whether the job is a single task, which engines keep among `CALLS`."""
 
@@ -329,10 +332,6 @@ class AsyncResult(Job, Generic[T]):
             self.progress.end()
         if self._waiters.copy():  # as in `Waiters.wake`, to save a call for most results
             self._waiters.wake()
-
-    def open_plain(self) -> bool:
-        """Unpickle the value of a future if no code of the program takes part."""
-        raise NotImplementedError
 
     def complete(self) -> None:
         """Leave the job table and wake the callers, after the callback."""

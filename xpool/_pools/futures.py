@@ -20,9 +20,11 @@ from xpool._calls.results import AsyncResult, PickledResult, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.callbacks import for_callbacks
+from xpool._pools.job_table import JobTable
 from xpool._pools.public import PublicVerbs
 from xpool._pools.verbs import PLAIN, options_of
 from xpool._python import at_fork
+from xpool._python.interrupt import shielded
 from xpool._python.waiters import deadline_of
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
 
@@ -44,7 +46,7 @@ class _Call(AsyncResult[Any]):
 
     def __init__(self, pool: PublicVerbs, name: str, future: _Future[Any]) -> None:
         super().__init__(next(pool._jobs.numbers), name, pool)
-        self._future = future
+        self._future: _Future[Any] | None = future
 
     def fail(self, exc: BaseException | PickledResult) -> None:
         pool = self._pool
@@ -52,8 +54,9 @@ class _Call(AsyncResult[Any]):
         super().fail(exc)
 
     def call_back(self) -> None:
-        # The job keeps the future: whoever delivers its answer drops both after the delivery.
-        future = self._future
+        future, self._future = self._future, None
+        if future is None:
+            return
         error: BaseException | None
         try:
             if not self._opened:
@@ -70,19 +73,20 @@ class _Call(AsyncResult[Any]):
             future._end(future.set_exception, error)
 
     def open_plain(self) -> bool:
-        """Unpickle a value if no code of the program takes part; return whether it is there."""
+        """Unpickle the value if no code of the program takes part; return whether this was done."""
         value = self._value
-        if self._success and isinstance(value, PickledResult):
-            opened = value.open_plain()
-            if opened is not None:
-                self._value, self._opened = opened.pop(), True
-        return self._success and self._opened
+        opened = value.open_plain() if self._success and isinstance(value, PickledResult) else None
+        if opened is None:
+            return False
+        self._value, self._opened = opened.pop(), True
+        return True
 
     def release(self) -> None:
         super().release()
         # This is only for a forked child, which has no thread to complete the future.
-        if self._future._job is not None:
-            self._future._forked = self._value
+        future = self._future
+        if future is not None:
+            future._forked = self._value
 
 
 def _as_broken(error: BaseException) -> BaseException:
@@ -205,8 +209,28 @@ def _await(job: _Call, timeout: float | None) -> float | None:
     if not job.is_call or (pool := job._pool) is None:
         return timeout
     deadline = deadline_of(timeout)
-    pool._submitter.receive(job, timeout)
+    _receive(pool, job, timeout)
     return None if deadline is None else deadline - time.monotonic()
+
+
+@shielded
+def _receive(pool: Any, job: _Call, timeout: float | None) -> None:
+    """Receive the answer of a future's call; complete the future, or have its thread do so.
+
+    This thread completes it only if no code of the program runs meanwhile, since signal handlers
+    are deferred.
+    """
+    jobs: JobTable = pool._jobs
+    if not jobs.reserve(job):
+        return
+    plain = False
+    try:
+        pool._submitter.receive(job, timeout)
+        plain = job.settled and job.open_plain()
+    finally:
+        if jobs.end_reservation(job):
+            futures = jobs.callbacks.futures
+            (futures.call_here if plain else futures.add)(job)
 
 
 class _Map:

@@ -85,8 +85,13 @@ class JobTable:
         if self.at_turns:
             self.at_turns.wake()
 
-    def deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
-        """Hand the answer of task ``index`` to its job; ignore it if the job is answered."""
+    def deliver(
+        self, number: int, index: int, ok: bool, value: Any, futures: deque[Job] | None = None
+    ) -> None:
+        """Hand the answer of task ``index`` to its job; ignore it if the job is answered.
+
+        The job of a future is appended to ``futures``, if given, to be completed by the caller.
+        """
         with self._delivering:
             job = self.unanswered.get(number)
             if job is None:
@@ -98,7 +103,10 @@ class JobTable:
                 if isinstance(value, Carried):
                     value = value.exc
             if job.deliver(index, ok, value):
-                self.complete(job)
+                if futures is not None and job.is_future:
+                    futures.append(job)
+                else:
+                    self.complete(job)
 
     def deliver_recorded(self, number: int, index: int, ok: bool, value: Any) -> None:
         """Hand on an answer that is written in a journal."""
@@ -133,13 +141,8 @@ class JobTable:
         remove the job and release its callers."""
         if call_back and job.has_callback:
             assert isinstance(job, AsyncResult)
-            callbacks = self.callbacks
-            if not job.is_future:
-                callbacks.program.add(job)
-            elif job.open_plain():
-                callbacks.futures.call_here(job)  # its callbacks go to the thread for these
-            else:
-                callbacks.futures.add(job)
+            if not job.reserved:
+                (self.callbacks.futures if job.is_future else self.callbacks.program).add(job)
             return
         if job.drop_function is not None:
             job.drop_function()
@@ -148,6 +151,21 @@ class JobTable:
         if not self.accepting:
             self.wake()  # the engine's thread checks whether it was the last job
         job.release()
+
+    def reserve(self, job: Job) -> bool:
+        """Let this thread complete the future of a job, after `end_reservation`.  Return False if
+        the job is answered, or another thread will do so."""
+        with self._delivering:
+            if job.settled or job.reserved:
+                return False
+            job.reserved = True
+            return True
+
+    def end_reservation(self, job: Job) -> bool:
+        """Return whether the job was answered meanwhile, so that this thread must complete it."""
+        with self._delivering:
+            job.reserved = False
+            return job.settled
 
     def fail(
         self, jobs: Iterable[Job], exc: BaseException | PickledResult, call_back: bool = True

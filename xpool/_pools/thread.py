@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._engine.threads import HeldTask, ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
@@ -82,7 +83,7 @@ class ThreadPool(BasePool):
         """Return the function that threads call with results; it does not hold the pool."""
         jobs, results = self._jobs, self._results
         if type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get:
-            return _deliverer(jobs.deliver)
+            return _deliverer(jobs.deliver, jobs.callbacks.futures.call_here)
 
         # A subclass with its own hook gets the results there, in the engine's thread.
         def queue_result(number: int, index: int, ok: bool, value: Any) -> None:
@@ -148,7 +149,8 @@ class ThreadPool(BasePool):
 
 
 def _deliverer(
-    deliver: Callable[[int, int, bool, Any], None],
+    deliver: Callable[[int, int, bool, Any, deque[Job]], None],
+    call_here: Callable[[Any], None],
 ) -> Callable[[int, int, bool, Any], None]:
     """Return a function that calls ``deliver`` in one thread at a time, without a wait.
 
@@ -157,7 +159,18 @@ def _deliverer(
     """
     waiting: deque[tuple[int, int, bool, Any]] = deque()
     delivering = threading.Lock()
+    futures: deque[Job] = deque()
+
     acquire, release = delivering.acquire, delivering.release
+
+    def complete() -> None:
+        while futures:
+            try:
+                future = futures.popleft()
+            except IndexError:
+                return  # another thread completes it
+            call_here(future)
+            del future  # now, as below
 
     def deliver_waiting(error: BaseException | None) -> None:
         # Check again after the release: a thread that found the lock taken relies on this thread.
@@ -166,12 +179,14 @@ def _deliverer(
             try:
                 if waiting:
                     job, index, ok, one = waiting.popleft()
-                    deliver(job, index, ok, one)
+                    deliver(job, index, ok, one, futures)
             except BaseException as exc:
                 error = exc
             release()
             # Now: this may run a finalizer, which may wait for another result.
             del one
+            if futures:
+                complete()
         if error is not None:
             try:
                 raise error
@@ -182,11 +197,13 @@ def _deliverer(
         error: BaseException | None = None
         if acquire(False):
             try:
-                deliver(number, index, ok, value)
+                deliver(number, index, ok, value, futures)
             except BaseException as exc:
                 # Raised below, after the results that other threads have left meanwhile.
                 error = exc
             release()
+            if futures:
+                complete()
         else:
             waiting.append((number, index, ok, value))
         if waiting or error is not None:
