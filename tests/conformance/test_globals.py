@@ -843,6 +843,7 @@ class Missing:
         return "MISSING"
 
 class Unit:
+    __slots__ = ("name",)
     def __init__(self, name):
         self.name = name
     def __reduce__(self):

@@ -833,3 +833,13 @@ def test_a_class_whose_body_defines_its_name(forgotten: Callable[[Any], Any]) ->
     for cls, name in ((Fake, "fake"), (Computed, "computed")):
         made = forgotten(cls)
         assert made is not cls and (made().__name__, made.__name__) == (name, cls.__name__)
+
+
+def test_defaults_that_a_named_tuple_gets_later(receiver: Receiver) -> None:
+    """``Point.__new__.__defaults__``, before the class is first sent and after it."""
+    Point: Any = collections.namedtuple("Point", "x y")
+    Point.__qualname__ = "elsewhere.Point"
+    for given in ((0, 0), (5,), (0, 7)):
+        Point.__new__.__defaults__ = given
+        made = receiver.call(apply, Point, 1)
+        assert made == (1, given[-1]) and type(made) is Point

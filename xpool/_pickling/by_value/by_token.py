@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 import typing
+from types import MemberDescriptorType
 from typing import Any
 
 from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.names import name_for
 from xpool._pickling.by_value.origin import IMPORTED, SENT, namespace, origin_of, program_modules
-from xpool._pickling.reducers import LAZY, Context, of_module, register, set_attributes
+from xpool._pickling.reducers import LAZY, Context, of_module, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 
@@ -96,9 +97,18 @@ def _reduce_named(pickler: Context, obj: Any) -> Any:
     if type(reduced) is not str:
         return reduced
     made = _make_object, (registry.token_of(obj), type(obj))
-    state = getattr(obj, "__dict__", None)
-    # The program keeps its own attributes.
-    return made if pickler.home or not state else (*made, state, None, None, set_attributes)
+    if pickler.home:  # the program keeps its own attributes
+        return made
+    members = (one for base in type(obj).__mro__ for one in vars(base).items())
+    slots = (name for name, member in members if type(member) is MemberDescriptorType)
+    names = *getattr(obj, "__dict__", ()), *slots
+    state = {name: value for name in names if (value := getattr(obj, name, made)) is not made}
+    return (*made, state, None, None, _set_attributes)
+
+
+def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        object.__setattr__(obj, name, value)
 
 
 reducers.named = _reduce_named

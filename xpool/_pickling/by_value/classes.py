@@ -314,6 +314,8 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
         state["_abc_impl"] = [one for one in found if one is not None]
     if isinstance(cls, enum.EnumMeta):
         state["_member_map_"] = special_classes.member_attributes(cls)
+    if special_classes.is_namedtuple(cls):
+        state["_field_defaults"] = special_classes.arguments_of(cls)
     return state
 
 
@@ -524,6 +526,8 @@ def _fill(cls: Any, versioned: tuple[int, tuple[type, ...], dict[str, Any]]) -> 
     subclasses = state.pop("_abc_impl", ())
     for key, extra in state.pop("_member_map_", {}).items():
         vars(cls._member_map_[key]).update(extra)
+    if special_classes.is_namedtuple(cls):
+        cls.__new__.__defaults__ = state.pop("_field_defaults")
     for name in entry.attributes - attributes:  # the owner has deleted them
         if name in vars(cls):
             type.__delattr__(cls, name)

@@ -37,7 +37,8 @@ def namedtuple_shell(cls: type, token: str) -> Shell | None:
     fields: tuple[str, ...] = attributes["_fields"]
     defaults = attributes["_field_defaults"]
     values = tuple(defaults[name] for name in fields if name in defaults)
-    args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values)
+    given = arguments_of(cls)
+    args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values, given)
     skip = set(_OF_NAMEDTUPLE)
     text = attributes.get("__repr__")
     # `namedtuple` makes its own `__repr__` again.  If the class defines another one, it is sent.
@@ -47,6 +48,14 @@ def namedtuple_shell(cls: type, token: str) -> Shell | None:
     return _make_namedtuple, (*args, *rest), frozenset(skip)
 
 
+def arguments_of(cls: Any) -> Any:
+    """Return the defaults of a named tuple's ``__new__``.
+
+    Programs set them in this way: ``Point.__new__.__defaults__ = (0, 0)``.
+    """
+    return cls.__new__.__defaults__
+
+
 def _make_namedtuple(
     token: str,
     name: str,
@@ -54,6 +63,7 @@ def _make_namedtuple(
     module: str,
     fields: tuple[str, ...],
     defaults: tuple[Any, ...],
+    _given: Any,  # the state sets them
     bases: tuple[type, ...],
     orig_bases: Any,
 ) -> Any:
