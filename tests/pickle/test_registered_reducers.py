@@ -191,6 +191,33 @@ def test_handlers_of_codecs(tmp_path):
     assert scripts.run_ok([scripts.write(tmp_path / "program.py", CODECS)]) == ""
 
 
+LATER = """
+    import decimal
+    import xpool
+
+    def set_up():
+        decimal.getcontext().prec = 7
+
+    def plug_in():
+        decimal.getcontext().prec = 3
+
+    def precision(_):
+        return decimal.getcontext().prec
+
+    if __name__ == "__main__":
+        with xpool.Pool(1, set_up) as pool:
+            assert pool.map(precision, [0]) == [7]
+            xpool.everywhere(plug_in)
+            decimal.getcontext().prec = 28
+            assert pool.map(precision, [0]) == [7]
+"""
+
+
+def test_a_call_that_is_registered_later_keeps_the_workers_settings(tmp_path):
+    """A worker's own settings, such as those of its initializer, stay."""
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", LATER)]) == ""
+
+
 HIDDEN = """
     import xpool
 

@@ -181,10 +181,10 @@ def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
         elif not _take(kind, serial, first, keys, data, ours) and kind in (VALUES, PLACED):
             groups.append((kind, keys, data))
     if calls:
-        for key, data in calls:
-            _incoming.called.add(key)
-            settings.when_ready(package_of(key), functools.partial(_call, key, data))
-        settings.calls_done()
+        with settings.kept():
+            for key, data in calls:
+                _incoming.called.add(key)
+                settings.when_ready(package_of(key), functools.partial(_call, key, data))
         for kind, keys, data in groups if ours else ():
             # A call may have changed them, as in the program, which went on from there.
             for key, value in zip(keys, _load(kind, keys, data), strict=True):

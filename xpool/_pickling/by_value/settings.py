@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple
@@ -555,23 +555,33 @@ def imports_done() -> None:
 _OF_CALLS = frozenset({"decimal", "numpy", "torch"})
 
 
-def calls_done() -> None:
-    """Set the settings of libraries after the script's calls were made once more.
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Keep the settings of libraries in a block that makes the script's calls once more.
 
     The program may have changed a setting after its call.
     """
+    before = _of_libraries()
+    yield
     with _lock:
-        for row in TABLE:
-            if row.module not in _OF_CALLS or not _ready(row.module):
-                continue
-            worker, module = _worker_of(row), sys.modules[row.module]
-            known = row.name in worker.serials
-            value = worker.taken[row.name].value if known else row.default
-            with contextlib.suppress(
-                Exception
-            ):  # another module of the library's name, or as below
-                if value is not None and (now := row.now(module)) != value:
-                    row.set(module, value, now)
+        for row, now in _of_libraries().items():
+            worker = _worker_of(row)
+            value = before.get(row, row.default)
+            if row.name in worker.serials:
+                value = worker.taken[row.name].value
+            if now != value and value is not None:
+                with contextlib.suppress(Exception):  # as below
+                    row.set(sys.modules[row.module], value, now)
+
+
+def _of_libraries() -> dict[Row, Any]:
+    """Return the rows of libraries that calls may set, with their values."""
+    found = dict[Row, Any]()
+    for row in TABLE:
+        if row.module in _OF_CALLS and _ready(row.module):
+            with contextlib.suppress(Exception):  # another module of the library's name
+                found[row] = row.now(sys.modules[row.module])
+    return found
 
 
 def _worker_of(row: Row) -> _Worker:
