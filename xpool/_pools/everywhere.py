@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from xpool._pickling import reducers
-from xpool._pickling.by_value.origin import is_program
 from xpool._pickling.by_value.registered_calls import look_at_script, register_call
 from xpool._pickling.by_value.script_top import top_of_main
 
@@ -41,6 +40,6 @@ def everywhere(func: F, /, *args: Any, **kwds: Any) -> F:
     if not callable(func):
         raise TypeError(f"everywhere takes a function and its arguments, not {func!r}")
     func(*args, **kwds)
-    look_at_script(top_of_main(is_program).calls)  # those that were made before this one
+    look_at_script(top_of_main().calls)  # those that were made before this one
     reducers.everyone.add(register_call(func, args, kwds))
     return func

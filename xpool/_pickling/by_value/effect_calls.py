@@ -1,4 +1,4 @@
-"""Makes a function of the calls for their effect that stand alone at the top of a script.
+"""Makes functions of the calls for their effect that stand alone at the top of a script.
 
 Imported late, because most scripts have no such call, and `ast` takes long to import.
 """
@@ -21,14 +21,14 @@ _FUTURE = functools.reduce(
 )
 
 
-class Calls(NamedTuple):
-    """Calls for their effect, as a function of ``__main__`` whose body they are."""
+class Call(NamedTuple):
+    """A call for its effect, as a function of ``__main__`` whose body it is."""
 
     package: str
-    """The large package whose calls these are: a worker makes them after its import; "": now."""
+    """The large package whose call this is: a worker makes it after its import; "": now."""
 
     function: Callable[..., object]
-    """Takes the modules of the large package, so that to send it does not import them."""
+    """Takes the module of the large package, so that to send it does not import it."""
 
     args: tuple[ModuleType, ...]
 
@@ -108,26 +108,15 @@ def _names_of(call: ast.Call) -> list[str]:
     return ast.unparse(call.func).split(".")
 
 
-def calls(
-    code: CodeType,
-    namespace: dict[str, Any],
-    statements: tuple[ast.stmt, ...],
-    packages: Set[str],
-) -> Iterator[Calls]:
-    """Yield a function that makes these calls, and one for each of these large packages."""
-    found: dict[str, tuple[dict[str, ModuleType], list[ast.stmt]]] = {}
-    for one in statements:
-        root = _names_of(one.value)[0]  # type: ignore[attr-defined]
-        value: Any = namespace.get(root)
-        package = (name_of(value) or "").partition(".")[0]
-        large = package in packages
-        modules, body = found.setdefault(package if large else "", ({}, []))
-        body.append(one)
-        if large:
-            modules[root] = value
-    for package, (modules, body) in found.items():
-        tree = ast.parse(f"def calls_of_the_script({', '.join(modules)}): pass")
-        tree.body[0].body = body  # type: ignore[attr-defined]
-        made = next(one for one in _compile(tree, code).co_consts if type(one) is CodeType)
-        function = FunctionType(made, namespace, "calls_of_the_script")
-        yield Calls(package, function, tuple(modules.values()))
+def call(code: CodeType, namespace: dict[str, Any], one: ast.stmt, packages: Set[str]) -> Call:
+    """Return a function that makes a call; ``packages``: the large ones."""
+    root = _names_of(one.value)[0]  # type: ignore[attr-defined]
+    module: Any = namespace.get(root)
+    package = (name_of(module) or "").partition(".")[0]
+    if package not in packages:
+        package = root = ""
+    tree = ast.parse(f"def calls_of_the_script({root}): pass")
+    tree.body[0].body = [one]  # type: ignore[attr-defined]
+    made = next(one for one in _compile(tree, code).co_consts if type(one) is CodeType)
+    function = FunctionType(made, namespace, "calls_of_the_script")
+    return Call(package, function, (module,) if package else ())

@@ -19,22 +19,19 @@ import linecache
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from importlib import import_module
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from xpool._pickling.by_value.functions import annotations_of
-from xpool._pickling.by_value.origin import attributes_of, home_of, modules, name_of
+from xpool._pickling.by_value.origin import attributes_of, home_of, is_program, modules, name_of
 from xpool._pickling.by_value.reads import LOADS, absolute_name, functions_in, inner
 
 if TYPE_CHECKING:
     import ast
 
-    from xpool._pickling.by_value.effect_calls import Calls
-
-_future: Any = import_module("__future__")  # an import statement of it is a directive elsewhere
+    from xpool._pickling.by_value.effect_calls import Call
 
 _Chain = tuple[str, ...]
 """A name and the attributes behind it: ("torch", "backends", "cudnn", "benchmark")."""
@@ -46,7 +43,7 @@ class Top(NamedTuple):
     imports: tuple[str, ...] = ()
     """Modules that are imported for their effect alone, in the order of the script."""
 
-    calls: tuple["Calls", ...] = ()
+    calls: tuple["Call", ...] = ()
     """The calls for their effect: those that have ended since the last look are added."""
 
     nones: frozenset[str] = frozenset()
@@ -63,7 +60,7 @@ class _Known(NamedTuple):
     sizes: tuple[int, int] = (0, 0)  # of `sys.modules` and of the namespace
     statements: tuple["ast.stmt", ...] = ()  # the calls that stand alone
     ended: int = 0  # so many of them have ended
-    made: tuple["ast.stmt", ...] = ()  # those that are in ``top.calls``
+    calls: dict["ast.stmt", "Call"] = {}
     others: frozenset[tuple[str, str]] = frozenset()  # what the program's modules assign
     top: Top = Top()
 
@@ -78,13 +75,10 @@ _last = _Known({}, _NONE)
 _of_modules: WeakKeyDictionary[ModuleType, tuple[int, frozenset[_Chain]]] = WeakKeyDictionary()
 
 
-def top_of_main(is_program: Callable[[str], bool]) -> Top:
-    """Return the facts about ``__main__``.  They are empty where its code is not known for sure.
-
-    ``is_program`` tells whether a module of this name belongs to the program.
-    """
+def top_of_main() -> Top:
+    """Return the facts about ``__main__``.  They are empty where its code is not known for sure."""
     try:
-        return _top_of_main(is_program)
+        return _top_of_main()
     except Exception:  # of strange loaders and modules; such a program has no such facts
         return Top()
 
@@ -104,20 +98,18 @@ def nones_of(module_name: str) -> frozenset[str]:
         return frozenset()
 
 
-def assigned_in(
-    codes: Iterable[CodeType], namespace: dict[str, Any], is_program: Callable[[str], bool]
-) -> set[tuple[str, str]]:
+def assigned_in(codes: Iterable[CodeType], namespace: dict[str, Any]) -> set[tuple[str, str]]:
     """Return the (module, attribute) pairs to which these codes, or code in them, assign.
 
     ``namespace`` has the globals of the codes.  Modules of the program are left out.
     """
-    return _resolved(_chains(codes, _others(namespace, is_program)), namespace)
+    return _resolved(_chains(codes, _others(namespace)), namespace)
 
 
 # -- the running top level -------------------------------------------------------------------------
 
 
-def _top_of_main(is_program: Callable[[str], bool]) -> Top:
+def _top_of_main() -> Top:
     global _last
     last, namespace = _last, vars(sys.modules["__main__"])
     frame = _frame_of(namespace)
@@ -132,23 +124,22 @@ def _top_of_main(is_program: Callable[[str], bool]) -> Top:
     whole = frame is not None and _is_whole(code, namespace)
     others = last.others
     if last.sizes[0] != sizes[0]:
-        others = frozenset(_assigned_by_modules(is_program))
+        others = frozenset(_assigned_by_modules())
     imports: tuple[str, ...] = ()
     statements: tuple[ast.stmt, ...] = ()
     codes = [code]
     if whole:
         imports = tuple(dict.fromkeys(_imports(code, namespace)))
-        statements = _statements(code, namespace, is_program)
+        statements = _statements(code, namespace)
     else:
         codes += _functions(namespace)  # of earlier cells
-    assigned = others | assigned_in(codes, namespace, is_program)
-    ended = _ended(statements, line)
-    new = tuple(one for one in statements[:ended] if one not in last.made)
-    calls = last.top.calls
-    if new:
-        calls += tuple(_effect_calls().calls(code, namespace, new, _WITHOUT_EFFECT))
-    top = Top(imports, calls, _nones(code), tuple(sorted(assigned)))
-    _last = _Known(namespace, code, whole, sizes, statements, ended, last.made + new, others, top)
+    assigned = others | assigned_in(codes, namespace)
+    ended, calls = _ended(statements, line), {**last.calls}
+    for one in statements[:ended]:
+        if one not in calls:
+            calls[one] = _effect_calls().call(code, namespace, one, _WITHOUT_EFFECT)
+    top = Top(imports, tuple(calls.values()), _nones(code), tuple(sorted(assigned)))
+    _last = _Known(namespace, code, whole, sizes, statements, ended, calls, others, top)
     return top
 
 
@@ -232,7 +223,7 @@ _WITHOUT_EFFECT = frozenset({"xpool", "numpy", "pandas", "torch"})
 
 
 def _imports(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
-    used = {*namespace.get("__all__", ()), *_annotated(code, namespace)}
+    used = set(namespace.get("__all__", ()))
     deleted = {name for kind, name in zip(*_steps(code)) if kind == "DELETE_NAME"}
     for level, name, inside, bound in _unused(code):
         # A name without a value: the import did not run, as under `TYPE_CHECKING`.
@@ -275,32 +266,18 @@ def _unused(code: CodeType) -> tuple[tuple[int, str, _Chain, _Chain], ...]:
     return tuple(one for one in found if loaded.isdisjoint(one[3]))
 
 
-def _annotated(code: CodeType, namespace: dict[str, Any]) -> Iterator[str]:
-    """Yield the words in annotations that are texts, of the program's functions and classes."""
-    if not code.co_flags & _future.annotations.compiler_flag:
-        return
-    texts = list(namespace.get("__annotations__", {}).values())
-    for part in _parts(namespace):
-        if type(part) is FunctionType or _is_class_of(namespace, part):
-            texts += annotations_of(part).values()
-    for text in texts:
-        yield from re.findall(r"\w+", text) if type(text) is str else ()
-
-
 # -- calls for their effect ------------------------------------------------------------------------
 
 _CALL = re.compile(r"(?:^|;)[ \t]*(\w+)[\w. \t]*\(", re.MULTILINE)
 
 
-def _statements(
-    code: CodeType, namespace: dict[str, Any], is_program: Callable[[str], bool]
-) -> tuple["ast.stmt", ...]:
+def _statements(code: CodeType, namespace: dict[str, Any]) -> tuple["ast.stmt", ...]:
     """Return the calls of installed packages that stand alone at the top of a guarded script."""
     if "__name__" not in code.co_names or "__main__" not in code.co_consts:
         return ()
     text = "".join(linecache.getlines(code.co_filename, namespace))
     names = namespace.keys() & _CALL.findall(text)  # without builtins
-    roots = {name for name in names if _is_installed(name, namespace[name], is_program)}
+    roots = {name for name in names if _is_installed(name, namespace[name])}
     # Most scripts have no such call, and are not parsed.
     found = _effect_calls().alone(code, text) if roots else ()
     return tuple(one for root, one in found if root in roots)
@@ -310,7 +287,7 @@ def _effect_calls() -> Any:  # imported late, because few scripts need it, and i
     return import_module("xpool._pickling.by_value.effect_calls")
 
 
-def _is_installed(root: str, value: Any, is_program: Callable[[str], bool]) -> bool:
+def _is_installed(root: str, value: Any) -> bool:
     """Whether it is a module of an installed package, or a function, class or object of one.
 
     ``root``: its name in the script, which an object (`loguru.logger`) also has in its package.
@@ -422,7 +399,7 @@ def _chains_in(code: CodeType) -> frozenset[_Chain]:
     return frozenset(found)
 
 
-def _others(namespace: dict[str, Any], is_program: Callable[[str], bool]) -> set[str]:
+def _others(namespace: dict[str, Any]) -> set[str]:
     """Return the globals that are modules, and not the program's."""
     return {
         name
@@ -446,7 +423,7 @@ def _resolved(chains: Iterable[_Chain], namespace: dict[str, Any]) -> set[tuple[
     return found
 
 
-def _assigned_by_modules(is_program: Callable[[str], bool]) -> set[tuple[str, str]]:
+def _assigned_by_modules() -> set[tuple[str, str]]:
     found = set[tuple[str, str]]()
     tops: dict[str, bool] = {"__main__": False, "__mp_main__": False, "xpool": False}
     for name, module in modules():
@@ -458,16 +435,14 @@ def _assigned_by_modules(is_program: Callable[[str], bool]) -> set[tuple[str, st
             namespace = attributes_of(module)
             size, chains = _of_modules.get(module, (-1, frozenset()))
             if size != len(namespace):
-                chains = _chains_of(module, namespace, is_program)
+                chains = _chains_of(module, namespace)
                 _of_modules[module] = len(namespace), chains
             found |= _resolved(chains, namespace)
     return found
 
 
-def _chains_of(
-    module: ModuleType, namespace: dict[str, Any], is_program: Callable[[str], bool]
-) -> frozenset[_Chain]:
-    others = _others(namespace, is_program)
+def _chains_of(module: ModuleType, namespace: dict[str, Any]) -> frozenset[_Chain]:
+    others = _others(namespace)
     if not others:
         return frozenset()
     found = _chains(_functions(namespace), others)
@@ -488,21 +463,13 @@ def _chains_of(
 
 def _functions(namespace: dict[str, Any]) -> Iterator[CodeType]:
     """Yield the code of the functions and methods that have these globals."""
-    for part in _parts(namespace):
+    parts = list(namespace.values())
+    for value in list(parts):
+        if issubclass(type(value), type) and value.__module__ == namespace.get("__name__"):
+            parts += vars(value).values()
+    for part in parts:
         for function in functions_in(part):
             while type(function) is FunctionType:
                 if function.__globals__ is namespace:
                     yield function.__code__
                 function = vars(function).get("__wrapped__")
-
-
-def _parts(namespace: dict[str, Any]) -> Iterator[Any]:
-    """Yield globals of a module, and the attributes of its classes."""
-    for value in list(namespace.values()):
-        yield value
-        if _is_class_of(namespace, value):
-            yield from list(vars(value).values())
-
-
-def _is_class_of(namespace: dict[str, Any], value: Any) -> bool:
-    return issubclass(type(value), type) and value.__module__ == namespace.get("__name__")

@@ -78,7 +78,6 @@ from xpool._pickling.by_value.origin import (
     is_imported,
     is_of_workers,
     is_patch,
-    is_program,
     name_of,
     namespace,
     origin_of,
@@ -323,7 +322,7 @@ class Book:
 
     def _of_all(self) -> set[Key]:
         """Return the keys of what every worker gets."""
-        top = _script_top().top_of_main(is_program)
+        top = _script_top().top_of_main()
         self._imports, self._nones = top.imports, top.nones
         registered_calls.look_at_script(top.calls)
         tables = hidden.reducer_tables()
