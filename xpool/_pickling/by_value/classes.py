@@ -98,17 +98,19 @@ _versions = itertools.count(1)
 
 def _up_to_date(cls: type, recurse: bool) -> Definition:
     with registry.lock:
-        definition = _entry_of(cls).definitions.get(recurse)
-        if definition is None or not _holds(definition, recurse):
+        entry = _entry_of(cls)
+        again = recurse and entry.own  # functions have copies of globals, which may have changed
+        definition = None if again else entry.definition
+        if definition is None or not _holds(definition):
             state = Blob()
             data, names = write_blob(cls, recurse, state)
-            entry, versions = _entry_of(cls), state.versions
             # Another process has numbered the versions of received classes.
-            received = [version for one, version in versions.items() if not one.own]
+            received = [version for one, version in state.versions.items() if not one.own]
             version = next(_versions) if entry.own else max(received)
             blob = zlib.compress(data, 1)
-            definition = Definition(version, blob, frozenset(names), versions, state.open)
-            entry.definitions[recurse] = definition
+            definition = Definition(version, blob, frozenset(names), state.versions, state.open)
+            if not again:
+                entry.definition = definition
         elif definition.opened:
             functions = (ref() for ref in definition.opened)
             new = (keys_of(one) for one in functions if one is not None)
@@ -122,29 +124,27 @@ def _entry_of(cls: type) -> ClassEntry:
     return entry
 
 
-def _holds(definition: Definition, recurse: bool) -> bool:
+def _holds(definition: Definition) -> bool:
     """Whether none of the classes in a definition has changed."""
     for entry, version in definition.classes.items():
         cls = entry.ref()
         if cls is None:
             return False
-        _compare(cls, entry, recurse)
+        _compare(cls, entry)
         if entry.version != version:
             return False
     return True
 
 
-def _compare(cls: type, entry: ClassEntry, recurse: bool) -> None:
+def _compare(cls: type, entry: ClassEntry) -> None:
     """Raise the version of a class if it has changed."""
     if not entry.own:  # only its owner changes a class
         return
-    # With `recurse`, functions have copies of globals, which may have changed as well.
-    for one in {False, recurse}:
-        mark = _Mark(cls, entry.token, one)
-        entry.changes = mark.changes
-        if entry.marks.get(one) != mark.value:
-            entry.marks[one] = mark.value
-            entry.version = next(_versions)
+    mark = _Mark(cls, entry.token)
+    entry.changes = mark.changes
+    if entry.mark != mark.value:
+        entry.mark = mark.value
+        entry.version = next(_versions)
 
 
 class _Mark:
@@ -154,8 +154,8 @@ class _Mark:
     functions and constants, which need no reducers.  All the rest is pickled.
     """
 
-    def __init__(self, cls: type, token: str, recurse: bool) -> None:
-        self.recurse, self.own = recurse, f"{cls.__qualname__}."
+    def __init__(self, cls: type, token: str) -> None:
+        self.own = f"{cls.__qualname__}."
         self.blob = Blob(is_mark=True)
         self.rest: list[Any] = []
         self.changes = False  # whether a part, other than of functions, may be changed in place
@@ -175,7 +175,7 @@ class _Mark:
                     once = name.startswith(_SET_ONCE)
                     parts += name, id(value) if once else self.attribute(value)
             self.rest += (one for ref in registered_classes(cls) if (one := ref()) is not None)
-            data = write_blob(self.rest, recurse, self.blob)[0] if self.rest else b""
+            data = write_blob(self.rest, False, self.blob)[0] if self.rest else b""
             # Code is compared as an object.  This keeps it alive, so new code has another id.
             self.value = pickle.dumps(parts, 5), data, self.blob.codes
         except Exception as error:  # an object's `__reduce__` can raise any error
@@ -192,11 +192,7 @@ class _Mark:
 
     def is_plain(self, value: Any) -> bool:
         """Whether it is a function without copies of globals."""
-        return (
-            type(value) is FunctionType
-            and not self.recurse
-            and module_of(value.__globals__) is not None
-        )
+        return type(value) is FunctionType and module_of(value.__globals__) is not None
 
     def parts_of(self, function: FunctionType) -> Any:
         self.blob.codes.append(function.__code__)
@@ -248,7 +244,7 @@ def load(token: str, version: int, blob: bytes, names: tuple[tuple[str, str], ..
         assert entry is not None
         if not entry.own and entry.loaded < version:
             definition = Definition(version, blob, frozenset(names), {})
-            entry.definitions = {False: definition, True: definition}
+            entry.definition = definition
             entry.loaded = version
         return cls
 
@@ -259,14 +255,15 @@ def load(token: str, version: int, blob: bytes, names: tuple[tuple[str, str], ..
 def _written_out(cls: type, recurse: bool, versions: dict[Any, int]) -> Any:
     entry = _entry_of(cls)
     # First, so that a change that another thread makes now is found later.
-    _compare(cls, entry, recurse)
+    _compare(cls, entry)
     versions[entry] = entry.version
+    version = next(_versions) if recurse and entry.own else entry.version
     plain = _make, _shell(cls, entry.token), frozenset[str]()
     make, args, skip = _special(cls, entry.token) or plain
     state = _state(cls, skip | _data_of(cls))
     if entry.own:  # in a forked worker, a later definition may lack one of them
         entry.attributes = frozenset(state)
-    return make, args, (entry.version, cls.__bases__, state), None, None, _fill
+    return make, args, (version, cls.__bases__, state), None, None, _fill
 
 
 def _special(cls: type, token: str) -> special_classes.Shell | None:
@@ -454,7 +451,7 @@ def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
         for _, _, one in _methods(cls)
         if not one.__dict__
     ]
-    definition = _entry_of(cls).definitions.get(False)
+    definition = _entry_of(cls).definition
     inside = () if definition is None else definition.classes
     owners = (_entry_of(owner) for _, owner in with_nested(cls.__qualname__, cls))
     return functions, any(entry.changes for entry in (*owners, *inside))

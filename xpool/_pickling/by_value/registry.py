@@ -53,10 +53,10 @@ class ClassEntry:
         # The version of the class itself.  The owner raises it when the class changes.  -1 is lower
         # than any version, so `classes._fill` fills a received class.
         self.version = 0 if own else -1
-        # By `recurse`: what the owner compares to detect a change of the class itself, and the
-        # definition, which contains other classes, too.
-        self.marks: dict[bool, Any] = {}
-        self.definitions: dict[bool, Definition] = {}
+        # What the owner compares to detect a change of the class itself, and the definition, which
+        # contains other classes, too.
+        self.mark: Any = None
+        self.definition: Definition | None = None
 
 
 # Guards the tables below.  Held while a definition is written or loaded, so that no thread sees an
@@ -135,7 +135,7 @@ def forget_received_definitions() -> None:
     """Let definitions of received classes be written again.  The caller holds the lock."""
     for entry in _by_token.values():
         if not entry.own:
-            entry.definitions = {}
+            entry.definition = None
 
 
 def disown() -> None:
