@@ -173,7 +173,7 @@ class _Mark:
             for name, value in list(vars(cls).items()):
                 if name not in skip:
                     once = name.startswith(_SET_ONCE)
-                    parts += name, id(value) if once else self.attribute(value)
+                    parts += name, id(value) if once else self.part(value, True)
             self.rest += (one for ref in registered_classes(cls) if (one := ref()) is not None)
             data = write_blob(self.rest, False, self.blob)[0] if self.rest else b""
             # Code is compared as an object.  This keeps it alive, so new code has another id.
@@ -182,27 +182,7 @@ class _Mark:
             pass_on(error)
             self.changes = True
 
-    def attribute(self, value: Any) -> Any:
-        inside = functions_in(value)
-        if inside[0] is not value:
-            return [*map(self.attribute, inside), self.part(own_attributes(value) or None)]
-        if self.is_plain(value):
-            return self.parts_of(value)
-        return None if type(value) is MemberDescriptorType else self.part(value)
-
-    def is_plain(self, value: Any) -> bool:
-        """Whether it is a function without copies of globals."""
-        return type(value) is FunctionType and module_of(value.__globals__) is not None
-
-    def parts_of(self, function: FunctionType) -> Any:
-        self.blob.codes.append(function.__code__)
-        named = (function.__kwdefaults__ or {}).items()
-        parts = function.__defaults__, *map(tuple, (variables_of(function), named))
-        # A function from elsewhere is written by its name, as long as this leads to it.
-        by_name = function.__qualname__.startswith(self.own) or found_by_name(function)
-        return [by_name, *(self.part(one) for one in (*parts, function.__dict__ or None))]
-
-    def part(self, value: Any) -> Any:
+    def part(self, value: Any, is_attribute: bool = False) -> Any:
         kind = type(value)
         if kind in ATOMS:
             return value
@@ -213,8 +193,19 @@ class _Mark:
                 registry.known(value) or not goes_by_name(value)
             )
             return registry.token_of(value) if by_value else (value.__module__, value.__qualname__)
-        if self.is_plain(value) and not (value.__closure__ or value.__dict__):
-            return self.parts_of(value)
+        if is_attribute and (inside := functions_in(value))[0] is not value:
+            parts = [self.part(one, True) for one in inside]
+            return [*parts, self.part(own_attributes(value) or None)]
+        plain = kind is FunctionType and module_of(value.__globals__) is not None
+        if plain and (is_attribute or not (value.__closure__ or value.__dict__)):
+            self.blob.codes.append(value.__code__)
+            named = (value.__kwdefaults__ or {}).items()
+            parts = [value.__defaults__, *map(tuple, (variables_of(value), named))]
+            # A function from elsewhere is written by its name, as long as this leads to it.
+            by_name = value.__qualname__.startswith(self.own) or found_by_name(value)
+            return [by_name, *map(self.part, (*parts, value.__dict__ or None))]
+        if is_attribute and kind is MemberDescriptorType:
+            return None
         self.rest.append(value)
         self.changes |= kind not in _FIXED and kind.__module__ not in ("dataclasses", "typing")
         return kind.__name__

@@ -442,25 +442,38 @@ def _make_module(name: str, package: Any, is_package: bool, has_file: bool) -> N
 
 def missing_global(exc: BaseException) -> str | None:
     """Explain an error about a global that was not sent here, or return None for other errors."""
-    name = getattr(exc, "name", None)
+    if not isinstance(exc, (AttributeError, ImportError, NameError)):
+        return None
+    name: Any = getattr(exc, "name", None)
+    match = re.search(_UNNAMED, str(exc))
+    unnamed = match[match.lastindex or 0] if match else None
+    found = None
     if isinstance(exc, AttributeError):
-        return _attribute(exc, name) or _global_left_none(exc)
-    if isinstance(exc, ImportError) and isinstance(name, str):
-        key = key_of_alias(name)
-        if key in _incoming.missing:
-            return _explained(key)
-        match = re.match(_NOT_IMPORTED, str(exc))
-        return _not_named(match[1]) if match and main.is_replica() else None
-    if not isinstance(exc, NameError):
-        return None
-    if name is None and (match := re.search(_NOT_DEFINED, str(exc))):  # of pandas
-        return f"If the program has it: {_not_named(match[1])}" if main.is_replica() else None
-    if not isinstance(name, str):
-        return None
-    module = _module_of(exc)
-    found = [key for key in _incoming.missing if key[1] == name and not _has(key)]
-    found.sort(key=lambda key: key[0] != module)
-    return _explained(found[0]) if found else None
+        found = _attribute(exc, name or unnamed) or _global_left_none(exc)
+    elif isinstance(exc, NameError):
+        module = _module_of(exc)
+        keys = [key for key in _incoming.missing if key[1] == name and not _has(key)]
+        keys.sort(key=lambda key: key[0] != module)
+        found = _explained(keys[0]) if keys else None
+    elif isinstance(name, str) and (key := key_of_alias(name)) in _incoming.missing:
+        found = _explained(key)
+    if found is None and unnamed is not None and main.is_replica():
+        found = (
+            f"The global {unnamed!r} of __main__ was not sent to this worker, because no function "
+            "of its tasks names it. Name it in the function, or pass it as an argument."
+        )
+    return found
+
+
+_UNNAMED = "|".join(
+    (
+        r"variable '([^']+)' is not defined",  # of pandas
+        r"^cannot import name '([^']+)' from '__main__'",
+        r"^Can't get attribute '([^']+)' on <module '__main__'",  # of an unpickler
+        r"^module '__main__' has no attribute '([^']+)'",
+    )
+)
+"""Texts of errors of Python about a name of `__main__` that no code names."""
 
 
 def _explained(key: Key) -> str:
@@ -474,32 +487,15 @@ def _remedy(reason: str) -> str:
     return "Make it in the initializer, or pass what it is made from as an argument."
 
 
-def _attribute(exc: AttributeError, name: Any) -> str | None:
+def _attribute(exc: AttributeError, name: str | None) -> str | None:
     """Explain the error of an attribute of a module or class that was not sent."""
     owner = getattr(exc, "obj", None)
-    match = None if name else re.match(_NOT_FOUND, str(exc))
-    if match:  # of an unpickler
-        owner, name = sys.modules.get(match[2]), match[1]
     for key in _incoming.missing:
         if key[1].rpartition(".")[2] == name and (
             owner is None or any(owner_of(key) is one for one in (owner, *classes_of(owner)))
         ):
             return _explained(key)
-    if owner is sys.modules.get("__main__") and isinstance(name, str) and main.is_replica():
-        return _not_named(name)
     return None
-
-
-def _not_named(name: str) -> str:
-    return (
-        f"The global {name!r} of __main__ was not sent to this worker, because no function of "
-        "its tasks names it. Name it in the function, or pass it as an argument."
-    )
-
-
-_NOT_DEFINED = r"variable '([^']+)' is not defined"
-_NOT_IMPORTED = r"cannot import name '([^']+)' from '__main__'"
-_NOT_FOUND = r"Can't get attribute '([^']+)' on <module '([^']+)'"
 
 
 def _module_of(exc: BaseException) -> str:
