@@ -345,14 +345,12 @@ def with_lock(n):
 
 
 def test_a_value_that_cannot_be_pickled(process_kind, make_pool):
-    """The error says which value; the generator is closed, and the next item's values come."""
+    """The error says what it is; the generator is closed, and the next item's values come."""
     pool = make_pool(process_kind, 1)
     values = pool.imap(with_lock, [5, 6], yields=True)
     assert next(values) == 5
-    with pytest.raises(ResultNotPicklable, match="lock") as caught:
+    with pytest.raises(ResultNotPicklable, match="lock"):
         next(values)
-    if hasattr(caught.value, "add_note"):
-        assert "value 1 (from 0) of item 0" in "".join(caught.value.__notes__)
     assert next(values) == 6
 
 

@@ -302,7 +302,6 @@ def test_arrays_and_models():
     "made",
     [
         "np.arange(3).view(Own)",
-        "np.ma.array([1, 2], mask=[0, 1])",
         "np.array([None, 1]).view(Own)",
         "torch.ones(3)",
         "torch.nn.Parameter(torch.ones(3))",

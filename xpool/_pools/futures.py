@@ -8,12 +8,11 @@ import functools
 import itertools
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 from xpool._calls.options import CallOptions, check_count, label
 from xpool._calls.results import AsyncResult, PickledResult, about_to_block
@@ -30,9 +29,6 @@ from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-GOES_ON = sys.version_info >= (3, 16)
-"""Whether the results of `map` go on after the error of a call, as in `concurrent.futures`."""
 
 _FINISHED = "cannot schedule new futures after shutdown"
 
@@ -367,7 +363,7 @@ class PoolExecutor(concurrent.futures.Executor):
 
         Raises:
             concurrent.futures.TimeoutError: by `next`, if a result is late.
-            Exception: by `next`, the error of ``fn``; before Python 3.16, it ends the iteration.
+            Exception: by `next`, the error of ``fn``, which ends the iteration.
             RuntimeError: the executor was shut down.  If that was before the iterables were drawn
                 to their end, `next` raises this after the results of the drawn items.
         """
@@ -387,8 +383,7 @@ class PoolExecutor(concurrent.futures.Executor):
             except PoolClosed as error:
                 raise concurrent.futures.BrokenExecutor(str(error)) from error
             _Map(self, results)
-        outcomes = _results(results, iter(given if ahead else ()), timeout, deadline)
-        return _GoesOn(outcomes) if GOES_ON else outcomes
+        return _results(results, iter(given if ahead else ()), timeout, deadline)
 
     def _check_open(self) -> None:
         if self._over:
@@ -422,7 +417,7 @@ def _results(
     rest: Iterator[Any],
     timeout: float | None,
     deadline: float | None,
-) -> Generator[Any, None, None]:
+) -> Iterator[Any]:
     """Yield results.  When the iterator is closed, calls without a taken result are cancelled.
 
     ``rest``: the input that a `shutdown` may have left.
@@ -444,35 +439,12 @@ def _results(
                 failure = results._failure
                 if error is failure or isinstance(failure, PickledResult):
                     raise _as_broken(error)
-                if not GOES_ON:
-                    raise  # the task's own error
-                one = [_Raised(error)]
+                raise  # the task's own error
             yield one.pop()  # popped, so that only the consumer holds the result
         if next(rest, None) is not None:
             raise RuntimeError(_FINISHED)
     finally:
         results.cancel()
-
-
-class _Raised(NamedTuple):
-    error: Exception
-
-
-class _GoesOn(Iterator[Any]):
-    """Raises the errors among the outcomes, and goes on after them."""
-
-    def __init__(self, outcomes: Generator[Any]) -> None:
-        self._outcomes = outcomes
-
-    def __next__(self) -> Any:
-        one = next(self._outcomes)
-        if type(one) is _Raised:
-            raise one.error
-        return one
-
-    def close(self) -> None:
-        """Cancel the calls whose results were not taken."""
-        self._outcomes.close()
 
 
 _executors: weakref.WeakSet[PoolExecutor] = weakref.WeakSet()

@@ -310,13 +310,10 @@ class Values:
         if array is not None:  # other arrays consist of bare ones, a class and attributes
             *about, content = array
             return hashed(b"array", self._value(kind), self._value(about), content)
-        attributes = attributes_of_array(obj)  # numpy pickles a subclass without them
         reduced = self._reduced(obj)
         if isinstance(reduced, str):
             return self._values(b"name", (kind, module_of(obj, reduced), reduced))
         rest = [list(one) if isinstance(one, Iterator) else one for one in reduced[3:]]
-        if attributes:
-            rest.append(attributes)
         return self._values(b"reduced", (*reduced[:3], *rest))
 
     def _reduced(self, obj: Any) -> Any:
@@ -347,13 +344,6 @@ _WITHOUT_VALUE: tuple[type, ...] = (
 
 
 PLAIN = ATOMS | {list, tuple, dict}
-
-_OF_NUMPY = frozenset(
-    {"_mmap", "filename", "offset", "mode"}  # of `numpy.memmap`
-    | {"_mask", "_sharedmask", "_hardmask", "_fill_value", "_isfield", "_baseclass", "_optinfo"}
-    | {"_basedict"}
-)
-"""Attributes of numpy's subclasses: their reducers give those that are values."""
 
 
 def hashed(*parts: Any) -> bytes:
@@ -421,12 +411,3 @@ def bare(obj: Any) -> tuple[Any, ...] | None:
         plain = obj.detach().cpu().resolve_conj().resolve_neg()
         content = plain.reshape(-1).contiguous().view(torch.uint8).numpy()
     return str(obj.dtype), tuple(obj.shape), str(obj.device), content
-
-
-def attributes_of_array(array: Any) -> dict[str, Any]:
-    """Return the attributes that a program has given to an array of a subclass."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(array, numpy.ndarray):
-        return {}
-    found = getattr(array, "__dict__", {})
-    return {name: value for name, value in found.items() if name not in _OF_NUMPY}

@@ -22,7 +22,6 @@ from xpool._calls.streams import BOOKKEEPING, IMapIterator, ResultBuffer, Stream
 from xpool._engine.answers import Encoded
 from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._engine.jobs.states import PoolStates
-from xpool._pickling.by_value.exceptions import add_note
 from xpool._pickling.frame import inline
 from xpool._pools.engine_submitter import EngineSubmitter
 from xpool._pools.input_reader import FlowControl, InputReader, room_for_results
@@ -40,7 +39,7 @@ from xpool._worker.callables import (
     nothing,
     values,
 )
-from xpool.errors import OptionError, ResultNotPicklable, WorkerDied
+from xpool.errors import OptionError, WorkerDied
 from xpool.pickle import encode
 
 MOST_ASKED = 256
@@ -175,27 +174,6 @@ class _Flow(FlowControl):
     def unbind(self) -> None:
         """Let the input reader look whether there is a consumer: `join` waits for it."""
         self.changes.wake()
-
-
-class _AtValue(PickledResult):
-    """An error; if a value could not be sent, a note says which."""
-
-    __slots__ = ("_error", "_value")
-
-    count = 1
-
-    def __init__(self, error: PickledResult, value: str) -> None:
-        self._error, self._value = error, value
-
-    @property
-    def nbytes(self) -> int:
-        return self._error.nbytes
-
-    def open(self) -> list[Any]:
-        found = self._error.open()
-        if isinstance(found[0], ResultNotPicklable):
-            add_note(found[0], f"It is {self._value}.")
-        return found
 
 
 def _is_mark(payload: Any, *marks: bytes | memoryview) -> bool:
@@ -387,9 +365,6 @@ class YieldStream(Stream):
     def _split(self, one: _Begun, place: int, ok: bool, value: Any) -> Iterable[_Answer | None]:
         """Yield answers of a generator; None: it has ended."""
         if not ok:
-            if isinstance(value, PickledResult):
-                its = f"value {place} (from 0) of item {one.number} of {self.label}"
-                value = _AtValue(value, its)
             yield _Answer(False, value, 1)
             return
         payloads = value.payloads() if isinstance(value, Encoded) else [value]
