@@ -188,17 +188,6 @@ def test_a_changed_function_is_refused(pool, path):
     assert pool.map(make_times(3), [1, 2], journal=path.with_suffix(".new")) == [3, 6]
 
 
-def test_parts_that_do_not_count_any_more(path):
-    """A journal of an earlier version, which stored caches of classes as parts, is still read."""
-    with ThreadPool(1) as pool:
-        assert pool.map(work.square, [2], journal=path) == [4]
-        with sqlite3.connect(path) as base:
-            row = "'support.work.Box.__slotnames__', 'digest', 0"
-            base.execute(f"INSERT INTO parts VALUES ({row})")
-        base.close()
-        assert pool.map(work.square, [2], journal=path) == [4]
-
-
 def test_a_version_replaces_the_parts(pool, path):
     """With `version=`, only the name of a function is compared."""
     with open(os.devnull) as file:

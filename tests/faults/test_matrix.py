@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import cells, scripts, work
@@ -30,10 +31,10 @@ pytestmark = pytest.mark.xpool_only
 METHODS = ("None", "fork", "spawn")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
-SABOTEURS = {
+SABOTEURS: dict[str, Any] = {
     "task unpickle": lambda how: (work.same, (work.EndsWhenUnpickled(how),)),
     "run": lambda how: (work.end, (how,)),
-    "result pickle": lambda how: (work.make_ends_when_pickled, (how,)),
+    "result pickle": lambda how: (work.EndsWhenPickled, (how,)),
     "garbage collection": lambda how: (cells.end_in_collection, (how,)),
     "result half copied to shared memory": lambda how: (cells.end_half_copied, (how,)),
     "result in shared memory half announced": lambda how: (

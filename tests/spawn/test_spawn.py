@@ -216,7 +216,7 @@ def test_children_of_daemons(daemon: bool):
 def test_a_process_that_cannot_start():
     """If arguments cannot be unpickled, the error has the reason."""
     with pytest.raises(WorkerStartFailed, match="RuntimeError: sabotage"):
-        xpool.spawn(tell, (work.make_ends_when_unpickled("raise"),), nprocs=2)
+        xpool.spawn(tell, (work.EndsWhenUnpickled("raise"),), nprocs=2)
 
 
 def test_a_dropped_context(mailbox: Mailbox, gates: list[Gate]):

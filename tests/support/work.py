@@ -22,8 +22,6 @@ from xpool.testing._test_tasks import (
     EndsWhenUnpickled,
     end,
     end_when_collected,
-    make_ends_when_pickled,
-    make_ends_when_unpickled,
     pass_gate,
     post,
     spin,
@@ -31,7 +29,7 @@ from xpool.testing._test_tasks import (
 
 __all__ = [
     "EndsWhenCollected", "EndsWhenPickled", "EndsWhenUnpickled", "end", "end_when_collected",
-    "make_ends_when_pickled", "make_ends_when_unpickled", "pass_gate", "post", "spin",
+    "pass_gate", "post", "spin",
 ]  # fmt: skip
 
 initialised: list[Any] = []

@@ -28,14 +28,9 @@ T = TypeVar("T")
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Return ``value`` as an int of at least ``least``.
-
-    Raises:
-        TypeError: it is not a whole number.  True and False are refused, except in arguments for
-            which `multiprocessing.pool` accepts them.
-        OptionError (a `ValueError`): it is too small.
-    """
+    """Return ``value`` as an int of at least ``least``."""
     __tracebackhide__ = True
+    # `multiprocessing.pool` accepts True and False in these.
     mistaken = isinstance(value, bool) and name not in ("processes", "chunksize")
     if mistaken or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, not {reprlib.repr(value)}")
@@ -52,10 +47,6 @@ def check_bytes(name: str, value: Any, *, least: int = 1) -> int:
     """Return a number of bytes, given as a number or as text such as "2GB", "512 MiB" or "1.5g".
 
     "GB" and "GiB" are both 1024**3 bytes, and so for the other units.
-
-    Raises:
-        TypeError: it is neither a whole number nor text.
-        OptionError (a `ValueError`): it is too small, or the text is not a size.
     """
     if not isinstance(value, str):
         return check_count(name, value, least=least)
@@ -72,12 +63,7 @@ def check_bytes(name: str, value: Any, *, least: int = 1) -> int:
 
 
 def check_seconds(name: str, value: Any) -> float | None:
-    """Return ``value`` as seconds above 0, or None (no limit) for None and infinity.
-
-    Raises:
-        TypeError: it is not a number.
-        OptionError (a `ValueError`): it is 0, negative, NaN, or too large for a float.
-    """
+    """Return ``value`` as seconds above 0, or None (no limit) for None and infinity."""
     if value is None:
         return None
     if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
@@ -92,12 +78,7 @@ def check_seconds(name: str, value: Any) -> float | None:
 
 
 def check_priority(name: str, value: Any) -> float:
-    """Return ``value`` as an int or a float.
-
-    Raises:
-        TypeError: it is not a real number, or it is True or False.
-        OptionError (a `ValueError`): it is NaN, or too large for a float.
-    """
+    """Return ``value`` as an int or a float."""
     if isinstance(value, bool) or not (hasattr(value, "__index__") or hasattr(value, "__float__")):
         raise TypeError(f"{name} must be a real number, not {reprlib.repr(value)}")
     if hasattr(value, "__index__"):
@@ -125,7 +106,7 @@ def check_choice(name: str, value: T, *choices: str | None) -> T:
 
 
 def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:
-    """Return an exception class, or a tuple of them, as a tuple.  Raise `TypeError` otherwise."""
+    """Return an exception class, or a tuple of them, as a tuple."""
     classes = value if isinstance(value, tuple) else (value,) if value else ()
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, BaseException)):
@@ -147,8 +128,7 @@ def check_args(
 ) -> tuple[Any, ...]:
     """Return the ``args`` of a call as a tuple.  The pool passes ``before`` arguments before them.
 
-    Raises:
-        TypeError: ``args`` is not iterable, or is a string whose characters ``func`` cannot take.
+    A string is refused if ``func`` cannot take its characters.
     """
     hint = f"for one argument write {name}=({reprlib.repr(args)},)"
     if not hasattr(args, "__iter__"):
@@ -243,11 +223,7 @@ def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return ``value`` as a bool: numpy's would bring numpy into workers before their devices.
-
-    Raises:
-        TypeError: it is neither True nor False, nor equal to one of these.
-    """
+    """Return ``value`` as a bool: numpy's would bring numpy into workers before their devices."""
     if not isinstance(value, bool) and value not in (0, 1):
         raise TypeError(f"{name} must be True or False, not {value!r}")
     return bool(value)
@@ -331,10 +307,7 @@ OF_TERMS = [name for name in JournalOptions.__annotations__ if name not in TaskO
 
 
 def check_keywords(given: Mapping[str, Any], task_timeout: float | None) -> TaskOptions:
-    """Check keywords of verbs, each by the function with which it is declared.
-
-    ``task_timeout``: the limit if none is given.
-    """
+    """Check keywords of verbs; ``task_timeout``: the limit if none is given."""
     __tracebackhide__ = True
     found: dict[str, Any] = {}
     terms: dict[str, Any] = {}

@@ -410,10 +410,6 @@ class Stream(Job):
         self.settled = True
         return True
 
-    def record(self, index: int, ok: bool, value: Any) -> bool:
-        """As `deliver`, for an answer that a journal has stored: it is not stored again."""
-        return Stream.deliver(self, index, ok, value)
-
     def hold_back(self, value: Any, times: int = 1) -> None:
         """Count the memory of an answer that waits before `deliver`; with -1, stop counting it."""
         iterator = self._iterator()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import itertools
 import os
 import threading
@@ -72,17 +73,9 @@ TURN = 0.1
 
 
 @functools.cache
-def _futures() -> Any:
-    from xpool._pools import futures  # here, because `concurrent.futures` is slow to import
-
-    return futures
-
-
-@functools.cache
-def _observing() -> Any:
-    from xpool._pools import observing  # here, because few programs need it
-
-    return observing
+def _late(name: str) -> Any:
+    """Return a module that few programs need, or whose imports are slow."""
+    return importlib.import_module(f"xpool._pools.{name}")
 
 
 def _living() -> list[BasePool]:
@@ -217,7 +210,7 @@ class BasePool(PublicVerbs, Hooks):
         Raises:
             OptionError: a subclass starts the workers.
         """
-        found: Stacks = _observing().stacks_of(self)
+        found: Stacks = _late("observing").stacks_of(self)
         return found
 
     def __repr__(self) -> str:
@@ -234,7 +227,7 @@ class BasePool(PublicVerbs, Hooks):
         ``print(pool.report())`` shows it as a table.  Only pools of processes list workers and
         tasks.
         """
-        found: Report = _observing().report_of(self)
+        found: Report = _late("observing").report_of(self)
         return found
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
@@ -248,7 +241,7 @@ class BasePool(PublicVerbs, Hooks):
             OptionError: another trace of this pool is running, or its workers are threads.
             OSError: the file cannot be written.
         """
-        tracing: AbstractContextManager[None] = _observing().trace(self, path)
+        tracing: AbstractContextManager[None] = _late("observing").trace(self, path)
         return tracing
 
     def watch(self) -> AbstractContextManager[None]:
@@ -257,7 +250,7 @@ class BasePool(PublicVerbs, Hooks):
         Raises:
             ImportError: rich is not installed (``pip install xpool[progress]``).
         """
-        watching: AbstractContextManager[None] = _observing().watch(self)
+        watching: AbstractContextManager[None] = _late("observing").watch(self)
         return watching
 
     # -- futures -----------------------------------------------------------------------------------
@@ -274,12 +267,12 @@ class BasePool(PublicVerbs, Hooks):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        future: concurrent.futures.Future[T] = _futures().submit(self, func, args, kwds)
+        future: concurrent.futures.Future[T] = _late("futures").submit(self, func, args, kwds)
         return future
 
     def executor(self) -> PoolExecutor:
         """Return a `concurrent.futures.Executor` over this pool, which `shutdown` leaves open."""
-        executor: PoolExecutor = _futures().PoolExecutor(self)
+        executor: PoolExecutor = _late("futures").PoolExecutor(self)
         return executor
 
     # -- number of workers -------------------------------------------------------------------------

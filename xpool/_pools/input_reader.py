@@ -300,6 +300,8 @@ class InputReader:
                 self._tasks = (
                     self._one_by_one(iterator) if runs is None else self._by_runs(iterator, runs)
                 )
+                if self._chunksize > 1:
+                    self._tasks = self._chunks(self._tasks)
             for task in self._tasks:
                 if task is _LATER:
                     return False
@@ -356,36 +358,31 @@ class InputReader:
             del items, prepared
 
     def _one_by_one(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        flow, size = self.flow, self._chunksize
-        if size == 1:
-            while n := flow.reserve(LOOK, not self._here):
-                if n < 0:
-                    yield _LATER
-                for _ in range(n):
-                    try:
-                        item = next(iterator)
-                    except StopIteration:
-                        return
-                    flow.drawn += 1
-                    yield item
-                    del item
-                    # Check at each item: one may be large, and the stream may be stopped.
-                    if flow.stopped or flow.bytes_in - flow.taken_bytes >= AHEAD_BYTES:
-                        break
-            return
-        chunk: list[Any] = []
-        while n := flow.reserve(wait=not self._here):
+        flow = self.flow
+        while n := flow.reserve(LOOK, not self._here):
             if n < 0:
                 yield _LATER
+            for _ in range(n):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                flow.drawn += 1
+                yield item
+                del item
+                # Check at each item: one may be large, and the stream may be stopped.
+                if flow.stopped or flow.bytes_in - flow.taken_bytes >= AHEAD_BYTES:
+                    break
+
+    def _chunks(self, items: Iterator[Any]) -> Iterator[Any]:
+        chunk: list[Any] = []
+        for item in items:
+            if item is _LATER:
+                yield item
                 continue
-            try:
-                item = next(iterator)
-            except StopIteration:
-                break
-            flow.drawn += 1
             chunk.append(item)
-            if len(chunk) == size:
+            if len(chunk) == self._chunksize:
                 yield chunk
                 chunk = []
-        if chunk and not flow.stopped:
+        if chunk and not self.flow.stopped:
             yield chunk

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool._calls.results import AsyncResult, Job, PickledResult
-from xpool._calls.streams import Stream
 from xpool._pools.callbacks import Callbacks
 from xpool._pools.hooks import Carried, Result
 from xpool._pools.input_reader import InputReader
@@ -108,11 +107,11 @@ class JobTable:
                 else:
                     self.complete(job)
 
-    def deliver_recorded(self, number: int, index: int, ok: bool, value: Any) -> None:
-        """Hand on an answer that is written in a journal."""
+    def advance(self, number: int, step: Callable[[Any], bool]) -> None:
+        """Take a step of a stream, which returns whether the stream is answered then."""
         with self._delivering:
             job = self.unanswered.get(number)
-            if isinstance(job, Stream) and job.record(index, ok, value):
+            if job is not None and step(job):
                 self.complete(job)
 
     def submitted(self, tasks: int) -> None:
@@ -124,17 +123,7 @@ class JobTable:
         """Note that the input of a stream has ended after ``length`` tasks."""
         self.input_readers.discard(input_reader)
         self.submitted(length)
-        with self._delivering:
-            job = self.unanswered.get(number)
-            if isinstance(job, Stream) and job.end(length):
-                self.complete(job)
-
-    def end_recorded(self, number: int, length: int) -> None:
-        """As `end_input`, for a stream whose answers are all in a journal, which is closed."""
-        with self._delivering:
-            job = self.unanswered.get(number)
-            if isinstance(job, Stream) and Stream.end(job, length):
-                self.complete(job)
+        self.advance(number, lambda job: job.end(length))
 
     def complete(self, job: Job, call_back: bool = True) -> None:
         """Have the callback of an answered job called; if it has none, or without ``call_back``,

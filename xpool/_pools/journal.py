@@ -27,7 +27,7 @@ from xpool._calls.results import PickledResult, Unopened, tasks_in
 from xpool._calls.streams import BOOKKEEPING, IMapIterator, Stream, weigh
 from xpool._pools.identity import Identity
 from xpool._pools.job_table import JobTable
-from xpool._pools.values import OF_CLASSES, Unknown, name_of
+from xpool._pools.values import Unknown, name_of
 from xpool._python.interrupt import by_handler
 from xpool.errors import OptionError
 from xpool.pickle import decode, dumps
@@ -225,8 +225,7 @@ class Journal:
                 )
             return
         rows = base.execute("SELECT name, digest FROM parts WHERE NOT of_items")
-        # Earlier versions of xpool have stored some of `OF_CLASSES`, too.
-        before = {name: one for name, one in rows if name.rpartition(".")[2] not in OF_CLASSES}
+        before: dict[str, str] = dict(rows.fetchall())
         if not before:
             raise OptionError(
                 f"{self.path} has results of version {written!r} of {name}: give that version=, or "
@@ -430,9 +429,10 @@ class Recorded(Stream):
         self._arrivals.put((index, ok, value))
         return False
 
-    def record(self, index: int, ok: bool, value: Any) -> bool:
-        self.hold_back(value, -1)
-        return super().record(index, ok, value)
+    def record(self, answer: _Answer) -> bool:
+        """As `Stream.deliver`, for an answer that is written in the journal."""
+        self.hold_back(answer[2], -1)
+        return super().deliver(*answer)
 
     def end(self, length: int) -> bool:
         self._arrivals.put(length)
@@ -463,11 +463,11 @@ def _write_all(
             _store(answers, keys, journal)
             answers.reverse()
             while answers:  # removes them, since they may be large
-                jobs.deliver_recorded(number, *answers.pop())
+                jobs.advance(number, functools.partial(Recorded.record, answer=answers.pop()))
             del one
         journal.close()
         if length is not None:
-            jobs.end_recorded(number, length)
+            jobs.advance(number, lambda job: Stream.end(job, length))
     except BaseException as exc:
         journal.close()
         job = jobs.unanswered.get(number)

@@ -279,14 +279,6 @@ class EndsWhenPickled:
         raise AssertionError("not reached")
 
 
-def make_ends_when_pickled(how: str) -> Any:
-    return EndsWhenPickled(how)
-
-
-def make_ends_when_unpickled(how: str) -> Any:
-    return EndsWhenUnpickled(how)
-
-
 class EndsWhenCollected:
     """An object that ends the process in the given way when it is garbage-collected."""
 
@@ -308,8 +300,8 @@ STAGES: dict[str, Callable[[str], tuple[Callable[..., Any], tuple[Any, ...]]]] =
     "task pickle": lambda how: (same, (EndsWhenPickled(how),)),
     "task unpickle": lambda how: (same, (EndsWhenUnpickled(how),)),
     "run": lambda how: (end, (how,)),
-    "result pickle": lambda how: (make_ends_when_pickled, (how,)),
-    "result unpickle": lambda how: (make_ends_when_unpickled, (how,)),
+    "result pickle": lambda how: (EndsWhenPickled, (how,)),
+    "result unpickle": lambda how: (EndsWhenUnpickled, (how,)),
     "collection": lambda how: (end_when_collected, (how,)),
 }
 """Stages of a task.  The first and the fifth run in the caller's process, so use "raise" there."""
