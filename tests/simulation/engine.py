@@ -406,7 +406,7 @@ class EngineWorld(World):
         take, passing = shared.take, Passing(self, shared)
 
         def taking(n: int, nbytes: int) -> Any:
-            taken = next(iter(shared))  # `front` would go on with another line
+            taken = shared._ranges[0]
             waits = [one for one in shared if one.items and one is not taken]
             for one in waits:
                 may_run = one.may_run is None or one.may_run(one.first)

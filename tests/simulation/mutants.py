@@ -7,6 +7,7 @@ wording of the code may change freely.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -181,15 +182,12 @@ scheduler("a retry comes too early", Scheduler, "due")(
 
 @scheduler("an input reader that looks as its range runs dry is missed", RangeQueue, "_dry")
 def _(original, queue):
-    task_range = queue._ranges.popleft()
-    task_range.queued = False
-    if not queue:
-        queue._busy.discard(queue)
-    return bool(task_range.items)
+    with swapped(queue._ranges[0], "items", deque()):
+        return original(queue)
 
 
 def stays_in_front(original, queue, *how):
-    with swapped(next(iter(queue)), "flow", None):
+    with swapped(queue._ranges[0], "flow", None):
         return original(queue, *how)
 
 
@@ -371,13 +369,13 @@ def _(original, queue, task_range):
     (queue._ranges or queue._line(task_range.terms.priority)).appendleft(task_range)
 
 
-@scheduler("a higher priority waits until those in front are given out", RangeQueue, "front")
-def _(original, queue):
-    priority, queue._priority = queue._priority, math.inf
-    found = original(queue)
-    if queue._priority == math.inf:
-        queue._priority = priority
-    return found
+@scheduler("a higher priority waits until those in front are given out", RangeQueue, "_line")
+def _(original, queue, priority):
+    line = original(queue, priority)
+    if not line and queue:  # a new one
+        queue._order.remove(priority)
+        queue._order.insert(0, priority)
+    return line
 
 
 scheduler(
@@ -429,22 +427,24 @@ def _(original, submission, *what):
         original(submission, *what)
 
 
-engine(
+@engine(
     "a stream without room for results holds up lower priorities",
     RangeQueue,
-    "_first_below",
-    nothing,
+    "first",
     pinned=2513,
 )
+def _(original, queue, held=False):
+    found = original(queue, held)
+    return found if found is None or found.terms.priority == queue._order[-1] else None
 
 
-@engine("a stream without room for results loses its priority", RangeQueue, "_first_below")
-def _(original, queue):
-    found = original(queue)
-    queue._order.clear()
-    for ranges in queue._others.values():
-        queue._ranges += ranges
-    queue._others.clear()
+@engine("a stream without room for results loses its priority", RangeQueue, "first")
+def _(original, queue, held=False):
+    found = original(queue, held)
+    if found is not None:
+        for priority in [one for one in queue._order if one > found.terms.priority]:
+            queue._ranges += queue._lines.pop(priority)
+            queue._order.remove(priority)
     return found
 
 

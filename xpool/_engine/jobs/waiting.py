@@ -11,7 +11,6 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from heapq import heappop, heappush, heapreplace
 from typing import Any, Generic, TypeVar
 
 from xpool._calls.terms import Terms
@@ -73,12 +72,10 @@ class RangeQueue:
     """
 
     def __init__(self, busy: set[Any]) -> None:
-        # The line from which `take` takes, and its priority.  It is empty only if all are.
-        self._ranges: deque[TaskRange] = deque()
-        self._priority: float = 0
-        # The other lines by priority, and a heap of their negated priorities.
-        self._others: dict[float, deque[TaskRange]] = {}
+        # The lines by priority, and the priorities in order.  No line is empty, unless all are.
+        self._lines: dict[float, deque[TaskRange]] = {}
         self._order: list[float] = []
+        self._ranges: deque[TaskRange] = deque()  # the line from which `take` takes
         self._busy = busy
         self.bound = 0
 
@@ -87,13 +84,12 @@ class RangeQueue:
 
     def __iter__(self) -> Iterator[TaskRange]:
         """Yield the ranges; those of one priority in order."""
-        return itertools.chain(self._ranges, *self._others.values())
+        return itertools.chain.from_iterable(self._lines.values())
 
     def put(self, task_range: TaskRange) -> None:
         """Queue a range behind all others of its priority."""
         self._enter(task_range)
-        priority = task_range.terms.priority
-        (self._ranges if priority == self._priority else self._line(priority)).append(task_range)
+        self._line(task_range.terms.priority).append(task_range)
 
     def put_back(self, task_range: TaskRange) -> None:
         """Queue a range in front of those of its priority: its items have waited before."""
@@ -102,13 +98,12 @@ class RangeQueue:
 
     def _line(self, priority: float) -> deque[TaskRange]:
         """Return the line of a priority, to which the caller adds a range."""
-        if priority == self._priority or not self._ranges:
-            self._priority = priority
-            return self._ranges
-        line = self._others.get(priority)
+        line = self._lines.get(priority)
         if line is None:
-            line = self._others[priority] = deque()
-            heappush(self._order, -priority)
+            if not self._ranges:
+                self._empty()
+            line = self._lines[priority] = self._ranges if not self._lines else deque()
+            bisect.insort(self._order, priority)
         return line
 
     def _enter(self, task_range: TaskRange) -> None:
@@ -119,56 +114,29 @@ class RangeQueue:
 
     def front(self) -> TaskRange | None:
         """Return the first range with items; None: there is none."""
-        if self._order and -self._order[0] > self._priority:
-            highest = -heapreplace(self._order, -self._priority)
-            self._others[self._priority] = self._ranges
-            self._priority, self._ranges = highest, self._others.pop(highest)
-        while self._ranges:
-            task_range = self._ranges[0]
-            if task_range.items or self._dry():
-                return task_range
-        return None
+        return self.first(held=True)
 
-    def first(self) -> TaskRange | None:
+    def first(self, held: bool = False) -> TaskRange | None:
         """Move the first range whose items may run to the front; return it, None: there is none.
 
         Ranges whose results have no room (`FlowControl.may_run`) go behind the others of their
-        priority.
+        priority, unless ``held``.
         """
-        held = 0
-        while (task_range := self.front()) is not None and held < len(self._ranges):
-            if task_range.may_run is None or task_range.may_run(task_range.first):
-                return task_range
-            self._ranges.rotate(-1)
-            held += 1
-        return self._first_below() if self._order else None
-
-    def _first_below(self) -> TaskRange | None:
-        """As `first`, among the other lines: no range of the highest priority may run."""
-        passed, found = [], None
-        while found is None and self._order:
-            passed.append((self._priority, self._ranges))
-            self._next_line()
-            for _ in range(len(self._ranges)):
-                one = self._ranges[0]
-                if one.items and (one.may_run is None or one.may_run(one.first)):
-                    found = one
-                    break
-                self._ranges.rotate(-1)
-        for priority, ranges in passed:
-            self._others[priority] = ranges
-            heappush(self._order, -priority)
-        return found
-
-    def _next_line(self) -> None:
-        """Go on with the line of the next priority, and forget the present one."""
-        self._priority = -heappop(self._order)
-        self._ranges = self._others.pop(self._priority)
+        for priority in reversed(self._order):
+            line = self._ranges = self._lines[priority]
+            for _ in range(len(line)):
+                task_range = line[0]
+                if not task_range.items and not self._dry():
+                    continue
+                if held or task_range.may_run is None or task_range.may_run(task_range.first):
+                    return task_range
+                line.rotate(-1)
+        return None
 
     def pass_streams(self) -> bool:
         """Move streams behind the first range of another kind and of their priority; return whether
         there is one."""
-        if not any(one.items and one.flow is None for one in self._ranges):
+        if self.front() is None or not any(one.items and one.flow is None for one in self._ranges):
             return False
         while (first := self.first()) is None or first.flow is not None:
             self._ranges.rotate(-1)
@@ -209,10 +177,12 @@ class RangeQueue:
             self._ranges.appendleft(task_range)
             return True
         if not self._ranges:
-            if self._order:
-                self._next_line()
-            else:
+            if len(self._lines) == 1:
                 self._busy.discard(self)
+            else:
+                del self._lines[task_range.terms.priority]
+                self._order.remove(task_range.terms.priority)
+                self._ranges = self._lines[self._order[-1]]
         return False
 
     def strike(self, job: int, index: int | None) -> None:
@@ -254,8 +224,9 @@ class RangeQueue:
     def _empty(self) -> list[TaskRange]:
         """Take out all ranges."""
         ranges = list(self)
-        for its in (self._ranges, self._others, self._order):
-            its.clear()
+        self._lines.clear()
+        self._order.clear()
+        self._ranges = deque()
         return ranges
 
 
