@@ -768,9 +768,9 @@ class EngineWorld(World):
             return
         worker = self.draw.faults.one_of(among)
         how = 1 if stopped else self.draw.faults.below(8)
-        if how == 0 and worker.handle.news.writing:
-            self.note(f"{self.now:.6f}", "nobody can tell of worker", worker.index, "any more")
-            worker.handle.news.writing = False
+        if how == 0:
+            self.note(f"{self.now:.6f}", "the server of worker", worker.index, "has ended")
+            worker.handle.has_server = False
         elif how < 3:
             self.note(f"{self.now:.6f}", "worker", worker.index, "is stopped for a while")
             if not callable(worker._when):
@@ -810,7 +810,7 @@ class EngineWorld(World):
         """Report a death to the parent."""
         handle, code = self.reports.pop(self.draw.reports.below(len(self.reports)))
         if handle.news.writing:
-            handle._worker.reported = code
+            handle._worker.reported = code if handle.has_server else None
             handle.news.writing = False
         self.untold.append(handle)  # until the engine has seen it
 
@@ -925,8 +925,6 @@ class EngineWorld(World):
             (w, slots[w].box.began)
             for w, in_flight in enumerate(sched.in_flight)
             if in_flight.held and not in_flight.paused and slots[w].handle is not None
-            # The engine waits for the last words of a worker whose server was killed.
-            and not self.engine._replacement._silences.pending(slots[w])
             and sched.surplus(w, slots[w].box.began)
         ]  # fmt: skip
         idle = [w for w in sched.idle if slots[w].state is WorkerStates.READY]

@@ -45,6 +45,7 @@ class Handle:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.problem: Exception | None = None
+        self.has_server = True  # which reports the exit code
         self._ended = False
 
     def ended(self) -> bool:

@@ -14,7 +14,6 @@ from support.tiers import also
 from support.waiting import eventually
 
 from xpool import Pool, WorkerDied
-from xpool._engine import replacement
 from xpool._engine.launch import ForkServer
 from xpool._engine.worker_process import WorkerProcess
 
@@ -348,17 +347,15 @@ def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_the_lock_is_free_while_last_words_are_awaited(make_pool, monkeypatch):
-    """While the engine waits for a dead worker's last messages, callers can use the pool."""
-    monkeypatch.setattr(replacement, "LAST_WORDS_SECONDS", 1e4)
+def test_a_worker_that_has_forked_outlives_its_server(make_pool):
+    """A worker of a killed server goes on. Its death is seen, also if its child has its pipes."""
     pool = make_pool(Pool, 1)
     worker, child = pool.apply(fork_and_stay)
-    (slot,) = pool._engine.workers
     (server,) = [one for one in ForkServer._servers.values() if one._live]
     server._process.kill()
-    silences = pool._engine._replacement._silences
-    eventually(lambda: silences.pending(slot), "the engine notices the end")
-    eventually(lambda: not os.path.exists(f"/proc/{worker}"), "the worker has ended")
-    assert pool.statistics()["pids"] == [worker]
+    assert server._process.wait(WAIT) == -signal.SIGKILL
+    assert pool.apply(os.getpid) == worker
+    os.kill(worker, signal.SIGKILL)
+    assert pool.apply_async(abs, (-1,), retries=1).get(WAIT) == 1
+    assert pool.statistics()["deaths"] == 1
     os.kill(child, signal.SIGKILL)
-    assert pool.apply(abs, (-1,)) == 1

@@ -16,7 +16,6 @@ Called with the engine's lock held.
 
 import signal
 from collections import deque
-from functools import partial
 from typing import NamedTuple
 
 from xpool._engine.answers import EngineOptions, StartFailure
@@ -38,10 +37,6 @@ from xpool.errors import (
     XPoolError,
     exit_reason,
 )
-
-LAST_WORDS_SECONDS = 1.0
-"""Seconds of silence after which a killed worker counts as ended although its pipe is open: a child
-that one of its tasks has forked may hold that end."""
 
 TERMINATE_GRACE_SECONDS = 0.3
 """Seconds between asking a worker to stop (SIGTERM) and stopping it (SIGKILL)."""
@@ -149,8 +144,6 @@ class Replacement:
         reactor = parts.reactor
         self._kills = Alarms(reactor, lambda worker: worker.kill(), serving=False)
         self._restarts = Alarms(reactor, self.due.append, serving=False)
-        # These are for killed workers whose end only their silence shows.
-        self._silences = Alarms(reactor, partial(self._look_at_end, silent=True), serving=False)
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -302,11 +295,8 @@ class Replacement:
         # Read this last: another thread, which has failed to start a process, adds to it first.
         return gone and not self._untold
 
-    def _look_at_end(self, worker: WorkerProcess, silent: bool = False) -> None:
-        """Handle an event of the sentinel: a pid, or the end of the process.
-
-        ``silent``: its silence counts as its end, which cannot be verified.
-        """
+    def _look_at_end(self, worker: WorkerProcess) -> None:
+        """Handle an event of the sentinel: a pid, or the end of the process."""
         handle = worker.handle
         if handle is None:
             return
@@ -321,9 +311,6 @@ class Replacement:
         except ValueError as exc:
             self._monitor.distrust(worker, exc)
             return
-        exitcode = handle.exitcode
-        if exitcode is None and not silent and not self._finished_off(ended):
-            return
         # Messages first, then the outbox: answers are in the order of the tasks.
         for one in ended:
             self._monitor.drain(one)
@@ -333,7 +320,7 @@ class Replacement:
             self._check_page(one)
         # Compute this before `_settle`, which ends an interrupt, and before `_put_away`.
         end = End.of(worker)
-        self._settle(ended, exitcode)
+        self._settle(ended, handle.exitcode)
         # Remove the sentinel before `_put_away` closes it.
         self._reactor.remove(handle.sentinel)
         for one in ended:
@@ -370,37 +357,6 @@ class Replacement:
         wrong = wrong or self._maintenance.damage(worker.attachment)
         if wrong:
             worker.found_wrong(wrong)
-
-    def _finished_off(self, ended: list[WorkerProcess]) -> bool:
-        """Whether workers whose fork server was killed send nothing more.
-
-        Kills the workers first, since they may still live and their running tasks would run twice.
-        """
-        worker = ended[0]  # the first by index represents all of them
-        # Without a pid, it was called off before its first line.
-        if worker.pid is None or all(one.reader.ended for one in ended):
-            return True
-        if not self._silences.pending(worker):
-            # The sentinel stays readable.
-            assert worker.handle is not None
-            self._reactor.remove(worker.handle.sentinel)
-            for one in ended:
-                one.kill()
-                self._sched.retire(one.index)
-                if not one.reader.ended:
-                    # Their pipes end when they do.
-                    self._reactor.remove(one.reader.fd)
-                    self._reactor.add(one.reader.fd, partial(self._hear, worker, one))
-            self._silences.schedule_by(worker, self._reactor.now() + LAST_WORDS_SECONDS)
-        return False
-
-    def _hear(self, worker: WorkerProcess, one: WorkerProcess, fd: int) -> None:
-        """Receive the last messages of a worker; ``worker``: the sibling that represents all."""
-        self._monitor.receive(one)
-        self._silences.cancel(worker)
-        self._silences.schedule_by(worker, self._reactor.now() + LAST_WORDS_SECONDS)
-        if one.reader.ended:
-            self._look_at_end(worker)
 
     def _put_away(self, worker: WorkerProcess, end: End | None) -> None:
         """Release a worker whose tasks are settled; ``end`` is None if it was not awaited."""

@@ -9,7 +9,6 @@ when it first registers a resource, and the parent starts the tracker then.
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -27,8 +26,8 @@ def ask_now() -> None:
 class Borrowed(resource_tracker.ResourceTracker):
     """A tracker that asks for its descriptor when `_fd` is first read.  Every Python uses `_fd`."""
 
-    _parent = -1  # the descriptor of the socket for the request; -1: the request was made
-    _ask: Callable[[socket.socket], int | None]
+    _parent: int  # the descriptor of the socket for the request
+    _ask: Callable[[socket.socket], int | None] | None = None  # None: the request was made
     _got: int | None = None
     _forking = 0  # the id of the thread that is in `os.fork`
 
@@ -36,23 +35,16 @@ class Borrowed(resource_tracker.ResourceTracker):
     def _fd(self) -> int | None:
         if self._forking == threading.get_ident():
             return None  # makes the hook of `multiprocessing` do nothing: see `become`
-        if self._parent >= 0:
-            # Other processes may use this socket at the same time, because the answers are equal.
-            # The socket object closes the copy, and `_close` the original.
+        if self._ask is not None:
+            # The original stays open: its end tells the parent that this process has ended, if the
+            # fork server is killed.
             with descriptors.on_copy(self._parent) as sock:
-                self._got = self._ask(sock)
-            self._close()
+                self._got, self._ask = self._ask(sock), None
         return self._got
 
     @_fd.setter
     def _fd(self, fd: int | None) -> None:
-        self._got = fd
-        self._close()
-
-    def _close(self) -> None:
-        if self._parent >= 0:
-            os.close(self._parent)
-            self._parent = -1
+        self._got, self._ask = fd, None
 
     @classmethod
     def become(cls, module: Any, parent: int, ask: Callable[[socket.socket], int | None]) -> None:

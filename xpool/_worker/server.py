@@ -267,6 +267,8 @@ def _await_tracker(parent: int) -> None:
 
     import_hooks.when_imported("multiprocessing.resource_tracker", borrow)
     at_fork.at_fork(before=before_fork)
+    # A child's copy of the socket would hide this worker's end if the fork server is killed.
+    descriptors.owned(parent)
 
 
 def _tracker() -> Any:
