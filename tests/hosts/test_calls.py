@@ -109,7 +109,7 @@ def test_the_host_used_last_is_used_again(engine, fleet):
 def test_an_idle_host_is_not_late(engine):
     """A host that was late and has nothing to do may hold as much as before, and has no timer."""
     sched = engine.service.sched
-    host = sched.table.hosts[0]
+    host = sched.hosts[0]
     host.pace = 3
     assert sched.look(0) == [] and host.pace is None and not host.watched
 

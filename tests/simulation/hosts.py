@@ -400,7 +400,7 @@ class HostWorld(World):
             takes = self.draw.tasks.one_of([0.02, 0.2, 3.0]) if self.jobs else 1e-4
         bound = None
         if kind == "bound":
-            bound = self.draw.bound.one_of([-1, -1, *range(len(self.engine.sched.table.host_of))])
+            bound = self.draw.bound.one_of([-1, -1, *range(len(self.engine.sched.host_of))])
         large = self.draw.payloads.chance(0.1)
         self.note(self.at, "somebody submits", kind, "of", n, "tasks of", takes, "s,", retries,
                   "retries, bound to", bound, "large" if large else "")  # fmt: skip
@@ -613,7 +613,7 @@ class HostWorld(World):
             self.wrong(f"{name} is run again after its answer")
         if self.funcs[name[0]] and function != b"%d" % name[0]:
             self.wrong(f"{name} is run with the function {function!r}")
-        first = self.engine.sched.table.host_of.index(host.number)
+        first = self.engine.sched.host_of.index(host.number)
         if task.bound is not None and task.bound not in (-1, first + w):
             self.wrong(f"{name} is bound to {task.bound}, not {first + w}")
 
@@ -633,7 +633,7 @@ class HostWorld(World):
 
         def answered(number: int, job: int, first: int, tasks: int, ok: bool = False) -> Any:
             awaited = note_answered(number, job, first, tasks, ok)
-            host = sched.table.hosts.get(number)
+            host = sched.hosts.get(number)
             if ok and host is not None and not host.permitted:
                 self.warm[number] = next(self.numbers)
             return awaited
@@ -679,7 +679,7 @@ class HostWorld(World):
                 self.granted.discard((number, name_of(job, item)))
                 self.unbegun.pop((number, name_of(job, item)), None)
             found = unbegun(number, kept, job, first, tasks)
-            host = sched.table.hosts.get(number)
+            host = sched.hosts.get(number)
             if host is not None:
                 stays = any(batch.number == kept for batch in host.staged)
                 drops = any(type(one) is m.Drop and kept in one.batches for _, one in found)
@@ -694,12 +694,8 @@ class HostWorld(World):
         """The driver calls a host."""
         kinds = [type(message).__name__ for message in call.messages]
         self.note(self.at, "to host", number, call._replace(messages=kinds))
-        if (
-            "Stage" in kinds
-            and not self.ended_violently
-            and number in self.engine.sched.table.hosts
-        ):
-            self.check_bytes(self.engine.sched.table.hosts[number])
+        if "Stage" in kinds and not self.ended_violently and number in self.engine.sched.hosts:
+            self.check_bytes(self.engine.sched.hosts[number])
 
     def check_bytes(self, host: Any) -> None:
         """Bytes sent ahead are bounded, except for one task for each worker and one bound task for
@@ -715,7 +711,7 @@ class HostWorld(World):
     def check_warm(self, host: Any) -> None:
         """A task goes to the idle host that gave a value last, not to one that gave an error."""
         before = self.warm.get(host.number, -1)
-        for other in self.engine.sched.table.hosts.values():
+        for other in self.engine.sched.hosts.values():
             if other.accepting and not other.permitted and self.warm.get(other.number, -1) > before:
                 self.wrong(f"host {host.number} gets a task before host {other.number}")
 
@@ -723,7 +719,7 @@ class HostWorld(World):
         """No task that waits for any host has a higher priority than one that may begin."""
         sched = self.engine.sched
         waits = [(one.terms.priority, one.job) for one in sched.shared if one.items]
-        for other in sched.table.hosts.values():
+        for other in sched.hosts.values():
             waits += [(one.priority, one.items.job) for one in other.staged]
         priority, job = max(waits, default=(-math.inf, 0))
         if priority > batch.priority:
@@ -736,12 +732,12 @@ class HostWorld(World):
             return
         fed = {one.job for one in (*self.open.values(), *self.to_feed)}
         waits = [one.job for one in sched.shared if one.items and one.job not in fed]
-        waits += [batch.items.job for host in sched.table.hosts.values() for batch in host.staged]
-        for host in sched.table.hosts.values():
+        waits += [batch.items.job for host in sched.hosts.values() for batch in host.staged]
+        for host in sched.hosts.values():
             if host.accepting and waits and host.ahead < host.workers:
                 self.wrong(f"host {host.number} has room, and job {waits[0]} waits")
             for w in range(host.first, host.first + host.workers):
-                if host.accepting and sched.own[w] and not sched.table.bound_ahead[w]:
+                if host.accepting and sched.own[w] and not sched.bound_ahead[w]:
                     self.wrong(f"worker {w} is idle while a task waits for it")
 
     def check_starved(self) -> None:
@@ -756,7 +752,7 @@ class HostWorld(World):
         if waits and self.turns % 8:
             return
         for number, host in self.hosts.items():
-            its = sched.table.hosts.get(number)
+            its = sched.hosts.get(number)
             if (
                 not waits or its is None or not its.accepting or host.over
                 or self.now < host.good_from or host.holds_bound()
@@ -778,7 +774,7 @@ class HostWorld(World):
         idle time counts from now on. The answers may have lain there for 0.1 s (`EngineWorld`
         checks this).
         """
-        its = self.engine.sched.table.hosts.get(host.number)
+        its = self.engine.sched.hosts.get(host.number)
         if its is not None and its.ahead >= its.workers:
             host.starved = None
 
@@ -794,7 +790,7 @@ class HostWorld(World):
         sched = self.engine.sched
         idle = None
         for number, host in self.hosts.items():
-            its = sched.table.hosts.get(number)
+            its = sched.hosts.get(number)
             fine = its is not None and its.accepting and not host.over
             if not fine or self.now < host.good_from:
                 host.idle, host.sat_on = None, {}
@@ -808,7 +804,7 @@ class HostWorld(World):
             host.sat_on = {one: host.sat_on.get(one, self.now) for one in sits}
         for host in self.hosts.values():
             for (worker, _), since in host.sat_on.items():
-                batches = len(set(sched.table.hosts[host.number].permitted.values()))
+                batches = len(set(sched.hosts[host.number].permitted.values()))
                 limit = 0.1 + 4 * self.latency * (2 + batches)
                 if idle is not None and self.now - max(idle, since) > limit:
                     self.wrong(f"worker {worker} of {host.name} keeps tasks since {since:.6f}")

@@ -6,7 +6,7 @@ from xpool._engine.jobs.waiting import RangeQueue
 from xpool._hosts import messages as m
 from xpool._hosts import service
 from xpool._hosts.agent import AgentSession
-from xpool._hosts.hosts_scheduler import HostScheduler, HostTable, Lost, Quotas
+from xpool._hosts.hosts_scheduler import HostScheduler, Lost, Quotas
 from xpool._hosts.messages import Link
 from xpool._hosts.service import Conversation, HostService
 
@@ -20,7 +20,7 @@ hosts = of_world("hosts")
 
 @hosts("tasks staged at a lost host count as permitted", HostScheduler, "lost")
 def _(original, sched, number):
-    host = sched.table.hosts[number]
+    host = sched.hosts[number]
     for batch in host.staged:
         for i in range(batch.items.first, batch.items.first + batch.left):
             host.permitted[(i, 0) if batch.items.job == CALLS else (batch.items.job, i)] = batch
@@ -57,13 +57,13 @@ def _(original, sched, host, found):
 
 @hosts("a draining host is permitted more tasks", HostScheduler, "drain")
 def _(original, sched, number):
-    sched.table.hosts[number].leaving = True
+    sched.hosts[number].leaving = True
     return []
 
 
 @hosts("tasks staged at other hosts are not looked for")
 def _(patch):
-    patch.setattr(HostTable, "update_donors", nothing)
+    patch.setattr(HostScheduler, "update_donors", nothing)
     patch.setattr(HostScheduler, "_from_another", nothing)
 
 
@@ -76,7 +76,7 @@ def _(original, sched, host, batches, found):
 @hosts("tasks that are given back are queued, too", HostScheduler, "unbegun")
 def _(original, sched, number, kept, *which):
     found = original(sched, number, kept, *which)
-    for batch in sched.table.hosts[number].staged:
+    for batch in sched.hosts[number].staged:
         if batch.number == kept:
             sched.put_back(piece(batch.items, 0, batch.left))
     return found
@@ -135,7 +135,7 @@ def _(original, sched, batch):
     return batch.of_stream and sched.shared.pass_streams()
 
 
-@hosts("staged tasks are permitted in the order in which they were staged", HostTable, "keep")
+@hosts("staged tasks are permitted in the order in which they were staged", HostScheduler, "keep")
 def _(original, table, host, batch, in_front=False):
     original(table, host, batch, in_front)
     host.staged.remove(batch)

@@ -278,14 +278,14 @@ class Cluster:
             messages.setdefault(number, []).append(message)
             if type(message) is m.Stage:
                 self.sent += len(message.items)
-        while self.sched.table.unwatched:
-            number = self.sched.table.unwatched.popitem()[0]
+        while self.sched.unwatched:
+            number = self.sched.unwatched.popitem()[0]
             self.at(self.now + self.sched.quotas.look_seconds + 2 * self.trip, self.look, number)
         self.policy += time.thread_time() - began
         self.driver_free = max(self.now, self.driver_free) + busy
         for number, its in messages.items():
             self.send(self.hosts[number], its)
-        if not self.drained_at and not self.sched.queued and not self.sched.table.with_staged:
+        if not self.drained_at and not self.sched.queued and not self.sched.with_staged:
             running = (self.now - at for host in self.hosts for at in host.begun.values())
             self.drained_at, self.worked_then = self.now, self.work + sum(running)
 

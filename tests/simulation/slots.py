@@ -51,7 +51,7 @@ class Asked(Slots):
 
     def unbegun(self, number: int, kept: int, *which: int) -> list[Message]:
         found = super().unbegun(number, kept, *which)
-        host = self.table.hosts.get(number)
+        host = self.hosts.get(number)
         for batch in () if host is None else list(host.staged):
             self._drop(host, [batch], found)  # type: ignore[arg-type]
         return found

@@ -78,7 +78,7 @@ class HostEngine:
         self.service = HostService(fleet, describe, lease, now, self.wake)
         self.results = self.service.results
         self.sched = self.service.sched
-        self.idle: Collection[int] = self.sched.table.with_capacity
+        self.idle: Collection[int] = self.sched.with_capacity
         self._fleet, self._now = fleet, now
         self._functions = itertools.count(1)
 
@@ -148,12 +148,12 @@ class HostEngine:
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         with self.lock:
             number = next(self._functions)
-            self.sched.table.learn(number, mode, payload)
+            self.sched.learn(number, mode, payload)
             return number
 
     def forget(self, func: int) -> None:
         with self.lock:
-            self.service.send(self.sched.table.forget(func))
+            self.service.send(self.sched.forget(func))
 
     def broadcast(self, payload: bytes | memoryview) -> str:
         """Send an object to all hosts, which keep it until the pool ends; return its name there."""
@@ -173,7 +173,7 @@ class HostEngine:
 
     def runs(self, job: int, index: int | None = None) -> bool:
         with self.lock:
-            return self.sched.table.runs(job, index)
+            return self.sched.runs(job, index)
 
     def sent(self, payload: bytes | memoryview) -> int:
         return len(payload)
@@ -187,7 +187,7 @@ class HostEngine:
                 for number, agent in self.service.agents.items()
                 if not agent.ended
             }
-            held = list(self.sched.table.hosts.values())
+            held = list(self.sched.hosts.values())
             running = sum(one.get("running", 0) for one in each.values())
             sent = sum(len(h.permitted) + h.staged_items for h in held)
             return {

@@ -73,13 +73,6 @@ class StagedBatch:
         part.bound = self.items.bound
         return part
 
-    def stage(self, first: int) -> Stage:
-        """Return the message that stages it at a host; ``first``: the index of its first worker."""
-        its = self.items
-        bound = None if its.bound is None else its.bound - first
-        items = list(its.items)
-        return Stage(self.number, its.job, its.func, its.first, items, bound, its.terms)
-
 
 class HostState:
     """One host: its workers, and the batches that it holds."""
@@ -117,151 +110,6 @@ class HostState:
         for its in (self.staged, self.recallable, self.recalled, self.permitted):
             its.clear()
         self.ahead = self.staged_items = self.nbytes = 0
-
-
-class HostTable:
-    """All hosts, and the sets of hosts that events may concern, so that no event has to search."""
-
-    def __init__(self) -> None:
-        self.hosts: dict[int, HostState] = {}
-        self.workers = 0  # of all accepting hosts
-        # Hosts that may be permitted more, in the order in which they get the next batches.  A host
-        # that gets a batch goes to the end.  A host whose last task has given a value goes to the
-        # front: its processes are warm.  Input readers read without the lock whether it is empty.
-        self.with_capacity: OrderedDict[int, None] = OrderedDict()
-        self.with_staged: dict[int, None] = {}
-        # Hosts that were permitted more than their workers run at once, without a recall under way.
-        self.recallable: dict[int, None] = {}
-        self.with_bound: dict[int, None] = {}  # hosts with a worker that bound items wait for
-        self.unwatched: dict[int, None] = {}
-        """Hosts that were permitted more than their workers run at once.  The caller removes each
-        and calls `HostScheduler.look` with it after `Quotas.look_seconds`."""
-        self.host_of: list[int] = []
-        """The number of each worker's host, which may be gone."""
-        self.bound_ahead: list[int] = []  # number of permitted items bound to each worker
-        self._functions: dict[int, tuple[int, Any]] = {}
-
-    def expect(self, number: int, workers: int) -> None:
-        """Add a host that will join; its workers get the next indices."""
-        self.hosts[number] = HostState(number, len(self.host_of), workers)
-        self.host_of += [number] * workers
-        self.bound_ahead += [0] * workers
-
-    def accept(self, host: HostState) -> None:
-        host.accepting = True
-        self.workers += host.workers
-        self.with_capacity[host.number] = None
-
-    def refuse(self, host: HostState) -> None:
-        """Note that a host is leaving."""
-        host.accepting = False
-        self.workers -= host.workers
-        self.with_capacity.pop(host.number, None)
-
-    def remove(self, number: int) -> HostState:
-        for its in (self.with_staged, self.recallable, self.with_bound, self.unwatched):
-            its.pop(number, None)
-        host = self.hosts.pop(number)
-        for w in range(host.first, host.first + host.workers):
-            self.bound_ahead[w] = 0
-        return host
-
-    def is_there(self, worker: int) -> bool:
-        """Whether the host of a worker is in service or expected."""
-        host = self.hosts.get(self.host_of[worker])
-        return host is not None and not host.leaving
-
-    def update_donors(self, host: HostState) -> None:
-        """Note whether other hosts may get staged or permitted batches of a host."""
-        if host.staged:
-            self.with_staged[host.number] = None
-        else:
-            self.with_staged.pop(host.number, None)
-        if host.ahead > host.workers and not host.recalled and host.recallable:
-            self.recallable[host.number] = None
-        else:
-            self.recallable.pop(host.number, None)
-
-    def keep(self, host: HostState, batch: StagedBatch, in_front: bool = False) -> None:
-        """Note that a batch is staged at a host and not permitted."""
-        staged, priority = host.staged, batch.priority
-        if in_front and (not staged or staged[0].priority <= priority):
-            staged.appendleft(batch)
-        elif not in_front and (not staged or staged[-1].priority >= priority):
-            staged.append(batch)
-        else:
-            # In front of those of its priority, or behind them.
-            place = bisect.bisect_left if in_front else bisect.bisect_right
-            staged.insert(place(staged, -priority, key=lambda one: -one.priority), batch)
-        host.staged_items += batch.left
-        self.update_donors(host)
-
-    def permit(self, host: HostState, batch: StagedBatch) -> None:
-        """Note that a host may begin a batch."""
-        items = batch.items
-        for index in range(items.first, items.first + len(items.items)):
-            host.permitted[name_of(items.job, index)] = batch
-        if items.bound is None:
-            host.ahead += batch.left
-            host.recallable[batch.number] = batch
-            self.update_donors(host)
-        else:
-            self.bound_ahead[items.bound] += batch.left
-
-    def watch(self, host: HostState, newest: int) -> None:
-        """Plan a look at a host; ``newest``: the number of the last batch."""
-        if not host.watched:
-            host.watched = True
-            host.newest_then, host.answers_then = newest, host.answers
-            self.unwatched[host.number] = None
-
-    def settle(self, host: HostState, batch: StagedBatch, given: int = 0) -> None:
-        """Note that one item of a permitted batch was answered, or given back with its bytes."""
-        bound = batch.items.bound
-        batch.nbytes -= given
-        host.nbytes -= given
-        if bound is None:
-            host.ahead -= 1
-        else:
-            self.bound_ahead[bound] -= 1
-        batch.left -= 1
-        if not batch.left:
-            host.recallable.pop(batch.number, None)
-            host.recalled.pop(batch.number, None)
-            host.nbytes -= batch.nbytes
-        self.update_donors(host)
-
-    def runs(self, job: int, index: int | None = None) -> bool:
-        """Whether an item of a job, or this item, is permitted to a host and not answered."""
-        return any(host.names(job, index) for host in self.hosts.values())
-
-    def clear(self) -> None:
-        for its in (self.with_staged, self.recallable, self.unwatched):
-            its.clear()
-        for host in self.hosts.values():
-            host.clear()
-
-    # -- functions ---------------------------------------------------------------------------------
-
-    def learn(self, number: int, mode: int, payload: Any) -> None:
-        self._functions[number] = mode, payload
-
-    def function_for(self, host: HostState, number: int) -> Func | None:
-        """Return the message with a function that a host lacks; None: it has it, or needs none."""
-        if not number or number in host.known or number not in self._functions:
-            return None
-        host.known.add(number)
-        return Func(number, *self._functions[number])
-
-    def forget(self, number: int) -> list[tuple[int, Any]]:
-        """Drop a function; return the messages to the hosts that have it."""
-        self._functions.pop(number, None)
-        found: list[tuple[int, Any]] = []
-        for host in self.hosts.values():
-            if number in host.known:
-                host.known.discard(number)
-                found.append((host.number, Forget(number)))
-        return found
 
 
 AHEAD_SECONDS = 0.05
@@ -343,36 +191,68 @@ Message = tuple[int, Any]
 """A host, and a message for its agent."""
 
 
+def _tell(found: list[Message], host: HostState, kind: type[Go] | type[Back], batch: Any) -> None:
+    """Add a message about a batch, or add the batch to the last message."""
+    if found and found[-1][0] == host.number and type(found[-1][1]) is kind:
+        found[-1][1].batches.append(batch)
+    else:
+        found.append((host.number, kind([batch])))
+
+
 class HostScheduler(Waiting):
-    """The queue of waiting items, and the batches that each host holds."""
+    """The queue of waiting items, the batches that each host holds, and the sets of hosts that
+    events may concern, so that no event has to search."""
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.table, self.quotas = HostTable(), Quotas()
+        self.quotas = Quotas()
+        self.hosts: dict[int, HostState] = {}
+        self.workers = 0  # of all accepting hosts
+        # Hosts that may be permitted more, in the order in which they get the next batches.  A host
+        # that gets a batch goes to the end.  A host whose last task has given a value goes to the
+        # front: its processes are warm.  Input readers read without the lock whether it is empty.
+        self.with_capacity: OrderedDict[int, None] = OrderedDict()
+        self.with_staged: dict[int, None] = {}
+        # Hosts that were permitted more than their workers run at once, without a recall under way.
+        self.recallable: dict[int, None] = {}
+        self.with_bound: dict[int, None] = {}  # hosts with a worker that bound items wait for
+        self.unwatched: dict[int, None] = {}
+        """Hosts that were permitted more than their workers run at once.  The caller removes each
+        and calls `look` with it after `Quotas.look_seconds`."""
+        self.host_of: list[int] = []
+        """The number of each worker's host, which may be gone."""
+        self.bound_ahead: list[int] = []  # number of permitted items bound to each worker
+        self._functions: dict[int, tuple[int, Any]] = {}
         self._batches = 0  # number of the last batch
 
     # -- hosts come and go -------------------------------------------------------------------------
 
     def expect(self, number: int, workers: int) -> None:
         """Add a host that will join; its workers get the next indices."""
-        self.table.expect(number, workers)
-        self.extend(len(self.table.host_of))
+        self.hosts[number] = HostState(number, len(self.host_of), workers)
+        self.host_of += [number] * workers
+        self.bound_ahead += [0] * workers
+        self.extend(len(self.host_of))
 
     def join(self, number: int) -> None:
-        host = self.table.hosts[number]
+        host = self.hosts[number]
         if host.leaving:
             return
-        self.table.accept(host)
+        host.accepting = True
+        self.workers += host.workers
+        self.with_capacity[number] = None
         if any(self.own[host.first : host.first + host.workers]):
-            self.table.with_bound[number] = None
+            self.with_bound[number] = None
 
     def drain(self, number: int) -> list[Message]:
         """Permit nothing more to a host that will be removed; queue its staged batches again."""
-        host = self.table.hosts[number]
+        host = self.hosts[number]
         host.leaving = True
         if not host.accepting:
             return []
-        self.table.refuse(host)
+        host.accepting = False
+        self.workers -= host.workers
+        self.with_capacity.pop(number, None)
         found: list[Message] = []
         if host.staged:
             self._drop(host, list(host.staged), found)
@@ -385,13 +265,16 @@ class HostScheduler(Waiting):
         its workers.  Its staged batches are queued again, in front.
         """
         self.drain(number)
-        host = self.table.remove(number)
+        host = self.hosts.pop(number)
+        for sets in (self.with_staged, self.recallable, self.with_bound, self.unwatched):
+            sets.pop(number, None)
         found = []
         for name, batch in host.permitted.items():
             part = batch.item(name)
             found.append(Lost(part, part.terms.retries > 0 and part.bound is None))
         its = range(host.first, host.first + host.workers)
         for w in its:
+            self.bound_ahead[w] = 0
             while (task_range := self.own[w].front()) is not None:
                 job, func, first = task_range.job, task_range.func, task_range.first
                 items = self.own[w].take(len(task_range.items), 1 << 62)
@@ -402,9 +285,14 @@ class HostScheduler(Waiting):
         found += [Lost(one, False) for one in self.later.take_out(lambda one: one.bound in its)]
         return found
 
+    def is_there(self, worker: int) -> bool:
+        """Whether the host of a worker is in service or expected."""
+        host = self.hosts.get(self.host_of[worker])
+        return host is not None and not host.leaving
+
     def least_loaded(self) -> int | None:
         """Return the worker with the fewest items bound to it; None: no host is in service."""
-        ahead, there = self.table.bound_ahead, filter(self.table.is_there, range(len(self.own)))
+        ahead, there = self.bound_ahead, filter(self.is_there, range(len(self.own)))
         return min(there, key=lambda w: (ahead[w] + self.own[w].bound, w), default=None)
 
     # -- work goes out -----------------------------------------------------------------------------
@@ -413,38 +301,37 @@ class HostScheduler(Waiting):
         if task_range.bound is not None:
             # The worker may be free although the host has no room for items that any worker may
             # run.
-            host = self.table.hosts.get(self.table.host_of[task_range.bound])
+            host = self.hosts.get(self.host_of[task_range.bound])
             if host is not None and host.accepting:
-                self.table.with_capacity.setdefault(host.number)
-                self.table.with_bound[host.number] = None
+                self.with_capacity.setdefault(host.number)
+                self.with_bound[host.number] = None
         return super()._queue(task_range)
 
     def give(self) -> list[Message]:
         """Permit waiting items to the hosts with room, and stage more there."""
         found: list[Message] = []
-        table = self.table
         permitted = True
-        while table.with_capacity and permitted:
+        while self.with_capacity and permitted:
             permitted = False
-            for number in list(table.with_capacity):
-                if not (self.queued or table.with_staged or table.recallable):
+            for number in list(self.with_capacity):
+                if not (self.queued or self.with_staged or self.recallable):
                     break
-                host = table.hosts[number]
+                host = self.hosts[number]
                 room = self.quotas.room(host)
                 batch = self._next(host, room, found)
                 if batch is not None:
                     self._permit(host, batch, found)
-                    table.with_capacity.move_to_end(number)
+                    self.with_capacity.move_to_end(number)
                     permitted = True
                 elif room <= 0:
                     self._stage_ahead(host, found)
-                    if number not in table.with_bound:
-                        del table.with_capacity[number]  # the next answer adds it again
+                    if number not in self.with_bound:
+                        del self.with_capacity[number]  # the next answer adds it again
         return found
 
     def _next(self, host: HostState, room: int, found: list[Message]) -> StagedBatch | None:
         """Return the next batch for a host, staged there; None: there is none for it now."""
-        if host.number in self.table.with_bound:
+        if host.number in self.with_bound:
             batch = self._next_bound(host, found)
             if batch is not None:
                 return batch
@@ -456,7 +343,7 @@ class HostScheduler(Waiting):
             if host.staged[0].left <= room:
                 batch = host.staged.popleft()
                 host.staged_items -= batch.left
-                self.table.update_donors(host)
+                self.update_donors(host)
                 return batch
             if host.ahead >= host.workers:
                 return None
@@ -469,10 +356,10 @@ class HostScheduler(Waiting):
 
     def _fetch_higher(self, host: HostState, found: list[Message]) -> None:
         """Queue again what another host has staged, if it goes before all that this one may get."""
-        hosts, first = self.table.hosts, self.shared.first()
+        hosts, first = self.hosts, self.shared.first()
         waiting = -math.inf if first is None else first.terms.priority
         here = host.staged[0].priority if host.staged else -math.inf
-        staged = [(hosts[number].staged[0].priority, number) for number in self.table.with_staged]
+        staged = [(hosts[number].staged[0].priority, number) for number in self.with_staged]
         highest, number = max(staged, default=(-math.inf, 0))
         if highest > max(waiting, here):
             self._drop(hosts[number], [hosts[number].staged[0]], found)
@@ -491,23 +378,23 @@ class HostScheduler(Waiting):
         more = 1 + self.quotas.extra(host)
         waits = False
         for w in range(host.first, host.first + host.workers):
-            if self.own[w] and self.table.bound_ahead[w] < more:
+            if self.own[w] and self.bound_ahead[w] < more:
                 batch = self._stage(host, self.own[w], more, found)
                 if batch is not None:  # None: all waiting items were cancelled
                     return batch
             waits = waits or bool(self.own[w])
         if not waits:
-            del self.table.with_bound[host.number]
+            del self.with_bound[host.number]
         return None
 
     def _from_another(self, host: HostState, room: int, found: list[Message]) -> StagedBatch | None:
         """Return a batch that another host had staged; if none has, recall a permitted one."""
-        for number in self.table.with_staged:
-            donor = self.table.hosts[number]
+        for number in self.with_staged:
+            donor = self.hosts[number]
             self._drop(donor, [donor.staged[-1]], found)
             return self._stage(host, self.shared, room, found)
-        for number in self.table.recallable:
-            self._recall(self.table.hosts[number], found)
+        for number in self.recallable:
+            self._recall(self.hosts[number], found)
             break
         return None
 
@@ -516,13 +403,8 @@ class HostScheduler(Waiting):
         batch = host.recallable.pop(next(reversed(host.recallable)))
         host.recalled[batch.number] = batch
         part = batch.items
-        which = batch.number, part.job, part.first, len(part.items)
-        last = found[-1] if found else None
-        if last is not None and last[0] == host.number and type(last[1]) is Back:
-            last[1].batches.append(which)
-        else:
-            found.append((host.number, Back([which])))
-        self.table.update_donors(host)
+        _tell(found, host, Back, (batch.number, part.job, part.first, len(part.items)))
+        self.update_donors(host)
         return batch.left
 
     def _drop(self, host: HostState, batches: list[StagedBatch], found: list[Message]) -> None:
@@ -532,18 +414,42 @@ class HostScheduler(Waiting):
             host.staged_items -= batch.left
             host.nbytes -= batch.nbytes
             self.put_back(batch.items)
-        self.table.update_donors(host)
+        self.update_donors(host)
         found.append((host.number, Drop([batch.number for batch in batches])))
 
-    def _permit(self, host: HostState, batch: StagedBatch, found: list[Message]) -> None:
-        self.table.permit(host, batch)
-        if batch.items.bound is None and host.ahead > host.workers:
-            self.table.watch(host, self._batches)
-        last = found[-1] if found else None
-        if last is not None and last[0] == host.number and type(last[1]) is Go:
-            last[1].batches.append(batch.number)
+    def update_donors(self, host: HostState) -> None:
+        """Note whether other hosts may get staged or permitted batches of a host."""
+        if host.staged:
+            self.with_staged[host.number] = None
         else:
-            found.append((host.number, Go([batch.number])))
+            self.with_staged.pop(host.number, None)
+        if host.ahead > host.workers and not host.recalled and host.recallable:
+            self.recallable[host.number] = None
+        else:
+            self.recallable.pop(host.number, None)
+
+    def keep(self, host: HostState, batch: StagedBatch, in_front: bool = False) -> None:
+        """Note that a batch is staged at a host and not permitted."""
+        # In front of those of its priority, or behind them.
+        place = bisect.bisect_left if in_front else bisect.bisect_right
+        index = place(host.staged, -batch.priority, key=lambda one: -one.priority)
+        host.staged.insert(index, batch)
+        host.staged_items += batch.left
+        self.update_donors(host)
+
+    def _permit(self, host: HostState, batch: StagedBatch, found: list[Message]) -> None:
+        items = batch.items
+        for index in range(items.first, items.first + len(items.items)):
+            host.permitted[name_of(items.job, index)] = batch
+        if items.bound is None:
+            host.ahead += batch.left
+            host.recallable[batch.number] = batch
+            self.update_donors(host)
+            if host.ahead > host.workers:
+                self._watch(host)
+        else:
+            self.bound_ahead[items.bound] += batch.left
+        _tell(found, host, Go, batch.number)
 
     def _stage_ahead(self, host: HostState, found: list[Message]) -> None:
         """Stage items at a host that has no room for more permitted ones."""
@@ -551,10 +457,10 @@ class HostScheduler(Waiting):
         while (
             (most := self.quotas.room_staged(host)) > 0
             and (first := self.shared.first()) is not None
-            and len(first.items) > self.table.workers
+            and len(first.items) > self.workers
             and (batch := self._stage(host, self.shared, most, found)) is not None
         ):
-            self.table.keep(host, batch)
+            self.keep(host, batch)
 
     def _stage(
         self, host: HostState, queue: RangeQueue, most: int, found: list[Message]
@@ -565,7 +471,7 @@ class HostScheduler(Waiting):
             return None
         n = min(most, self.quotas.batch_items(1 if first.bound is not None else host.workers))
         if first.bound is None:
-            n = min(n, -(-len(first.items) // (self.table.workers or 1)))
+            n = min(n, -(-len(first.items) // (self.workers or 1)))
         items = queue.take(max(1, n), BATCH_BYTES)
         part = TaskRange(
             first.job, first.func, first.first - len(items), items, first.bound, first.terms
@@ -575,10 +481,13 @@ class HostScheduler(Waiting):
         self._batches += 1
         batch = StagedBatch(self._batches, part, first.flow is not None)
         host.nbytes += batch.nbytes
-        function = self.table.function_for(host, part.func)
-        if function is not None:
-            found.append((host.number, function))
-        found.append((host.number, batch.stage(host.first)))
+        func, bound = part.func, part.bound
+        if func not in host.known and func in self._functions:  # 0, a call's, is in neither
+            host.known.add(func)
+            found.append((host.number, Func(func, *self._functions[func])))
+        at_host = None if bound is None else bound - host.first
+        stage = Stage(batch.number, part.job, func, part.first, list(items), at_host, part.terms)
+        found.append((host.number, stage))
         return batch
 
     # -- hosts that were permitted too much --------------------------------------------------------
@@ -591,7 +500,7 @@ class HostScheduler(Waiting):
         until it answers more between two looks, or has nothing to do.
         """
         found: list[Message] = []
-        host = self.table.hosts.get(number)
+        host = self.hosts.get(number)
         if host is None:
             return found
         host.watched = False
@@ -606,12 +515,39 @@ class HostScheduler(Waiting):
         elif host.pace is not None:
             host.pace = max(host.pace, answers) if host.ahead else None
             if host.accepting:
-                self.table.with_capacity.setdefault(number)
+                self.with_capacity.setdefault(number)
         if host.ahead > host.workers or host.pace is not None:
-            self.table.watch(host, self._batches)
+            self._watch(host)
         return found
 
+    def _watch(self, host: HostState) -> None:
+        """Plan a look at a host."""
+        if not host.watched:
+            host.watched = True
+            host.newest_then, host.answers_then = self._batches, host.answers
+            self.unwatched[host.number] = None
+
     # -- answers come ------------------------------------------------------------------------------
+
+    def settle(self, host: HostState, batch: StagedBatch, given: int = 0) -> None:
+        """Note that one item of a permitted batch was answered, or given back with its bytes."""
+        bound = batch.items.bound
+        batch.nbytes -= given
+        host.nbytes -= given
+        if bound is None:
+            host.ahead -= 1
+        else:
+            self.bound_ahead[bound] -= 1
+        batch.left -= 1
+        if not batch.left:
+            host.recallable.pop(batch.number, None)
+            host.recalled.pop(batch.number, None)
+            host.nbytes -= batch.nbytes
+        self.update_donors(host)
+
+    def runs(self, job: int, index: int | None = None) -> bool:
+        """Whether an item of a job, or this item, is permitted to a host and not answered."""
+        return any(host.names(job, index) for host in self.hosts.values())
 
     def answered(self, number: int, job: int, first: int, tasks: int, ok: bool = False) -> bool:
         """Note the answers to consecutive items; return whether all of them were awaited.
@@ -620,25 +556,25 @@ class HostScheduler(Waiting):
         After an error, a death or a cancellation, the worker may be busy or gone, and a retry
         should go to another host.
         """
-        host = self.table.hosts.get(number)
+        host = self.hosts.get(number)
         if host is None:
             return False
         host.answers += tasks
         batches = [host.permitted.pop((job, i), None) for i in range(first, first + tasks)]
         for batch in batches:
             if batch is not None:
-                self.table.settle(host, batch)
+                self.settle(host, batch)
         if host.accepting:
-            self.table.with_capacity.setdefault(number)
+            self.with_capacity.setdefault(number)
             if ok and not host.permitted:
-                self.table.with_capacity.move_to_end(number, last=False)
+                self.with_capacity.move_to_end(number, last=False)
         return None not in batches
 
     def again(
         self, number: int, job: int, item: int, killed: bool, when: Callable[[int], float]
     ) -> None:
         """Queue a failed item again, to run at the time ``when(n)`` after n tries."""
-        host = self.table.hosts.get(number)
+        host = self.hosts.get(number)
         batch = None if host is None else host.permitted.get((job, item))
         if batch is not None:
             part = batch.item((job, item))
@@ -647,16 +583,16 @@ class HostScheduler(Waiting):
 
     def given(self, number: int, batches: Iterable[int]) -> None:
         """Note that a host has given back the waiting items of recalled batches."""
-        host = self.table.hosts.get(number)
+        host = self.hosts.get(number)
         if host is not None:
             for batch in batches:
                 host.recalled.pop(batch, None)
-            self.table.update_donors(host)
+            self.update_donors(host)
 
     def unbegun(self, number: int, kept: int, job: int, first: int, tasks: int) -> list[Message]:
         """Note that a host has given back items, and has staged them as its batch ``kept``."""
         found: list[Message] = []
-        host = self.table.hosts.get(number)
+        host = self.hosts.get(number)
         if host is None:
             return found
         parts, of_stream = [], False
@@ -665,28 +601,28 @@ class HostScheduler(Waiting):
             if batch is not None:
                 parts.append(batch.item(name))
                 of_stream = batch.of_stream
-                self.table.settle(host, batch, len(parts[-1].items[0]))
+                self.settle(host, batch, len(parts[-1].items[0]))
         if len(parts) == tasks and host.accepting:
             whole = parts[0]
             for part in parts[1:]:
                 whole.items += part.items
             batch = StagedBatch(kept, whole, of_stream)
             host.nbytes += batch.nbytes
-            self.table.keep(host, batch, in_front=True)
+            self.keep(host, batch, in_front=True)
         else:  # the host is leaving, or some were withdrawn meanwhile
             found.append((number, Drop([kept])))
             for part in reversed(parts):
                 self.put_back(part)
         if host.accepting:
             # The host goes behind the one for which the items were recalled.
-            self.table.with_capacity[number] = None
-            self.table.with_capacity.move_to_end(number)
+            self.with_capacity[number] = None
+            self.with_capacity.move_to_end(number)
         return found
 
     def withdraw(self, job: int, index: int | None = None) -> list[Message]:
         """Drop a job that has ended, or one item of it; return messages that stop running items."""
         found: list[Message] = []
-        for host in self.table.hosts.values():
+        for host in self.hosts.values():
             staged = [batch for batch in host.staged if covers(batch.items, job, index)]
             if staged:
                 self._drop(host, staged, found)
@@ -700,4 +636,20 @@ class HostScheduler(Waiting):
 
     def clear(self) -> None:
         super().clear()
-        self.table.clear()
+        for sets in (self.with_staged, self.recallable, self.unwatched):
+            sets.clear()
+        for host in self.hosts.values():
+            host.clear()
+
+    def learn(self, number: int, mode: int, payload: Any) -> None:
+        self._functions[number] = mode, payload
+
+    def forget(self, number: int) -> list[tuple[int, Any]]:
+        """Drop a function; return the messages to the hosts that have it."""
+        self._functions.pop(number, None)
+        found: list[tuple[int, Any]] = []
+        for host in self.hosts.values():
+            if number in host.known:
+                host.known.discard(number)
+                found.append((host.number, Forget(number)))
+        return found

@@ -244,7 +244,7 @@ class HostService:
         for one in ranges:
             if one.bound is not None and one.bound < 0:
                 one.bound = self.sched.least_loaded()  # None: any worker of the next host
-            if one.bound is not None and not self.sched.table.is_there(one.bound):
+            if one.bound is not None and not self.sched.is_there(one.bound):
                 self._refuse(one)
             else:
                 self.sched.put(one)
@@ -253,7 +253,7 @@ class HostService:
     def _refuse(self, one: TaskRange) -> None:
         """Fail the tasks of a range that is bound to a worker whose host is gone."""
         assert one.bound is not None
-        host = self.gone.get(self.sched.table.host_of[one.bound], "")
+        host = self.gone.get(self.sched.host_of[one.bound], "")
         for index in range(one.first, one.first + len(one.items)):
             job, item = name_of(one.job, index)
             task = self._describe(job, item)
@@ -268,8 +268,8 @@ class HostService:
         """
         sched = self.sched
         self.send(sched.give())
-        while sched.table.unwatched:
-            number = sched.table.unwatched.popitem()[0]
+        while sched.unwatched:
+            number = sched.unwatched.popitem()[0]
             # Add the time in which the permission and the answers are under way.
             seconds = sched.quotas.look_seconds + 2 * self.agents[number].trip
             self.at(self._now() + seconds, functools.partial(self._look, number))
@@ -292,7 +292,7 @@ class HostService:
         """Send a host's messages; ``hold`` is that of `Conversation.flush`."""
         agent = self.agents[number]
         if not agent.ended:
-            host = self.sched.table.hosts[number]
+            host = self.sched.hosts[number]
             # A call is needed if the agent may have messages, or if its lease has to be renewed.
             expects = bool(host.permitted) or bool(host.recalled) or self.retiring
             # The beat counts from the last call, not from the last reply: a late reply renews the
@@ -331,7 +331,7 @@ class HostService:
         elif kind is f.Dead:
             self._dead(event.host, event.reason)
         elif kind is f.Draining:
-            if event.host in self.sched.table.hosts:
+            if event.host in self.sched.hosts:
                 self.send(self.sched.drain(event.host))
         elif (agent := self.agents.get(event.host)) is None or agent.ended:
             return
@@ -350,7 +350,7 @@ class HostService:
         if event.host in self.gone:
             return
         self.expected.discard(event.host)
-        first = self.sched.table.hosts[event.host].first
+        first = self.sched.hosts[event.host].first
         self.agents[event.host] = Conversation(
             self._fleet, event.host, event.name, first, self._now()
         )
