@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from xpool._calls.options import check_choice
 from xpool.distributed._current import GroupError, PeerLost
 from xpool.distributed._rpc_group import RpcGroup
 from xpool.errors import OptionError, XPoolError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class VersionError(XPoolError, ValueError):
@@ -70,13 +67,13 @@ class OrderedServerSimple(OrderedServerBase):
 
     def push(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
         """As `OrderedServerBase.push`."""
-        service = push_service(self.server_name)
+        service = f"{self.server_name}/_push_service"
         pushed: bool = self.group.registered_sync(service, (key, value, version, prev_version))
         return pushed
 
     def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
         """As `OrderedServerBase.pull`."""
-        service = pull_service(self.server_name)
+        service = f"{self.server_name}/_pull_service"
         pulled: tuple[Any, Any] | None = self.group.registered_sync(service, (key, version))
         return pulled
 
@@ -114,8 +111,8 @@ class OrderedServerSimpleImpl:
         # Guarded by _lock: the versions of each key, the newest last.  Values never change.
         self._storage: dict[Hashable, OrderedDict[Any, Any]] = {}
         with ExitStack() as undo:
-            register(undo, group, push_service(server_name), self._push_service)
-            register(undo, group, pull_service(server_name), self._pull_service)
+            register(undo, group, f"{server_name}/_push_service", self._push_service)
+            register(undo, group, f"{server_name}/_pull_service", self._pull_service)
             # Paired last, because a member that gets the client may call at once.
             group.pair(server_name, OrderedServerSimple(server_name, group))
             undo.callback(lambda: group.unpair(server_name))
@@ -164,14 +161,6 @@ def register(undo: ExitStack, group: RpcGroup, key: str, service: Callable[..., 
     undo.callback(lambda: group.deregister(key))
 
 
-def push_service(server_name: str) -> str:
-    return f"{server_name}/_push_service"
-
-
-def pull_service(server_name: str) -> str:
-    return f"{server_name}/_pull_service"
-
-
 def _check_previous(key: Hashable, prev_version: Any, newest: Any) -> None:
     """Raise `VersionError` if ``prev_version`` is greater than the newest version."""
     try:
@@ -194,17 +183,18 @@ def on_cpu(tensors: dict[str, Any]) -> dict[str, Tensor]:
     return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}
 
 
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
+
+
 def load(model: nn.Module, state: dict[str, Tensor], name: str) -> None:
     """Copy a pulled state into a model, on the model's own devices."""
     own = {key: tuple(one.shape) for key, one in model.state_dict().items()}
     pulled = {key: tuple(one.shape) for key, one in state.items()}
     if own != pulled:  # checked first: torch would load the parts that fit, and then raise
-        differ = sorted(
-            key for key in own.keys() | pulled.keys() if own.get(key) != pulled.get(key)
-        )
         raise GroupError(
             f"The server's {name!r} is not the given model: they differ in "
-            f"{', '.join(differ)}. The server's has {', '.join(pulled)}."
+            f"{', '.join(_differing(own, pulled))}. The server's has {', '.join(pulled)}."
         )
     model.load_state_dict(state)
 
@@ -311,14 +301,6 @@ class ReduceType(Enum):
     REDUCE_SECONDARY = 1
 
 
-def _reducer(server_name: str, member: str) -> str:
-    return f"{server_name}/{member}"
-
-
-def _facts_service(server_name: str) -> str:
-    return f"{server_name}/_facts_service"
-
-
 class PushPullGradServer:
     """The client of a gradient server.
 
@@ -361,7 +343,7 @@ class PushPullGradServer:
         # In random order, try one reducer after the other until one is alive.
         reducers = random.sample(self.secondary_reducers, len(self.secondary_reducers))
         for reducer in reducers:
-            service = push_service(_reducer(self.server_name, reducer))
+            service = f"{self.server_name}/{reducer}/_push_service"
             try:
                 self.group.registered_sync(service, (sent, ReduceType.REDUCE_SECONDARY))
                 break
@@ -387,7 +369,7 @@ class PushPullGradServer:
     def _check_managed(self, given: Facts) -> None:
         if self._managed is None:
             # The server returns None if it manages no model yet.  Then the gradients wait there.
-            self._managed = self.group.registered_sync(_facts_service(self.server_name))
+            self._managed = self.group.registered_sync(f"{self.server_name}/_facts_service")
         if self._managed is not None:
             check_facts(self.server_name, self._managed, given)
 
@@ -403,9 +385,7 @@ def _describe(shape: Any, dtype: Any, layout: Any = torch.strided) -> str:
 
 def check_facts(server_name: str, managed: Facts, given: Facts) -> None:
     if given != managed:
-        differ = sorted(
-            name for name in given.keys() | managed.keys() if given.get(name) != managed.get(name)
-        )
+        differ = _differing(given, managed)
         what = ", ".join(f"{name} (pushed: {given.get(name, 'nothing')})" for name in differ)
         raise ModelNotManaged(
             f"{server_name!r} does not manage this model: the gradients differ in {what}. It takes "
@@ -501,10 +481,11 @@ class PushPullGradServerImpl:
             self._o_server_impl = OrderedServerSimpleImpl(inner, self.group)
             undo.push(self._o_server_impl.undo)
         self.o_server = OrderedServerSimple(inner, self.group) if o_server is None else o_server
-        own = _reducer(self.server_name, self.group.get_cur_name())
-        register(undo, self.group, push_service(own), self._push_service)
+        own = f"{self.server_name}/{self.group.get_cur_name()}/_push_service"
+        register(undo, self.group, own, self._push_service)
         if self.is_primary:
-            register(undo, self.group, _facts_service(self.server_name), self._facts_service)
+            facts = f"{self.server_name}/_facts_service"
+            register(undo, self.group, facts, self._facts_service)
             # Paired last, because a member that gets the client may push at once.
             accessor = PushPullGradServer(
                 self.server_name,
@@ -604,7 +585,7 @@ class PushPullGradServerImpl:
         if self.is_primary:
             managed = self._facts_service()
         else:
-            managed = self.group.registered_sync(_facts_service(self.server_name))
+            managed = self.group.registered_sync(f"{self.server_name}/_facts_service")
         if managed is None:
             return
         with self._changed:
@@ -647,7 +628,7 @@ class PushPullGradServerImpl:
         elif self.is_primary:
             self._push_service(reduced, ReduceType.REDUCE_PRIMARY)
         else:
-            service = push_service(_reducer(self.server_name, self.primary_reducer))
+            service = f"{self.server_name}/{self.primary_reducer}/_push_service"
             self.group.registered_sync(service, (reduced, ReduceType.REDUCE_PRIMARY))
 
     def _next_batch(self) -> tuple[ReduceType, list[Gradients]] | None:
