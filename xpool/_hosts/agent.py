@@ -53,10 +53,8 @@ class AgentSession:
     Messages of the driver become calls of the engine.  Answers of the engine become messages, which
     leave with the next reply.  A session uses no network.
 
-    The only time limit is the lease: the agent may go on until it is over, and each call of the
-    driver renews it.  A lease runs from the moment, by the agent's clock, at which the agent sent
-    the last reply that the driver has received.  The driver received that reply later, so a lease
-    that it counts from there, by its own clock, ends no earlier than the agent's.
+    The only time limit is the lease: each call of the driver renews it.  It runs from the moment,
+    by the agent's clock, at which the agent sent the last reply that the driver has received.
 
     A result of ``engine`` with ``ok=None`` is an item to try again, or, if its value is a
     `TaskRange`, the items in this range, which no worker has begun.
@@ -155,15 +153,8 @@ class AgentSession:
             raise ValueError(f"a message of unknown kind {kind.__name__}")
 
     def _range(self, batch: int) -> TaskRange:
-        stage = self._staged.pop(batch)
-        return TaskRange(
-            stage.job,
-            self._function(stage.func),
-            stage.first,
-            stage.items,
-            stage.bound,
-            stage.terms,
-        )
+        _, job, func, first, items, bound, terms = self._staged.pop(batch)
+        return TaskRange(job, self._function(func), first, items, bound, terms)
 
     def _function(self, number: int) -> int:
         if number and number not in self._functions:
@@ -284,17 +275,10 @@ def facts(modules: Sequence[str]) -> dict[str, str]:
 class Agent:
     """An engine that works for a driver elsewhere.
 
-    Args:
-        config: its configuration.
-        host: name of this host.
-        first: the pool's index of the first worker here.
-        workers: number of workers here.
-        ended: called when the lease is over and the workers have ended.
-        memory_full: the part of the host's memory (0 to 1) at which the largest worker is ended.
-
-    Raises:
-        OptionError: the versions of Python or of a package differ from the driver's.
-        DeviceError: this host has fewer devices than workers.
+    ``first``: the pool's index of the first worker here.  ``ended`` is called when the lease is
+    over and the workers have ended.  ``memory_full``: the part of the host's memory (0 to 1) at
+    which the largest worker is ended.  Raises `OptionError` if versions differ from the driver's,
+    and `DeviceError` if this host has fewer devices than workers.
     """
 
     def __init__(
@@ -352,11 +336,7 @@ class Agent:
         self._thread = threading.Thread(target=self._run, name=f"{spec.pool}-agent", daemon=True)
 
     def start(self) -> None:
-        """Start the workers.
-
-        Raises:
-            OSError: the system refuses a process.
-        """
+        """Start the workers."""
         self._engine.start_missing()
         self._thread.start()
 
@@ -374,8 +354,9 @@ class Agent:
                 self._session.called(call)
                 taken, first, found = self._session.reply_to_beat(call, time.monotonic())
             return m.packed((taken, first), found)
+        session = self._session
         with self._news:
-            begun = self._session.called(call)
+            begun = session.called(call)
             self._locate_workers()
             self._collect()
             self._news.notify_all()
@@ -384,19 +365,15 @@ class Agent:
             self._engine.await_briefly(*begun, DIRECT_MILLISECONDS)
         with self._news:
             if begun is not None:
-                self._session.wait(call.number)
+                session.wait(call.number)
                 self._collect()
-            until = time.monotonic() + min(REPLY_SECONDS, self._lease / 8)
-            while (
-                not self._session.may_reply(call.number) and (left := until - time.monotonic()) > 0
-            ):
-                self._news.wait(left)
-            if not self._session.has_news:
-                self._say(time.monotonic())
-            taken, first, found = self._session.reply(
-                call.number, time.monotonic(), REPLY_BYTES, _weight
-            )
-            if self._session.has_news:
+            seconds = min(REPLY_SECONDS, self._lease / 8)
+            self._news.wait_for(lambda: session.may_reply(call.number), seconds)
+            now = time.monotonic()
+            if not session.has_news:
+                self._say(now)
+            taken, first, found = session.reply(call.number, now, REPLY_BYTES, _weight)
+            if session.has_news:
                 self._news.notify_all()
         return m.packed((taken, first), found)
 

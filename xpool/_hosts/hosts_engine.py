@@ -1,12 +1,8 @@
 """The engine of a pool over hosts: it has the methods of `xpool._engine.engine.Engine`.
 
-The agent of each host has an ordinary engine (`agent`); this is the driver's side.  A host may have
-run the tasks that were permitted to it and that it has not answered (`hosts_scheduler`).  Such a
-task of a lost host runs again only after that host's lease.  By then the agent has ended its
-workers, even if the driver cannot reach the host.
-
-One lock guards everything.  The outcomes of calls to the fleet arrive as events; the engine's
-thread takes them in `wait`, and `service` acts on them.
+The agent of each host has an ordinary engine (`agent`); this is the driver's side.  One lock guards
+everything.  The outcomes of calls to the fleet arrive as events; the engine's thread takes them in
+`wait`, and `service` acts on them.
 """
 
 from __future__ import annotations
@@ -56,11 +52,7 @@ END_LIMIT = 5.0
 class HostEngine:
     """Workers on the hosts of a fleet; `EngineProtocol` describes the methods.
 
-    Args:
-        fleet: places the agents and carries the calls to them.
-        describe: returns a text that names a task, given job and index.
-        lease: of the agents, in seconds.
-        now, events: the clock and the queue of events; a simulated world gives its own.
+    ``now``, ``events``: the clock and the queue of events; a simulated world gives its own.
     """
 
     def __init__(
@@ -281,14 +273,8 @@ def make_engine(
 ) -> HostEngine:
     """Return the engine of a pool over hosts.
 
-    Args:
-        pool: the pool.
-        workers: number of workers of each host.
-        fleet: makes the fleet that places the agents, from their configuration.
-        kind: of the devices that the workers are bound to; None: no devices.
-
-    Raises:
-        TaskNotPicklable: the initializer or a context cannot be pickled.
+    ``workers``: the number of workers of each host.  ``fleet`` makes the fleet from the agents'
+    configuration.  ``kind``: of the devices that the workers are bound to; None: no devices.
     """
     packer, options = pool._pack_by(BY_PIPE._replace(book=Book())), pool._options
     initializer = packer.pack_option("initializer or initargs", (pool.initializer, pool.initargs))

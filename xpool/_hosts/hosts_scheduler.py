@@ -3,9 +3,7 @@
 The terms, besides those of `xpool._engine.jobs.scheduler`:
 
 * A **batch** is a run of consecutive items that was *staged* at a host: its payloads are there.
-* A batch is **permitted** when the host may begin it.  A host that vanishes may have run the items
-  that were permitted and not answered.  Items that were only staged go to other hosts and lose no
-  try.
+* A batch is **permitted** when the host may begin it.
 * A permitted batch is **recalled** when the host is asked to give back its unbegun items.
 
 `Quotas` says how much is permitted and staged.  No batch is larger than a host's share of the
@@ -13,11 +11,9 @@ waiting items, so the last items of a map are spread over all hosts.  When nothi
 queue, a host with capacity gets batches that another has staged.  When nothing is staged, a
 permitted batch of another host is recalled for it.
 
-The cost of a task is estimated from the last answers.  If the estimate is too low, a host is
-permitted more than it can begin, and all of that would be lost with the host.  So a host that has
-not finished a batch in `Quotas.look_seconds` is asked to give back the surplus (`look`).  The
-surplus is measured by the answers since the last look, not by the cost: on a busy machine the time
-of a few tasks of a millisecond may rise tenfold, and fall again.
+A host that has not finished a batch in `Quotas.look_seconds` is asked to give back the surplus
+(`look`).  The surplus is measured by the answers since the last look, not by the cost of a task: on
+a busy machine the time of a few tasks of a millisecond may rise tenfold, and fall again.
 
 Methods return messages, each with its host.  No function here reads a clock.
 """
@@ -136,24 +132,15 @@ MOST_AHEAD = 8192
 
 
 class Quotas:
-    """How many items are permitted to a host and staged there.
-
-    They follow from the cost of an item: its seconds, by the last answers.  A host is permitted one
-    item for each of its workers, and beyond these the items that its workers finish in
-    `AHEAD_SECONDS`, since the next permission takes a round trip.  If items are long, no more than
-    one for each worker is permitted.  One more for each is staged, so that it is on the host when
-    its worker is free.
-    """
+    """How many items are permitted to a host and staged there.  They follow from the cost of an
+    item: its seconds, by the last answers."""
 
     def __init__(self) -> None:
         self.cost = math.inf
 
     @property
     def look_seconds(self) -> float:
-        """Seconds between two looks at a host.
-
-        By then each worker has begun its next task, if tasks take as long as the last ones did.
-        """
+        """Seconds between two looks at a host: by then, each worker should have begun a task."""
         return RECALL_SECONDS if self.cost > LONG_SECONDS else max(RECALL_SECONDS, 2 * self.cost)
 
     def batch_items(self, workers: int) -> int:

@@ -1,18 +1,8 @@
 """The messages between a driver and the agents of its hosts: their `Link`, and the `Fleet`.
 
 A `Fleet`, the interface to the system that manages the hosts, places an agent on each host and
-carries calls to it.  A call may fail, arrive late, or have run although it failed; the engine
-numbers its messages and sends lost ones again.  `ray_fleet` has one fleet, the simulated world
-another.
-
-A driver stages batches of tasks at a host ahead of time and permits them when the host has room.
-Only permitted tasks are ever begun.  So a host that vanishes can have run only the tasks that were
-permitted and not answered.
-
-Payloads are bytes, or views of bytes in the object store; an agent never unpickles them.
-
-Between hosts a message is a plain tuple: the number of its class, and its fields.  Pickle refers to
-an instance by the name of its class, which takes four times as long for a small call.
+carries calls to it.  `ray_fleet` has one fleet, the simulated world another.  docs/dev/hosts.md
+explains the messages.  Payloads are bytes, or views of bytes in the object store.
 """
 
 from __future__ import annotations
@@ -331,9 +321,8 @@ def _beside(payload: bytes | memoryview) -> Any:
 class Link:
     """One side of an exactly-once, ordered stream of messages.
 
-    The calls that carry the messages may fail, arrive late or run twice.  A link numbers its
-    messages, from 1, and keeps them until the other side acknowledges them.  It puts arriving
-    messages in order and drops duplicates.
+    A link numbers its messages, from 1, and keeps them until the other side acknowledges them.  It
+    puts arriving messages in order and drops duplicates.
     """
 
     def __init__(self) -> None:

@@ -143,10 +143,7 @@ def named(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 class RayFleet:
     """The agents of one pool; `Fleet` describes the public methods.
 
-    Args:
-        where: which hosts the pool uses: a `xpool.ray.Hosts`.
-        nodes: the hosts that exist now.
-        config: the configuration of each agent.
+    ``where``: which hosts the pool uses, a `xpool.ray.Hosts`.  ``nodes``: those that exist now.
     """
 
     def __init__(self, where: Any, nodes: list[Node], config: AgentConfig) -> None:
@@ -355,13 +352,9 @@ class RayFleet:
         return None
 
     def _replied(self, host: int, number: int, found: Any, error: BaseException | None) -> None:
-        if error is not None:
-            self._failed(host, number, error)
-        else:
+        if error is None:
             self._tell(_reply(host, number, found))
-
-    def _failed(self, host: int, number: int, error: BaseException) -> None:
-        if self._is_dead(error):
+        elif self._is_dead(error):
             self._dead(host, _reason(error))
         elif isinstance(error, RayTaskError):  # the agent raised: a bug of xpool
             self._tell(f.Refused(getattr(error, "cause", error)))

@@ -39,14 +39,7 @@ class Conversation:
 
     Queued messages leave with calls; several calls may be under way at one time.  A call may fail,
     arrive late, or have run although it failed.  Its messages are then sent again, and the agent
-    drops those that it has already.
-
-    Args:
-        fleet: carries the calls.
-        host: the agent's number.
-        name: of its host, for texts.
-        first: the pool's index of its first worker.
-        now: the time, in seconds.
+    drops those that it has already.  ``first``: the pool's index of its first worker.
     """
 
     def __init__(self, fleet: f.Fleet, host: int, name: str, first: int, now: float) -> None:
@@ -169,12 +162,8 @@ RETRY_SECONDS = 0.2
 class HostService:
     """The agents of one pool, and the tasks that they hold.
 
-    Args:
-        fleet: places the agents and carries the calls to them.
-        describe: returns a text that names a task, given job and index.
-        lease: of the agents, in seconds.
-        now: the clock.
-        wake: makes the engine's thread call `next_time` again.
+    ``describe`` returns a text that names a task, given job and index.  ``wake`` makes the engine's
+    thread call `next_time` again.
     """
 
     def __init__(

@@ -3,9 +3,8 @@
 A remote call raises the function's own error, with the remote traceback as its cause.  `RRef` is
 torch's reference to a value in another process, with the same errors.
 
-A meeting does not wait for ranks that are lost.  A lost rank is detected without a thread and
-without polling.  Each rank holds a call open to each other rank.  The called process answers it
-when it leaves.  If it dies, the call fails.
+A meeting does not wait for ranks that are lost.  Each rank holds a call open to each other rank.
+The called process answers it when it leaves.  If it dies, the call fails.
 """
 
 from __future__ import annotations
@@ -335,15 +334,11 @@ FAREWELL_SECONDS = 5.0
 
 
 def watch(peers: Peers, timeout: float) -> None:
-    """Connect to all others, within ``timeout`` seconds each, and hold a call open to each.
-
-    All connections are made now: in torch 2.13, a process that dies while it connects to another
-    one breaks the listener there, so that no other process can connect.
-    """
+    """Connect to all others, within ``timeout`` seconds each, and hold a call open to each."""
     others = [name for name in peers.names if name != peers.me]
     # Connected one after the other, because many connections at once would load the machine.
     for name in others:
-        rpc.rpc_sync(name, _greet, timeout=timeout)
+        rpc.rpc_sync(name, bool, timeout=timeout)
 
     def ended(done: Future[str], name: str) -> None:
         try:
@@ -399,10 +394,6 @@ class Watchers:
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _hold() -> Future[str]:
     return the_world().watchers.hold()
-
-
-def _greet() -> None:
-    """Do nothing: `watch` calls this to open a connection."""
 
 
 def _told(name: str, completed: dict[Any, int], answers: dict[Any, Any]) -> None:
