@@ -112,19 +112,6 @@ def test_a_device_named_twice():
     assert masks(devices("cuda", host=second)) == ["MIG-b", "0"]
 
 
-def test_devices_that_cannot_be_used():
-    """An exclusive GPU in use and a prohibited GPU are refused at once."""
-    host = gpu_host(1)
-    used = replace(host, gpus=(Gpu("GPU-a", mode="exclusive", users=(41,)),))
-    with pytest.raises(DeviceError, match="in use by pid 41.*nvidia-smi -c DEFAULT"):
-        devices("cuda", host=used)
-    free = replace(host, gpus=(Gpu("GPU-a", mode="exclusive"),))
-    assert len(devices("cuda", host=free)) == 1
-    closed = replace(host, gpus=(Gpu("GPU-a", mode="prohibited"),))
-    with pytest.raises(DeviceError, match="takes no compute work"):
-        devices("cuda", host=closed)
-
-
 def test_missing_driver_gpu_or_build():
     """A missing driver, GPU, CUDA build or torch each has its own error."""
     with pytest.raises(DeviceError, match="no NVIDIA driver answers here"):

@@ -135,7 +135,6 @@ NVML = r"""
 #include <string.h>
 #include <stdio.h>
 typedef struct { char legacy[16]; unsigned domain, bus, device, id, sub; char bus_id[32]; } pci_t;
-typedef struct { unsigned pid; unsigned long long used; unsigned gi, ci; } process_t;
 static int up;
 static long number(void *device) { return (long)device - 100; }
 int nvmlInit_v2(void) { up++; return 0; }
@@ -160,13 +159,6 @@ int nvmlDeviceGetMaxMigDeviceCount(void *d, unsigned *n) { *n = 7; return 0; }
 int nvmlDeviceGetMigDeviceHandleByIndex(void *d, unsigned i, void **m) {
   *m = (void *)(200L + i);
   return i < 2 ? 0 : 6;
-}
-int nvmlDeviceGetComputeMode(void *d, unsigned *mode) { *mode = number(d) == 2 ? 3 : 0; return 0; }
-int nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *n, process_t *p) {
-  if (*n < 2) return 7;
-  p[0].pid = 41; p[1].pid = 42;
-  *n = number(d) == 2 ? 2 : 0;
-  return 0;
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **d) {
   int i;
@@ -196,14 +188,14 @@ def build_nvml(folder: Path) -> str:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build a library with")
 @pytest.mark.starts
 def test_nvml(tmp_path: Path):
-    """Identities, MIG instances, modes and nodes are read through NVML's interface."""
+    """Identities, MIG instances and nodes are read through NVML's interface."""
     library = build_nvml(tmp_path)
     add_pci(tmp_path, "0000:66:00.0", "0x2330", vendor="0x10de", node=1)
     gpus = find_gpus(tmp_path, library)
     assert gpus == (
         Gpu("GPU-0"),
         Gpu("GPU-1", mig=("MIG-100", "MIG-101"), node=1),
-        Gpu("GPU-2", mode="exclusive", users=(41, 42)),
+        Gpu("GPU-2"),
     )
 
 

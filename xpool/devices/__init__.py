@@ -89,8 +89,8 @@ def devices(
     ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` in this process, so that torch will not load torch_tpu.
 
     Raises:
-        DeviceError: the device does not exist or is in use, a mask hides all devices, or the
-            framework is missing or does not fit torch.  The text says what to do.
+        DeviceError: the device does not exist, a TPU chip is in use, a mask hides all devices, or
+            the framework is missing or does not fit torch.  The text says what to do.
         OptionError (a `ValueError`): an argument is invalid.
         TypeError: ``n``, ``per_worker`` or ``per_process`` is not an integer.
     """

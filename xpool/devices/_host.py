@@ -154,7 +154,6 @@ def read(path: Path) -> str:
 
 LIBRARY = "libnvidia-ml.so.1"
 
-_PROHIBITED, _EXCLUSIVE_PROCESS = 2, 3  # nvmlComputeMode_t
 _UUID_SIZE = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
@@ -171,14 +170,8 @@ class Gpu:
     node: int | None = None
     """The GPU's NUMA node, if known."""
 
-    mode: str = ""
-    """The compute mode: ``"prohibited"``, ``"exclusive"`` (one process at a time) or empty."""
 
-    users: tuple[int, ...] = ()
-    """Ids of the processes that compute on the GPU."""
-
-
-# These are nvmlPciInfo_t, nvmlProcessInfo_t (of _v3), nvmlMemory_t and nvmlUtilization_t.
+# These are nvmlPciInfo_t, nvmlMemory_t and nvmlUtilization_t.
 class _PciInfo(ctypes.Structure):
     _fields_ = [
         ("busIdLegacy", ctypes.c_char * 16),
@@ -188,15 +181,6 @@ class _PciInfo(ctypes.Structure):
         ("pciDeviceId", ctypes.c_uint),
         ("pciSubSystemId", ctypes.c_uint),
         ("busId", ctypes.c_char * 32),
-    ]
-
-
-class _ProcessInfo(ctypes.Structure):
-    _fields_ = [
-        ("pid", ctypes.c_uint),
-        ("usedGpuMemory", ctypes.c_ulonglong),
-        ("gpuInstanceId", ctypes.c_uint),
-        ("computeInstanceId", ctypes.c_uint),
     ]
 
 
@@ -273,16 +257,7 @@ def _gpu(nvml: ctypes.CDLL, index: int, root: Path) -> Gpu:
     device = ctypes.c_void_p()
     if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
         return Gpu("")  # unusable for this process; it keeps its place, so numbers stay right
-    mode = ctypes.c_uint()
-    nvml.nvmlDeviceGetComputeMode(device, ctypes.byref(mode))
-    names = {_PROHIBITED: "prohibited", _EXCLUSIVE_PROCESS: "exclusive"}
-    return Gpu(
-        _uuid(nvml, device),
-        _mig(nvml, device),
-        _node(nvml, device, root),
-        names.get(mode.value, ""),
-        _users(nvml, device),
-    )
+    return Gpu(_uuid(nvml, device), _mig(nvml, device), _node(nvml, device, root))
 
 
 def _uuid(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> str:
@@ -313,15 +288,6 @@ def _node(nvml: ctypes.CDLL, device: ctypes.c_void_p, root: Path) -> int | None:
     # The GPU is function 0 of its PCI device.  The other functions are sound and USB.
     address = f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
     return numa_node(root / "sys/bus/pci/devices" / address)
-
-
-def _users(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> tuple[int, ...]:
-    # With more than 64 processes, NVML fails (NVML_ERROR_INSUFFICIENT_SIZE) and reports none.
-    count = ctypes.c_uint(64)
-    found = (_ProcessInfo * count.value)()
-    if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found) != 0:
-        return ()
-    return tuple(info.pid for info in found[: count.value])
 
 
 # -- TPUs, and the machine ---------------------------------------------------------------------

@@ -50,18 +50,14 @@ def cuda(host: Host) -> list[Visible]:
     The list is empty if the mask hides all.
 
     Raises:
-        DeviceError: there is no device, the mask names one twice or one that does not exist, or a
-            device cannot be used.
+        DeviceError: there is no device, or the mask names one twice or one that does not exist.
     """
     __tracebackhide__ = True
     mask = host.environ.get(CUDA)
     if mask is None:
-        seen = _all_gpus(host)
-    else:
-        seen = [_named_gpu(name, host, mask) for name in entries(mask)]
-        _check_gpus_differ(seen, mask)
-    for one in seen:
-        _check_gpu(one)
+        return _all_gpus(host)
+    seen = [_named_gpu(name, host, mask) for name in entries(mask)]
+    _check_gpus_differ(seen, mask)
     return seen
 
 
@@ -157,24 +153,6 @@ def _named_gpu(name: str, host: Host, mask: str) -> Visible:
     raise DeviceError(
         f"{CUDA}={mask!r} names {name!r}, which this machine does not have; it has {have}"
     )
-
-
-def _check_gpu(one: Visible) -> None:
-    gpu = one.gpu
-    if gpu is None:
-        return
-    if gpu.mode == "prohibited":
-        raise DeviceError(
-            f"GPU {one.name} takes no compute work (compute mode: prohibited); run nvidia-smi -c "
-            f"DEFAULT as root, or leave the GPU out of {CUDA}"
-        )
-    if gpu.mode == "exclusive" and gpu.users:
-        pids = ", ".join(str(pid) for pid in gpu.users)
-        raise DeviceError(
-            f"GPU {one.name} is in use by pid {pids}, and takes one process at a time (compute "
-            f"mode: exclusive); end that process, leave the GPU out of {CUDA}, or run nvidia-smi "
-            "-c DEFAULT as root"
-        )
 
 
 # -- AMD ---------------------------------------------------------------------------------------
