@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -44,10 +44,21 @@ def _share_out(total: int, n: int | None, per_worker: int, what: str) -> list[ra
     return [range(i * per_worker, (i + 1) * per_worker) for i in range(n)]
 
 
-def _contexts(
-    host: Host, kind: str, framework: str, parts: Sequence[_Part], group: int = 0
-) -> list[DeviceContext]:
-    """Make the contexts from the parts: add each worker's cores and threads."""
+def _part(
+    kind: str,
+    framework: str = "torch",
+    env: Mapping[str, str | None] | None = None,
+    name: str = "",
+    count: int = 1,
+    nodes: Sequence[int | None] = (),
+) -> DeviceContext:
+    """Return a worker's context before `_contexts`; ``nodes``: the NUMA nodes of its devices."""
+    node = nodes[0] if len(set(nodes)) == 1 else None
+    return DeviceContext(kind, 0, 0, env or {}, name, framework, count, node=node)
+
+
+def _contexts(host: Host, parts: Sequence[DeviceContext], group: int = 0) -> list[DeviceContext]:
+    """Give each worker its position, cores and threads."""
     # The variable may list numbers for nested levels.  The first one counts.
     set_number = re.match(r"\s*([1-9][0-9]*)", host.environ.get("OMP_NUM_THREADS", ""))
     chosen = int(set_number[1]) if set_number else None
@@ -60,21 +71,7 @@ def _contexts(
         env = dict(part.env)
         if chosen is None:  # else workers inherit the variable
             env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        made.append(
-            DeviceContext(
-                kind,
-                i,
-                threads,
-                env,
-                name=part.name,
-                framework=framework,
-                count=part.count,
-                cpus=near[i],
-                node=part.node,
-                group=group,
-                core=part.core,
-            )
-        )
+        made.append(replace(part, ordinal=i, threads=threads, env=env, cpus=near[i], group=group))
     return made
 
 
@@ -86,24 +83,8 @@ class DeviceRequest(NamedTuple):
     framework: str | None
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One worker's devices and variables, before the cores are distributed."""
-
-    name: str
-    env: Mapping[str, str | None] = field(default_factory=dict)
-    count: int = 1
-    nodes: Sequence[int | None] = ()  # NUMA nodes of the devices
-    core: int | None = None
-
-    @property
-    def node(self) -> int | None:
-        """The NUMA node of the devices, or None if they have different nodes."""
-        return self.nodes[0] if len(set(self.nodes)) == 1 else None
-
-
-def _cores(number: int, workers: int, process: _Part) -> list[_Part]:
-    """Return the parts of ``workers`` that are threads of one process and have one device each."""
+def _cores(number: int, workers: int, process: DeviceContext) -> list[DeviceContext]:
+    """Return contexts of threads of one process, which have one device each."""
     env = {**process.env, PROCESS: f"{number}/{workers}"}
     return [replace(process, env=env, count=1, core=core) for core in range(workers)]
 
@@ -115,7 +96,7 @@ def _spread(n: int, per_process: int) -> list[int]:
 def _cpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     __tracebackhide__ = True
     _check_plain("cpu", asked)
-    return _contexts(host, "cpu", "torch", [_Part("")] * (asked.n or len(host.cpus)))
+    return _contexts(host, [_part("cpu")] * (asked.n or len(host.cpus)))
 
 
 def _check_plain(kind: str, asked: DeviceRequest, why: str = "") -> None:
@@ -163,8 +144,9 @@ def _masked(kind: str, host: Host, asked: DeviceRequest) -> list[DeviceContext]:
         env = row.bind(own, host.environ)
         if framework == "torch_xla":
             env |= masks.neuron_xla_env(per_worker)
-        parts.append(_Part(env[row.mask] or "", env, per_worker, [one.node for one in own]))
-    return _contexts(host, kind, framework, parts)
+        nodes = [one.node for one in own]
+        parts.append(_part(kind, framework, env, env[row.mask] or "", per_worker, nodes))
+    return _contexts(host, parts)
 
 
 _ALSO = {"neuron": "torch_xla"}
@@ -202,8 +184,7 @@ def _accelerator(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     _check_plain("accelerator", asked, f": xpool knows no mask for {kind} devices")
     # Each worker sees all devices, and uses its own by its index.
     own = [which[0] for which in _share_out(count, asked.n, 1, f"{kind} devices")]
-    made = _contexts(host, kind, "torch", [_Part(str(i)) for i in own])
-    return [replace(context, index=i) for context, i in zip(made, own)]
+    return _contexts(host, [replace(_part(kind, name=str(i)), index=i) for i in own])
 
 
 def _mps(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
@@ -213,7 +194,7 @@ def _mps(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
         raise DeviceError("devices('mps'): this is not a Mac with an Apple GPU; use devices('cpu')")
     if "torch" not in host.packages:
         raise DeviceError("devices('mps'): torch is not installed here: pip install torch")
-    return _contexts(host, "mps", "torch", [_Part("")] * (asked.n or 1))
+    return _contexts(host, [_part("mps")] * (asked.n or 1))
 
 
 def _xla(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
@@ -250,10 +231,11 @@ def _xla(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     }
     if per_process > 1:
         spread = enumerate(_spread(n, per_process))
-        parts = [part for i, workers in spread for part in _cores(i, workers, _Part("", env))]
+        part = _part("xla", "torch_xla", env)
+        parts = [one for i, workers in spread for one in _cores(i, workers, part)]
     else:
-        parts = [_Part("", env, per_worker) for _ in range(n)]
-    return _contexts(host, "xla", "torch_xla", parts)
+        parts = [_part("xla", "torch_xla", env, count=per_worker)] * n
+    return _contexts(host, parts)
 
 
 def _check_shares(per_worker: int, per_process: int) -> None:
@@ -315,9 +297,10 @@ def _tpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     parts = []
     for i, (chips, env) in enumerate(zip(own, envs)):
         nodes = [host.chips[c].node for c in chips]
-        part = _Part(",".join(map(str, chips)), env, len(chips) * each, nodes)
+        name = ",".join(map(str, chips))
+        part = _part("tpu", framework, env, name, len(chips) * each, nodes)
         parts += _cores(i, _spread(n or 0, cores)[i], part) if cores > 1 else [part]
-    return _contexts(host, "tpu", framework, parts, group)
+    return _contexts(host, parts, group)
 
 
 def _workers_of_a_chip(
