@@ -43,35 +43,33 @@ class Register:
     def __init__(self) -> None:
         # Threads of torch's RPC run the calls of members, several at a time.
         self._lock = threading.Lock()
-        self._holders: dict[tuple[str, Kind], dict[Any, str]] = {}  # guarded by _lock
+        self._holders: dict[tuple[str, Kind, Any], str] = {}  # guarded by _lock
 
     def enter(self, group_name: str, kind: Kind, key: Any, name: str) -> str | None:
         """Enter ``name`` as holder.  If a rank that is not lost holds the key, return that one."""
-        lost = the_world().peers.lost()
+        place, lost = (group_name, kind, key), the_world().peers.lost()
         with self._lock:
-            holders = self._holders.setdefault((group_name, kind), {})
-            if key in holders and holders[key] not in lost:
-                return holders[key]
-            holders[key] = name
+            holder = self._holders.get(place)
+            if holder is not None and holder not in lost:
+                return holder
+            self._holders[place] = name
             return None
 
     def strike(self, group_name: str, kind: Kind, key: Any, name: str) -> None:
         with self._lock:
-            holders = self._holders.get((group_name, kind), {})
-            if holders.get(key) == name:
-                del holders[key]
+            if self._holders.get((group_name, kind, key)) == name:
+                del self._holders[group_name, kind, key]
 
     def look_up(self, group_name: str, kind: Kind, key: Any) -> tuple[str | None, list[Any]]:
         """Return the holder and ``[]``, or None and all keys."""
         with self._lock:
-            holders = self._holders.get((group_name, kind), {})
-            holder = holders.get(key)
-            return holder, [] if holder else list(holders)
+            holder = self._holders.get((group_name, kind, key))
+            every = () if holder else self._holders
+            return holder, [one for *place, one in every if place == [group_name, kind]]
 
     def drop(self, group_name: str) -> None:
         with self._lock:
-            for kind in _DONE:
-                self._holders.pop((group_name, kind), None)  # type: ignore[arg-type]
+            self._holders = {k: one for k, one in self._holders.items() if k[0] != group_name}
 
 
 def _in_register(method: str, *args: Any) -> Any:

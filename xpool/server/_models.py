@@ -161,6 +161,16 @@ def register(undo: ExitStack, group: RpcGroup, key: str, service: Callable[..., 
     undo.callback(lambda: group.deregister(key))
 
 
+def _ordered(
+    undo: ExitStack, server_name: str, group: RpcGroup, here: bool = True
+) -> OrderedServerBase:
+    """Return the client of a server's own ordered server; ``here``: this process makes that."""
+    inner = f"{server_name}_o_server"
+    if here:
+        undo.push(OrderedServerSimpleImpl(inner, group).undo)
+    return OrderedServerSimple(inner, group)
+
+
 def _check_previous(key: Hashable, prev_version: Any, newest: Any) -> None:
     """Raise `VersionError` if ``prev_version`` is greater than the newest version."""
     try:
@@ -270,10 +280,7 @@ class PushPullModelServerImpl:
         self.server_name, self.group, self.model_name = server_name, group, model_name
         with ExitStack() as undo:
             if o_server is None:
-                inner = f"{server_name}_o_server"
-                self._o_server_impl = OrderedServerSimpleImpl(inner, group)
-                undo.push(self._o_server_impl.undo)
-                o_server = OrderedServerSimple(inner, group)
+                o_server = _ordered(undo, server_name, group)
             self.o_server = o_server
             group.pair(server_name, PushPullModelServer(model_name, o_server))
             undo.pop_all()  # all succeeded, so undo nothing
@@ -338,7 +345,11 @@ class PushPullGradServer:
         bare = [name for name, one in gradients.items() if one is None]
         if bare:
             raise GroupError(f"No gradient to push for {', '.join(bare)}: call backward() first.")
-        self._check_managed(facts_of(gradients))
+        if self._managed is None:
+            # The server returns None if it manages no model yet.  Then the gradients wait there.
+            self._managed = self.group.registered_sync(f"{self.server_name}/_facts_service")
+        if self._managed is not None:
+            check_facts(self.server_name, self._managed, facts_of(gradients))
         sent = on_cpu(gradients)
         # In random order, try one reducer after the other until one is alive.
         reducers = random.sample(self.secondary_reducers, len(self.secondary_reducers))
@@ -365,13 +376,6 @@ class PushPullGradServer:
             return False  # no gradients have been applied yet
         load(model, pulled[0], self.model_name)
         return True
-
-    def _check_managed(self, given: Facts) -> None:
-        if self._managed is None:
-            # The server returns None if it manages no model yet.  Then the gradients wait there.
-            self._managed = self.group.registered_sync(f"{self.server_name}/_facts_service")
-        if self._managed is not None:
-            check_facts(self.server_name, self._managed, given)
 
 
 def facts_of(gradients: Gradients) -> Facts:
@@ -476,11 +480,9 @@ class PushPullGradServerImpl:
             undo.pop_all()  # all succeeded, so undo nothing
 
     def _offer(self, undo: ExitStack, o_server: OrderedServerBase | None) -> None:
-        inner = f"{self.server_name}_o_server"
-        if o_server is None and self.is_primary:
-            self._o_server_impl = OrderedServerSimpleImpl(inner, self.group)
-            undo.push(self._o_server_impl.undo)
-        self.o_server = OrderedServerSimple(inner, self.group) if o_server is None else o_server
+        if o_server is None:
+            o_server = _ordered(undo, self.server_name, self.group, self.is_primary)
+        self.o_server = o_server
         own = f"{self.server_name}/{self.group.get_cur_name()}/_push_service"
         register(undo, self.group, own, self._push_service)
         if self.is_primary:
