@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xpool.devices._host import Gpu, Host
+from xpool.devices._host import Host
 from xpool.errors import DeviceError, OptionError
 
 Env = dict[str, str | None]
@@ -29,19 +29,14 @@ OTHERS = {HIP: (ROCR, CUDA), ZE: (SELECTOR,)}
 
 
 class Visible(NamedTuple):
-    """A device that is visible to the parent, its NUMA node and, of NVIDIA's, the GPU, if known."""
+    """A device that is visible to the parent, and its NUMA node, if known."""
 
     name: str
     node: int | None = None
-    gpu: Gpu | None = None
 
 
 # -- NVIDIA ------------------------------------------------------------------------------------
 # CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide.
-
-
-def _visible_gpu(name: str, gpu: Gpu | None = None) -> Visible:
-    return Visible(name, None if gpu is None else gpu.node, gpu)
 
 
 def cuda(host: Host) -> list[Visible]:
@@ -50,14 +45,20 @@ def cuda(host: Host) -> list[Visible]:
     The list is empty if the mask hides all.
 
     Raises:
-        DeviceError: there is no device, or the mask names one twice or one that does not exist.
+        DeviceError: there is no device, or the mask names one twice, one that does not exist, or
+            some by number and others by UUID.
     """
     __tracebackhide__ = True
     mask = host.environ.get(CUDA)
     if mask is None:
         return _all_gpus(host)
     seen = [_named_gpu(name, host, mask) for name in entries(mask)]
-    _check_gpus_differ(seen, mask)
+    if len({one.name.isdigit() for one in seen}) > 1:  # a number may be any of the GPUs
+        raise DeviceError(
+            f"{CUDA}={mask!r} names devices by number and by UUID: name all in one way"
+        )
+    if len({one.name for one in seen}) < len(seen):
+        raise _twice(CUDA, mask)
     return seen
 
 
@@ -89,10 +90,10 @@ def _all_gpus(host: Host) -> list[Visible]:
     any_mig = any(gpu.mig is not None for gpu in host.gpus)
     for i, gpu in enumerate(host.gpus):
         if gpu.mig is not None:
-            seen += [_visible_gpu(uuid, gpu) for uuid in gpu.mig]
+            seen += [Visible(uuid, gpu.node) for uuid in gpu.mig]
         elif gpu.uuid:
             # If other GPUs are in MIG mode, the numbers of GPUs change, but not their UUIDs.
-            seen.append(_visible_gpu(gpu.uuid if any_mig else str(i), gpu))
+            seen.append(Visible(gpu.uuid if any_mig else str(i), gpu.node))
     if not seen:
         raise DeviceError(
             "devices('cuda'): this machine has no GPU that can be used (nvidia-smi -L lists them; "
@@ -101,44 +102,22 @@ def _all_gpus(host: Host) -> list[Visible]:
     return seen
 
 
-def _check_gpus_differ(seen: Sequence[Visible], mask: str) -> None:
-    """Raise `DeviceError` if two of these devices may be the same."""
-    by_number = [one for one in seen if one.name.isdigit() and one.gpu is None]
-    if by_number and len(by_number) < len(seen):
-        raise DeviceError(
-            f"{CUDA}={mask!r} names devices by number and by UUID, and a number may be any of the "
-            "GPUs: name all in one way, or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
-        )
-    # Without NVML a name may be a part of a UUID, so one name may be a prefix of another.
-    names = sorted(map(_gpu_identity, seen))
-    same = str.__eq__ if by_number else str.startswith
-    if any(same(second, first) for first, second in itertools.pairwise(names)):
-        raise DeviceError(f"{CUDA}={mask!r} names a device twice; name each once")
-
-
-def _gpu_identity(one: Visible) -> str:
-    if one.gpu is None or one.name.startswith("MIG-"):
-        return one.name
-    # CUDA uses the first instance of a GPU in MIG mode.
-    return one.gpu.mig[0] if one.gpu.mig else one.gpu.uuid or one.name
-
-
 def _named_gpu(name: str, host: Host, mask: str) -> Visible:
     gpus = host.gpus
     if name.isascii() and name.isdigit():
         name = str(int(name))  # as in CUDA, "00" is 0
         if gpus is None:
-            return _visible_gpu(name)  # only NVML could check it; a worker fails if it is wrong
+            return Visible(name)  # only NVML could check it; a worker fails if it is wrong
         if int(name) < len(gpus):
             # By default, CUDA gives the fastest GPU number 0.  NVML numbers GPUs in bus order.
             by_bus = len(gpus) == 1 or host.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-            return _visible_gpu(name, gpus[int(name)] if by_bus else None)
+            return Visible(name, gpus[int(name)].node if by_bus else None)
     elif gpus is None:
-        return _visible_gpu(name)
+        return Visible(name)
     else:
         # CUDA accepts a prefix of a UUID if it is unique.
         known = [(uuid, gpu) for gpu in gpus for uuid in (gpu.uuid, *(gpu.mig or ())) if uuid]
-        found = [_visible_gpu(uuid, gpu) for uuid, gpu in known if uuid.startswith(name)]
+        found = [Visible(uuid, gpu.node) for uuid, gpu in known if uuid.startswith(name)]
         if len(found) == 1:
             return found[0]
         if found:
@@ -148,7 +127,7 @@ def _named_gpu(name: str, host: Host, mask: str) -> Visible:
                 "more of the UUID"
             )
         if name.startswith("MIG-GPU-"):
-            return _visible_gpu(name)  # a name of drivers before 470, which NVML does not list
+            return Visible(name)  # a name of drivers before 470, which NVML does not list
     have = ", ".join(f"{i}: {gpu.uuid}" for i, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
         f"{CUDA}={mask!r} names {name!r}, which this machine does not have; it has {have}"
