@@ -459,7 +459,7 @@ def missing_global(exc: BaseException) -> str | None:
         found = _explained(key)
     if found is None and unnamed is not None and main.is_replica():
         found = (
-            f"If the program has {unnamed!r} in __main__, this was not sent to this worker, because "
+            f"If __main__ of the program has {unnamed!r}, it was not sent to this worker, because "
             "no function of its tasks names it. Name it in the function, or pass it as an argument."
         )
     return found
