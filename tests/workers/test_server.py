@@ -78,28 +78,6 @@ def test_workers_that_are_not_forked_yet_are_ended(tmp_path):
     assert scripts.run_ok([path, str(tmp_path)]) == ""
 
 
-BUSY = """
-    import sys
-    import xpool
-    from xpool._worker import server
-
-    def has(name, i):
-        return name in sys.modules
-
-    if __name__ == "__main__":
-        last = server.REQUESTS_PER_IMPORT + 2
-        with xpool.Pool(2, maxtasksperchild=1) as pool:
-            wanted = [("traceback", i) for i in range(2 * last)]
-            found = pool.starmap(has, wanted, 1)
-        assert found[-1] and not found[0], found
-"""
-
-
-def test_a_busy_server_imports_modules_for_its_workers(tmp_path):
-    """A busy server imports modules that its workers lack, so that later workers share them."""
-    scripts.run_ok([scripts.write(tmp_path / "busy.py", BUSY)])
-
-
 FORKS = """
     import os
     from xpool._python import at_fork as forks

@@ -37,8 +37,6 @@ _NAMES = (
 
 _SIGNALS: tuple[int, ...] = tuple(int(getattr(signal, n)) for n in _NAMES if hasattr(signal, n))
 
-_ALARMS = (signal.SIGALRM, signal.SIGVTALRM)
-
 # The functions of `signal` also convert to enums, which makes them 20 times slower.
 _in_c: Any = importlib.import_module("_signal")
 _get_handler: Callable[[int], Any] = _in_c.getsignal
@@ -120,8 +118,6 @@ def shielded(func: F) -> F:
         # Compare with the present handler, because an interruptible part may have set another.
         if first is not None and _get_handler(first.signum) is first:
             return func(*args, **kwds)  # within another shielded function
-        if pending:
-            _drop_stale()
         # Handlers seldom change between calls, so the plan of the last call usually fits.
         found = [*map(_get_handler, _SIGNALS)]
         plan = _shield.plan if found == _shield.found else _make_plan(found)
@@ -208,16 +204,6 @@ def _deliver_outside(frame: FrameType) -> None:
     # The caller of the shielded function may itself be shielded.
     if may_raise(frame):
         deliver(frame)
-
-
-def _drop_stale() -> None:
-    """Remove handlers that are left if others have raised three times within two microseconds."""
-    # An alarm is removed, because its time is over.
-    pending[:] = [
-        one
-        for one in pending
-        if _get_handler(one.signum) is one.handler and one.signum not in _ALARMS
-    ]
 
 
 @uninterrupted

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from xpool import errors
 from xpool._memory.arena import IDLE_SECONDS, Arena
@@ -75,32 +75,16 @@ _NONE = encode(None)  # pickled once, since many functions return None
 _STOPPED = _NONE  # never unpickled: the parent has its own answer for a stopped task
 
 
-class WorkerThread(Protocol):
-    """A worker that is one of several threads of its process (`worker_threads`)."""
-
-    def begins(self, box: Outbox, fd: int) -> None:
-        """Take the outbox.  Called instead of `listen`, which needs the main thread."""
-
-    def wait_for_all(self) -> None:
-        """Report that this worker is ready; return when all workers of the process are."""
-
-    def stoppable(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs a task as ``run`` does; the main thread can interrupt it."""
-
-    def told_to_stop(self) -> None:
-        """Note that the parent has told this worker to stop."""
-
-
 def run(
     config: dict[str, Any],
     channel: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
-    thread: WorkerThread | None = None,
+    thread: Any = None,
 ) -> int:
     """Serve until told to stop; return the exit code.
 
-    ``channel`` are the descriptors that `entry` lists, including the lifeline.  ``thread`` is given
-    if the worker is one of several threads of its process.
+    ``channel`` are the descriptors that `entry` lists, including the lifeline.  ``thread`` is
+    the `WorkerThread`, if the worker is one of several threads of its process.
     """
     tasks, answers, lifeline, outbox, *others = channel
     box = Outbox(outbox)
@@ -246,7 +230,7 @@ class _Worker:
         layout = Layout(lessor=lease, keep=self._keeper.reduce)
         return share(layout, arena, config["share_method"])
 
-    def serve(self, thread: WorkerThread | None) -> None:
+    def serve(self, thread: Any) -> None:
         read = self._source.read
         run: Callable[..., Any] = self._run
         timed: Callable[..., Any] = self._timed

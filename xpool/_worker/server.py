@@ -47,9 +47,6 @@ _KNOWN = {
 IDLE_SECONDS = 0.2
 """Seconds without a request or a death until the server imports the modules of ``later``."""
 
-REQUESTS_PER_IMPORT = 64
-"""A busy server imports one of them after this many requests, as workers may import it, too."""
-
 
 def main(fd: int, preload: list[str], later: list[str], nice: int) -> int:
     """Serve until the parent closes its end; in a forked worker, return the worker's exit code.
@@ -71,7 +68,6 @@ def main(fd: int, preload: list[str], later: list[str], nice: int) -> int:
     poller.register(wake_r, select.POLLIN)
     with descriptors.on(fd) as sock:
         rest = IDLE_SECONDS
-        asked = 0
         while True:
             events = poller.poll(rest * 1000 if later else None)
             if events:
@@ -89,9 +85,6 @@ def main(fd: int, preload: list[str], later: list[str], nice: int) -> int:
                 if not request:
                     return 0
                 boot, status, *streams = fds
-                asked += 1
-                if later and asked % REQUESTS_PER_IMPORT == 0:
-                    _preload([later.pop(0)])
                 _take_streams(request[0], streams)
                 pid = None if _called_off(status) else _fork_or_refuse(fork, status)
                 if pid is None:

@@ -62,7 +62,7 @@ def withdraw() -> None:
         return
 
 
-_News = queue.SimpleQueue["tuple[_WorkerThread, int | None] | None"]
+_News = queue.SimpleQueue["tuple[WorkerThread, int | None] | None"]
 """A worker with None (it is ready) or its exit code; None alone: the parent has a request."""
 
 
@@ -77,12 +77,12 @@ def run(
     become(configs[0], channels[0][2])
     news: _News = queue.SimpleQueue()
     all_ready = threading.Event()
-    workers: list[_WorkerThread] = []
+    workers: list[WorkerThread] = []
     # A signal handler may call `SimpleQueue.put`, even while this thread is in `get`.
     signal.signal(STOP_SIGNAL, lambda signum, frame: news.put(None))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
     for config, channel in zip(configs, channels):
-        workers.append(_WorkerThread(news, all_ready, config, channel, inherited))
+        workers.append(WorkerThread(news, all_ready, config, channel, inherited))
         workers[-1].start()
         _, code = _next(news, workers)
         # It could not start, and `loop.run` has told the parent why.
@@ -99,7 +99,7 @@ def run(
     return 0
 
 
-def _next(news: _News, workers: list[_WorkerThread]) -> tuple[_WorkerThread, int | None]:
+def _next(news: _News, workers: list[WorkerThread]) -> tuple[WorkerThread, int | None]:
     """Wait for news of a worker; handle requests to break off tasks or to write stacks."""
     while (one := news.get()) is None:
         for worker in workers:
@@ -109,7 +109,7 @@ def _next(news: _News, workers: list[_WorkerThread]) -> tuple[_WorkerThread, int
     return one
 
 
-class _WorkerThread(threading.Thread):
+class WorkerThread(threading.Thread):
     """One of the workers.  It tells the main thread that it is ready (None), and its exit code."""
 
     box: Outbox
@@ -144,15 +144,19 @@ class _WorkerThread(threading.Thread):
     # -- what `loop.run` calls -----------------------------------------------------------------
 
     def begins(self, box: Outbox, fd: int) -> None:
+        """Take the outbox.  Called instead of `listen`, which needs the main thread."""
         signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])  # the main thread handles it
         self.box = box
         self.fd = fd
 
     def wait_for_all(self) -> None:
+        """Report that this worker is ready; return when all workers of the process are."""
         self._news.put((self, None))
         self._all_ready.wait()
 
     def stoppable(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs a task as ``run`` does; the main thread can interrupt it."""
+
         def run_inside(*task: Any) -> Any:
             raised, self._inside = self._raised, True
             try:
