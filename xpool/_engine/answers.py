@@ -3,8 +3,6 @@
 Called with the engine's lock held.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
-
 import io
 import os
 import pickle
@@ -377,7 +375,6 @@ class Answers:
         self._result(batch, index, False, error)
 
     def _again(self, batch: Batch, position: int, killed: bool, alone: bool = False) -> None:
-        """Have a task run once more, after a pause."""
         # In a pool over hosts, the driver counts the retries and chooses the next worker.
         if self._hands_back:
             self._result(batch, batch.first + position, None, killed)
@@ -389,7 +386,6 @@ class Answers:
         self._ledger.retried(batch, batch.first + position)
 
     def _queue(self) -> None:
-        """Queue the tasks whose time has come."""
         self._sched.due(self._reactor.now())
         self._give_idle()
 

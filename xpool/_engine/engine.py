@@ -22,8 +22,6 @@ One lock guards all of it.  It is held for moments: no thread waits for a descri
 process, runs a user's code or wakes a caller while holding it.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
-
 import functools
 import threading
 import time
@@ -119,7 +117,6 @@ class Engine:
         self.receive_call = submission.receive_call
 
     def _add_workers(self, size: int) -> None:
-        """Make at least this many places for workers."""
         for i in range(len(self.workers), size):
             self.workers.append(self._make_worker(i, self.sched.in_flight[i], self._recipe))
 
@@ -233,7 +230,6 @@ class Engine:
 
     @property
     def failure(self) -> XPoolError | StartFailure | None:
-        """Why the pool has stopped; None: it has not."""
         return self._replacement.failure
 
     @property
@@ -304,7 +300,6 @@ class Engine:
             raise
 
     def _have(self, size: int) -> None:
-        """Set the number of places, and dismiss surplus workers."""
         self.sched.resize(size)
         self._add_workers(size)
         self.ledger.open_accounts(size)
@@ -390,7 +385,6 @@ class Engine:
             self._replacement.told(worker)
 
     def _start_due(self) -> None:
-        """Start the processes whose time has come."""
         try:
             while True:
                 with self.lock:

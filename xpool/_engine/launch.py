@@ -264,7 +264,6 @@ def _with_numpy(modules: tuple[str, ...]) -> list[str]:
 
 
 def needs_arrays(modules: Iterable[str]) -> bool:
-    """Whether numpy or torch is among these modules."""
     return not {"numpy", "torch"}.isdisjoint(modules)
 
 
@@ -403,7 +402,6 @@ class ForkServer:
 
     @classmethod
     def stop_all(cls) -> None:
-        """End all servers."""
         with cls._lock:
             for server in cls._servers.values():
                 with server._sending:

@@ -6,8 +6,6 @@ the answers in it.  Each task of more than a millisecond has its own message.
 Guarded by the engine's lock.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
-
 import heapq
 import itertools
 import operator
@@ -97,8 +95,6 @@ class WorkerEnd(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """One of the slowest tasks."""
-
     nanos: int
     number: int  # unique, so comparisons never reach the next fields
     task: str
@@ -195,12 +191,10 @@ class Ledger:
             self.peaks[what] = memory
 
     def open_accounts(self, workers: int) -> None:
-        """Make accounts for at least this many workers."""
         while len(self.accounts) < workers:
             self.accounts.append(Account())
 
     def ready(self, worker: int) -> None:
-        """Record that a process can take tasks."""
         self.accounts[worker].ready_at = self._now()
 
     def gone(self, worker: "WorkerProcess") -> None:
@@ -213,13 +207,11 @@ class Ledger:
             account.ready_at = None
 
     def died(self, worker: int, story: str) -> None:
-        """Record that a ready worker died."""
         self.accounts[worker].deaths += 1
         if self.events is not None:
             self._add(Event(self._now(), None, story, worker))
 
     def retried(self, batch: Batch, index: int) -> None:
-        """Record that a task will run again."""
         self.retries += 1
         if self.events is not None:
             self._add(Event(self._now(), None, f"{self.describe(*batch.name(index))} again", None))
@@ -231,7 +223,6 @@ class Ledger:
         return list(map(operator.add, counts, worker.box.counts))
 
     def report(self, workers: "Sequence[WorkerProcess]") -> EngineReport:
-        """Return what these workers have done."""
         found, out = [], self.bytes_out
         for worker in workers:
             a = self.accounts[worker.index]
@@ -249,7 +240,6 @@ class Ledger:
         return EngineReport(found, slowest, dict(self.peaks), out, self.bytes_in, self.retries)
 
     def begin_trace(self) -> None:
-        """Begin to keep events."""
         if self.events is not None:
             raise OptionError("trace() of this pool runs already; leave its with block first")
         self.events, self.dropped, self._traced = [], 0, self._now()

@@ -3,8 +3,6 @@
 Guarded by the engine's lock.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
-
 import os
 import signal
 from collections.abc import Callable, Iterable

@@ -191,8 +191,6 @@ class WorkerMonitor:
     # -- a process comes and goes ------------------------------------------------------------------
 
     def started(self, worker: WorkerProcess) -> None:
-        """Listen to a new process."""
-
         def handler(fd: int) -> None:
             # If a caller's turn has begun since the event, the caller receives the answer.
             if worker not in self._direct:
@@ -219,7 +217,6 @@ class WorkerMonitor:
         self._reactor.add(logs.fd, handler)
 
     def _greeted(self, worker: WorkerProcess) -> None:
-        """Take a worker into service after its greeting."""
         self._starting.discard(worker)
         self._checks.cancel(worker)
         self._overdue.cancel(worker)
@@ -386,7 +383,6 @@ class WorkerMonitor:
             self._look_for_surplus(worker)
 
     def drain(self, worker: WorkerProcess) -> None:
-        """Receive all that is in a worker's pipe."""
         self.receive(worker)
         while not (worker.reader.ended or worker.reader.dry):
             self.receive(worker)

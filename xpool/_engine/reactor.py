@@ -57,16 +57,13 @@ class Timer:
 
     @property
     def pending(self) -> bool:
-        """Whether the call is still to be made."""
         return self._call is not None
 
     def cancel(self) -> None:
-        """Cancel the call if it was not made yet."""
         # The entry stays in the heap until its time: searching it would cost more.
         self._call, self._args = None, ()
 
     def run(self) -> None:
-        """Make the call, unless it was cancelled."""
         call, args = self._call, self._args
         self.cancel()  # first, so that the call may set the timer again
         if call is not None:
@@ -123,7 +120,6 @@ class Reactor:
         return timer
 
     def run_timers(self) -> None:
-        """Make the calls whose time has come."""
         if (when := self._timers.next()) is None or (now := self.now()) < when:
             return
         # Run only these: a call that is due again at once must wait for the descriptors.
@@ -167,7 +163,6 @@ class Reactor:
             handler(fd)
 
     def close(self) -> None:
-        """Close the descriptors."""
         if not self.closed:
             self.closed = True
             # Breaks a cycle: timers refer to parts of the engine, which refer to the reactor.
@@ -200,7 +195,6 @@ class Alarms:
         worker.timers[self] = self._reactor.call_at(when, self._call, worker)
 
     def pending(self, worker: Any) -> bool:
-        """Whether the call is to be made."""
         timer = worker.timers.get(self)
         return timer is not None and timer.pending
 

@@ -12,8 +12,6 @@ shrinks meanwhile, the new process is told so when it is recorded.
 Called with the engine's lock held.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
-
 import signal
 from collections import deque
 from typing import NamedTuple
@@ -247,7 +245,6 @@ class Replacement:
     # -- ending ------------------------------------------------------------------------------------
 
     def resize(self) -> None:
-        """Dismiss surplus workers."""
         for worker in self._workers:
             if self._left_over(worker) and worker.state.may_retire:
                 self._dismiss(worker)
@@ -396,7 +393,6 @@ class Replacement:
         self.ends.append((worker, WorkerEnd(worker.index, None, pid, exitcode, reason, text)))
 
     def _reason(self, worker: WorkerProcess, end: End | None) -> str:
-        """Return the `WorkerEnd.reason` of a worker."""
         if end is None or self._monitor.stopped:
             return "terminated"
         if end.kind is EndKind.STOPPED:

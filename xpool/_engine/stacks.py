@@ -4,8 +4,6 @@ The handler is faulthandler's, in C, so a worker that is stuck in C code answers
 that is stopped, or blocked in the kernel, does not answer; /proc says what it waits for.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
-
 import os
 import sys
 import time

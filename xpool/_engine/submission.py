@@ -18,8 +18,6 @@ from xpool._wire.wire import Spin
 
 
 class Submission:
-    """Queues tasks and gives them to idle workers."""
-
     def __init__(
         self,
         lock: threading.Lock,
@@ -55,7 +53,6 @@ class Submission:
             self._monitor.give_idle(direct_job)
 
     def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
-        """Queue a call: item ``number`` of `CALLS`."""
         with self.lock:
             if self._direct.turns:
                 self.leave_signal_handler()
@@ -66,7 +63,6 @@ class Submission:
                 self._monitor.give_idle(newest=self._direct.received_last(self._sched.idle))
 
     def feed(self, task_range: TaskRange) -> None:
-        """Queue a range to which items were appended, and give them to idle workers."""
         with self.lock:
             if not self._replacement.ending:
                 # The reader looked without the lock: `_dry` may have queued it since.

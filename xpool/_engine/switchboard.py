@@ -23,8 +23,6 @@ then, both get a new channel: something else has closed the old one."""
 
 
 class Switchboard:
-    """The channels between the workers of an engine."""
-
     def __init__(
         self,
         workers: Sequence[WorkerProcess],

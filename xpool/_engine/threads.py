@@ -89,8 +89,6 @@ class HeldTask:
 
 
 class PoolThread:
-    """One thread of the backend."""
-
     __slots__ = ("done", "entered", "index", "job", "left", "over", "source", "thread")
 
     def __init__(self, index: int) -> None:
@@ -131,7 +129,6 @@ class Places:
         return me.over
 
     def remove(self, pool_thread: PoolThread) -> None:
-        """Free the place of a thread."""
         del self.threads[pool_thread.index]
         self.over -= pool_thread.over
 
@@ -168,7 +165,6 @@ class HeldTasks:
         self._later: TimeQueue[HeldTask] = TimeQueue()
 
     def put(self, entry: HeldTask, last: bool = False) -> None:
-        """Queue a task as its terms say."""
         if entry.options.terms.priority:
             self._tasks.put_ranked(entry, last, entry.options.terms.priority)
         else:
@@ -582,7 +578,6 @@ class ThreadWorkers:
         return bool(self._places.of_job(job))
 
     def stacks(self) -> list[Whereabouts]:
-        """Return where each thread is."""
         frames = sys._current_frames()
         with self._places.lock:
             pool_threads = sorted(self._places.threads.values(), key=lambda one: one.index)
@@ -597,7 +592,6 @@ class ThreadWorkers:
         return found
 
     def wake(self) -> None:
-        """Make `wait` return."""
         self._signal.put(None)
 
     def drop(self) -> None:
@@ -626,11 +620,9 @@ class ThreadWorkers:
 
     @property
     def ended(self) -> bool:
-        """Whether all threads have ended."""
         return self._ending and not self._places.threads
 
     def join(self) -> None:
-        """Wait for all threads."""
         while not self.ended:
             self.wait()
 

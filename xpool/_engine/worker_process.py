@@ -3,8 +3,6 @@
 Workers that are threads of one process have a channel each, and share the handle of the process.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
-
 import contextlib
 import fcntl
 import os
@@ -114,7 +112,6 @@ class Channel:
         return boot
 
     def attach(self, handle: Handle) -> None:
-        """Record the process that has the other end."""
         self.poller.register(handle.sentinel, select.POLLIN)
 
     def cut_lifeline(self) -> None:
@@ -205,7 +202,6 @@ class FunctionCache:
         self.dropped: list[int] = []
 
     def add(self, func: int) -> None:
-        """Record that the worker is sent a function."""
         self.known.add(func)
 
     def drop(self, func: int) -> None:
@@ -233,11 +229,9 @@ class EarlyAnswers:
         return seen
 
     def took(self, answers: int) -> None:
-        """Record that answers were taken before their message."""
         self.count += answers
 
     def announced(self) -> None:
-        """Record that the message of the answers has come."""
         self.count = 0
 
 
@@ -334,7 +328,6 @@ class WorkerProcess:
         return handle, channels
 
     def launched(self, handle: Handle, channel: Channel, attachment: int | None) -> None:
-        """Record the started process."""
         self._transition(WorkerEvent.LAUNCHED)
         self.generation += 1
         self.attachment = attachment

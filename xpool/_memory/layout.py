@@ -67,8 +67,6 @@ _fence = threading.Lock()
 
 
 class Entry:
-    """The owner's copy of an entry."""
-
     __slots__ = ("capacity", "filled", "free_since", "number", "offset")
 
     def __init__(self, number: int, offset: int, capacity: int, filled: int = 0) -> None:

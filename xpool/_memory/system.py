@@ -4,8 +4,6 @@ The first touch of new memory is the largest cost of a large message, because th
 memory page by page.  Pages of 2 MiB, which some systems allow, make this several times faster.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
-
 import mmap
 import os
 import sys

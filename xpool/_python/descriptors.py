@@ -97,7 +97,6 @@ def disown(fd: int) -> None:
 
 
 def close(fd: int) -> None:
-    """Close a listed descriptor."""
     # Remove it first: after `close`, another file may get its number, and a forked child would
     # close that file.
     _parents_only.discard(fd)

@@ -53,7 +53,6 @@ class PromptThread(threading.Thread):
         self._started.wait = _wait_no_more
 
     def is_alive(self) -> bool:
-        """Whether the thread was started and has not ended."""
         return self in _made or super().is_alive()
 
     def join(self, timeout: float | None = None) -> None:

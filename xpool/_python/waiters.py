@@ -84,7 +84,6 @@ class Waiters(list[Any]):
             self.remove(lock)
 
     def wake(self) -> None:
-        """Make all waiters check again."""
         # `copy` locks the list, even without the interpreter lock, so it sees the caller's store.
         while self.copy():
             try:

@@ -132,7 +132,6 @@ class Outbox:
         return end > STACK_AT and self._map[min(end, SIZE) - 1] != 0
 
     def count(self, counter: str, n: int = 1) -> None:
-        """Add to one of `COUNTERS`."""
         at = _COUNTS[counter]
         self.words[at] = (self.words[at] + n) % 2**64  # a task may have written over it
 

@@ -5,8 +5,6 @@ A packet is JSON, so that unpacking it runs no code that the worker has chosen. 
 The packet does not name its worker, because the parent knows it by the socket.
 """
 
-# No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
-
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple

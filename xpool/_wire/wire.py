@@ -37,8 +37,6 @@ An entry of the outbox, and of a body with several answers, is: size u32 (top bi
 payload.  Answers have no numbers: they come in the order in which the worker got the items.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
-
 import itertools
 import os
 import struct

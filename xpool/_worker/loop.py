@@ -404,7 +404,6 @@ class _Closed:
 
 
 def _closed(number: int, mode: int, payload: bytes) -> tuple[_Closed, int]:
-    """Return the inbox's entry for a function."""
     return _Closed(number, mode, payload), mode
 
 

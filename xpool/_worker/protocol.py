@@ -78,7 +78,6 @@ class Replies:
         self._frame(READY, GREETING.pack(WIRE, mapped))
 
     def refuse(self, refusal: Refusal) -> None:
-        """Tell the parent why this worker cannot start."""
         self._frame(FAILED, refusal.packed())
 
     def begin(self) -> None:

@@ -79,7 +79,6 @@ def _stream(stream: Any, fd: int) -> Any:
 
 
 def _flush() -> None:
-    """Write what Python and C have buffered."""
     flush()
     flush_c()
 

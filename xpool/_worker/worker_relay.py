@@ -49,7 +49,6 @@ class Lines:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write the lines that are complete."""
         me = threading.get_ident()
         whole, end, rest = (self._begun.pop(me, "") + text).rpartition("\n")
         if rest:
@@ -124,8 +123,6 @@ def outbox() -> Outbox:
 
 
 class _Channel:
-    """The socket of one worker."""
-
     def __init__(self, fd: int, box: Outbox) -> None:
         self._sock = descriptors.on(fd)
         # The option's value is a `struct timeval`: seconds and microseconds, two longs (socket(7)).

@@ -83,7 +83,6 @@ class BatchSizes:
 
     @property
     def items(self) -> int:
-        """The number of items in a batch."""
         if 2 * self.cost > PREFETCH_SECONDS:
             return 1
         return min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / self.cost))
@@ -267,7 +266,6 @@ class Scheduler(Waiting):
         return batches
 
     def _most_held(self, w: int) -> int:
-        """Return how many batches worker ``w`` may hold."""
         if self.own[w].bound:
             # Only this worker may run bound items, so it leaves no share to others.
             return self.sizes.most_held()
@@ -371,7 +369,6 @@ class Scheduler(Waiting):
         return (w == self.lone and self.alone in self.queued) or self.heavy.has_heavy(w)
 
     def put_back(self, task_range: TaskRange) -> None:
-        """Queue a task range in front of those of its priority: its items have waited before."""
         if task_range.terms.alone and not self.alone:
             self._before = {}
             held = (batch for in_flight in self.in_flight for batch in in_flight.held)
@@ -403,7 +400,6 @@ class Scheduler(Waiting):
     # -- workers come, answer and go -------------------------------------------------------
 
     def ready(self, w: int, left: int | None) -> None:
-        """Take a new process of worker ``w`` into service."""
         in_flight = self.in_flight[w]
         in_flight.reset(left)
         in_flight.accepting = True
@@ -601,7 +597,6 @@ class Scheduler(Waiting):
         return holders
 
     def clear(self) -> None:
-        """Drop all items, waiting and in flight: the pool ends."""
         super().clear()
         self.lone = None
         self.heavy.clear()

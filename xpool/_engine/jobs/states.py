@@ -18,8 +18,6 @@ An event that a state does not list is a bug: `step` raises an error and changes
 `Deadlines` decides when a worker must stop its task.
 """
 
-# No `from __future__ import annotations`: a NamedTuple would compile each type from its text.
-
 import enum
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -39,8 +37,6 @@ class PoolStates(str, enum.Enum):
 
 
 class PoolEvent(enum.Enum):
-    """What can happen to a pool."""
-
     CLOSE = "close()"
     TERMINATE = "terminate(), or the pool is dropped"
     DRAINED = "the last job is answered"
@@ -48,8 +44,6 @@ class PoolEvent(enum.Enum):
 
 
 class WorkerStates(enum.Enum):
-    """The states of a worker."""
-
     ABSENT = "ABSENT"
     LAUNCHING = "LAUNCHING"
     STARTING = "STARTING"
@@ -71,8 +65,6 @@ class WorkerStates(enum.Enum):
 
 
 class WorkerEvent(enum.Enum):
-    """What can happen to a worker."""
-
     LAUNCH = "the start of a process is decided"
     LAUNCHED = "its process is started"
     REFUSED = "no process can be started, or none is needed any more"
@@ -197,8 +189,6 @@ KILLED_STARTS = 8
 
 
 class EndKind(enum.Enum):
-    """How a worker ended."""
-
     REFUSED = "the system refused its process or thread"
     FAILED = "it ended by itself before it was ready"
     KILLED = "it was killed before it was ready"
@@ -286,8 +276,6 @@ def back_off(tries: int, chance: float) -> float:
 
 
 class Act(enum.Enum):
-    """What to do with a worker now."""
-
     NOTHING = "nothing"
     INTERRUPT = "ask it to break off an item"
     RECALL = "give what it has not begun to others"

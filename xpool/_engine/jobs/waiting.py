@@ -49,7 +49,6 @@ class TimeQueue(Generic[T]):
         return heapq.heappop(self._heap)[2]
 
     def take_out(self, wanted: Callable[[T], bool]) -> list[T]:
-        """Take out these objects, whenever they are due."""
         found = [one for one in self if wanted(one)]
         if found:
             self._heap = [entry for entry in self._heap if not wanted(entry[2])]
@@ -215,14 +214,12 @@ class RangeQueue:
         return [front, task_range]
 
     def clear(self) -> None:
-        """Drop all items."""
         for task_range in self._empty():
             task_range.items.clear()  # an input reader may still have the range
         self._busy.discard(self)
         self.bound = 0
 
     def _empty(self) -> list[TaskRange]:
-        """Take out all ranges."""
         ranges = list(self)
         self._lines.clear()
         self._order.clear()
@@ -251,12 +248,10 @@ class Waiting:
         self._calls = TaskRange(CALLS, 0, 0, ())  # the latest range of calls
 
     def extend(self, workers: int) -> None:
-        """Make queues for at least this many workers."""
         while len(self.own) < workers:
             self.own.append(RangeQueue(self.queued))
 
     def put(self, task_range: TaskRange) -> None:
-        """Queue a task range behind all others of its priority."""
         self._queue(task_range).put(task_range)
 
     def put_call(self, number: int, payload: Item, terms: Terms) -> None:
@@ -274,7 +269,6 @@ class Waiting:
             self.put(calls)
 
     def put_back(self, task_range: TaskRange) -> None:
-        """Queue a task range in front of those of its priority: its items have waited before."""
         self._queue(task_range).put_back(task_range)
 
     def put_again(
@@ -307,7 +301,6 @@ class Waiting:
         return when
 
     def waiting(self) -> int:
-        """Return how many items wait for a worker."""
         waiting = itertools.chain(self.shared, self.alone, *self.own, self.later)
         return sum(len(one.items) for one in waiting)
 
@@ -333,7 +326,6 @@ class Waiting:
         self.later.take_out(lambda one: covers(one, job, index))
 
     def clear(self) -> None:
-        """Drop all waiting items: the pool ends."""
         for queue in (self.shared, self.alone, *self.own):
             queue.clear()
         self.later.clear()
@@ -469,7 +461,6 @@ class HeavyFunctions:
             self.clear()
 
     def clear(self) -> None:
-        """Forget all functions."""
         self.needs.clear()
         self._latest.clear()
         self._busy.discard(self)
