@@ -22,10 +22,10 @@ from typing import Any
 
 from xpool._python import descriptors
 from xpool._python.starting import PromptThread
+from xpool._wire.outbox import COUNTERS, Outbox
 from xpool._wire.records import (
     LARGEST,
     LOG,
-    MOST_DROPPED,
     logging_module,
     record_from,
     unpack,
@@ -37,6 +37,9 @@ pool ends without waiting for the handlers."""
 
 MOST_WAITING = 256
 """So many packets may wait for the handlers; then further ones wait in the sockets."""
+
+MOST_DROPPED = 2**40
+"""The largest number of dropped notices that a worker may report."""
 
 _PLACES = 10_000
 """Most places in the code whose warnings are remembered as shown."""
@@ -50,11 +53,17 @@ _KIND = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
 class LogSocket:
     """The parent's end of the socket of one worker process."""
 
-    def __init__(self, worker: int, fd: int) -> None:
-        self.worker, self.fd = worker, fd
-        self.told = 0  # dropped notices that the program was told of
+    def __init__(self, worker: int, fd: int, box: Outbox) -> None:
+        self.worker, self.fd, self._box = worker, fd, box
+        self.told = 0  # dropped notices that the program is told of
         self.ended = False  # no more packets will come
         self.invalid = False  # it has sent an invalid packet
+
+    def dropped_since(self) -> int:
+        """Return how many notices the worker has dropped since the last call."""
+        told, self.told = self.told, self._box.counts[COUNTERS.index("dropped_records")]
+        new = self.told - told
+        return new if 0 < new <= MOST_DROPPED else 0  # else a task has written over the page
 
 
 class Relay:
@@ -67,18 +76,18 @@ class Relay:
 
     def __init__(self, name: str, first: int = 0) -> None:
         self._name, self._first = name, first
-        # Packets with their sockets; in place of a packet, how many notices a worker has dropped.
-        self._waiting: queue.SimpleQueue[tuple[LogSocket, bytes | int] | None]
+        # A socket, a packet of it or b"", and how many notices its worker has dropped before.
+        self._waiting: queue.SimpleQueue[tuple[LogSocket, bytes, int] | None]
         self._waiting = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._handled = 0
         self._places: set[tuple[Any, ...]] = set()  # of warnings that were shown
 
-    def pair(self, worker: int) -> tuple[LogSocket, int]:
+    def pair(self, worker: int, box: Outbox) -> tuple[LogSocket, int]:
         """Return the two ends of a socket for one worker: the parent's, and the worker's."""
         ours, theirs = (end.detach() for end in descriptors.pair(_KIND))
         os.set_blocking(ours, False)
-        return LogSocket(self._first + worker, ours), theirs
+        return LogSocket(self._first + worker, ours, box), theirs
 
     def receive(self, logs: LogSocket) -> bool:
         """Take a packet, so that every worker has its turn; False: no more can be taken now."""
@@ -97,23 +106,21 @@ class Relay:
             self._put(logs, data)
         return bool(data)
 
-    def finish(self, logs: LogSocket, dropped: int) -> None:
-        """Take what is left in a socket: its worker process has ended.
-
-        ``dropped``: notices that the worker could not send, by its own count.
-        """
+    def finish(self, logs: LogSocket) -> None:
+        """Take what is left in a socket: its worker process has ended."""
         with descriptors.borrowed(logs.fd, _KIND) as sock:
             with contextlib.suppress(OSError):  # the other end is closed, so this one is shut
                 sock.shutdown(socket.SHUT_RD)  # refuses further packets
             with contextlib.suppress(OSError):
                 while data := sock.recv(LARGEST + 1):
                     self._put(logs, data)
-        if 0 < dropped <= MOST_DROPPED:  # else a task has written over the page
-            self._put(logs, dropped)
+        self._put(logs, b"")
 
-    def _put(self, logs: LogSocket, what: bytes | int) -> None:
-        self._waiting.put((logs, what))
-        self._begin()
+    def _put(self, logs: LogSocket, data: bytes) -> None:
+        dropped = logs.dropped_since()
+        if data or dropped:
+            self._waiting.put((logs, data, dropped))
+            self._begin()
 
     def _begin(self) -> None:
         """Start the thread.  If the system refuses it, the next packet or `end` tries again."""
@@ -162,17 +169,22 @@ class Relay:
                 )
             self._handled += 1
 
-    def _handle(self, logs: LogSocket, data: bytes | int) -> None:
-        if isinstance(data, int):
-            self._tell_dropped(logs, data)
+    def _handle(self, logs: LogSocket, data: bytes, dropped: int) -> None:
+        if dropped:
+            _own_logger().warning(
+                "worker %d dropped %d log records or warnings, because it made them faster than "
+                "this process handles them",
+                logs.worker,
+                dropped,
+            )
+        if not data:
             return
         try:
-            kind, dropped, fields = unpack(data)
+            kind, fields = unpack(data)
             told = _make_record(logs, fields) if kind == LOG else _Shown(fields)
         except ValueError as exc:
             self._reject(logs, exc)
             return
-        self._tell_dropped(logs, dropped)
         if isinstance(told, _Shown):
             self._warn(told)
         else:
@@ -187,17 +199,6 @@ class Relay:
                 "out, and later ones are left out without a warning",
                 logs.worker,
                 exc,
-            )
-
-    def _tell_dropped(self, logs: LogSocket, dropped: int) -> None:
-        count = dropped - logs.told
-        if count > 0:
-            logs.told = dropped
-            _own_logger().warning(
-                "worker %d dropped %d log records or warnings, because it made them faster than "
-                "this process handles them",
-                logs.worker,
-                count,
             )
 
     def _warn(self, shown: _Shown) -> None:

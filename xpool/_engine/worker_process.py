@@ -21,7 +21,7 @@ from xpool._engine.relay import LogSocket, Relay
 from xpool._memory.arena import Arena
 from xpool._python import descriptors
 from xpool._python.descriptors import disown, owned
-from xpool._wire.outbox import COUNTERS, NO_LIMIT, STOP_SIGNAL, Outbox, make_file
+from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, Outbox, make_file
 from xpool._wire.wire import FrameReader, FrameWriter, Refusal
 from xpool._worker.entry import ONE, SEVERAL
 
@@ -69,10 +69,6 @@ class Channel:
             life_r, life_w = os.pipe()
             theirs.append(life_r)
             mine.append(owned(life_w))
-            if relay is not None:
-                self.logs, its_logs = relay.pair(index)
-                theirs.append(its_logs)
-                mine.append(owned(self.logs.fd))
             page = make_file()
             theirs.append(page)
             # Each end of a pipe has its own flags: the worker's ends stay blocking.
@@ -92,6 +88,9 @@ class Channel:
             box.forbid(NO_LIMIT)
             # `others` has the order of the table in `worker.entry`.
             if relay is not None:
+                self.logs, its_logs = relay.pair(index, box)
+                theirs.append(its_logs)
+                mine.append(owned(self.logs.fd))
                 others.append(its_logs)
             if arena is not None:
                 others.append(arena.file.fd)
@@ -127,7 +126,7 @@ class Channel:
             descriptors.close(self.control)
         if self.logs is not None:
             assert self._relay is not None
-            self._relay.finish(self.logs, self.box.counts[COUNTERS.index("dropped_records")])
+            self._relay.finish(self.logs)
             descriptors.close(self.logs.fd)
         descriptors.close(self.writer.fd)
         descriptors.close(self.reader.fd)

@@ -7,7 +7,7 @@ The packet does not name its worker, because the parent knows it by the socket.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import logging
@@ -25,9 +25,6 @@ MOST_ITEMS = 1000
 """The largest number of items in a container.  A hostile worker could send many items with equal
 hashes, which would take long to unpack."""
 
-MOST_DROPPED = 2**40
-"""The largest number of dropped notices that a worker may report."""
-
 _LARGEST_INT = 14_000  # in bits; these are 4,300 digits (see sys.set_int_max_str_digits)
 
 _NONE = type(None)
@@ -44,22 +41,11 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 _HIGHEST_LEVEL = 2**16  # limited, because loggers keep an entry for each level that they see
 
 
-class Notice(NamedTuple):
-    """The content of a packet.
-
-    ``kind`` is `LOG` or `WARNING`.  ``dropped`` counts the notices that the worker could not send.
-    """
-
-    kind: str
-    dropped: int
-    fields: dict[str, Any]
-
-
-def pack(kind: str, dropped: int, fields: Mapping[str, Any]) -> bytes:
-    """Return a packet with these contents.  If it would be too large, its texts are cut."""
+def pack(kind: str, fields: Mapping[str, Any]) -> bytes:
+    """Return a packet of kind `LOG` or `WARNING`.  If it would be too large, its texts are cut."""
     most = LONGEST
     while most >= 64:
-        data = _packed(kind, dropped, fields, most)
+        data = _packed(kind, fields, most)
         if len(data) <= LARGEST:
             return data
         most //= 4
@@ -68,27 +54,26 @@ def pack(kind: str, dropped: int, fields: Mapping[str, Any]) -> bytes:
     rest = {name: value for name, value in fields.items() if name in _FIELDS}
     note = f" [xpool left out {len(left_out)} extra fields: they are too large]"
     rest["msg"] = _cut(str(rest.get("msg")), 1024) + note
-    return _packed(kind, dropped, rest, 1024)
+    return _packed(kind, rest, 1024)
 
 
-def _packed(kind: str, dropped: int, fields: Mapping[str, Any], most: int) -> bytes:
+def _packed(kind: str, fields: Mapping[str, Any], most: int) -> bytes:
     plain = {name: _plain(value, most) for name, value in fields.items() if type(name) is str}
-    text: str = _json().dumps([kind, dropped, plain], ensure_ascii=False, separators=(",", ":"))
+    text: str = _json().dumps([kind, plain], ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass")
 
 
-def unpack(data: bytes) -> Notice:
-    """Return the content of a packet.
+def unpack(data: bytes) -> tuple[str, dict[str, Any]]:
+    """Return the kind and the fields of a packet.
 
     Raises:
         ValueError: the data is not a packet of `pack`.
     """
     try:
-        kind, dropped, fields = _json().loads(data.decode("utf-8", "surrogatepass"))
-        counted = type(dropped) is int and 0 <= dropped <= MOST_DROPPED
-        if kind not in (LOG, WARNING) or not counted:
-            raise ValueError(f"it begins with {kind!r}, {dropped!r}")
-        return Notice(kind, dropped, {name: _opened(value) for name, value in fields.items()})
+        kind, fields = _json().loads(data.decode("utf-8", "surrogatepass"))
+        if kind not in (LOG, WARNING):
+            raise ValueError(f"it begins with {kind!r}")
+        return kind, {name: _opened(value) for name, value in fields.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as exc:
         raise ValueError(f"it is no log record or warning ({type(exc).__name__}: {exc})") from exc
 

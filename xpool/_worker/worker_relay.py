@@ -129,18 +129,16 @@ class _Channel:
         seconds = int(ROOM_WAIT_SECONDS)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
         self._flags = 0
-        self._dropped = 0
         self.box = box
 
     def send(self, kind: str, fields: dict[str, Any]) -> None:
         try:
-            self._sock.send(pack(kind, self._dropped, fields), self._flags)
+            self._sock.send(pack(kind, fields), self._flags)
         except OSError:
             # The socket has no room, or the parent has ended.  The next record does not wait.
             self._flags = socket.MSG_DONTWAIT
             with _dropping:
-                self._dropped += 1
-                # The parent sees this in the outbox's page, even if this worker sends nothing more.
+                # The parent reads this in the outbox's page.
                 self.box.count("dropped_records")
         else:
             self._flags = 0
