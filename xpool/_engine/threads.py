@@ -111,7 +111,6 @@ class Places:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.threads: dict[int, PoolThread] = {}
-        self.left = 0  # abandoned threads
         self.over = 0  # surplus threads among `threads`
 
     def missing(self, size: int) -> list[int]:
@@ -140,7 +139,6 @@ class Places:
                 if self.threads.get(pool_thread.index) is pool_thread:
                     self.remove(pool_thread)
                     pool_thread.left = True
-                    self.left += 1
 
     def of_job(self, job: int) -> list[PoolThread]:
         """Return the threads that run a task of this job now."""
@@ -422,6 +420,7 @@ class ThreadWorkers:
             while not me.left and me.done != lifetime:
                 # Do not take the lock, because each task runs this; `is_surplus` takes it.
                 if len(threads) > self._size and places.is_surplus(me, self._size):
+                    self.tasks.put(_WAKE)  # another one may be surplus, too
                     return None
                 if me.source is not None:
                     self._run_source(me, me.source)
@@ -429,6 +428,8 @@ class ThreadWorkers:
                 task, entry = take(), None
                 if type(task) is not tuple:
                     if task is None:
+                        if self._ending:
+                            self.tasks.put(None, last=True)  # for the next thread
                         return None
                     if task is _WAKE:
                         continue
@@ -518,11 +519,7 @@ class ThreadWorkers:
             self._size = before
             raise
         finally:
-            with self._places.lock:
-                surplus = len(self._places.threads) - self._places.over - self._size
-            for _ in range(surplus):
-                # A thread that waits in `get` checks the size when something comes.
-                self.tasks.put(_WAKE)
+            self.tasks.put(_WAKE)  # a thread that waits in `get` checks the size when it comes
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until something has happened, and act on time limits."""
@@ -602,9 +599,7 @@ class ThreadWorkers:
     def release(self) -> None:
         """Let each thread end when the queue is empty."""
         self._ending = True
-        # An abandoned thread may just have begun to wait for a task, as the others do.
-        for _ in range(max(self._size, len(self._places.threads)) + self._places.left):
-            self.tasks.put(None, last=True)
+        self.tasks.put(None, last=True)
         if self.ended:
             self.wake()
 
