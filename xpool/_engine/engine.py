@@ -141,6 +141,8 @@ class Engine:
             self._monitor.withdraw(job, index)
 
     def give_back(self, job: int, items: range) -> None:
+        """Hand back these items, except those that a worker has begun, as ranges in results whose
+        ``ok`` is None: waiting items at once, items in flight if their worker makes no progress."""
         with self.lock:
             self._monitor.give_back(job, items)
 

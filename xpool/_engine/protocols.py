@@ -15,7 +15,6 @@ from xpool._engine.jobs.scheduler import TaskRange, Terms
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import EngineReport
-    from xpool._engine.worker_process import WorkerProcess
 
 
 class WorkerBackend(Protocol):
@@ -111,21 +110,3 @@ class EngineProtocol(WorkerBackend, Protocol):
 
     def statistics(self) -> dict[str, Any]:
         """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""
-
-
-class LocalEngine(EngineProtocol, Protocol):
-    """An engine whose workers are on this machine, and which may work for a remote driver."""
-
-    def put_direct(
-        self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
-    ) -> WorkerProcess | None:
-        """Submit call ``number``; return the worker whose answer the calling thread receives
-        by `await_briefly`; None: the engine's thread receives it."""
-
-    def await_briefly(self, worker: WorkerProcess, number: int, milliseconds: int) -> None:
-        """Receive the answer of call ``number``, which `put_direct` has sent; after that time,
-        leave it to the engine's thread."""
-
-    def give_back(self, job: int, items: range) -> None:
-        """Hand back these items, except those that a worker has begun, as ranges in results whose
-        ``ok`` is None: waiting items at once, items in flight if their worker makes no progress."""

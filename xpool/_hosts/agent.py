@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xpool._engine.jobs.ranges import CALLS, WHOLE, TaskRange
 from xpool._engine.launch import ForkServer
-from xpool._engine.protocols import LocalEngine
 from xpool._hosts import messages as m
 from xpool._hosts.messages import Call
 from xpool._memory.anonymous_files import File
@@ -60,7 +59,7 @@ class AgentSession:
     `TaskRange`, the items in this range, which no worker has begun.
     """
 
-    def __init__(self, engine: LocalEngine, lease: float, now: float) -> None:
+    def __init__(self, engine: Engine, lease: float, now: float) -> None:
         self.engine = engine
         self.retiring = False
         self.locate_requests: list[int] = []  # their numbers; the agent answers them
@@ -83,7 +82,7 @@ class AgentSession:
         """Act on a call; the caller then asks for `reply` or `reply_to_beat`.
 
         Returns a worker and the number of a task, whose answer the calling thread is to receive by
-        `LocalEngine.await_briefly`.  It then calls `wait`, and asks for the reply.
+        `Submission.await_briefly`.  It then calls `wait`, and asks for the reply.
         """
         replied = self._replied.get(call.heard)
         if replied is not None:
