@@ -189,9 +189,6 @@ class Launcher(Protocol):
     inherits: bool
     """Whether the child inherits initializer and initargs, which need not be picklable then."""
 
-    bare: bool
-    """Whether xpool must make the child a `multiprocessing` process."""
-
     forks: bool
     """Whether workers are forks of the program, which lack its OpenMP threads."""
 
@@ -284,7 +281,6 @@ class ForkServer:
     """
 
     inherits = False
-    bare = True
     forks = False
 
     _servers: dict[Any, ForkServer] = {}  # by their `_key`
@@ -429,7 +425,6 @@ class ProcessLauncher:
     """Starts workers as processes of a `multiprocessing` context, by its documented API."""
 
     inherits = True
-    bare = False
 
     def __init__(self, context: BaseContext) -> None:
         self._context = context

@@ -105,7 +105,6 @@ class WorkerConfig:
             "pid": os.getpid(),
             "path": search_path(sys.path),
             "argv": main.argv,
-            "bare": self._launcher.bare,
             "settings": settings.at_start(),
             "package": main.package,
             "parent": (process.name, os.getpid()),

@@ -236,7 +236,7 @@ class Pool(BasePool):
             inherited = self.initializer, self.initargs
             # Send the globals that the initializer uses: tasks must not set them again.
             blob = self._packer.pack_option("initializer", self.initializer)
-        if not launcher.bare and multiprocessing.current_process().daemon:
+        if launcher.inherits and multiprocessing.current_process().daemon:
             raise OptionError(
                 "multiprocessing would start the workers of this pool, which is made in a worker "
                 "of another pool: daemonic processes are not allowed to have children; give "

@@ -448,7 +448,7 @@ def _join(arena: list[int], config: dict[str, Any]) -> Arena | None:
 
 def become(config: dict[str, Any], lifeline: int) -> None:
     """Set this process's name, key and ``__main__`` (as `multiprocessing` does), and its seeds."""
-    if config["bare"]:
+    if multiprocessing.parent_process() is None:
         # The fork server made this process, so multiprocessing does not know it yet.
         process = multiprocessing.current_process()
         process.name = config["name"]

@@ -139,11 +139,6 @@ class _ForkedFirst:
         """Whether the next worker is a fork of the program."""
         return self._left > 0
 
-    @property
-    def bare(self) -> bool:
-        """Whether the next worker must be set up as a process of `multiprocessing`."""
-        return not self.forks
-
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         if not self.forks:
             return self._server.launch(boot, name, daemon, inherited)
