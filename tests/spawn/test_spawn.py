@@ -280,13 +280,13 @@ def test_no_processes():
     """As in torch, the number of processes may be 0."""
     assert xpool.spawn(tell, nprocs=0) == []
     context = xpool.spawn(tell, nprocs=0, join=False)
-    assert context.processes == context.pids() == [] and context.sentinels == {}
+    assert context.processes == context.pids() == []
     assert context.join() and context.results() == []
 
 
 @pytest.mark.torch
 def test_processes(mailbox: Mailbox, gates: list[Gate]):
-    """A context has its processes and their sentinels, like torch's."""
+    """A context has its processes, like torch's."""
     from torch.multiprocessing import ProcessExitedException
 
     args = mailbox.path, [gate.path for gate in gates]
@@ -296,13 +296,10 @@ def test_processes(mailbox: Mailbox, gates: list[Gate]):
     assert [process.pid for process in processes] == context.pids()
     assert [process.exitcode for process in processes] == [None] * 3
     assert all(process.is_alive() for process in processes)
-    assert list(context.sentinels.values()) == [0, 1, 2]
-    assert multiprocessing.connection.wait(context.sentinels, 0) == []
     gates[1].open()
-    ready = multiprocessing.connection.wait(context.sentinels, WAIT)
-    assert [context.sentinels[one] for one in ready] == [1] and ready == [processes[1].sentinel]
+    processes[1].join(WAIT)
     assert [process.exitcode for process in processes] == [None, 0, None]
-    assert not context.join(0) and list(context.sentinels.values()) == [0, 2]
+    assert not context.join(0)
     processes[2].terminate()
     processes[2].join(WAIT)
     assert processes[2].exitcode == -signal.SIGTERM and not processes[2].is_alive()

@@ -8,7 +8,6 @@ results.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.connection
 import os
 import signal
 import time
@@ -18,7 +17,7 @@ from typing import Any
 from xpool._calls.options import check_callable, check_count
 from xpool._calls.results import AsyncResult
 from xpool._pools.process import P2PPool
-from xpool._python.waiters import LOST_SIGNAL
+from xpool._python.waiters import Waiters
 from xpool._worker import replica
 from xpool.errors import PoolClosed, RemoteTraceback, WorkerDied, XPoolError, exit_reason
 
@@ -121,12 +120,6 @@ class ReplicaProcess:
         """
         return self._context._exitcode(self._index)
 
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that is readable when the process has ended; valid as long as the
-        context."""
-        return self._context._sentinels[self._index].fd
-
     def is_alive(self) -> bool:
         """Whether it runs."""
         return self.exitcode is None
@@ -147,25 +140,6 @@ class ReplicaProcess:
         return f"<ReplicaProcess {self._index} exitcode={self.exitcode}>"
 
 
-class _Sentinel:
-    """A descriptor that is readable from the call of `ring` on."""
-
-    def __init__(self) -> None:
-        self.fd, writer = os.pipe()
-        self._writers = [writer]
-
-    def ring(self) -> None:
-        """Make it readable; called once or twice, by any thread."""
-        with contextlib.suppress(IndexError):
-            writer = self._writers.pop()
-            os.write(writer, b"E")  # closing is not enough: a forked child may have a copy
-            os.close(writer)
-
-    def __del__(self) -> None:
-        for fd in (self.fd, *self._writers) if hasattr(self, "_writers") else ():
-            os.close(fd)
-
-
 class ProcessContext:
     """Processes that run one function each, as `torch.multiprocessing.spawn` returns it.
 
@@ -181,7 +155,7 @@ class ProcessContext:
     ) -> None:
         self._pool = pool  # None: there are no processes
         self._ended: list[int] = []  # indices in the order of the ends
-        self._sentinels = [_Sentinel() for _ in args]
+        self._ends = Waiters()  # of those who wait for more of these
         self._running = set(range(len(args)))
         self._values: list[Any] = [None] * len(args)
         self._failure: BaseException | None = None
@@ -192,25 +166,10 @@ class ProcessContext:
             # Ask each worker for its pid first: `apply_async` returns before the worker has one.
             self._pids += [pool.apply_async(replica.pid, worker=i) for i in range(len(args))]
             self._pending += [
-                pool.apply_async(run, each, None, *self._told(i), worker=i)
+                pool.apply_async(run, each, None, *_told(self._ended, self._ends, i), worker=i)
                 for i, each in enumerate(args)
             ]
             pool.close()  # no more calls: each process ends after its answer
-
-    def _told(self, index: int) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
-        # Callbacks must not hold `self`: the pool holds them, and this object holds the pool.
-        ended, sentinel = self._ended, self._sentinels[index]
-
-        def tell(_: Any) -> None:
-            ended.append(index)
-            sentinel.ring()
-
-        return tell, tell
-
-    @property
-    def sentinels(self) -> dict[int, int]:
-        """The index of each process whose end `join` has not seen, by its sentinel."""
-        return {self._sentinels[i].fd: i for i in sorted(self._running)}
 
     def pids(self) -> list[int]:
         """Wait until all processes have started; return their ids in order of index.
@@ -303,11 +262,13 @@ class ProcessContext:
                     error = self._take(index)
                     if error is not None and not others:
                         return index, error
-            left = LOST_SIGNAL if until is None else min(LOST_SIGNAL, until - time.monotonic())
-            if not self._running:
+            left = None if until is None else until - time.monotonic()
+            if not self._running or not self._ends.wait(self._has_ended, left):
                 return None
-            if not multiprocessing.connection.wait(self.sentinels, max(0.0, left)) and left <= 0:
-                return None
+
+    def _has_ended(self) -> bool:
+        """Whether a process has ended that `_take` has not seen."""
+        return not self._running.isdisjoint(self._ended)
 
     def _take(self, index: int) -> BaseException | None:
         """Store the result of an ended process; return its failure."""
@@ -333,10 +294,7 @@ class ProcessContext:
         if self._pool is not None:
             self._pool.terminate()
             self._pool.join()
-            # A terminated pool does not run callbacks.
-            for index in self._running.difference(self._ended):
-                self._ended.append(index)
-                self._sentinels[index].ring()
+            self._ended += self._running  # a terminated pool runs no callbacks
 
     def _error(self, index: int, exc: BaseException) -> BaseException:
         """Return the exception that `join` raises."""
@@ -357,3 +315,14 @@ class ProcessContext:
             error = ProcessRaisedException(message, index, self._pid(index))
         error.__cause__ = exc
         return error
+
+
+def _told(ended: list[int], ends: Waiters, index: int) -> tuple[Callable[[Any], None], ...]:
+    """Return callbacks for the end of a process.  They do not hold the context: the pool holds
+    them, and the context holds the pool."""
+
+    def tell(_: Any) -> None:
+        ended.append(index)
+        ends.wake()
+
+    return tell, tell
