@@ -42,11 +42,7 @@ RESOURCES: dict[str | None, str] = {
 
 
 def _ray_fleet() -> Any:
-    """Return `xpool._hosts.ray_fleet`, whose import imports Ray.
-
-    Raises:
-        ImportError: Ray is not installed.
-    """
+    """Return `xpool._hosts.ray_fleet`, whose import imports Ray."""
     try:
         from xpool._hosts import ray_fleet
     except ImportError as exc:
@@ -74,12 +70,7 @@ class Hosts(NamedTuple):
         return RESOURCES[self.kind]
 
     def find(self) -> list[Node]:
-        """Connect to the cluster, and return the hosts with the wanted resources and labels.
-
-        Raises:
-            ImportError: Ray is not installed.
-            OptionError: no cluster was found, or no host in it fits.
-        """
+        """Connect to the cluster, and return the hosts with the wanted resources and labels."""
         fleet = _ray_fleet()
         ray = fleet.ray
         if ray.util.client.ray.is_connected():

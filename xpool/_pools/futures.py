@@ -271,11 +271,7 @@ def submit(
     kwds: dict[str, Any],
     owner: PoolExecutor | None = None,
 ) -> concurrent.futures.Future[Any]:
-    """Submit a call to a pool; return its future.
-
-    Raises:
-        PoolClosed: the pool takes no more work.
-    """
+    """Submit a call to a pool; return its future."""
     if pool._life.state is not PoolStates.RUN:
         pool._life.check_running()
     name = pool._submitter.name_of(func)

@@ -273,12 +273,7 @@ class InputReader:
         self._name = f"{name}-input_reader"
 
     def begin(self) -> None:
-        """Draw a small input in the calling thread; start the input reader's thread for the rest.
-
-        Raises:
-            Exception: a signal handler raised.
-            XPoolError: the system refuses a thread.
-        """
+        """Draw a small input in the calling thread; start the thread for the rest."""
         most = HERE_ITEMS if self._runs is None else RUN
         if self._known and self._draw(most):
             return

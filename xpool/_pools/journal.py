@@ -90,16 +90,7 @@ def _unreadable(path: str, key: str, why: str) -> OptionError:
 class Journal:
     """The results of one function, by the keys of its items.  Any thread may call its methods.
 
-    Args:
-        path: of the database; it is made if it does not exist.
-        func: the function.
-        key: returns a str, bytes or an int for an item; None: the digest of its value.
-        version: identifies the function, together with its name; None: all its parts do.
-        beside: further objects that results depend on, such as the initializer, by name.
-
-    Raises:
-        OptionError: the journal is of another function or version, or the file is not a journal.
-        sqlite3.Error: the file cannot be opened, or is locked.
+    ``beside``: further objects that results depend on, such as the initializer, by name.
     """
 
     def __init__(
@@ -267,13 +258,7 @@ class Journal:
         self._base.executemany("INSERT OR IGNORE INTO parts VALUES (?, ?, ?)", rows)
 
     def key(self, item: Any) -> str:
-        """Return the key of an item, as text.
-
-        Raises:
-            OptionError: ``key=`` returned an earlier item's key; or, without ``key=``, the item
-                has no digest, or a class or function that it refers to has changed.
-            TypeError: ``key=`` returned an object that is not a str, bytes or an int.
-        """
+        """Return the key of an item, as text.  Refuse the item if something of it has changed."""
         if self._key is not None:
             key = _as_text(self._key(item))
             if hash(key) in self._taken:

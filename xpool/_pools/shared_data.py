@@ -43,9 +43,7 @@ _TOKEN = 64  # bytes of a block that only keeps a file
 class _Store:
     """Pickled objects in a file.
 
-    Args:
-        items: the objects.
-        tables: returns the tables that follow the objects, when these are written.
+    ``tables`` returns the tables that follow the objects, when these are written.
     """
 
     def __init__(self, items: Iterable[Any], tables: Any = tuple) -> None:

@@ -80,10 +80,7 @@ class Replicas(P2PPool):
 
 
 class ReplicaDied(WorkerDied):
-    """The process of a replica has ended before its function returned; it is not run again.
-
-    The fields are those of `WorkerDied`.
-    """
+    """The process of a replica has ended before its function returned; it is not run again."""
 
     def __str__(self) -> str:
         return (

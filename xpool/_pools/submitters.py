@@ -69,11 +69,7 @@ class HookSubmitter:
         self._own = own
 
     def name_of(self, func: Any) -> str:
-        """Return the name of ``func`` for error texts.
-
-        Raises:
-            TypeError: workers cannot call ``func``.
-        """
+        """Return the name of ``func`` for error texts; refuse what workers cannot call."""
         if self._own is not None:
             return self._own.name_of(func)
         if not callable(func):

@@ -215,11 +215,7 @@ def is_standard(builtin: Any) -> bool:
 
 
 class Unknown(Exception):
-    """An object has no digest.
-
-    Attributes:
-        part: the part that it belongs to.
-    """
+    """An object, which belongs to ``part``, has no digest."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)

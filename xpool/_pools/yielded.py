@@ -244,11 +244,7 @@ class YieldStream(Stream):
 
     @shielded
     def begin(self, number: int, item: Any) -> None:
-        """Begin the generator of an item.
-
-        Raises:
-            Exception: the item cannot be pickled.
-        """
+        """Begin the generator of an item."""
         packed, place = self.asking.pack((number, item))
         with self._lock:
             if not self.settled:
@@ -468,9 +464,6 @@ def begin(
 
     ``most``: how many may be ahead of the consumer; None: as many as there is memory for, as in
     `imap`.  ``length``: number of items, if known.
-
-    Raises:
-        OptionError: this pool or these options are not for generators.
     """
     submitter: HookSubmitter = pool._submitter
     _check(pool, submitter, options)

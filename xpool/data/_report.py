@@ -151,10 +151,7 @@ class WorkerCount:
     def took(self, used: float, waited: float, made: float) -> int:
         """Record a batch that the program took; return how many workers the loader shall have.
 
-        Args:
-            used: seconds from the batch before until the program asked for this one.
-            waited: seconds that the program then waited.
-            made: seconds that a worker took to make it.
+        ``used``, ``waited``: what `Times.took` returned; ``made``: seconds that a worker took.
         """
         if self._skip:
             self._skip -= 1
