@@ -40,6 +40,11 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
     return int(number)
 
 
+def check_optional(check: Callable[..., T], name: str, value: Any, **limits: Any) -> T | None:
+    """Return None, or what ``check`` returns for another value."""
+    return None if value is None else check(name, value, **limits)
+
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -263,6 +268,12 @@ class CallOptions(TypedDict, total=False):
     priority: Annotated[float, check_priority]
 
 
+class OneCallOptions(CallOptions, total=False):
+    """Keywords of `apply` and `apply_async`; ``worker`` is for a `P2PPool`."""
+
+    worker: Annotated[int | None, functools.partial(check_optional, check_count, least=0)]
+
+
 class ManyOptions(CallOptions, total=False):
     """Keywords of the verbs that submit many tasks.  `BasePool.map` describes them."""
 
@@ -278,7 +289,11 @@ class JournalOptions(ManyOptions, total=False):
     version: Annotated[str | int | None, _check_version]
 
 
-_CHECKS = {name: one.__metadata__[0] for name, one in JournalOptions.__annotations__.items()}
+_CHECKS = {
+    name: one.__metadata__[0]
+    for kind in (OneCallOptions, JournalOptions)
+    for name, one in kind.__annotations__.items()
+}
 
 
 class TaskOptions(NamedTuple):
@@ -291,9 +306,9 @@ class TaskOptions(NamedTuple):
     journal: Any = None  # the path of a database
     key: Any = None
     version: Any = None
+    worker: int | None = None  # index of a worker of a `P2PPool`; -1: the least busy one
     # Not keywords of these names:
     returns_errors: bool = False
-    worker: int | None = None  # index of a worker of a `P2PPool`; -1: the least busy one
     waits: bool = False  # whether the submitting thread waits for the result at once
 
     @property

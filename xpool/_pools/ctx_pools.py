@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
     from typing_extensions import TypeVarTuple, Unpack
 
-    from xpool._calls.options import CallOptions
+    from xpool._calls.options import OneCallOptions
     from xpool._calls.results import AsyncResult
 
     C = TypeVarWithDefault("C", default=Any)
@@ -76,7 +76,7 @@ class ContextVerbs(PublicVerbs[C]):
             func: Callable[Concatenate[C, ...], T],
             args: Iterable[object] = (),
             kwds: Mapping[str, object] | None = None,
-            **options: Unpack[CallOptions],
+            **options: Unpack[OneCallOptions],
         ) -> T: ...
 
         def apply_async(
@@ -86,7 +86,7 @@ class ContextVerbs(PublicVerbs[C]):
             kwds: Mapping[str, object] | None = None,
             callback: Callable[[T], object] | None = None,
             error_callback: Callable[[BaseException], object] | None = None,
-            **options: Unpack[CallOptions],
+            **options: Unpack[OneCallOptions],
         ) -> AsyncResult[T]: ...
 
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from xpool._calls.options import CallOptions, check_count, label
+from xpool._calls.options import OneCallOptions, check_count, label
 from xpool._calls.results import AsyncResult, PickledResult, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
@@ -277,7 +277,7 @@ def submit(
     name = pool._submitter.name_of(func)
     options = PLAIN
     if pool._calls_go_to is not None or pool._task_timeout is not None:
-        options = options_of(pool, CallOptions, {}, False, pool._calls_go_to)
+        options = options_of(pool, OneCallOptions, {}, False)
     future: _Future[Any] = _Future()
     future._job = job = _Call(pool, name, future)
     job.options = options

@@ -13,6 +13,7 @@ from xpool._calls.options import (
     check_count,
     check_flag,
     check_memory,
+    check_optional,
     check_seconds,
     check_seed,
     names_of,
@@ -86,15 +87,11 @@ class PoolOptions:
         self.is_daemon = check_flag("is_daemon", is_daemon)
         self.is_copy_tensor = check_flag("is_copy_tensor", is_copy_tensor)
         self.share_method = check_choice("share_method", share_method, "cpu", "cuda", "xla", None)
-        self.memory_limit = (
-            None if memory_limit is None else check_bytes("memory_limit", memory_limit, least=0)
-        )
+        self.memory_limit = check_optional(check_bytes, "memory_limit", memory_limit, least=0)
         self.seed = check_seed("seed", seed)
         self.task_timeout = check_seconds("task_timeout", task_timeout)
         self.initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
-        self.restart_budget = (
-            None if restart_budget is None else check_count("restart_budget", restart_budget)
-        )
+        self.restart_budget = check_optional(check_count, "restart_budget", restart_budget)
         self.output = check_choice("output", output, "prefix", "files", None)
         if on_worker_end is not None:
             check_callable("on_worker_end", on_worker_end)

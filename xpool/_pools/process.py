@@ -9,12 +9,12 @@ import os
 import queue
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from xpool._calls.options import CallOptions, check_context, check_count, takes_keywords
-from xpool._calls.results import AsyncResult, Job
+from xpool._calls.options import check_context
+from xpool._calls.results import Job
 from xpool._engine.jobs.ranges import WHOLE
 from xpool._engine.launch import (
     ForkServer,
@@ -28,7 +28,6 @@ from xpool._pools.base import BasePool, at_exit
 from xpool._pools.hooks import Result, Task
 from xpool._pools.pool_options import REFUSED_OVER_HOSTS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
-from xpool._pools.verbs import options_of, submit_call
 from xpool._python.interrupt import shielded
 from xpool._python.starting import interpreter, occupy_streams
 from xpool._worker.worker_context import imported_by_worker
@@ -482,50 +481,6 @@ class P2PPool(Pool):
     _fixed_size = "its callers and its workers name workers by their numbers"
     _has_peers = sys.platform == "linux"
     _calls_go_to: int | None = -1
-
-    @takes_keywords(CallOptions)
-    def apply(
-        self,
-        func: Callable[..., T],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
-        *,
-        worker: int | None = None,
-        **keywords: Unpack[CallOptions],
-    ) -> T:
-        """As `BasePool.apply`, on the worker with index ``worker`` if it is given."""
-        options = options_of(self, CallOptions, keywords, True, self._bind(worker))
-        value: T = submit_call(self, func, args, kwds, options).get()
-        return value
-
-    @takes_keywords(CallOptions)
-    def apply_async(
-        self,
-        func: Callable[..., T],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
-        callback: Callable[[T], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        worker: int | None = None,
-        **keywords: Unpack[CallOptions],
-    ) -> AsyncResult[T]:
-        """As `BasePool.apply_async`, on the worker with index ``worker`` if it is given.
-
-        Raises:
-            OptionError (a `ValueError`): there is no such worker.
-        """
-        options = options_of(self, CallOptions, keywords, False, self._bind(worker))
-        return submit_call(self, func, args, kwds, options, callback, error_callback)
-
-    def _bind(self, worker: int | None) -> int | None:
-        if worker is None:
-            return self._calls_go_to
-        if check_count("worker", worker, least=0) >= self._size:
-            raise OptionError(
-                f"worker must be from 0 to {self._size - 1} in this pool, not {worker}"
-            )
-        return worker
 
     def _make_submitter(self) -> EngineSubmitter:
         return assembly.PeerSubmitter(self, self._jobs, self._engine, self._packer)

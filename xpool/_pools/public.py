@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from xpool._calls.options import CallOptions, JournalOptions, ManyOptions, takes_keywords
+from xpool._calls.options import JournalOptions, ManyOptions, OneCallOptions, takes_keywords
 from xpool._calls.results import AsyncResult, MapResult
 from xpool._calls.streams import IMapIterator, IMapUnorderedIterator
 from xpool._pools.submitters import Work
@@ -48,13 +48,13 @@ class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
 
     _start_call = staticmethod(start_call)
 
-    @takes_keywords(CallOptions)
+    @takes_keywords(OneCallOptions)
     def apply(
         self,
         func: Callable[..., T],
         args: Iterable[object] = (),
         kwds: Mapping[str, object] | None = None,
-        **keywords: Unpack[CallOptions],
+        **keywords: Unpack[OneCallOptions],
     ) -> T:
         """Call ``func(*args, **kwds)`` in a worker; wait for the result and return it.
 
@@ -68,18 +68,20 @@ class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
         * ``priority``: a real number.  Of the tasks that wait for a worker, those with the highest
           priority are next, and of several, the oldest.  A running task is not interrupted.
 
+        `apply` and `apply_async` of a `P2PPool` have ``worker``, too: the index of the worker.
+
         Raises:
             Exception: what ``func`` raised.
             WorkerDied, TaskTimeout: its worker died; it took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
         """
         options = WAITING
-        if keywords or self._task_timeout is not None:
-            options = options_of(self, CallOptions, keywords, True)
+        if keywords or self._task_timeout is not None or self._calls_go_to is not None:
+            options = options_of(self, OneCallOptions, keywords, True)
         value: T = submit_call(self, func, args, kwds, options).get()
         return value
 
-    @takes_keywords(CallOptions)
+    @takes_keywords(OneCallOptions)
     def apply_async(
         self,
         func: Callable[..., T],
@@ -87,7 +89,7 @@ class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
         kwds: Mapping[str, object] | None = None,
         callback: Callable[[T], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        **keywords: Unpack[CallOptions],
+        **keywords: Unpack[OneCallOptions],
     ) -> AsyncResult[T]:
         """Submit ``func(*args, **kwds)``; return its `AsyncResult` at once.
 
@@ -98,8 +100,8 @@ class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
             PoolClosed: the pool takes no more work.
         """
         options = PLAIN
-        if keywords or self._task_timeout is not None:
-            options = options_of(self, CallOptions, keywords, False)
+        if keywords or self._task_timeout is not None or self._calls_go_to is not None:
+            options = options_of(self, OneCallOptions, keywords, False)
         return submit_call(self, func, args, kwds, options, callback, error_callback)
 
     @overload
@@ -157,7 +159,7 @@ class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
             OptionError: the journal belongs to another function, or to an earlier version.
             sqlite3.Error: the journal cannot be opened or written.
         """
-        options = options_of(self, JournalOptions, keywords, True, None, on_error)
+        options = options_of(self, JournalOptions, keywords, True, on_error)
         return map_now(self, Work(func), iterable, chunksize, options)
 
     @overload
@@ -194,7 +196,7 @@ class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        options = options_of(self, ManyOptions, keywords, False, None, on_error)
+        options = options_of(self, ManyOptions, keywords, False, on_error)
         work = Work(func)
         return submit_map(self, work, iterable, chunksize, options, callback, error_callback)
 
@@ -229,7 +231,7 @@ class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
             WorkerDied, TaskTimeout: a worker died in a task; a task took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
         """
-        options = options_of(self, JournalOptions, keywords, True, None, on_error)
+        options = options_of(self, JournalOptions, keywords, True, on_error)
         return map_now(self, Work(func, starred=True), iterable, chunksize, options)
 
     @overload
@@ -266,7 +268,7 @@ class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        options = options_of(self, ManyOptions, keywords, False, None, on_error)
+        options = options_of(self, ManyOptions, keywords, False, on_error)
         work = Work(func, starred=True)
         return submit_map(self, work, iterable, chunksize, options, callback, error_callback)
 
@@ -330,7 +332,7 @@ class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
             OptionError: the journal belongs to another function, or to an earlier version; the
                 pool or an option is not for generators.
         """
-        options = options_of(self, JournalOptions, keywords, False, None, on_error)
+        options = options_of(self, JournalOptions, keywords, False, on_error)
         kind, work = IMapIterator, Work(func)
         return imap(self, kind, work, iterable, chunksize, buffersize, options, yields=yields)
 
@@ -414,6 +416,6 @@ class PublicVerbs(PoolOfVerbs, Generic[Unpack[Cs]]):
             PoolClosed: the pool takes no more work.
             OptionError: the journal belongs to another function, or to an earlier version.
         """
-        options = options_of(self, JournalOptions, keywords, False, None, on_error)
+        options = options_of(self, JournalOptions, keywords, False, on_error)
         kind, work = IMapUnorderedIterator, Work(func)
         return imap(self, kind, work, iterable, chunksize, buffersize, options, with_index, yields)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool._calls.options import (
     OF_TERMS,
+    OneCallOptions,
     TaskOptions,
     check_args,
     check_callable,
@@ -76,17 +77,17 @@ def options_of(
     kind: Any,
     given: Mapping[str, Any],
     waits: bool,
-    worker: int | None = None,
     on_error: str = "raise",
 ) -> TaskOptions:
     """Check the keywords that a verb was called with, which must be those of a `CallOptions`,
     ``kind``."""
+    worker = pool._calls_go_to if kind is OneCallOptions else None
     if not given and on_error == "raise" and pool._task_timeout is None:
         if worker is not None:
             return TaskOptions(worker=worker, waits=waits)
         return WAITING if waits else PLAIN
     __tracebackhide__ = True
-    known = list(kind.__annotations__)
+    known = [name for name in kind.__annotations__ if name != "worker" or worker is not None]
     unknown = [name for name in given if name not in known]
     if unknown:
         verb = sys._getframe(1).f_code
@@ -102,6 +103,12 @@ def options_of(
     if options.seed is not None:
         _check_item_seed(pool, options.seed, options.journal)
     check_choice("on_error", on_error, "raise", "return")
+    if options.worker is not None:
+        worker = options.worker
+        if worker >= pool._size:
+            raise OptionError(
+                f"worker must be from 0 to {pool._size - 1} in this pool, not {worker}"
+            )
     return options._replace(returns_errors=on_error != "raise", worker=worker, waits=waits)
 
 
