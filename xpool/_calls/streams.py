@@ -308,20 +308,15 @@ class IMapIterator(Iterator[T]):
                 return list(zip(self.numbers(number), errors)) if self.with_index else errors, 0
             return [Unopened(error) for error in errors], len(errors)
         if self.with_index:
-            values = [self._indexed(v, i) for i, v in zip(self.numbers(number), values)]
+            size = self.items_per_task
+            values = [
+                v if type(v) is Unopened
+                else list(enumerate(v, i * size)) if self._chunked else (i, v)
+                for i, v in zip(self.numbers(number), values)
+            ]  # fmt: skip
         if self._chunked:
             return [x for v in values for x in ((v,) if type(v) is Unopened else v)], 0
         return values, 0
-
-    def _indexed(self, value: Any, number: int) -> Any:
-        """Return a task's value with the index of each item."""
-        if type(value) is Unopened:
-            return value
-        return (
-            list(enumerate(value, number * self.items_per_task))
-            if self._chunked
-            else (number, value)
-        )
 
     def _as_error(self, exc: BaseException) -> BaseException:
         """Return ``exc``, or a `RuntimeError` in place of a StopIteration, as in PEP 479."""
@@ -410,11 +405,11 @@ class Stream(Job):
         self.settled = True
         return True
 
-    def hold_back(self, value: Any, times: int = 1) -> None:
-        """Count the memory of an answer that waits before `deliver`; with -1, stop counting it."""
+    def hold_back(self, weight: int) -> None:
+        """Count the memory of an answer that waits before `deliver`; below 0, stop counting it."""
         iterator = self._iterator()
         if iterator is not None:
-            iterator.buffer.bytes_in += times * weigh(value)
+            iterator.buffer.bytes_in += weight
 
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
         """Return the function that is called with each item: ``put``, or one that calls it."""

@@ -93,13 +93,6 @@ class Callbacks:
         return all(one.join(deadline) for one in (self.futures, self.program, self.ends))
 
 
-def for_callbacks() -> _Caller | None:
-    """Return what calls the callbacks of the futures that the calling thread completes; None: it
-    completes none."""
-    caller: _Caller | None = local.caller
-    return None if caller is None else caller.for_callbacks
-
-
 class _End:
     """A call of ``on_worker_end=``."""
 

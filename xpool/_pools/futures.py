@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from xpool._calls.options import OneCallOptions, check_count, label
-from xpool._calls.results import AsyncResult, PickledResult, about_to_block
+from xpool._calls.results import AsyncResult, PickledResult, about_to_block, local
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
-from xpool._pools.callbacks import for_callbacks
 from xpool._pools.job_table import JobTable
 from xpool._pools.public import PublicVerbs
 from xpool._pools.verbs import PLAIN, options_of
@@ -113,7 +112,7 @@ class _Callback:
 
 def _call_back(func: Callable[[Any], object], future: _Future[Any]) -> None:
     """Call a callback, but not in the thread that completes futures: it may wait for futures."""
-    caller = for_callbacks()
+    caller = local.caller and local.caller.for_callbacks
     if caller is None:
         func(future)
     else:

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from xpool._calls.options import check_callable
 from xpool._calls.results import PickledResult, Unopened, tasks_in
-from xpool._calls.streams import BOOKKEEPING, IMapIterator, Stream, weigh
+from xpool._calls.streams import IMapIterator, Stream, weigh
 from xpool._pools.identity import Identity
 from xpool._pools.job_table import JobTable
 from xpool._pools.values import Unknown, name_of
@@ -355,7 +355,7 @@ def _change(part: str, before: str | None, now: str | None) -> str:
 AT_ONCE = 1000
 """The most answers that are written in one transaction."""
 
-_Answer = tuple[int, bool, Any]
+_Answer = tuple[int, bool, Any, int]  # with the weight that is counted while it waits
 _Arrivals: TypeAlias = "queue.SimpleQueue[_Answer | int | None]"  # answers, input's length, or end
 
 
@@ -410,14 +410,16 @@ class Recorded(Stream):
         if self._count is not None and index in self._keys:
             self._count(1)
         # Count it now, since an answer that waits to be stored takes memory, too.
-        self.hold_back(value)
-        self._arrivals.put((index, ok, value))
+        weight = weigh(value)
+        self.hold_back(weight)
+        self._arrivals.put((index, ok, value, weight))
         return False
 
     def record(self, answer: _Answer) -> bool:
         """As `Stream.deliver`, for an answer that is written in the journal."""
-        self.hold_back(answer[2], -1)
-        return super().deliver(*answer)
+        *told, weight = answer
+        self.hold_back(-weight)
+        return super().deliver(*told)
 
     def end(self, length: int) -> bool:
         self._arrivals.put(length)
@@ -444,8 +446,8 @@ def _write_all(
                     released = True
                 else:
                     answers.append(one)
-            answered += sum(tasks_in(value) for _, _, value in answers)
-            _store(answers, keys, journal)
+            answered += sum(tasks_in(value) for _, _, value, _ in answers)
+            answers = _store(answers, keys, journal)
             answers.reverse()
             while answers:  # removes them, since they may be large
                 jobs.advance(number, functools.partial(Recorded.record, answer=answers.pop()))
@@ -468,17 +470,27 @@ def _next(arrivals: _Arrivals) -> list[_Answer | int | None]:
     return there
 
 
-def _store(answers: list[_Answer], keys: dict[int, str], journal: Journal) -> None:
-    """Store the results among these answers; replace those that cannot be pickled by errors."""
+def _store(answers: list[_Answer], keys: dict[int, str], journal: Journal) -> list[_Answer]:
+    """Store the results among these answers; return them, with errors for those that cannot be
+    pickled."""
     rows: list[tuple[str, bytes]] = []
-    for n, (index, ok, value) in enumerate(answers):
-        if ok and type(value) is not Stored:
-            answers[n] = index, ok, _pickled(index, value, keys, rows)
+    told: list[_Answer] = []
+    for index, ok, value, weight in answers:
+        values = _pickled(index, value, keys, rows) if ok and type(value) is not Stored else None
+        for n, one in enumerate(values or ()):
+            failed = type(one) is Unopened
+            told.append((index + n, not failed, one.exc if failed else one, 0 if n else weight))
+        if values is None:
+            told.append((index, ok, value, weight))
     journal.write(rows)
+    return told
 
 
-def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str, bytes]]) -> Any:
-    """Add the results of an answer to the rows to be stored; return the answer for the consumer.
+def _pickled(
+    index: int, value: Any, keys: dict[int, str], rows: list[tuple[str, bytes]]
+) -> list[Any] | None:
+    """Add the results of an answer to the rows to be stored.  Return None, or if a result cannot
+    be pickled, all of them.
 
     The answer is unpickled here, and again by the consumer.  If this unpickling raises, nothing is
     stored, and the consumer gets the exception.
@@ -486,7 +498,7 @@ def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str,
     try:
         values = value.open() if isinstance(value, PickledResult) else [value]
     except BaseException:
-        return value
+        return None
     written = True
     for n, one in enumerate(values):
         # None: the input or the item's key raised.
@@ -497,22 +509,4 @@ def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str,
             except BaseException as exc:  # raised by any object's __reduce__
                 values[n] = Unopened(exc)
                 written = False
-    return value if written else RefusedResult(values, weigh(value))
-
-
-class RefusedResult(PickledResult):
-    """The results of an answer; those that cannot be pickled are errors."""
-
-    __slots__ = ("_values", "_weight", "count")
-
-    def __init__(self, values: list[Any], weight: int) -> None:
-        self._values, self.count = values, len(values)
-        self._weight = weight
-
-    @property
-    def nbytes(self) -> int:
-        # It counts as much as the answer that it replaces.
-        return self._weight - self.count * BOOKKEEPING
-
-    def open(self) -> list[Any]:
-        return self._values
+    return None if written else values

@@ -396,18 +396,18 @@ def _stream(
     jobs, number = pool._jobs, next(pool._jobs.numbers)
     if options.journal is None:
         return Stream(results, number, gone)
-    from xpool._pools.journal import Recorded  # imports sqlite3
+    from xpool._pools.journal import Journal, Recorded  # imports sqlite3
 
-    return Recorded(results, number, gone, _open_journal(pool, func, options), jobs)
+    beside = _inputs_of_workers(pool)
+    journal = _call(Journal, options.journal, func, options.key, options.version, beside)
+    return Recorded(results, number, gone, journal, jobs)
 
 
 @interruptible
-def _open_journal(pool: PoolOfVerbs, func: Any, options: TaskOptions) -> Any:
-    from xpool._pools.journal import Journal
-
+def _call(func: Callable[..., Any], *args: Any) -> Any:
     if pending:
         deliver()
-    return Journal(options.journal, func, options.key, options.version, _inputs_of_workers(pool))
+    return func(*args)
 
 
 def _inputs_of_workers(pool: PoolOfVerbs) -> dict[str, Any]:

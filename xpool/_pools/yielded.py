@@ -387,7 +387,7 @@ class YieldStream(Stream):
             if self._ordered and one.number != self._first:
                 one.held.append(answer)
                 self._held += answer.length
-                self.hold_back(answer.value)
+                self.hold_back(weigh(answer.value))
             else:
                 self._pass_on(one, answer)
         if answer is None or not answer.ok:
@@ -422,7 +422,7 @@ class YieldStream(Stream):
             while one.held:
                 answer = one.held.popleft()
                 self._held -= answer.length
-                self.hold_back(answer.value, -1)
+                self.hold_back(-weigh(answer.value))
                 self._pass_on(one, answer)
             if not one.ended:
                 break
