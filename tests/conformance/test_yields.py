@@ -14,7 +14,7 @@ from support.waiting import eventually, pass_gate, post
 
 import xpool
 from xpool import OptionError, Pool, ResultNotPicklable, TaskCancelled, TaskTimeout, ThreadPool
-from xpool._pools import yielded
+from xpool._pools.input_reader import FlowControl
 
 pytestmark = pytest.mark.xpool_only
 
@@ -545,14 +545,14 @@ def test_refused(make_pool, tmp_path):
 
 def test_join_ends_a_job_whose_iterator_was_dropped_in_vain(one, monkeypatch):
     """A signal handler that raises in the iterator's finalizer leaves no job behind."""
-    stop, lost = yielded._Flow.stop, []
+    stop, lost = FlowControl.stop, []
 
     def stop_later(flow):
         if lost:
             stop(flow)
         lost.append(flow)
 
-    monkeypatch.setattr(yielded._Flow, "stop", stop_later)
+    monkeypatch.setattr(FlowControl, "stop", stop_later)
     values = one.imap(itertools.count, [0], yields=True)
     assert next(values) == 0
     del values

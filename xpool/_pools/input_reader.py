@@ -172,14 +172,8 @@ class FlowControl:
         if not self.is_open():
             if not wait:
                 return -1
-            # Set before `wait` checks again: the engine counts first and then reads this flag, so
-            # one of the two notices the other.
             self._wake_at = self.put - self._most_ahead() // 2
-            self._waiting = True
-            try:
-                self._waiters.wait(self.is_open, None)
-            finally:
-                self._waiting = False
+            self.wait(self.is_open)
         if self.stopped or self.drawn >= self._last:
             return 0
         most = min(most, self._most_ahead() - self.put + self.taken_items, self._last - self.drawn)
@@ -188,6 +182,16 @@ class FlowControl:
             handed_out = self.drawn if buffer is None else buffer.handed_out
             most = min(most, self._buffersize - self.drawn + handed_out)
         return max(1, most)
+
+    def wait(self, fact: Callable[[], bool]) -> None:
+        """Wait, in the input reader's thread, until ``fact()`` is true."""
+        # Set before it is checked: the engine counts first and then reads this flag, so one of the
+        # two notices the other.
+        self._waiting = True
+        try:
+            self._waiters.wait(fact, None)
+        finally:
+            self._waiting = False
 
     def added(self, size: int) -> None:
         """Count a task of ``size`` bytes that waits for a worker from now on."""

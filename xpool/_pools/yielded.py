@@ -29,7 +29,6 @@ from xpool._pools.job_table import JobTable
 from xpool._pools.submitters import ITEM, HookSubmitter, Work, begin_work
 from xpool._pools.thread_submitter import ThreadSubmitter
 from xpool._python.interrupt import shielded
-from xpool._python.waiters import Waiters
 from xpool._worker.callables import (
     CLOSE,
     NEXT,
@@ -160,22 +159,6 @@ class _OfThreads:
         self._yielding.close()
 
 
-class _Flow(FlowControl):
-    """Stops the input reader of a job.  The job itself limits how far the reader is ahead."""
-
-    def __init__(self, workers: int) -> None:
-        super().__init__(None, workers, ResultBuffer())
-        self.changes = Waiters()  # of the input reader, for room and the end of the job
-
-    def stop(self) -> None:
-        super().stop()
-        self.changes.wake()
-
-    def unbind(self) -> None:
-        """Let the input reader look whether there is a consumer: `join` waits for it."""
-        self.changes.wake()
-
-
 def _is_mark(payload: Any, *marks: bytes | memoryview) -> bool:
     # Threads give objects of the program, whose `==` is not called.
     return type(payload) in (bytes, memoryview) and payload in marks
@@ -195,14 +178,14 @@ class YieldStream(Stream):
         self,
         iterator: IMapIterator[Any],
         number: int,
-        flow: _Flow,
+        flow: FlowControl,
         size: int,
         most: int | None,
         counts: Callable[[int], None],
     ) -> None:
         super().__init__(iterator, number, flow.stop)
         self._counts = counts
-        self.flow: _Flow = flow
+        self.flow: FlowControl = flow
         self.asking: _OfProcesses | _OfThreads
         # The marks of `Yielding`, as answers have them.
         self.ended: bytes | memoryview = b""
@@ -328,7 +311,7 @@ class YieldStream(Stream):
         with self._lock:
             if not self.settled:
                 self._ask_more()
-        self.flow.changes.wake()
+        self.flow.handed_out()
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -355,7 +338,7 @@ class YieldStream(Stream):
                         one.early.clear()
                         break
             self._ask_more()
-        self.flow.changes.wake()
+        self.flow.handed_out()
         return self.settled
 
     def _split(self, one: _Begun, place: int, ok: bool, value: Any) -> Iterable[_Answer | None]:
@@ -447,7 +430,7 @@ class YieldStream(Stream):
 
     def fail(self, exc: BaseException | PickledResult) -> None:
         super().fail(exc)
-        self.flow.changes.wake()
+        self.flow.handed_out()
 
     def close_generators(self) -> None:
         """Close the generators in the workers; the job has ended."""
@@ -468,7 +451,8 @@ def begin(
     submitter: HookSubmitter = pool._submitter
     _check(pool, submitter, options)
     jobs: JobTable = pool._jobs
-    flow, number = _Flow(pool._size), next(jobs.numbers)
+    # The job limits how far the reader is ahead, so the flow has a buffer that nothing keeps.
+    flow, number = FlowControl(None, pool._size, ResultBuffer()), next(jobs.numbers)
     job = YieldStream(results, number, flow, pool._size, most, jobs.submitted)
     job.options = options
     results.cancelling, results.numbers = (job, flow), repeat
@@ -544,7 +528,7 @@ def _reader(
         return flow.stopped or job.settled or job._iterator() is None
 
     def put(index: int, item: Any) -> int:
-        flow.changes.wait(lambda: over() or job.may_begin(index), None)
+        flow.wait(lambda: over() or job.may_begin(index))
         if over():
             flow.stop()
         else:
@@ -558,7 +542,7 @@ def _reader(
     def end(length: int, reader: InputReader) -> None:
         jobs.end_input(job.number, length, reader)
         # The consumer may drop the iterator in any place, where a finalizer may take no lock.
-        flow.changes.wait(over, None)
+        flow.wait(over)
         if not job.settled:
             submitter.cancel(job)
 

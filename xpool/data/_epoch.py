@@ -13,7 +13,6 @@ import random
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,7 +23,6 @@ from torch.utils.data import dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from xpool import pickle
-from xpool._pools.base import at_exit
 from xpool._python.waiters import LOST_SIGNAL, Flag
 from xpool.data._loader_worker import (
     Base,
@@ -37,7 +35,7 @@ from xpool.data._loader_worker import (
 )
 from xpool.data._report import Times
 from xpool.data._sampling import EpochProgress, Preview, Request, Sampling, label
-from xpool.data._workers import Inline, Processes, Threads, end_later
+from xpool.data._workers import Inline, Processes, Threads, end_later, joined_at_exit
 
 
 class Before(NamedTuple):
@@ -490,19 +488,6 @@ def warn_of_pinning(device: str) -> None:
         )
 
 
-_threads: weakref.WeakSet[PinThread] = weakref.WeakSet()
-
-
-def _end_threads() -> None:
-    """End the threads at the program's end, because torch's code in a daemon thread aborts it."""
-    for thread in list(_threads):
-        thread.end()
-        thread.join()
-
-
-at_exit.append(_end_threads)
-
-
 class PinThread:
     """A thread that receives the batches of one epoch and copies them into pinned memory.
 
@@ -517,7 +502,7 @@ class PinThread:
             name="xpool-DataLoader-pin", daemon=True,
         )  # fmt: skip
         self._thread.start()
-        _threads.add(self)
+        joined_at_exit.add(self)
 
     def pin(self, result: Any) -> PinnedResult:
         return PinnedResult(result, self._made)
@@ -527,6 +512,7 @@ class PinThread:
         self._made.put(None)
 
     def join(self) -> None:
+        self.end()
         self._thread.join()
 
 

@@ -342,20 +342,20 @@ class Processes(_Pooled):
         super().end(results)
 
 
-_thread_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
+joined_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Threads, and pools of threads, for which the end of the program waits.
+
+Before Python 3.14, a thread that still runs is ended when it next takes the interpreter's lock.  If
+it is in C++ code like torch's, this ends the process with SIGABRT.
+"""
 
 
-def _join_threads() -> None:
-    """When the program ends, wait for the batches that threads are making.
-
-    Before Python 3.14, a thread that still runs is ended when it next takes the interpreter's lock.
-    If it is in C++ code like torch's, this ends the process with SIGABRT.
-    """
-    for pool in list(_thread_pools):
-        pool.join()
+def _join_all() -> None:
+    for one in list(joined_at_exit):
+        one.join()
 
 
-at_exit.append(_join_threads)
+at_exit.append(_join_all)
 
 
 class Threads(_Pooled):
@@ -371,7 +371,7 @@ class Threads(_Pooled):
         if owns:
             self._pool = ThreadPool(self.size, name="DataLoader")
         self._end = end_later(self._pool if owns else None)
-        _thread_pools.add(self._pool)
+        joined_at_exit.add(self._pool)
         self._prefix = without_context if isinstance(self._pool, CtxThreadPool) else call
         self._copies = []
         for _ in range(loader.num_workers):
