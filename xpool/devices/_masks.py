@@ -126,8 +126,6 @@ def _named_gpu(name: str, host: Host, mask: str) -> Visible:
                 f"{CUDA}={mask!r} names {name!r}, with which several UUIDs begin ({which}): give "
                 "more of the UUID"
             )
-        if name.startswith("MIG-GPU-"):
-            return Visible(name)  # a name of drivers before 470, which NVML does not list
     have = ", ".join(f"{i}: {gpu.uuid}" for i, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
         f"{CUDA}={mask!r} names {name!r}, which this machine does not have; it has {have}"

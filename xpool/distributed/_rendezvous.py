@@ -29,16 +29,16 @@ _FAREWELL_SECONDS = 5  # how long a rank waits until the others have read the na
 
 def place(rank: int, world_size: int) -> tuple[int, int]:
     """Check rank and world size; take them from torchrun's environment variables if they are -1."""
+    found = []
     for name, value in (("rank", rank), ("world_size", world_size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise OptionError(f"{name} must be a whole number, not {value!r}")
-    found = []
-    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
-        text = os.environ.get(name, "")
+        variable = name.upper()
+        text = os.environ.get(variable, "")
         if value == -1 and not text.isdigit():
             raise OptionError(
-                f"{name.lower()} is not given, and the environment variable {name} that "
-                f"torchrun sets is {text!r}: give {name.lower()}=."
+                f"{name} is not given, and the environment variable {variable} that torchrun sets "
+                f"is {text!r}: give {name}=."
             )
         found.append(int(text) if value == -1 else value)
     rank, world_size = found
