@@ -326,7 +326,7 @@ def test_no_chip():
 @pytest.mark.parametrize(
     ("packages", "message"),
     [
-        ({"torch": "2.9.0"}, "neither is installed.*pip install"),
+        ({"torch": "2.9.0"}, "torch_tpu is not installed.*; torch_xla is not installed"),
         ({"torch": "2.8.1", "torch_xla": "2.9.0"}, r"does not fit torch 2\.8\.1: pip install"),
         ({"torch": "2.1.0", "torch_xla": "2.1.0"}, r"torch_xla 2\.1\.0 is too old.*--upgrade"),
         ({"torch": "2.9.0", "torch_tpu": "0.2.0"}, r"for torch 2\.11 to 2\.15"),

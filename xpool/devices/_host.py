@@ -215,7 +215,7 @@ class Spare(NamedTuple):
 def find_spare(names: Iterable[str], library: str = LIBRARY) -> list[Spare] | None:
     """Return the free memory and idle time of devices, or None if NVML is missing or lacks one.
 
-    ``names`` are numbers in PCI order, ``GPU-...`` or ``MIG-...``, as in `VisibleDevice.name`.
+    ``names`` are numbers in PCI order, ``GPU-...`` or ``MIG-...``, as in masks.
     """
     with _opened_nvml(library) as nvml:
         if nvml is None:
@@ -516,62 +516,44 @@ TORCH_TPU_FOR = (2, 11), (2, 15)
 """The first and the last torch for which torch_tpu 0.2 has binaries."""
 
 
-def pick_tpu_framework(packages: Mapping[str, str], wanted: str | None = None) -> str:
-    """Return ``"torch_xla"`` or ``"torch_tpu"``: the wanted one, or the one that fits torch.
+def pick_framework(packages: Mapping[str, str], *names: str) -> str:
+    """Return the first of these frameworks that is installed and fits the installed torch.
 
     Raises:
-        DeviceError: it is not installed, or does not fit the installed torch.
+        DeviceError: none is.
     """
-    names = [wanted] if wanted else [n for n in ("torch_tpu", "torch_xla") if n in packages]
-    if not names:
-        raise DeviceError(
-            "TPUs need torch_xla or torch_tpu, and neither is installed here: "
-            "pip install torch_xla (with the torch of the same number), or pip install torch_tpu"
-        )
-    problems = []
-    for name in names:
-        try:
-            (check_torch_tpu if name == "torch_tpu" else check_torch_xla)(packages)
-        except DeviceError as exc:
-            problems.append(str(exc))
-        else:
-            return name
+    problems = [_problem_of(packages, name) for name in names]
+    if "" in problems:
+        return names[problems.index("")]
     raise DeviceError("; ".join(problems))
 
 
-def check_torch_xla(packages: Mapping[str, str]) -> None:
-    """Raise `DeviceError` unless torch_xla is installed and fits the installed torch."""
-    ours, torch = _versions(packages, "torch_xla")
-    if ours < TORCH_XLA_LEAST:
-        raise DeviceError(
-            f"torch_xla {packages['torch_xla']} is too old; xpool needs 2.3 or later: "
-            "pip install --upgrade torch torch_xla"
-        )
-    if ours != torch:
-        raise DeviceError(
-            f"torch_xla {packages['torch_xla']} does not fit torch {packages['torch']}: "
-            f"pip install torch=={ours[0]}.{ours[1]}.* torch_xla=={ours[0]}.{ours[1]}.*"
-        )
-
-
-def check_torch_tpu(packages: Mapping[str, str]) -> None:
-    """Raise `DeviceError` unless torch_tpu is installed and has binaries for this torch."""
-    _, torch = _versions(packages, "torch_tpu")
-    first, last = TORCH_TPU_FOR
-    if not first <= torch <= last:
-        raise DeviceError(
-            f"torch_tpu {packages['torch_tpu']} does not fit torch {packages['torch']}; it is for "
-            f"torch {first[0]}.{first[1]} to {last[0]}.{last[1]}: pip install --upgrade torch"
-        )
-
-
-def _versions(packages: Mapping[str, str], name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if name not in packages:
+def _problem_of(packages: Mapping[str, str], name: str) -> str:
+    """Return why a framework cannot be used, or an empty text."""
+    its, torch = packages.get(name), packages.get("torch")
+    if its is None:
         fit = ", with the torch of the same number" if name == "torch_xla" else ""
-        raise DeviceError(f"{name} is not installed here: pip install {name}{fit}")
-    if "torch" not in packages:
-        raise DeviceError(f"{name} is installed, but torch is not: pip install torch")
-    return _minor(packages[name]), _minor(packages["torch"])
+        return f"{name} is not installed here: pip install {name}{fit}"
+    if torch is None:
+        return f"{name} is installed, but torch is not: pip install torch"
+    mine, (first, last) = _minor(its), TORCH_TPU_FOR
+    if name == "torch_tpu" and not first <= _minor(torch) <= last:
+        return (
+            f"torch_tpu {its} does not fit torch {torch}; it is for torch {first[0]}.{first[1]} to "
+            f"{last[0]}.{last[1]}: pip install --upgrade torch"
+        )
+    if name == "torch_xla" and mine < TORCH_XLA_LEAST:
+        return (
+            f"torch_xla {its} is too old; xpool needs 2.3 or later: pip install --upgrade torch "
+            "torch_xla"
+        )
+    if name == "torch_xla" and mine != _minor(torch):
+        version = f"{mine[0]}.{mine[1]}.*"
+        return (
+            f"torch_xla {its} does not fit torch {torch}: pip install torch=={version} "
+            f"torch_xla=={version}"
+        )
+    return ""
 
 
 def _minor(version: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import xpool.devices._masks as masks
 from xpool.devices._device_context import PROCESS, TABLE, DeviceContext, Row
-from xpool.devices._host import Host, check_torch_xla, pick_tpu_framework
+from xpool.devices._host import Host, pick_framework
 from xpool.errors import DeviceError, OptionError
 
 TPU_PORT = 8476
@@ -129,7 +129,7 @@ def _masked(kind: str, host: Host, asked: DeviceRequest) -> list[DeviceContext]:
             f"devices({kind!r}): {missing[0]} is not installed here: pip install {missing[0]}"
         )
     if framework == "torch_xla":
-        check_torch_xla(host.packages)
+        pick_framework(host.packages, "torch_xla")
     seen = row.visible(host)
     if not seen:
         raise _none_visible(kind, row, host)
@@ -205,7 +205,7 @@ def _xla(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     client = host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
     if client == "TPU":
         return _tpu(host, asked._replace(framework="torch_xla"))
-    check_torch_xla(host.packages)
+    pick_framework(host.packages, "torch_xla")
     if client != "CPU":
         raise DeviceError(
             f"PJRT_DEVICE={client}: the number of its devices is not known before it runs. Set "
@@ -255,7 +255,8 @@ def _tpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
             "a container their groups under /dev/vfio). Start the container with its TPU devices, "
             "or use devices('xla') for torch_xla's CPU client"
         )
-    framework = pick_tpu_framework(host.packages, framework)
+    wanted = (framework,) if framework else ("torch_tpu", "torch_xla")
+    framework = pick_framework(host.packages, *wanted)
     # The chips that each process opens.
     usable = _masked_chips(host)
     cores = _workers_of_a_chip(host, framework, per_worker, per_process, independent)
