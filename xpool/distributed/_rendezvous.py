@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
@@ -287,25 +286,19 @@ def _exchange(
         )
     store.set(str(rank), name)
     keys = [str(other) for other in range(world_size)]
-    end = time.monotonic() + timeout
-    for key in keys:
-        # All ranks share one timeout.  For torch, 0 means no timeout.
-        left = timedelta(seconds=max(0.001, end - time.monotonic()))
-        try:
-            store.wait([key], left)
-        except dist.DistNetworkError as exc:
-            raise PeerLost(
-                f"{_store_lost(address, exc)} It may have given up: rank {key} had not come."
-            ) from exc
-        except RuntimeError:  # its class depends on the kind of store
-            there = [key for key in keys if store.check([key])]
-            missing = ", ".join(key for key in keys if key not in there)
-            came = ", ".join(f"{key} ({store.get(key).decode()})" for key in there)
-            raise GroupTimeout(
-                f"Of {world_size} ranks, rank {missing} did not join at {address} within "
-                f"{timeout:g} s. Those that joined: {came}. Check that the others run, and have "
-                "the same address and world_size."
-            ) from None
+    try:
+        store.wait(keys, timedelta(seconds=max(0.001, timeout)))  # for torch, 0 means no timeout
+    except dist.DistNetworkError as exc:
+        raise PeerLost(f"{_store_lost(address, exc)} It may have given up on a rank.") from exc
+    except RuntimeError:  # its class depends on the kind of store
+        there = [key for key in keys if store.check([key])]
+        missing = ", ".join(key for key in keys if key not in there)
+        came = ", ".join(f"{key} ({store.get(key).decode()})" for key in there)
+        raise GroupTimeout(
+            f"Of {world_size} ranks, rank {missing} did not join at {address} within {timeout:g} s."
+            f" Those that joined: {came}. Check that the others run, and have the same address and "
+            "world_size."
+        ) from None
     names = [store.get(key).decode() for key in keys]
     twice = next((one for one in names if names.count(one) > 1), None)
     if twice is None:
