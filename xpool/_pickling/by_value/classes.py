@@ -1,16 +1,14 @@
 """Pickles classes by value, and keeps their identity.
 
 For a by-value class, a message contains a token and a *blob*: the definition of the class, pickled
-once and compressed.  The receiver loads the blob only if it does not know the token.  So an
-instance of a local class costs little more than an instance of an importable class.  A process
+once and compressed.  The receiver loads the blob only if it does not know the token.  A process
 sends a received class with the same blob that it has received.
 
 In the blob, the class and every by-value class to which it refers are written as an empty class and
 a state (see `reducers`).  So classes may refer to themselves and to each other.
 
 A definition is a snapshot.  At each message, the process that defined the classes in it compares
-each of them with the snapshot: its attributes and all that these contain, such as closures and
-defaults of functions, containers and objects.  If one has changed, there is a new definition.
+each of them with the snapshot.  If one has changed, there is a new definition.
 """
 
 from __future__ import annotations

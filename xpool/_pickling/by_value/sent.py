@@ -9,15 +9,8 @@ are at the call.  `Book` finds them, from one to the next, for the workers of on
   worker can import.  Globals that refer to a common object are one *group*: they are pickled
   together, so that they do in the receiver, too.
 
-Each of them has a serial number, which changes if its bytes change.  A receiver sets what has
-another number than what it has set last.  So a value that a worker has set itself stays until the
-program changes this value, or one that shares an object with it.
-
-For each message, the globals are compared with those that were sent last: what cannot change by
-identity, and the rest by its pickle.  A large group is in shared memory, once for each pool.  The
-state is pickled once for all messages that use the same names, and stands at the beginning of their
-pickles, as a call of `received.prepare`.  A value that cannot be pickled is left out; the
-`NameError` of a task that reads it says why.
+Each of them has a serial number, which changes if its bytes change.  docs/dev/pickling.md says when
+they are compared, and where a state lies.
 """
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.

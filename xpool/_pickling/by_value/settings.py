@@ -1,8 +1,6 @@
 """The settings of the process that travel with a task of the program's own functions.
 
-A function in a worker computes with the program's default dtype, prints with its options and logs
-by its levels, as if it ran in the program.  `TABLE` has one row for each setting: how it is read,
-compared and set.  Random state is not in it: each worker has its own seed.
+`TABLE` has one row for each setting: how it is read, compared and set.
 
 **The program's side.**  `snapshot` is called for each task, so it must find out within a few
 microseconds that nothing has changed.  Each row has a *token*, which is cheap to read and is equal
@@ -13,12 +11,7 @@ Rows with the value of a fresh worker are left out until they change for the fir
 **The worker's side.**  `receive` sets a row whose serial differs from that of the row set last.  So
 what code of a worker has set itself stays until the program changes that row.  Environment
 variables and loggers are rows within a row: only those that differ are changed.  A row that is
-missing in a message has the value from before the first change.  A row of a library that the worker
-has not imported is set after its import.
-
-Not seen: `os.putenv`, a C library's own calls of ``setenv``, ``logger.level = n`` (its
-documentation forbids it), functions in settings (`numpy.seterrcall`, formatters), `disabled` of
-packages' loggers until a level changes.  Inference mode arrives as a grad mode that is off.
+missing in a message has the value from before the first change.
 """
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
