@@ -1,4 +1,4 @@
-"""Modules of the program that it loads again, edits, or changes in place."""
+"""Modules of the program that are edited and loaded again."""
 
 from __future__ import annotations
 
@@ -6,93 +6,6 @@ import pytest
 from support import scripts
 
 pytestmark = pytest.mark.xpool_only
-
-CHANGES = '''
-import importlib
-import pathlib
-import sys
-import xpool
-
-TEXT = """
-def scaled(x, by=1): return x * by
-def keyed(x, *, by=1): return x * by
-def counted(x): return x, getattr(counted, "calls", 0)
-def removed(x): return x
-class Box:
-    size = 7
-    def go(self): return 1, self.size
-    @staticmethod
-    def static(): return 1
-    @property
-    def wide(self): return 1
-class Bag(Box):
-    pass
-def used(x):
-    box = Bag()
-    return box.go(), box.static(), box.wide, removed(x) if "removed" in globals() else None
-"""
-
-def make(module, text):
-    """Run code as if the module's file had it."""
-    exec(compile(text, module.__file__, "exec"), vars(module))
-
-def method(module, name, text):
-    values = {"__name__": module.__name__}
-    exec(compile("class Box:\\n    " + text, module.__file__, "exec"), values)
-    setattr(module.Box, name, vars(values["Box"])[name])
-
-def remove_and_make(module):
-    del module.removed
-    yield
-    make(module, "def removed(x): return -x")
-    yield
-
-CASES = {
-    "defaults": lambda m: setattr(m.scaled, "__defaults__", (5,)),
-    "keyword": lambda m: m.keyed.__kwdefaults__.update(by=5),
-    "attribute": lambda m: setattr(m.counted, "calls", 5),
-    "code": lambda m: setattr(m.scaled, "__code__", (lambda x, by: x + by).__code__),
-    "again": lambda m: make(m, "def scaled(x, by=1): return -x * by"),
-    "new": lambda m: exec("def scaled(x, by=1): return removed(x) - 1", vars(m)),
-    "reload": lambda m: importlib.reload(m),
-    "method": lambda m: method(m, "go", "def go(self): return 2, self.size"),
-    "static": lambda m: method(m, "static", "@staticmethod\\n    def static(): return 2"),
-    "property": lambda m: method(m, "wide", "@property\\n    def wide(self): return 2"),
-    "removed": remove_and_make,
-}
-
-def task(x):
-    return own.scaled(x), own.keyed(x), own.counted(x), own.used(x), first(x), Box().go()
-
-def main():
-    global own, first, Box
-    sys.dont_write_bytecode = True
-    folder = pathlib.Path(__file__).parent
-    with xpool.Pool(1) as pool:
-        for number, (name, change) in enumerate(CASES.items()):
-            file = folder / f"module_{number}.py"
-            file.write_text(TEXT)
-            own = importlib.import_module(file.stem)
-            first, Box = own.scaled, own.Box
-            assert pool.apply(task, (3,)) == task(3)
-            for _ in change(own) or (None,) if change is remove_and_make else (change(own),):
-                for _ in range(2):
-                    got = pool.apply(task, (3,))
-                    assert got == task(3), (name, got, task(3))
-                assert pool.map(own.scaled, range(3)) == list(map(own.scaled, range(3))), name
-            print(name)
-    pool.join()
-
-if __name__ == "__main__":
-    main()
-'''
-
-
-def test_definitions_that_change(tmp_path):
-    """A worker that has imported a module sees what the program has made of it since then."""
-    out = scripts.run_ok([scripts.write(tmp_path / "changes.py", CHANGES)])
-    assert len(out.splitlines()) == 11
-
 
 EDITS = r'''
 import importlib

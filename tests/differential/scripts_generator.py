@@ -3,8 +3,8 @@
 A script is made of statements of programs as people write them: they load data, fill registries,
 configure modules, open connections.  Some are changed later: under the guard, in `main()`, between
 two maps, in a thread.  Workers evaluate *probes*: expressions of what the statements made.  The
-referee compares each answer of xpool with that of a pool which `multiprocessing` forks right
-before, in the same run of the script: so random values, addresses and folders are the same::
+referee compares each answer of xpool with that of a process which is forked right before, in the
+same run of the script: so random values, addresses and folders are the same::
 
     cd tests
     python -m differential.scripts_generator show 17        # print the script of a seed
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -36,7 +35,17 @@ from typing import Any
 
 from differential.statements import LINKS, MODES, STATEMENTS, Statement
 
-__all__ = ["Part", "Script", "Verdict", "judged", "script", "shortened", "story"]
+__all__ = [
+    "KINDS_OF_STATEMENTS",
+    "Part",
+    "Script",
+    "Verdict",
+    "complete",
+    "judged",
+    "script",
+    "shortened",
+    "story",
+]
 
 NAMED = re.compile(r"was not sent to this worker|could not be sent")
 """In an error of a task that reads what cannot be sent."""
@@ -50,7 +59,10 @@ LIMIT = 60
 
 @dataclass(frozen=True)
 class Part:
-    """A statement in a script, with its changes, as (index, place, whether in a thread)."""
+    """A statement in a script, with its changes, as (index, place, whether in a thread).
+
+    The place "between" is before the second round of probes, "between 3" before the third one.
+    """
 
     statement: Statement
     number: int
@@ -65,6 +77,16 @@ class Part:
             text = text.replace("@", gives.replace("~", str(self.other)))
         return text.replace("~", str(self.number))
 
+    @property
+    def rounds(self) -> int:
+        """In how many rounds workers are asked about it."""
+        return max([2, *(_round(place) for _, place, _ in self.changes)])
+
+
+def _round(place: str) -> int:
+    """Return the round before which a change at a place happens."""
+    return int(place.partition(" ")[2] or 2) if place.startswith("between") else 1
+
 
 @dataclass(frozen=True)
 class Script:
@@ -75,6 +97,7 @@ class Script:
     in_main: bool = False  # its main part is a function
     early: bool = False  # the pool is made before the changes under the guard
     first: bool = False  # the probes are defined before the statements
+    late: bool = False  # workers of a new pool are asked, too
 
     @property
     def needs_torch(self) -> bool:
@@ -116,8 +139,8 @@ class _Text:
         self.top: list[str] = []
         self.defined: list[str] = []
         self.main: list[str] = []
-        self.asks: list[str] = []
-        self.between: list[str] = []
+        self.asks: list[tuple[Part, str]] = []
+        self.between: dict[int, list[str]] = {}
 
     def whole(self) -> str:
         for part in self.script.parts:
@@ -142,7 +165,8 @@ class _Text:
             text = part.told(said.changes[at], self.others)
             if threaded:
                 text = self._in_thread(part, text, f"change_{part.number}_{at}")
-            {"top": self.top, "guard": self.main, "between": self.between}[place].append(text)
+            between = self.between.setdefault(_round(place), [])
+            {"top": self.top, "guard": self.main}.get(place, between).append(text)
 
     def _in_thread(self, part: Part, text: str, name: str) -> str:
         names = part.told(part.statement.names, self.others).split()
@@ -165,23 +189,26 @@ class _Text:
         if part.statement.inside:
             form = "lambda"  # it reads names of the main part
         if form == "lambda":
-            self.asks.append(f'referee("{key}", lambda x: ({text}))')
+            self.asks.append((part, f'referee("{key}", lambda x: ({text}))'))
             return
         if form == "method":
             self.defined.append(f"class Ask_{name}:\n    def ask(self, x):\n        return {text}")
-            self.asks.append(f'referee("{key}", Ask_{name}().ask)')
+            self.asks.append((part, f'referee("{key}", Ask_{name}().ask)'))
             return
         lines = f"def {name}(x):\n    return {text}"
         if form == "helper":
             lines = lines.replace(name, f"of_{name}") + f"\ndef {name}(x):\n    return of_{name}(x)"
         self.defined.append(lines)
-        self.asks.append(f'referee("{key}", {name})')
+        self.asks.append((part, f'referee("{key}", {name})'))
 
     def _main(self) -> list[str]:
         referee = "referee = Referee(pool)"
         before, after = ([], self.main) if self.script.early else (self.main, [])
-        inner = [referee, *after, *self.asks]
-        inner += [*self.between, "referee.again()", *self.asks]
+        inner = [referee, *after]
+        for turn in range(1, 1 + max(part.rounds for part in self.script.parts)):
+            inner += [*self.between.get(turn, ()), f"referee.round = {turn}"]
+            inner += [ask for part, ask in self.asks if part.rounds >= turn]
+        late = [referee, f"referee.round = {turn + 1}", *(ask for _, ask in self.asks)]
         for part in self.script.parts:
             if part.statement.after:
                 expression = part.told(part.statement.after, self.others)
@@ -192,6 +219,8 @@ class _Text:
             "with Pool(2) as pool:",
             *(textwrap.indent(one, "    ") for one in inner),
         ]
+        if self.script.late:
+            body += ["with Pool(1) as pool:", *(textwrap.indent(one, "    ") for one in late)]
         if self.script.mode == "bare":
             return body
         body = [textwrap.indent(one, "    ") for one in body]
@@ -237,15 +266,24 @@ def script(seed: int) -> Script:
             continue
         taken.add(one.name)
         parts.append(_drawn(draw, one, len(parts) + 1))
-    givers = [part for part in parts if part.statement.gives]
-    for _ in range(draw.randint(0, 3)):
-        if givers:
-            giver = draw.choice(givers)
-            link = draw.choice(list(LINKS.values()))
-            part = replace(_drawn(draw, link, len(parts) + 1), other=giver.number)
-            # Anywhere behind what it uses.
-            parts.insert(draw.randint(parts.index(giver) + 1, len(parts)), part)
+    for part in _links(draw, parts, draw.randint(0, 3)):
+        # Anywhere behind what it uses.
+        giver = next(at for at, one in enumerate(parts) if one.number == part.other)
+        parts.insert(draw.randint(giver + 1, len(parts)), part)
     return Script(mode, tuple(parts), draw.random() < 0.5, draw.random() < 0.5, draw.random() < 0.3)
+
+
+def _links(draw: random.Random, parts: list[Part], count: int) -> list[Part]:
+    """Return statements that use objects of these parts."""
+    givers = [part for part in parts if part.statement.gives]
+    return [
+        replace(
+            _drawn(draw, draw.choice(list(LINKS.values())), len(parts) + number),
+            other=draw.choice(givers).number,
+        )
+        for number in range(1, count + 1)
+        if givers
+    ]
 
 
 def _drawn(draw: random.Random, one: Statement, number: int) -> Part:
@@ -259,6 +297,23 @@ def _drawn(draw: random.Random, one: Statement, number: int) -> Part:
     order = {"top": 0, "guard": 1, "between": 2}
     changes.sort(key=lambda change: order[change[1]])
     return Part(one, number, tuple(changes), tuple(forms))
+
+
+KINDS_OF_STATEMENTS = list(dict.fromkeys(one.kind for one in STATEMENTS.values()))
+
+
+def complete(kind: str) -> Script:
+    """Return a script of all statements of a kind, with all their changes one after the other."""
+    draw = random.Random(f"all {kind}")
+    said = [one for one in STATEMENTS.values() if one.kind == kind]
+    modes = [mode for mode in MODES if all(mode in one.modes for one in said)]
+    mode = modes[KINDS_OF_STATEMENTS.index(kind) % len(modes)]
+    parts = []
+    for number, one in enumerate(said, 1):
+        changes = tuple((at, f"between {at + 2}", False) for at in range(len(one.changes)))
+        parts.append(replace(_drawn(draw, one, number), changes=changes))
+    in_main = draw.random() < 0.5
+    return Script(mode, (*parts, *_links(draw, parts, 3)), in_main, late=True)
 
 
 def alone(name: str) -> Iterator[Script]:
@@ -277,33 +332,19 @@ def alone(name: str) -> Iterator[Script]:
 
 # In the script -----------------------------------------------------------------------------------
 
-_probe: Callable[[Any], Any] = repr  # what a forked worker evaluates
-
-
-def _ask(item: int) -> Any:
-    return _probe(item)
-
 
 class Referee:
-    """Compares the answers of a pool with those of workers that are forked right before."""
+    """Compares the answers of a pool with those of a process that is forked right before."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.round = 1
-        self._fork = multiprocessing.get_context("fork")
 
     def __call__(self, key: str, probe: Callable[[Any], Any]) -> None:
-        """Ask workers of both kinds, and print what they say."""
-        global _probe
-        _probe = probe
-        with self._fork.Pool(1) as forked:
-            wanted, _ = _answer(forked, _ask)
-        found, error = _answer(self.pool, probe)
+        """Ask a fork and the pool's workers, and print what they say."""
+        wanted = _of_a_fork(probe)
+        found, error = _answer(lambda: self.pool.map(probe, range(3), 1))
         self._print(key, wanted, found, error)
-
-    def again(self) -> None:
-        """Begin the second round."""
-        self.round = 2
 
     def after(self, key: str, check: Callable[[], bool]) -> None:
         """Print whether a check of the program holds."""
@@ -322,14 +363,31 @@ _MARK = "the referee says "
 _RAISED = "raised "
 
 
-def _answer(pool: Any, func: Callable[[Any], Any]) -> tuple[str, str]:
+def _answer(ask: Callable[[], list[Any]]) -> tuple[str, str]:
     """Return the answers to three items in canonical form, and the text of an error."""
     try:
-        return json.dumps(canonical(pool.map(func, range(3), 1))), ""
+        return json.dumps(canonical(ask())), ""
     except Exception as error:
         text = "".join(traceback.format_exception(error))
         notes = "".join(map(str, getattr(error, "__notes__", ())))
         return f"{_RAISED}{type(error).__name__}: {error}", text + notes
+
+
+def _of_a_fork(probe: Callable[[Any], Any]) -> str:
+    """Return the answers of a child of this process."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            with open(sink, "w") as file:
+                file.write(_answer(lambda: [probe(x) for x in range(3)])[0])
+        finally:
+            os._exit(0)
+    os.close(sink)
+    with open(source) as file:
+        said = file.read()
+    os.waitpid(child, 0)
+    return said
 
 
 def canonical(value: Any) -> Any:
@@ -403,7 +461,9 @@ def judged(script: Script, folder: Path) -> tuple[list[Verdict], str]:
             rows.append(Verdict(kind, key, turn, part.statement.name, wanted, found, error))
     if code is None:
         rows.append(Verdict("hang", "*", 0, f"after {len(rows)} probes", error=err[-4000:]))
-    elif code or len([row for row in rows if row.key in keys]) != 2 * len(keys):
+    elif code or Counter(row.key for row in rows if row.key in keys) != {
+        key: part.rounds + script.late for key, part in keys.items()
+    }:
         rows.append(Verdict("the script fails", "*", 0, f"exit code {code}", error=err[-4000:]))
     elif other := {*(folder / "loads").read_text().split()} - {str(pid)}:
         rows.append(Verdict("loaded in a worker", "*", 0, f"{len(other)} processes loaded"))

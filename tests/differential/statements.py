@@ -7,6 +7,7 @@ The texts have a line for each thing, and lines of the script between them::
     > line              a change that may follow; "| line" continues it
     %names a b %once    fields of `Statement`
     %inside, %file p    the lines below are of the main part, or of this file
+    %after expression   several are joined by "and"
 
 ``~`` is the statement's number; ``@`` in a link is the object of another statement.
 """
@@ -78,6 +79,8 @@ def _read(name: str, lines: list[str]) -> Statement:
         elif line.startswith("%"):
             for one in line[1:].split(" %"):
                 key, _, value = one.partition(" ")
+                if key == "after" and key in fields:
+                    value = f"{fields[key]} and {value}"
                 listed = key in ("places", "modes")
                 fields[key] = tuple(value.split()) if listed else value or True
         else:

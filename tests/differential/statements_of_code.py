@@ -291,7 +291,10 @@ with deeper~("top") as inside~:
 def nested~(name):
     with deeper~(name) as found:
         return found
-? inside~, nested~(x), depth~
+@deeper~("decorated")
+def decorated~():
+    return list(depth~)
+? inside~, nested~(x), depth~, decorated~()
 > depth~.append('base')
 %gives depth~
 = function: made by exec
@@ -540,4 +543,156 @@ import mimetypes
 import xpool
 xpool.everywhere(mimetypes.add_type, "text/x-kind~", ".kind~")
 ? mimetypes.guess_type('a.kind~')[0]
+= class: sentinels that are passed
+MISSING~ = object()
+marks~ = {"key": MISSING~}
+holders~ = [marks~]
+is_default~ = lambda one=MISSING~: one is MISSING~
+? holders~[0] is marks~, marks~['key'] is MISSING~, is_default~()
+%after pool.apply(lambda one: (one is MISSING~, one), (MISSING~,)) == (True, MISSING~)
+= class: reduced to the name of a global
+class Absent~:
+    only = None
+    def __new__(cls):
+        if cls.only is None:
+            cls.only = super().__new__(cls)
+        return cls.only
+    def __reduce__(self):
+        return "ABSENT~"
+class Unit~:
+    __slots__ = ("name",)
+    def __init__(self, name):
+        self.name = name
+    def __reduce__(self):
+        return self.name
+ABSENT~, METRE~ = Absent~(), Unit~("METRE~")
+units~ = {"a": ABSENT~, METRE~: 1}
+def measured~(default=ABSENT~):
+    return default is ABSENT~, units~["a"] is ABSENT~, Absent~() is ABSENT~, units~[METRE~]
+? measured~(), getattr(ABSENT~, 'tag', None), METRE~.name
+> ABSENT~.tag = 2
+%after pool.apply(lambda *them: them, (ABSENT~, METRE~)) == (ABSENT~, METRE~)
+= class: members of enumerations that equal no copy
+import enum
+import functools
+class Scale~:
+    def __init__(self, k):
+        self.k = k
+member~ = getattr(enum, "member", lambda value: value)  # from 3.13 on, a partial is no member
+class Kind~(enum.Enum):
+    MISSING = object()
+    TWICE = Scale~(2)
+    LARGER = member~(functools.partial(max, 5))
+    ROWS = [1]
+    AGAIN = TWICE
+    def of(self, n, other=None):
+        return self.value.k * n, other is Kind~.MISSING
+class Flags~(enum.Flag):
+    A = 1
+    B = 2
+class Named~(enum.Enum):
+    ONE = 1
+    def __reduce_ex__(self, protocol):
+        return Named~, (1,)
+members~ = [*Kind~, Flags~.A, Flags~.A | Flags~.B, Named~.ONE]
+def uses~(unset=Kind~.MISSING):
+    return unset is Kind~.MISSING, members~[0] is unset, Kind~.TWICE.of(3, unset)
+def found~(one):
+    return one, sum(one is other for other in members~)
+? uses~(), {Kind~.MISSING: 1}[members~[0]], Kind~.LARGER.value(7), Kind~.ROWS.value
+> Kind~.TWICE.value.k = 3
+> Kind~.ROWS.value.append(2)
+%after pool.map(found~, members~) == [(one, 1) for one in members~]
+= class: dict whose attributes are its items
+import collections
+class Options~(dict):
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.__dict__ = self
+class Saved~(Options~):
+    def __getstate__(self):
+        return dict(self)
+    def __setstate__(self, state):
+        self.update(state, loaded=True)
+class Ordered~(collections.OrderedDict):
+    pass
+options~ = Options~(rate=1, net=Options~(depth=2))
+options~.self, inner~ = options~, options~.net
+saved~, ordered~ = Saved~(a=1), Ordered~(z=1, a=2)
+ordered~.extra = 3
+def trial~(n):
+    options~.update(rate=n)
+    inner~.depth = n
+    same = options~.self is options~, options~.net is inner~
+    return same, options~.rate, options~["rate"], options~.net["depth"], options~.get("more")
+? trial~(x), list(ordered~), ordered~.extra
+> options~.more = 8
+%after pool.apply(lambda: saved~['loaded']) is True
+%after pool.apply(lambda one: (setattr(one, 'rate', 7), one['rate']), (options~,)) == (None, 7)
+= class: defined again with its instances
+import own_kept~
+source~ = '''
+class Again~:
+    class Part:
+        number = {0}
+        constant = 2
+    constant = [1]
+    def run(self):
+        return {0}
+again~ = Again~()
+own_kept~.kept = [again~]
+parts~ = {{"class": Again~, "part": Again~.Part, "large": [again~] * 40000}}
+'''
+exec(source~.format(0), globals())
+? again~.run(), type(again~) is Again~, own_kept~.run(), parts~["class"] is Again~
+? parts~["part"] is Again~.Part, parts~["part"].number, parts~["large"][-1].run()
+? Again~.constant, Again~.Part.constant
+> exec(source~.format(1), globals())
+> exec(source~.format(2), globals())
+%file own_kept~.py
+kept = []
+def run():
+    return kept[0].run()
+= class: functions whose names lead elsewhere later
+import own_works~
+def steps~(n):
+    return n + 1
+class Keeps~:
+    own = staticmethod(steps~)
+    other = staticmethod(own_works~.work)
+    def __init__(self, first=steps~, second=own_works~.work):
+        self.both = first, second
+    def run(self, n):
+        return [one(n) for one in self.both]
+? Keeps~.own(x), Keeps~.other(x), Keeps~().run(x), steps~(x)
+> def steps~(n):
+|     return n + 100
+> own_works~.work = lambda n: 'new'
+%names steps~
+%file own_works~.py
+def work(n):
+    return 'old', n
+= class: inside one that its subclass replaces
+class Model~:
+    class Config:
+        rate = 1
+        class Inner:
+            rows = [1]
+Model~.Config = type("Config", (Model~.Config,), {"rate": 7})
+? Model~.Config.rate, Model~.Config.Inner.rows
+> Model~.Config.Inner.rows.append(2)
+= function: defaults that change in place
+def positional~(n=1):
+    return n
+def keyed~(*, n=1):
+    return n
+class Runs~:
+    def run(self, *, n=1):
+        return n
+? positional~(), keyed~(), Runs~().run()
+> positional~.__defaults__ = (True,)
+> keyed~.__kwdefaults__['n'] = 2
+> Runs~.run.__kwdefaults__['n'] = 3
+> positional~.__defaults__ = (1.0,)
+> keyed~.__kwdefaults__['n'] = 2.0
 """

@@ -589,4 +589,157 @@ mode~ = Mode~.FAST
 > mode~ = Mode~.SAFE
 > handlers~[Mode~.FAST] = str.upper
 %names mode~
+= data: equal values that are not the same
+exact~, exacts~ = 1, {"n": 1}
+class Exact~:
+    debug = 0
+? repr((exact~, exacts~, Exact~.debug))
+> exact~ = exacts~["n"] = Exact~.debug = True
+> exact~ = exacts~["n"] = Exact~.debug = 1.0
+> exact~ = exacts~["n"] = Exact~.debug = 1 + 0j
+> exact~ = exacts~["n"] = Exact~.debug = 0.0
+> exact~ = exacts~["n"] = Exact~.debug = -0.0
+> exact~ = exacts~["n"] = Exact~.debug = False
+> exact~ = exacts~["n"] = Exact~.debug = "0"
+> exact~ = exacts~["n"] = Exact~.debug = b"0"
+%names exact~
+= config: sentinel of a module, and a module that a finder fails for
+import sys
+import types
+import own_marks~
+class Finder~:
+    def find_spec(self, name, path=None, target=None):
+        if name == "unfound~":
+            raise RuntimeError("a finder that fails")
+sys.meta_path.append(Finder~())
+unfound~ = sys.modules["unfound~"] = types.ModuleType("unfound~")
+exec("def twice(n): return 2 * n", vars(unfound~))
+? own_marks~.is_missing(own_marks~.MISSING), unfound~.twice(x)
+%after pool.apply(own_marks~.missing) is own_marks~.MISSING
+%file own_marks~.py
+MISSING = object()
+def missing():
+    return MISSING
+def is_missing(value):
+    return value is MISSING
+= config: objects without state that the script assigns
+import own_plans~
+class Simple~:
+    def run(self):
+        return "simple"
+class Other~(Simple~):
+    def run(self):
+        return "other", super().run()
+simple~ = Simple~()
+own_plans~.strategy = simple~
+def unset~(default=own_plans~.UNSET):
+    return default is own_plans~.UNSET is own_plans~.get.__defaults__[0]
+? own_plans~.run(), own_plans~.strategy is simple~
+? unset~(), own_plans~.get(), own_plans~.get(own_plans~.UNSET)
+> own_plans~.strategy = Other~()
+> own_plans~.strategy = own_plans~.First()
+> own_plans~.strategy = simple~
+%file own_plans~.py
+class First:
+    def run(self):
+        return "first"
+class Unset:
+    pass
+UNSET = Unset()
+strategy = None
+def run():
+    return strategy.run()
+def get(x=UNSET):
+    return x is UNSET
+= config: assigned to classes and functions of a module
+import functools
+import own_lib~
+class Mine~:
+    name = "mine"
+def jobs~():
+    job, lib = own_lib~.Job(), own_lib~
+    own = isinstance(lib.row(), lib.Job.Row), lib.Job.key(lib.Job.Row(3))
+    of_job = job.kind.name, job.odd, job.field, job.slow(), job.half, job.kept, job.memo
+    others = lib.Color.RED.text(), getattr(lib.Color, "extra", 0), lib.Point(2).norm()
+    return own, of_job, job.first(), others, lib.called(), repr(lib.Job.number)
+? jobs~()
+> own_lib~.Job.kind = own_lib~.Large
+> own_lib~.Job.kind = Mine~
+> own_lib~.Job.field = own_lib~.Fixed("b")
+> own_lib~.Job.slow = own_lib~.Job.fast
+> own_lib~.Job.half = property(lambda self: "new")
+> own_lib~.Job.kept = property(lambda self: "other")
+> own_lib~.Job.slow = functools.partialmethod(own_lib~.Job.scale, 5)
+> own_lib~.Job.number = False
+> own_lib~.Job.number = -0.0
+> own_lib~.Color.extra, own_lib~.Color.text = 3, lambda self: "text"
+> own_lib~.Point.norm = lambda self: "norm"
+> own_lib~.called.hook = lambda: "hook"
+> own_lib~.called.hook, own_lib~.called.kind = own_lib~.row, Mine~
+> own_lib~.Job.memo.cache["x"] = 1
+> for name in own_lib~.MADE:
+|     setattr(own_lib~.Job, name, own_lib~.MADE[name])
+%file own_lib~.py
+import collections
+import enum
+import functools
+from typing import NamedTuple
+class Small:
+    name = "small"
+class Large:
+    name = "large"
+class Fixed:
+    def __init__(self, value):
+        self.value = value
+    def __get__(self, obj, kind=None):
+        return self.value
+class Memo:
+    def __init__(self, func):
+        self.func, self.cache = func, {}
+        functools.update_wrapper(self, func)
+    def __get__(self, obj, kind=None):
+        return self if obj is None else self.cache or self.func(obj)
+class Odd:
+    def __init__(self):
+        self.rest = (one for one in "")  # cannot be pickled
+    def __get__(self, obj, kind=None):
+        return "odd"
+class Job:
+    odd = Odd()
+    kind = Small
+    field = Fixed("a")
+    Row = collections.namedtuple("Row", "x")
+    key = staticmethod(lambda row: row.x)
+    number = 0
+    def slow(self):
+        return "slow"
+    def fast(self):
+        return "fast"
+    def scale(self, by):
+        return by
+    @property
+    def half(self):
+        return "half"
+    @functools.cached_property
+    def kept(self):
+        return "kept"
+    @Memo
+    def memo(self):
+        return "memo"
+    first = slow
+MADE = {name: value for name, value in vars(Job).items() if name[0] != "_"}
+class Color(enum.Enum):
+    RED = 1
+    def text(self):
+        return self.name
+class Point(NamedTuple):
+    x: int
+    def norm(self):
+        return self.x
+def row():
+    return Job.Row(5)
+def called():
+    return called.hook(), called.kind.name
+called.hook = row
+called.kind = Small
 """

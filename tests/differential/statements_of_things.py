@@ -410,6 +410,248 @@ weight~ = [2]
 > weight~ = [3]
 > itself~.weight~.append(4)
 %names weight~
+= random: functions under other names
+import functools
+import random
+from random import random as draws~
+import numpy as np
+between~, normal~ = functools.partial(random.uniform, 0, 1), np.random.standard_normal
+class Noise~:
+    def __init__(self):
+        self.source = random.gauss
+    def first(self, source=random.random):
+        return self.source(0, 1), source()
+noise~, chances~ = Noise~(), {"choice": random.choice}
+def drawn~(n):
+    random.seed(n)
+    np.random.seed(n)
+    return draws~(), between~(), normal~(), chances~["choice"](range(10**9)), *noise~.first()
+def of~(source):
+    random.seed(3)
+    return source()
+? drawn~(x)
+%after pool.map(of~, [random.random, draws~]) == [of~(draws~)] * 2
+= held: standard streams and views of dicts
+import functools
+import sys
+import types
+error~, data~, write~ = sys.stderr, sys.stdout.buffer, sys.stderr.write
+say~ = functools.partial(print, file=sys.stderr)
+class Printer~:
+    def __init__(self, stream=sys.stdout):
+        self.stream = stream
+printer~, variables~, plain~ = Printer~(), os.environ, {"rate": 1}
+shown~ = types.MappingProxyType(plain~)
+def streams~(out=sys.stdout):
+    return out is sys.stdout is printer~.stream, error~ is sys.stderr, data~ is sys.stdout.buffer
+def show~(n):
+    plain~["rate"] = n
+    return shown~["rate"]
+? streams~(), write~.__self__ is sys.stderr is say~.keywords['file'], variables~ is os.environ
+? show~(x)
+%after pool.apply(lambda out: (out is sys.stdout, out), (sys.stdout,)) == (True, sys.stdout)
+= held: variables of a context that are reset
+from contextvars import ContextVar
+request~, speaker~, tokens~ = ContextVar("request~"), ContextVar("speaker~", default="nobody"), []
+? request~.get('none'), speaker~.get()
+> tokens~.append((request~, request~.set(1)))
+> tokens~.append((speaker~, speaker~.set("first")))
+> tokens~.append((speaker~, speaker~.set("second")))
+> for variable, token in tokens~[::-1]:
+|     variable.reset(token)
+%once
+= config: patch of an installed module that is taken back
+import colorsys
+import textwrap
+class Wide~(textwrap.TextWrapper):
+    pass
+installed~ = colorsys.yiq_to_rgb, colorsys.ONE_THIRD, textwrap.TextWrapper
+def patched~(n):
+    import colorsys as late
+    return late.yiq_to_rgb(n, 0, 0), late.ONE_THIRD, textwrap.TextWrapper.__name__
+? patched~(x)
+> colorsys.yiq_to_rgb, colorsys.ONE_THIRD, textwrap.TextWrapper = lambda *_: 3, 3, Wide~
+> colorsys.yiq_to_rgb, colorsys.ONE_THIRD, textwrap.TextWrapper = installed~
+> colorsys.yiq_to_rgb, colorsys.ONE_THIRD = lambda *_: 4, 4
+> colorsys.yiq_to_rgb, colorsys.ONE_THIRD, textwrap.TextWrapper = installed~
+%once
+= config: objects of installed modules that an own module gets later
+import calendar
+import string
+import own_state~
+from logging import root
+? [getattr(one, 'name', None) for one in own_state~.get()]
+? own_state~.get()[1] is string.capwords, own_state~.c is calendar.c
+> own_state~.root, own_state~.capwords, own_state~.c = root, string.capwords, calendar.c
+%file own_state~.py
+root = capwords = c = None
+def get():
+    return root, capwords, c
+= config: module that the program makes
+import importlib.util
+plugin~ = importlib.util.module_from_spec(importlib.util.spec_from_loader("plugin~", None))
+with open("plugin~.txt") as text:
+    exec(text.read(), vars(plugin~))
+? plugin~.scale(x), plugin~.Job(1).run(x), plugin~.Job.Part().run(x)
+? plugin~.cached(x + 10 * plugin~.rate)
+> plugin~.rate = 5
+%after pool.map(plugin~.scale, [3]) == [plugin~.scale(3)]
+%after pool.map(plugin~.Job(3).run, [2]) == [plugin~.Job(3).run(2)]
+%after pool.map(plugin~.cached, [7]) == [plugin~.cached(7)]
+%after pool.apply(lambda: (plugin~.scale, plugin~.Job)) == (plugin~.scale, plugin~.Job)
+%file plugin~.txt
+import functools
+rate = 2
+def scale(x):
+    return x * rate, helper(x)
+def helper(x):
+    return x + rate
+class Job:
+    class Part:
+        def run(self, x):
+            return helper(x)
+    def __init__(self, n):
+        self.n = n
+    def run(self, x):
+        return helper(self.n) + x
+@functools.cache
+def cached(x):
+    return helper(x)
+= config: names that lead to other modules
+import importlib
+import importlib.util
+import sys
+import own_first~
+import own_group~
+import own_second~
+leads~, paths~ = own_first~, [own_first~.__name__ + ".scaled"]
+named~ = [own_second~.__name__, own_group~.__name__]
+def load~(name):
+    spec = importlib.util.spec_from_file_location(f"plugin_{name}~", f"{name}~.txt.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+plugins~ = {name: load~(name) for name in ("add", "sub")}
+def find~(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+? leads~.RATE, leads~.scaled(x), own_group~.lib.RATE, own_group~.lib.scaled(x)
+? {name: plugin.run(x) for name, plugin in plugins~.items()}
+? [importlib.import_module(name).RATE + sys.modules[name].RATE for name in named~]
+? {name: getattr(own_first~, name) for name in own_first~.__all__}
+? getattr(own_group~, 'ADDED', None), {k: v for k, v in vars(own_group~).items() if k.isupper()}
+? [find~(path)(x) for path in paths~]
+> leads~ = own_group~.lib = own_second~
+> own_second~.RATE = own_group~.RATE = own_group~.ADDED = 11
+> plugins~['add'].DONE.append(1)
+> own_first~.__all__.append('RATE')
+> own_first~.RATE = 5
+> own_first~.scaled = lambda x: 'other'
+%names leads~
+%file own_first~.py
+__all__ = []
+RATE = 2
+def scaled(x):
+    return x * RATE
+%file own_second~.py
+RATE = 3
+def scaled(x):
+    return x * RATE
+%file own_group~.py
+try:
+    import own_first~ as lib
+except ImportError:
+    from . import own_first~ as lib
+RATE = 1
+%file add~.txt.py
+DONE = []
+def run(x):
+    return x + len(DONE)
+%file sub~.txt.py
+def run(x):
+    return x - 1
+= import: definitions of a module that change
+import importlib
+import own_defs~
+from own_defs~ import Box as Box~, scaled as first~
+def make~(text):
+    exec(compile(text, own_defs~.__file__, "exec"), vars(own_defs~))
+def method~(name, text):
+    space = {"__name__": own_defs~.__name__}
+    exec(compile("class Box:\n    " + text, own_defs~.__file__, "exec"), space)
+    setattr(own_defs~.Box, name, vars(space["Box"])[name])
+? own_defs~.scaled(x), own_defs~.keyed(x), own_defs~.counted(x), first~(x)
+? own_defs~.used(x), Box~().go()
+> own_defs~.scaled.__defaults__ = (5,)
+> own_defs~.keyed.__kwdefaults__ = {'by': 5}
+> own_defs~.counted.calls = 5
+> own_defs~.scaled.__code__ = (lambda x, by: x + by).__code__
+> make~('def scaled(x, by=1): return -x * by')
+> exec('def scaled(x, by=1): return twice(x) - 1', vars(own_defs~))
+> method~('go', 'def go(self): return 2, self.size')
+> method~('static', '@staticmethod\n    def static(): return 2')
+> method~('wide', '@property\n    def wide(self): return 2')
+> vars(own_defs~).pop('removed', None)
+> make~('def removed(x): return -x')
+> importlib.reload(own_defs~)
+> make~('def scaled(x, by=1): return -x * by')
+%places between
+%file own_defs~.py
+def scaled(x, by=1):
+    return x * by
+def keyed(x, *, by=1):
+    return x * by
+def counted(x):
+    return x, getattr(counted, "calls", 0)
+def twice(x):
+    return 2 * x
+def removed(x):
+    return x
+class Box:
+    size = 7
+    def go(self):
+        return 1, self.size
+    @staticmethod
+    def static():
+        return 1
+    @property
+    def wide(self):
+        return 1
+class Bag(Box):
+    pass
+def used(x):
+    box = Bag()
+    return box.go(), box.static(), box.wide, removed(x) if "removed" in globals() else None
+= import: globals that come later and that no code names
+import builtins
+import importlib
+import pickle
+import sys
+runs~, pickled~ = eval, b""
+class Base~:
+    pass
+class Finds~:
+    def get(self, name):
+        return globals().get(name)
+    def names(self):
+        return sorted(one.__name__ for one in Base~.__subclasses__())
+finds~ = Finds~()
+def by_space~(name):
+    return by_space~.__globals__.get(name), sys._getframe().f_globals.get(name)
+? finds~.get('late~'), Finds~().get('late~')
+? finds~.names()
+? sorted(one.__name__ for one in Base~.__subclasses__())
+? getattr(importlib.import_module('__main__'), 'late~', None)
+? builtins.eval("globals().get('late~')")
+? runs~("globals().get('late~')")
+? by_space~('late~')
+? type(pickle.loads(pickled~)).__name__ if pickled~ else None
+> late~ = [1]
+> class Late~(Base~):
+|     pass
+| pickled~ = pickle.dumps(Late~())
+> late~ = 5
+%names late~ Late~ pickled~
 = link: list of two
 twice~ = [@, @]
 ? twice~[0] is twice~[1] is @

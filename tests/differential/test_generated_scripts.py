@@ -1,6 +1,6 @@
 """Random scripts: what a worker sees of them is what a worker that is forked at the call sees.
 
-By default, some pinned scripts run. To run more::
+By default, a script of each kind of statement runs, with all statements of that kind. To run more::
 
     XPOOL_TEST_SCRIPTS=1000 pytest --all tests/differential/test_generated_scripts.py
     XPOOL_TEST_SEED=4711 XPOOL_TEST_SCRIPTS=50 pytest --all ...     # from this seed on
@@ -15,11 +15,18 @@ from collections import Counter
 import pytest
 from support.tiers import also
 
-from differential.scripts_generator import Part, Script, judged, script, shortened, story
+from differential.scripts_generator import (
+    KINDS_OF_STATEMENTS,
+    Part,
+    Script,
+    complete,
+    judged,
+    script,
+    shortened,
+    story,
+)
 from differential.statements import LINKS, MODES, STATEMENTS, Statement
 
-PINNED = (38, 42, 48, 75, 93)  # one of each mode
-WITH_TORCH = also(206)
 FIRST = int(os.environ.get("XPOOL_TEST_SEED", "0"))
 SCRIPTS = int(os.environ.get("XPOOL_TEST_SCRIPTS", "100"))
 BATCH = 10  # scripts of one exhaustive test
@@ -27,27 +34,25 @@ BATCH = 10  # scripts of one exhaustive test
 pytestmark = pytest.mark.xpool_only
 
 
-@pytest.mark.parametrize("seed", PINNED)
-def test_pinned_scripts(seed, tmp_path):
+def names(kinds):
+    """Return the kinds of statements, those with torch as exhaustive."""
+    return [one for kind in kinds for one in (also(kind) if kind == "torch" else [kind])]
+
+
+@pytest.mark.parametrize("kind", names(KINDS_OF_STATEMENTS))
+def test_all_statements_of_a_kind(kind, tmp_path):
     """Each answer is that of a fork, or an error names what cannot be sent; nothing loads again."""
-    check(seed, script(seed), tmp_path)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("seed", WITH_TORCH)
-def test_pinned_scripts_with_torch(seed, tmp_path):
-    """The same, with networks, optimizers and settings of torch."""
-    check(seed, script(seed), tmp_path)
+    check(f"each {kind}", complete(kind), tmp_path)
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("first", also(*range(FIRST, FIRST + SCRIPTS, BATCH)))
 def test_more_scripts(first, tmp_path):
-    """The same, with scripts that nobody has looked at."""
+    """The same, with scripts of statements at random."""
     for seed in range(first, min(first + BATCH, FIRST + SCRIPTS)):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        check(seed, script(seed), folder)
+        check(f"run {seed}", script(seed), folder)
 
 
 @pytest.mark.pure
@@ -103,12 +108,12 @@ def test_faults_are_found_and_shortened(kind, tmp_path):
     assert probe.replace("~", "2") in story(short, found[0])
 
 
-def check(seed, one, folder):
+def check(command, one, folder):
     """Fail with the shortest script if a script has a fault."""
     verdicts, _ = judged(one, folder)
     found = [verdict for verdict in verdicts if verdict.is_fault]
     if found:
         short = shortened(one, found[0])
-        again = f"python -m differential.scripts_generator run {seed}"
-        pytest.fail(f"seed {seed}, {again}\n{story(short, found[0])}", pytrace=False)
+        again = f"python -m differential.scripts_generator {command}"
+        pytest.fail(f"{again}\n{story(short, found[0])}", pytrace=False)
     assert any(verdict.kind == "same" for verdict in verdicts)

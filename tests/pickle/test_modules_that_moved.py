@@ -110,6 +110,30 @@ def test_a_module_whose_file_was_removed(tmp_path, before):
     assert "the module's file was moved or removed" in said if before else said == ""
 
 
+def test_a_module_that_the_program_has_removed(tmp_path):
+    """New workers do without a module that is gone from `sys.modules`, and whose file is gone."""
+    scripts.write(tmp_path / "gone_soon.py", "RATE = 2\n\ndef rate():\n    return RATE\n")
+    text = """
+        import os, sys, xpool
+        sys.dont_write_bytecode = True
+        import gone_soon
+        gone_soon.RATE = 3
+
+        def other():
+            return "other"
+
+        if __name__ == "__main__":
+            with xpool.Pool(1, maxtasksperchild=1) as pool:
+                print(pool.apply(gone_soon.rate))
+                os.remove(gone_soon.__file__)
+                del sys.modules["gone_soon"], gone_soon
+                print(pool.apply(other), pool.apply(other))
+            pool.join()
+    """
+    script = scripts.write(tmp_path / "program.py", text)
+    assert scripts.run_ok([script]) == "3\nother other\n"
+
+
 FACTORIES = """
     import collections, dataclasses, enum
 
