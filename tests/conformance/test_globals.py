@@ -924,7 +924,7 @@ if __name__ == "__main__":
             pool.apply(measure, (1,))
         except ImportError as error:
             said = "".join([*getattr(error, "__notes__", ()), str(error.__cause__)])
-            print("'hit' of __main__ was not sent to this worker" in said)
+            print("has 'hit', it was not sent to this worker" in said)
     pool.join()
 """
 

@@ -213,3 +213,45 @@ def test_a_module_that_has_the_name_of_another_is_refused(tmp_path):
     """A module that the script has made is not sent by a name that leads to another module."""
     out = scripts.run_ok([scripts.write(tmp_path / "named.py", SAME_AS_ANOTHER)])
     assert out.split() == ["1", "True", "fake", "1"]
+
+
+FLAGS = """
+import sys
+import types
+
+class Flags(types.ModuleType):
+    _fast = True
+    @property
+    def fast(self):
+        return self._fast
+    @fast.setter
+    def fast(self, value):
+        type(self)._fast = bool(value)
+
+sys.modules[__name__] = Flags(__name__)
+"""
+PROPERTIES = """
+import package.flags
+import xpool
+
+def use():
+    return package.flags.fast, sorted(vars(package.flags))
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        for value in "", 1, False, True:
+            package.flags.fast = value
+            print(pool.apply(use) == use(), use()[0], end=" ")
+    pool.join()
+"""
+
+
+def test_what_is_assigned_to_a_property_of_an_installed_module(tmp_path, monkeypatch):
+    """The module's class has it, as for `torch.backends.cudnn.enabled`."""
+    folder = tmp_path / "site-packages"
+    for name, text in ("package/__init__.py", ""), ("package/flags.py", FLAGS):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        scripts.write(folder / name, text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    out = scripts.run_ok([scripts.write(tmp_path / "properties.py", PROPERTIES)])
+    assert out.split() == ["True", "False", "True", "True", "True", "False", "True", "True"]

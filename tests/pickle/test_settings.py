@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
@@ -256,6 +257,18 @@ CASES = {
         "torch.set_grad_enabled(True)",
         "torch.is_grad_enabled()",
     ),
+    "torch autocast": Case(
+        "torch.set_autocast_enabled('cpu', True); torch.set_autocast_dtype('cpu', torch.float16)",
+        "torch.set_autocast_enabled('cpu', False); torch.set_autocast_dtype('cpu', torch.bfloat16)",
+        "torch.set_autocast_enabled('cpu', False)",
+        "(torch.is_autocast_enabled('cpu'), str(torch.get_autocast_dtype('cpu')))",
+    ),
+    "torch anomaly detection": Case(
+        "warnings.simplefilter('ignore'); torch.autograd.set_detect_anomaly(True, False)",
+        "torch.autograd.set_detect_anomaly(False, True); del warnings.filters[0]",
+        "torch.autograd.set_detect_anomaly(False)",
+        "(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())",
+    ),
     "torch deterministic algorithms": Case(
         "torch.use_deterministic_algorithms(True, warn_only=True)",
         "torch.use_deterministic_algorithms(False)",
@@ -299,6 +312,22 @@ CASES = {
         "sys.path[:3]",
     ),
 }
+if find_spec("pandas"):
+    SET = "import pandas; pandas.set_option"
+    CASES["pandas options"] = Case(
+        f"{SET}('display.precision', 3); pandas.options.display.max_rows = 7",
+        f"{SET}('display.precision', 6); pandas.options.display.max_rows = 60",
+        f"{SET}('display.precision', 5)",
+        "[__import__('pandas').get_option(f'display.{n}') for n in ('precision', 'max_rows')]",
+    )
+if find_spec("sklearn"):
+    SET = "import sklearn; sklearn.set_config"
+    CASES["sklearn options"] = Case(
+        f"{SET}(transform_output='pandas', working_memory=9)",
+        f"{SET}(transform_output='default', working_memory=1024)",
+        f"{SET}(working_memory=5)",
+        "__import__('sklearn').get_config()",
+    )
 if hasattr(sys, "set_int_max_str_digits"):
     CASES["digits of int"] = Case(
         "sys.set_int_max_str_digits(5000)",

@@ -214,8 +214,37 @@ def owner_of(key: Key) -> Any:
 
 def place_of(key: Key) -> tuple[Any, str]:
     """Return the namespace (or None) in which a global or attribute is, and its name there."""
-    name = key[1].rpartition(".")[2]
-    return getattr(owner_of(key), "__dict__", None), name.replace(":", ".")
+    name = key[1].rpartition(".")[2].replace(":", ".")
+    owner = owner_of(key)
+    holder: Any = getattr(owner, "__dict__", None)
+    if type(owner) is not ModuleType and name_of(owner) is not None and name not in holder:
+        made = any(hasattr(type(vars(one).get(name)), "__set__") for one in type(owner).__mro__)
+        if made and origin_of(key[0]) == INSTALLED:
+            holder = _Properties(owner)
+    return holder, name
+
+
+class _Properties:
+    """Has the attributes of a module that its class makes, such as ``torch.backends.cudnn``."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return getattr(self._module, name)
+        except Exception as exc:  # a property can raise any error
+            pass_on(exc)
+            return default
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+    def __contains__(self, name: str) -> bool:
+        return True
 
 
 def value_of(key: Key) -> Any:

@@ -414,7 +414,10 @@ def _resolved(chains: Iterable[_Chain], namespace: dict[str, Any]) -> set[tuple[
         value = namespace.get(root)
         for part in parts:
             # `getattr` could import a submodule.
-            value = None if name_of(value) is None else attributes_of(value).get(part)
+            above = name_of(value)
+            known = {} if above is None else attributes_of(value)
+            # A module of a class of its own may have its submodules elsewhere.
+            value = known.get(part) or sys.modules.get(f"{above}.{part}")
         name = name_of(value)
         if name is None or sys.modules.get(name) is not value:
             continue

@@ -34,6 +34,7 @@ from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.by_value.settings_rows import (
     OF_PYTHON,
     Line,
+    Options,
     Row,
     digits,
     environ,
@@ -179,6 +180,36 @@ def _cudnn(name: str) -> Line:
     return Line(f"torch.backends.cudnn.{name}", "torch", False, peek, set)
 
 
+_AUTOCAST = {"cpu": "bfloat16", "cuda": "float16", "xla": "bfloat16"}  # the default dtypes
+
+
+def _autocast(torch: Any) -> Callable[[], Any]:
+    is_any = _part("torch._C", "_is_any_autocast_enabled") or torch.is_autocast_enabled
+    return lambda: (
+        is_any()
+        and tuple(
+            (kind, str(torch.get_autocast_dtype(kind)).partition(".")[2])
+            for kind in _AUTOCAST
+            if torch.is_autocast_enabled(kind)
+        )
+    )
+
+
+def _set_autocast(torch: Any, value: Any) -> None:
+    kinds = dict(value or ())
+    for kind, dtype in {**_AUTOCAST, **kinds}.items():
+        torch.set_autocast_enabled(kind, kind in kinds)
+        torch.set_autocast_dtype(kind, getattr(torch, dtype))
+    # Between two tasks, the program may change weights of which the cache has casts.
+    torch.set_autocast_cache_enabled(not kinds)
+    torch.clear_autocast_cache()
+
+
+def _pandas_defaults() -> dict[str, Any]:
+    known = _part("pandas._config.config", "_registered_options")
+    return {name: one.defval for name, one in known.items()}
+
+
 TABLE: tuple[Row, ...] = (
     *OF_PYTHON,  # first, because those of the process are among them
     Line(
@@ -227,6 +258,14 @@ TABLE: tuple[Row, ...] = (
         per_thread=True,
     ),
     Line("torch grad mode", "torch", True, "is_grad_enabled", "set_grad_enabled", per_thread=True),
+    Line("torch autocast", "torch", False, _autocast, _set_autocast, per_thread=True),
+    Line(
+        "torch anomaly detection",
+        "torch",
+        (False, True),
+        lambda torch: lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda torch, value: torch.autograd.set_detect_anomaly(*value),
+    ),
     Line(
         "torch deterministic algorithms",
         "torch",
@@ -249,6 +288,19 @@ TABLE: tuple[Row, ...] = (
         (4, 1000, 3, 80, None),
         _torch_printing,
         lambda torch, value: torch.set_printoptions(**dict(zip(_PRINTING, value))),
+    ),
+    Options(
+        "pandas",
+        lambda _: functools.partial(_part, "pandas._config.config", "_global_config"),
+        _pandas_defaults,
+        lambda pandas, name, value: pandas.set_option(name, value),
+    ),
+    Options(
+        "sklearn",
+        lambda _: _part("sklearn._config", "_get_threadlocal_config"),
+        lambda: _part("sklearn._config", "_global_config"),
+        lambda sklearn, name, value: sklearn.set_config(**{name: value}),
+        per_thread=True,
     ),
 )
 
@@ -545,7 +597,7 @@ def imports_done() -> None:
             loggers.restore()
 
 
-_OF_CALLS = frozenset({"decimal", "numpy", "torch"})
+_OF_CALLS = frozenset({"decimal", "numpy", "torch", "pandas", "sklearn"})
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -100,6 +100,72 @@ class Line(Row):
             getattr(module, self._set)(value)
         else:
             self._set(module, value)
+
+
+class Options(Row):
+    """Those options of a library that differ from its defaults, as (name, value).
+
+    Args:
+        module: the name of the library.
+        table: returns the dict of all options, with dicts in it for names with dots.
+        defaults: returns the defaults, by name.
+        set: sets an option of the library.
+    """
+
+    default = ()
+
+    def __init__(
+        self,
+        module: str,
+        table: Callable[[Any], Callable[[], Any]],
+        defaults: Callable[[], dict[str, Any]],
+        set: Callable[[Any, str, Any], object],
+        *,
+        per_thread: bool = False,
+    ) -> None:
+        self.name, self.module, self.per_thread = f"{module} options", module, per_thread
+        self._table, self._defaults, self._set = table, defaults, set
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        return self._table(module)
+
+    def keep(self, token: Any) -> Any:
+        return {name: self.keep(one) if type(one) is dict else one for name, one in token.items()}
+
+    def value(self, token: Any) -> Any:
+        defaults = self._defaults()
+        return tuple(
+            (name, value)
+            for name, value in _flat(token)
+            if type(value) in _PLAIN and value != defaults.get(name, value)
+        )
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        defaults, now = self._defaults(), dict(value)
+        for name in dict(last or ()).keys() | now.keys():
+            self._set(module, name, now.get(name, defaults.get(name)))
+
+
+_PLAIN = frozenset({bool, float, int, str, type(None)})
+
+
+def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, one in options.items():
+        if type(one) is dict:
+            yield from _flat(one, f"{prefix}{name}.")
+        else:
+            yield prefix + name, one
+
+
+class _Started(Row):
+    """A row with which a worker is started: fresh is the value at the first snapshot."""
+
+    _first: Any = ...
+
+    def is_fresh(self, value: Any) -> bool:
+        if self._first is ...:
+            self._first = value
+        return bool(value == self._first)
 
 
 # -- of the process --------------------------------------------------------------------------------
