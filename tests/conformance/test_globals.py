@@ -932,3 +932,50 @@ if __name__ == "__main__":
 def test_an_import_from_the_script_in_a_text_says_why_it_fails(tmp_path):
     """A note names the global that no function names."""
     assert scripts.run_ok([scripts.write(tmp_path / "setup.py", SETUP)]) == "True\n"
+
+
+NEW = """
+import xpool
+
+class Job:
+    count = 0
+    def __new__(cls, name):  # loading a copy would lack the argument
+        cls.count += 1
+        return super().__new__(cls)
+    def __init__(self, name):
+        self.name = name
+
+class Table(dict):
+    made = []
+    def __new__(cls, *items):
+        cls.made.append(len(items))
+        return super().__new__(cls)
+
+class Frame:
+    columns = ["a"]
+    def __init__(self, *values):
+        self.a, *_ = values
+    def __getstate__(self):
+        return self.columns, [getattr(self, one) for one in self.columns]
+    def __setstate__(self, state):
+        for name, value in zip(self.columns, state[1], strict=True):
+            setattr(self, name, value)
+
+job, table, frame = Job("x"), Table({}), Frame(1)
+
+def use():
+    return Job.count, job.name, Table.made, dict(table), frame.a, len(vars(frame)), Frame.columns
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        for number in range(3):
+            print(pool.apply(use) == use(), end=" ")
+            job.name, table[number], frame.a = number, number, number
+    pool.join()
+"""
+
+
+def test_objects_in_globals_arrive_without_effects_of_their_classes(tmp_path):
+    """`__new__` is not called, and `__setstate__` finds attributes that its class shares with the
+    object's state."""
+    assert scripts.run_ok([scripts.write(tmp_path / "new.py", NEW)]).split() == ["True"] * 3

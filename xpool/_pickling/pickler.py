@@ -509,13 +509,3 @@ def write_global(value: Any) -> Pickled:
 def write_group(value: Any, group: reducers.Group, out_of_band: bool) -> Pickled:
     """Pickle globals.  With ``out_of_band``, large buffers are not copied into the pickle."""
     return _pickle(value, _COPY if out_of_band else _INLINE, group=group)
-
-
-def write_values(
-    keys: tuple[Key, ...], values: list[Any], named: dict[int, tuple[Any, ...]], out_of_band: bool
-) -> Pickled:
-    """Pickle the values of a group: of one global its value, of several a list."""
-    own = {id(value): key for key, value in zip(keys, values, strict=True)}
-    return write_group(
-        values if len(values) > 1 else values[0], reducers.Group(own, named), out_of_band
-    )

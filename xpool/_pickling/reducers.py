@@ -105,8 +105,9 @@ script: Any
 everyone: set[Key] = set()
 """Keys of what every message of a pool brings, also one that uses nothing of the program."""
 
-named: Reducer | None = None
-"""The reducer of objects of classes with a ``__reduce__`` of their own (`by_value.by_token`)."""
+own: Reducer | None = None
+"""The reducer of objects of classes with a ``__reduce__`` or ``__new__`` of their own
+(`by_value.by_token`)."""
 
 REDUCERS: dict[type, Reducer] = {}
 
@@ -197,8 +198,11 @@ def find(kind: type) -> Reducer | None:
                         del LAZY[base.__module__]
                     break
             else:
-                own = type(kind.__reduce__) is FunctionType and kind not in copyreg.dispatch_table
-                return registered.of_multiprocessing(kind) or (named if own else None)
+                has_own = kind not in copyreg.dispatch_table and (
+                    type(kind.__reduce__) is FunctionType
+                    or (type(kind.__new__) is FunctionType and not issubclass(kind, tuple))
+                )
+                return registered.of_multiprocessing(kind) or (own if has_own else None)
 
 
 # The lambdas look up `_finding` at each fork, because `renew` replaces it in a child.

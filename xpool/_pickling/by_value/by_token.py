@@ -7,16 +7,24 @@ Functions, arguments and globals, which refer to them, arrive in separate pickle
 
 from __future__ import annotations
 
+import copyreg
 import sys
 import typing
-from types import MemberDescriptorType
+from types import BuiltinFunctionType, MemberDescriptorType
 from typing import Any
 
 from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.names import name_for
-from xpool._pickling.by_value.origin import IMPORTED, SENT, namespace, origin_of, program_modules
-from xpool._pickling.reducers import LAZY, Context, of_module, register
+from xpool._pickling.by_value.origin import (
+    IMPORTED,
+    INSTALLED,
+    SENT,
+    namespace,
+    origin_of,
+    program_modules,
+)
+from xpool._pickling.reducers import LAZY, Context, builder, of_module, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 
@@ -88,14 +96,23 @@ def _make_object(token: str, kind: type = object) -> object:
     return registry.shell(token, lambda: object.__new__(kind))
 
 
-def _reduce_named(pickler: Context, obj: Any) -> Any:
-    """Pickle an object by a token, with its attributes, if its class's ``__reduce__`` returns the
-    name of a global of a module that a worker cannot import."""
-    if origin_of(type(obj).__module__) != SENT:
+def _reduce_own(pickler: Context, obj: Any) -> Any:
+    """Pickle an object of a class with a ``__reduce__`` or ``__new__`` of its own.
+
+    If its ``__reduce__`` returns the name of a global of a module that a worker cannot import, it
+    is pickled by a token, with its attributes.  In globals, it arrives without a call of its
+    ``__new__``, which may count the objects.
+    """
+    origin = origin_of(type(obj).__module__)
+    if origin == INSTALLED or (origin == IMPORTED and pickler.group is None):
         return NotImplemented
     reduced = obj.__reduce_ex__(5)
     if type(reduced) is not str:
+        if pickler.group is not None and reduced[0] is _NEW and len(reduced[1]) == 1:
+            return empty_object, *reduced[1:]
         return reduced
+    if origin == IMPORTED:
+        return NotImplemented
     made = _make_object, (registry.token_of(obj), type(obj))
     if pickler.home:  # the program keeps its own attributes
         return made
@@ -111,7 +128,17 @@ def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
         object.__setattr__(obj, name, value)
 
 
-reducers.named = _reduce_named
+_NEW = copyreg.__newobj__  # type: ignore[attr-defined]
+
+
+@builder
+def empty_object(kind: Any) -> Any:
+    """Make an object by the ``__new__`` of the first base in C."""
+    made = (base for base in kind.__mro__ if type(vars(base).get("__new__")) is BuiltinFunctionType)
+    return next(made).__new__(kind)
+
+
+reducers.own = _reduce_own
 
 
 LAZY["typing"] = _lazy_typing

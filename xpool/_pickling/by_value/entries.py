@@ -10,6 +10,8 @@ from xpool._memory.holds import Block
 from xpool._pickling import Key
 from xpool._pickling.by_value.origin import owner_of
 from xpool._pickling.by_value.registered_calls import CALLS
+from xpool._pickling.pickler import Pickled, write_group
+from xpool._pickling.reducers import Group, builder
 
 (
     SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED, CALL,
@@ -62,3 +64,34 @@ def order(keys: tuple[Key, ...], leads: bool) -> tuple[Any, ...]:
     dotted = ["." in path for _, path in keys]
     plain = all(dotted) and not leads and isinstance(owner_of(keys[0]), type)
     return keys[0][0] == CALLS, not plain, any(dotted), leads, keys
+
+
+def write_values(
+    keys: tuple[Key, ...], values: list[Any], named: dict[int, tuple[Any, ...]], out_of_band: bool
+) -> Pickled:
+    """Pickle the values of a group: of one global its value, of several a list."""
+    group = Group({id(value): key for key, value in zip(keys, values, strict=True)}, named)
+    if len(values) == 1:
+        return write_group(values[0], group, out_of_band)
+    pairs = zip(keys, values)
+    written = [_Attribute(key, value) if "." in key[1] else value for key, value in pairs]
+    return write_group(written, group, out_of_band)
+
+
+class _Attribute:
+    """Takes the place of the value of an attribute.  It is set before the rest of its group has
+    arrived, because code that loads the rest may use it."""
+
+    def __init__(self, key: Key, value: Any) -> None:
+        self._key, self._value = key, value
+
+    def __reduce__(self) -> Any:
+        return early_attribute, (*self._key, self._value)
+
+
+@builder
+def early_attribute(module: str, path: str, value: Any) -> Any:
+    owner, name = owner_of((module, path)), path.rpartition(".")[2]
+    if isinstance(owner, type) and vars(owner).get(name, owner) is None:
+        type.__setattr__(owner, name, value)
+    return value

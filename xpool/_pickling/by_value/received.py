@@ -42,6 +42,7 @@ from xpool._pickling.by_value.entries import (
     SETTINGS,
     VALUES,
     Entry,
+    write_values,
 )
 from xpool._pickling.by_value.names import received
 from xpool._pickling.by_value.origin import (
@@ -58,7 +59,7 @@ from xpool._pickling.by_value.origin import (
 from xpool._pickling.by_value.reads import classes_of
 from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
 from xpool._pickling.by_value.standard import is_generator
-from xpool._pickling.pickler import decode, write_values
+from xpool._pickling.pickler import decode
 from xpool._pickling.reducers import builder
 from xpool._python import at_fork
 from xpool._python.import_hooks import when_imported

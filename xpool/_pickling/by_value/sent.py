@@ -51,6 +51,7 @@ from xpool._pickling.by_value.entries import (
     State,
     order,
     serials,
+    write_values,
 )
 from xpool._pickling.by_value.functions import annotations_of, marshalled, parts_of_function
 from xpool._pickling.by_value.names import ATOMS, SHARED_BY_ALL, found_by_name, is_simple
@@ -84,7 +85,7 @@ from xpool._pickling.by_value.origin import (
 from xpool._pickling.by_value.reads import is_open, of_annotations, reads
 from xpool._pickling.by_value.registered_calls import CALLS, registered
 from xpool._pickling.frame import INLINE_BELOW, PREPARE, Layout, preparation
-from xpool._pickling.pickler import write_global, write_group, write_values
+from xpool._pickling.pickler import write_global, write_group
 from xpool._pickling.reducers import Group, in_place
 from xpool._python import at_fork, hidden
 from xpool._python.hidden import CachedFunction
@@ -559,7 +560,8 @@ class Book:
                 continue
             if node.error and origin_of(key[0]) == INSTALLED:
                 continue  # the worker's own attribute of an installed module stays
-            keys = tuple(sorted(together.get(key, {key})))
+            # Attributes come first: code that loads the others may use them.
+            keys = tuple(sorted(together.get(key, {key}), key=lambda one: ("." not in one[1], one)))
             done.update(keys)
             group = groups[keys] = self._group(keys, layout)
             for member in keys:

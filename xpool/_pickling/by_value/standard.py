@@ -238,8 +238,9 @@ def _reduce_dict(pickler: Context, obj: Any) -> Any:
     """Pickle a dict whose attributes are its items (``self.__dict__ = self``) as such a one."""
     kind: Any = type(obj)
     if getattr(obj, "__dict__", None) is not obj or any(in_python(kind, one) for one in _OF_STATE):
-        named = reducers.named if in_python(kind, "__reduce__") else None
-        return NotImplemented if named is None else named(pickler, obj)
+        own = in_python(kind, "__reduce__") or in_python(kind, "__new__")
+        reduce = reducers.own if own else None
+        return NotImplemented if reduce is None else reduce(pickler, obj)
     new = copyreg.__newobj__  # type: ignore[attr-defined]
     return new, (kind,), True, None, iter(kind.items(obj)), _show_items
 
