@@ -34,7 +34,7 @@ from xpool._engine.jobs.waiting import HeavyFunctions, RangeQueue, Waiting
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.submission import Submission
-from xpool._engine.worker_process import EarlyAnswers, FunctionCache, WorkerProcess
+from xpool._engine.worker_process import WorkerProcess
 from xpool._wire.outbox import Outbox
 from xpool._wire.wire import FrameReader
 from xpool.errors import InternalError
@@ -484,7 +484,7 @@ engine(
     "answers found in the outbox are counted again when they are announced", Answers, "announced"
 )
 def _(original, answers, worker, *message):
-    worker.early.announced()
+    worker.announced()
     original(answers, worker, *message)
 
 
@@ -533,9 +533,9 @@ def _(original, monitor, worker, began):
 engine("a silent worker is not checked", WorkerMonitor, "_look", nothing)
 
 
-@engine("an answer between two checks is no change", EarlyAnswers, "look", pinned=5011677)
-def _(original, early, began, tail, answered):
-    return *original(early, began, tail, answered)[:2], answered
+@engine("an answer between two checks is no change", WorkerProcess, "look", pinned=5011677)
+def _(original, worker, began, tail, answered):
+    return *original(worker, began, tail, answered)[:2], answered
 
 
 @engine("requested tasks are given back from the queue only", WorkerMonitor, "give_back")
@@ -561,7 +561,7 @@ engine(
 
 @engine("a new worker counts as knowing its predecessor's functions", WorkerProcess, "_reset")
 def _(original, worker):
-    functions = getattr(worker, "functions", FunctionCache())
+    functions = getattr(worker, "functions", set())
     original(worker)
     worker.functions = functions
 

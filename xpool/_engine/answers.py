@@ -242,12 +242,12 @@ class Answers:
             Exception: of any type, if the worker has sent an invalid message.
         """
         # The message counts the answers that `WorkerMonitor._look` took early, too.
-        early, boxed = worker.early.count, count
+        early, boxed = worker.early, count
         if early:
             boxed = count - early
             if boxed < 0:
                 raise ValueError(f"it reports {count} answers, but {early} were taken before")
-            worker.early.announced()
+            worker.announced()
         self._policy.finished = True
         ledger, tasks = self._ledger, count + bool(body)
         account = ledger.accounts[worker.index]

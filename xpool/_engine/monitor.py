@@ -447,12 +447,13 @@ class WorkerMonitor:
         """
         before: Parts = []
         # Functions to drop first, then the function, then its tasks: all in one write.
-        functions, func, writer = worker.functions, batch.func, worker.writer
-        if functions.dropped:
-            before = forget_frame(functions.take_dropped())
-        if func and func not in functions.known and func in self._functions:
+        func, writer = batch.func, worker.writer
+        if worker.dropped:
+            before = forget_frame(worker.dropped)
+            worker.dropped.clear()
+        if func and func not in worker.functions and func in self._functions:
             # If the function is missing, its job has failed: answers to its tasks are ignored.
-            functions.add(func)
+            worker.functions.add(func)
             mode, payload = self._functions[func]
             before += func_frame(func, mode, payload if worker.mapped else inline(payload))
         items = batch.items if worker.mapped else [inline(item) for item in batch.items]
@@ -482,7 +483,9 @@ class WorkerMonitor:
         """Let the workers drop a function: its job is done."""
         self._functions.pop(func, None)
         for worker in self.workers:
-            worker.functions.drop(func)
+            if func in worker.functions:
+                worker.functions.discard(func)
+                worker.dropped.append(func)
 
     def send(self, worker: WorkerProcess, parts: Parts) -> None:
         """Write a frame: as much as the pipe has room for now, and the rest later."""
@@ -535,11 +538,11 @@ class WorkerMonitor:
         # Read these before draining the pipe: the next check takes what this one has seen.  An
         # answer since the last check is a change, too: a task may have ended just after it.
         now_seen = began, tail, _ = box.began, box.tail, worker.in_flight.answered
-        seen = worker.early.look(*now_seen)
+        seen = worker.look(*now_seen)
         # Messages first: an answer in the pipe may precede those in the outbox.
         self.drain(worker)
         if seen[1] > box.head and not worker.reader.partial:
-            worker.early.took(self.take_early(worker, seen[1]))
+            worker.took_early(self.take_early(worker, seen[1]))
             if worker.protocol_error is None:  # else it gets no more tasks
                 self._after_answers(worker)
         sits = w in self._give_back_requests and seen == now_seen

@@ -193,47 +193,6 @@ def processor_times(pid: int | None) -> tuple[float, float, bool]:
     return ran, waited, state == b"R"
 
 
-class FunctionCache:
-    """The functions that a worker has, by number, and those that its next message lets it drop."""
-
-    def __init__(self) -> None:
-        self.known: set[int] = set()
-        self.dropped: list[int] = []
-
-    def add(self, func: int) -> None:
-        self.known.add(func)
-
-    def drop(self, func: int) -> None:
-        """Let the worker drop a function with its next message, if it has it."""
-        if func in self.known:
-            self.known.discard(func)
-            self.dropped.append(func)
-
-    def take_dropped(self) -> list[int]:
-        """Return the functions that the next message lets it drop, once."""
-        dropped, self.dropped = self.dropped, []
-        return dropped
-
-
-class EarlyAnswers:
-    """What was read from an outbox before a message announced it."""
-
-    def __init__(self) -> None:
-        self.count = 0  # answers taken before the message that will announce them
-        self._seen = (0, 0, 0)
-
-    def look(self, began: int, tail: int, answered: int) -> tuple[int, int, int]:
-        """Record what a check saw in the page, and the answers so far; return the previous ones."""
-        seen, self._seen = self._seen, (began, tail, answered)
-        return seen
-
-    def took(self, answers: int) -> None:
-        self.count += answers
-
-    def announced(self) -> None:
-        self.count = 0
-
-
 class WorkerProcess:
     """The worker in one place of a pool, through all its processes, one after the other.
 
@@ -271,8 +230,11 @@ class WorkerProcess:
         self.protocol_error: Exception | None = None
         self.remark = ""  # for the error of its task: too much memory, or overwritten memory
         self.mapped = True  # it can use blocks of the arena
-        self.functions = FunctionCache()
-        self.early = EarlyAnswers()
+        # The functions that it has, by number, and those that its next message lets it drop.
+        self.functions: set[int] = set()
+        self.dropped: list[int] = []
+        self.early = 0  # answers taken from the outbox before the message that announces them
+        self._seen = (0, 0, 0)
         self.interrupted: int | None = None  # the item that it was asked to stop
         self.asked = Asked(0.0, 0.0, 0.0)
         self.deadlines = Deadlines()
@@ -355,6 +317,18 @@ class WorkerProcess:
         """
         began = self.box.began
         return began if self.box.intact else max(began, answered + 1)
+
+    def look(self, began: int, tail: int, answered: int) -> tuple[int, int, int]:
+        """Record what a check saw in the page, and the answers so far; return the previous ones."""
+        seen, self._seen = self._seen, (began, tail, answered)
+        return seen
+
+    def took_early(self, answers: int) -> None:
+        self.early += answers
+
+    def announced(self) -> None:
+        """Record that the message of the answers that were taken early has come."""
+        self.early = 0
 
     # -- it is told to stop --------------------------------------------------------------------
 
