@@ -131,7 +131,6 @@ class Pickled:
 
     @property
     def nbytes(self) -> int:
-        """The size of the pickle and its buffers, in bytes."""
         return sum(map(len, self.chunks)) + sum(one.raw().nbytes for one in self.buffers)
 
     def message(self, layout: Layout) -> bytes | memoryview:
@@ -502,7 +501,6 @@ def description() -> reducers.Context:
 
 
 def write_global(value: Any) -> Pickled:
-    """Pickle a part of a definition."""
     return _pickle(value, _INLINE)
 
 

@@ -140,8 +140,6 @@ class _Pages(mmap.mmap):
 
 
 class Objects:
-    """The broadcast objects of this worker, by the names of their tokens."""
-
     here: WorkerLocal[Objects] = WorkerLocal()
 
     def __init__(self, arena: Arena | None, pool: str) -> None:
@@ -151,7 +149,6 @@ class Objects:
         Objects.here.set(self)
 
     def get(self, token: int | None, place: Any, nbytes: int) -> Any:
-        """Return the object of a reference, and load it if this worker does not have it."""
         key = place.key if token is None else token
         try:
             return self._kept[key]

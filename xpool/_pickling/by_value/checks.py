@@ -90,7 +90,6 @@ def is_of_import(key: Key, value: Any) -> bool:
 
 
 def arrays_among(objects: list[Any]) -> list[Any]:
-    """Return the arrays of numpy and the tensors of torch."""
     array: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
     tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
     kinds = array, tensor
@@ -118,7 +117,6 @@ def memory_of(objects: list[Any]) -> set[int]:
 
 
 def _is_shared(one: Any) -> bool:
-    """Whether the memory of a tensor or array is shared with other processes."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(one, numpy.ndarray):
         try:

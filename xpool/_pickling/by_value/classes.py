@@ -63,7 +63,6 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
 
 @by_name
 def _reduce_class(pickler: Context, cls: type) -> Any:
-    """Pickle a class by value."""
     if not is_defined_by_statement(cls):
         return NotImplemented
     if pickler.blob is None:
@@ -86,7 +85,6 @@ def is_defined_by_statement(cls: type) -> bool:
 
 
 def definition_of(cls: type) -> Definition:
-    """Return the definition of a class as it is now."""
     return _up_to_date(cls, False)
 
 

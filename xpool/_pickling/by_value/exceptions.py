@@ -82,7 +82,6 @@ _ADVICE: tuple[tuple[type, tuple[str, ...], str], ...] = (
 
 
 def _advice(exc: BaseException) -> str:
-    """Return advice on an error of Python that has its cause in a worker, or ""."""
     found = (
         advice
         for kind, parts, advice in _ADVICE

@@ -57,7 +57,6 @@ def _make_space(name: Any) -> dict[str, Any]:
 @register(FunctionType)
 @by_name
 def _reduce_function(pickler: Context, function: FunctionType) -> Any:
-    """Pickle a function by value."""
     # First find its globals in the receiver.
     names = use_of(function.__code__).names
     values = function.__globals__

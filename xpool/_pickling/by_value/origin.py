@@ -95,7 +95,6 @@ def canonical(name: Any) -> str:
 
 
 def origin_of(name: Any) -> int:
-    """Return the origin of the module with this name."""
     # Another thread writes the origin first.
     module = with_origin.get(name)
     if module is not None and module is sys.modules.get(name):
@@ -189,7 +188,6 @@ def namespace(module: str) -> dict[str, Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes that an object has now."""
     # A lazy module is not loaded by this.
     found = object.__getattribute__(value, "__dict__")
     return found if type(found) is dict else {}
@@ -382,7 +380,6 @@ _OF_WORKERS = frozenset(
 
 
 def is_of_workers(module: str) -> bool:
-    """Whether a module belongs to such a package."""
     return module.partition(".")[0] in _OF_WORKERS
 
 

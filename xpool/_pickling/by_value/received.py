@@ -234,7 +234,6 @@ def _take(
 
 
 def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
-    """Return the values of a group."""
     if type(data) is list:
         return data
     try:
@@ -249,7 +248,6 @@ def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
 
 
 def _placed(buffer: Any, about: tuple[Any, ...]) -> Any:
-    """Load an object from shared memory."""
     token, place = about[1:3]
     return decode(place.pages()) if token is None else open_broadcast(buffer, *about)
 
@@ -442,7 +440,6 @@ def _make_module(name: str, package: Any, is_package: bool, has_file: bool) -> N
 
 
 def missing_global(exc: BaseException) -> str | None:
-    """Explain an error about a global that was not sent here, or return None for other errors."""
     if not isinstance(exc, (AttributeError, ImportError, NameError)):
         return None
     name: Any = getattr(exc, "name", None)
@@ -489,7 +486,6 @@ def _remedy(reason: str) -> str:
 
 
 def _attribute(exc: AttributeError, name: str | None) -> str | None:
-    """Explain the error of an attribute of a module or class that was not sent."""
     owner = getattr(exc, "obj", None)
     for key in _incoming.missing:
         if key[1].rpartition(".")[2] == name and (

@@ -75,7 +75,6 @@ def known(obj: Any) -> ClassEntry | None:
 
 
 def lookup(token: str) -> ClassEntry | None:
-    """Return the record of a token, or None if its class is gone."""
     found = _by_token.get(token)
     return found if found is not None and found.ref() is not None else None
 

@@ -400,7 +400,6 @@ def _chains_in(code: CodeType) -> frozenset[_Chain]:
 
 
 def _others(namespace: dict[str, Any]) -> set[str]:
-    """Return the globals that are modules, and not the program's."""
     return {
         name
         for name, value in list(namespace.items())

@@ -647,7 +647,6 @@ class Book:
     # -- writing ----------------------------------------------------------------------------------
 
     def _entries(self, keys: Collection[Key]) -> tuple[list[Entry], list[Any]]:
-        """Return the entries of these globals, and the places of large ones."""
         nodes = {key: self._nodes[key] for key in sorted(keys)}
         now = self._settings
         entries: list[Entry] = []

@@ -45,7 +45,6 @@ class Row:
         return token
 
     def now(self, module: Any) -> Any:
-        """Return the present value."""
         return self.value(self.keep(self.open(module)()))
 
     def is_fresh(self, value: Any) -> bool:
@@ -643,7 +642,6 @@ _SIMPLE = (int, float, str, bytes, bool, type(None))
 
 
 def _way_of(logger: Any) -> tuple[Any, ...]:
-    """Return level, `propagate`, `disabled` and the handlers, with their simple attributes."""
     handlers = tuple(
         (
             type(one).__module__,

@@ -120,7 +120,6 @@ FOR_SUBCLASSES[io.TextIOWrapper] = _reduce_stream
 
 @register(type(os.environ))
 def _reduce_environ(pickler: Context, obj: Any) -> Any:
-    """Pickle `os.environ` by its name: the receiver has its own."""
     return (getattr, (os, "environ")) if obj is os.environ else NotImplemented
 
 

@@ -93,7 +93,6 @@ def _may_be_base(base: Any) -> bool:
 
 @builder
 def view_of(base: Any, offset: int, kind: Any, shape: Any, strides: Any, writable: bool) -> Any:
-    """Return a view of an array."""
     view = sys.modules["numpy"].ndarray(shape, kind, base, offset, strides)
     view.flags.writeable = writable
     return view

@@ -233,7 +233,6 @@ def _short(tensor: Any, by_number: bool) -> bytes | None:
 
 
 def reduce_any(pickler: Context, tensor: Any) -> Any:
-    """Reduce a tensor or Parameter of any kind."""
     if tensor.requires_grad or tensor._backward_hooks:
         check(tensor)
     # In share mode, a worker keeps the tensor on its device and sends a handle.
@@ -267,7 +266,6 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
 
 
 def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
-    """Reduce a tensor that has no properties besides its values."""
     made_of = parts(torch, tensor)
     if made_of is not None:
         return made_of

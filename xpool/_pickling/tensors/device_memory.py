@@ -50,7 +50,6 @@ _shared: set[int] = set()
 
 
 def about(tensor: Any) -> str:
-    """Return a description of a tensor for an error's text."""
     shape = "nested" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
     return f"A tensor {shape}, {tensor.dtype}, on {tensor.device}"
 
@@ -316,7 +315,6 @@ class Keeper:
         Keeper.here.set(self)
 
     def reduce(self, pickler: Context, tensor: Any) -> Any:
-        """Keep a tensor, and pickle a handle to it."""
         if tensor.device.type == "xla":
             _compute()
         block = self._arena.lease(_TOKEN)

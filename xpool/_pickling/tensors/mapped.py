@@ -88,7 +88,6 @@ def place_of(pickler: Context, storage: Any) -> Place | None:
 
 
 def _shared_maps() -> list[_Map]:
-    """Return the shared mappings of this process, by address."""
     found: list[_Map] = []
     with open("/proc/self/maps", "rb") as maps:
         for line in map(os.fsdecode, maps):  # a path may have any bytes
@@ -177,7 +176,6 @@ def keep_opened() -> None:
 
 
 def open_buffer(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
-    """Return a buffer over a place in a file."""
     key = device, inode, offset, nbytes
     known = _opened.pop(key, None)  # removed, so that it comes last when it is entered again
     buffer = _map(path, device, inode, offset, nbytes) if known is None else known[0]
