@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 from fractions import Fraction
 from functools import partial
@@ -14,7 +12,7 @@ import pytest
 from support import work
 from support.waiting import eventually
 
-from xpool import P2PPool, PoolClosed, TaskCancelled, TaskTimeout, ThreadPool, WorkerDied
+from xpool import P2PPool, PoolClosed, TaskCancelled, TaskTimeout, ThreadPool
 
 pytestmark = pytest.mark.xpool_only
 
@@ -83,18 +81,6 @@ def test_all_verbs(kind, make_pool, mailbox, gate, log):
     ]
     expected = ["highest", "map1", "map2", "unordered1", "unordered2", "imap1", "imap2", "0"]
     assert order(log) == [*expected, "starmap", "starmap", "lowest"]
-
-
-def test_of_equals_the_oldest_is_next(kind, make_pool, mailbox, gate, log):
-    """Tasks of one priority begin in the order in which they were submitted."""
-    pool = make_pool(kind, 1)
-    holder = Holder(pool, mailbox, gate)
-    given = [(i * 7 % 5 - 2, i) for i in range(60)]
-    results = [pool.apply_async(work.logged, (str(log), i), priority=p) for p, i in given]
-    holder.let_go()
-    for result in results:
-        result.get()
-    assert [*map(int, order(log))] == [i for _, i in sorted(given, key=lambda one: -one[0])]
 
 
 def test_calls_that_wait(kind, make_pool, mailbox, gate, log):
@@ -246,24 +232,6 @@ def test_many_threads(kind, make_pool):
         thread.join()
     assert sorted(finished) == [*range(5)]
     assert sorted(done) == [(thread, i) for thread in range(5) for i in range(200)]
-
-
-def test_a_worker_is_killed(kind, make_pool, mailbox, gate, log):
-    """After a death, what the worker held and what waited runs in the order of the priorities."""
-    if not kind.processes:
-        pytest.skip("threads cannot be killed")
-    pool, path = make_pool(kind, 1), str(log)
-    for _ in range(20):
-        pool.apply(work.nothing)
-    low = pool.map_async(partial(hold_first, path, mailbox.path, gate.path), ["held", 1, 2], 1)
-    pid = int(mailbox.line())
-    calls = [pool.apply_async(work.logged, (path, i), priority=i) for i in (-1, 3, 0.5)]
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied):
-        low.get()
-    assert [call.get() for call in calls] == [-1, 3, 0.5]
-    found = order(log)
-    assert [one for one in found if one in ("-1", "3", "0.5")] == ["3", "0.5", "-1"]
 
 
 def test_a_late_task_on_the_only_thread():

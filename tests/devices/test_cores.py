@@ -22,7 +22,6 @@ from support.waiting import Gate, Mailbox, eventually, wait_gone
 from xpool import (
     CtxPool,
     OptionError,
-    PoolBroken,
     PoolClosed,
     TaskCancelled,
     TaskStopped,
@@ -276,19 +275,6 @@ def test_a_failed_start_closes_channels(monkeypatch: pytest.MonkeyPatch):
 # -- kill -9 in each state -----------------------------------------------------------------------
 
 
-def test_killed_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
-    """No task is lost, and all workers of the process return at their places."""
-    pool = start(2, 2)
-    before = backend(pool, mailbox, gate)
-    os.kill(before[0][1], signal.SIGKILL)
-    assert wait_gone([before[0][1]]) == []
-    after = backend(pool, mailbox, gate)
-    assert [i for i, _ in after] == [0, 1, 2, 3]
-    assert after[2:] == before[2:]
-    assert after[0][1] == after[1][1] != before[0][1]
-    assert pool.statistics()["deaths"] == 2
-
-
 def test_killed_while_all_run(start: Any, mailbox: Mailbox, gate: Gate):
     """Each task of the killed process gets WorkerDied, which names the signal and the other
     tasks."""
@@ -363,75 +349,8 @@ def test_killed_while_it_starts(
     assert sorted(one.get()[0] for one in asked) == [0, 1, 2]
 
 
-def large(core: Core, box: str) -> Any:
-    return work.return_large_and_post(box, 64 << 20)
-
-
-@pytest.mark.parametrize("memory_limit", [None, 0])
-def test_killed_while_it_answers(start: Any, mailbox: Mailbox, gate: Gate, memory_limit: int):
-    """After a kill during a large answer, the task's result has arrived or the task is lost."""
-    pool = start(2, memory_limit=memory_limit)
-    pid = pool.run_all(who)[0][2]
-    result = pool.apply_async(large, (mailbox.path,))
-    mailbox.line()
-    os.kill(pid, signal.SIGKILL)
-    try:
-        assert result.get() == 64 << 20
-    except WorkerDied as exc:
-        assert exc.signal == "SIGKILL"
-    assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
-
-
-def test_killed_while_it_retires(start: Any, mailbox: Mailbox, gate: Gate):
-    """If the process is killed after `close`, its running task fails and `join` returns."""
-    pool = start(2)
-    pid = pool.run_all(who)[0][2]
-    result = pool.apply_async(at_gate, (mailbox.path, gate.path))
-    mailbox.line()
-    pool.close()
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied):
-        result.get()
-    pool.join()
-
-
-def states(pid: int) -> set[str]:
-    """Return the kernel's states of a process's threads."""
-    stats = Path(f"/proc/{pid}/task").glob("*/stat")
-    return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
-
-
-def test_stopped_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
-    """A process stopped by SIGSTOP is replaced when tasks with a time limit wait for it."""
-    pool = start(2)
-    before = backend(pool, mailbox, gate)
-    os.kill(before[0][1], signal.SIGSTOP)
-    eventually(lambda: states(before[0][1]) == {"T"}, "all threads of the process are stopped")
-    found = [pool.apply_async(who, timeout=0.2) for _ in range(2)]
-    assert {one.get()[2] for one in found} != {before[0][1]}
-    assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
-
-
 def identity(core: Core, x: Any) -> Any:
     return x
-
-
-def test_a_killed_task_is_tried_again(start: Any, log: Path, mailbox: Mailbox, gate: Gate):
-    """With ``retries=`` the task and its neighbours run again."""
-    pool = start(2)
-    beside = pool.apply_async(at_gate, (mailbox.path, gate.path), retries=3)
-    mailbox.line()
-    assert pool.apply(kill_once, (str(log),), retries=1) == "done"
-    mailbox.line()
-    gate.open(1)
-    assert beside.get()[0] in (0, 1)
-
-
-def kill_once(core: Core, log: str) -> str:
-    if not os.path.getsize(log):
-        work.log_line(log, "try")
-        kill(core)
-    return "done"
 
 
 # -- ends ----------------------------------------------------------------------------------------
@@ -498,18 +417,6 @@ def test_a_worker_that_cannot_start(start: Any, which: int):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def fail_once(core: int, log: str) -> None:
-    if current_worker().index == core and not os.path.getsize(log):
-        work.log_line(log, "try")
-        raise RuntimeError("once")
-
-
-def test_a_worker_that_cannot_start_at_first(start: Any, log: Path):
-    """After one failed start the next process may succeed."""
-    pool = start(2, initializer=fail_once, initargs=(1, str(log)))
-    assert [found[0] for found in pool.run_all(who)] == [0, 1]
-
-
 @pytest.mark.exhaustive
 def test_an_initializer_that_hangs(start: Any, monkeypatch: pytest.MonkeyPatch):
     """The limit is for each worker's initializer, and the error has its stack."""
@@ -520,23 +427,6 @@ def test_an_initializer_that_hangs(start: Any, monkeypatch: pytest.MonkeyPatch):
         pool.apply(who)
     assert isinstance(caught.value.__cause__, TaskTimeout)
     assert "spin_in" in caught.value.__cause__.stack
-
-
-@pytest.mark.exhaustive
-def test_the_restart_budget_counts_processes(start: Any):
-    """The budget counts deaths of processes, but not processes that the pool ended."""
-    pool = start(2, restart_budget=2)
-    for _ in range(3):
-        with pytest.raises(TaskTimeout):
-            pool.apply(post_and_run, (os.devnull, "waits"), timeout=0.05)
-    for _ in range(2):
-        with pytest.raises(WorkerDied):
-            pool.apply(kill)
-    with pytest.raises((WorkerDied, PoolBroken)):
-        pool.apply(kill)
-    # The last task's error may arrive before the pool has stopped.
-    with pytest.raises((PoolBroken, PoolClosed), match="3 workers died.*worker 0 and worker 1"):
-        pool.apply(who)
 
 
 # -- limits and cancelling -----------------------------------------------------------------------
@@ -590,21 +480,6 @@ def test_an_uninterruptible_task_ends_its_process(
     assert innocent.value.beside in str(innocent.value)
     assert "out-of-memory" not in str(innocent.value)
     assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
-
-
-@pytest.mark.exhaustive
-def test_neighbours_are_retried(start: Any, mailbox: Mailbox, gate: Gate):
-    """If another task ends the process, a task is retried as often as ``retries=`` allows."""
-    pool = start(2)
-    beside = pool.apply_async(at_gate, (mailbox.path, gate.path), retries=10)
-    mailbox.line()
-    for _ in range(6):  # more than the limit for a task that kills workers
-        result = pool.apply_async(post_and_run, (os.devnull, "waits"), timeout=0.05)
-        with pytest.raises(TaskTimeout):
-            result.get()
-        mailbox.line()
-    gate.open(1)
-    assert beside.get()[0] in (0, 1)
 
 
 def fail(core: Core, index: int, box: str, how: str) -> None:

@@ -4,7 +4,6 @@ import functools
 import os
 import struct
 import threading
-import time
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from xpool import WorkerReport
 from xpool._engine import worker_process as channel_module
 from xpool._python import descriptors
-from xpool._wire.outbox import CAPACITY, COUNTERS, NO_LIMIT, STACK_AT, Outbox, entries, make_file
-from xpool._wire.wire import TO_PARENT, BlockingFrameReader, FrameReader, FrameWriter
+from xpool._wire.outbox import COUNTERS, NO_LIMIT, Outbox, entries, make_file
+from xpool._wire.wire import TO_PARENT, BlockingFrameReader, FrameReader
 
 pytestmark = pytest.mark.pure
 
@@ -60,48 +59,6 @@ def frame(number, body):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.one_of(st.integers(0, 50), st.sampled_from([65_500, 70_000, 200_000]))),
-    st.lists(st.integers(1, 90_000), min_size=1),
-)
-def test_frames_survive_any_cut(sizes, cuts):
-    """The reader yields the same frames in order, however a pipe cuts the bytes."""
-    bodies = [os.urandom(1) * n for n in sizes]
-    cuts = [*cuts, 50_000]  # limits the number of turns
-    stream = b"".join(frame(k, body) for k, body in enumerate(bodies, 1))
-    r, w = os.pipe()
-    os.set_blocking(r, False)
-    os.set_blocking(w, False)
-    try:
-        reader = FrameReader(r)
-        got = []
-        at = turn = 0
-        while at < len(stream) or not reader.dry:
-            cut = cuts[turn % len(cuts)]
-            turn += 1
-            if at < len(stream):
-                try:
-                    at += os.write(w, stream[at : at + cut])
-                except BlockingIOError:
-                    cut = 0  # the pipe is full: read first
-            got += [bytes(body) for _, body in reader.frames()]
-        assert got == bodies and not reader.partial
-    finally:
-        os.close(r)
-        os.close(w)
-
-
-def test_a_frame_that_was_cut_short(pipe):
-    """The reader detects a pipe that ends in the middle of a frame."""
-    r, w = pipe
-    os.write(w, frame(1, b"whole") + frame(2, b"y" * 100)[:50])
-    os.close(w)
-    reader = FrameReader(r)
-    assert [bytes(body) for _, body in reader.frames()] == [b"whole"]
-    assert list(reader.frames()) == [] and reader.ended and reader.partial
-
-
-@settings(max_examples=60, deadline=None)
 @given(st.binary(min_size=1, max_size=2 * TO_PARENT.size), st.integers(0, 200), st.integers(0, 3))
 @example(frame(1, b""), 0, 1)
 @example(frame(3, b"x" * 100)[:-99], 0, 2)
@@ -125,16 +82,6 @@ def test_bytes_of_another_writer(stray, size, before):
         os.close(w)
 
 
-def test_sending_to_a_dead_worker(pipe):
-    """Sending to a dead worker has no effect and raises no error."""
-    r, w = pipe
-    os.close(r)
-    writer = FrameWriter(w)
-    writer.send([b"x"])
-    writer.send([b"x" * 100_000, b"y"])
-    assert not writer.backlog
-
-
 def test_a_source_ends_with_its_parent(pipe):
     """A worker that waits for its parent gets EOFError when the pipe ends."""
     r, w = pipe
@@ -147,70 +94,10 @@ def test_a_source_ends_with_its_parent(pipe):
         source.read(3)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 40_000), st.booleans(), st.integers(0, 3))))
-def test_an_outbox_is_a_queue(steps):
-    """Appended entries are taken out whole and in order, however often the page wraps."""
-    fd = make_file()
-    box = Outbox(fd)
-    os.close(fd)
-    try:
-        sent, got, marks = [], [], [0]
-        for number, (size, error, take) in enumerate(steps):
-            payload = number.to_bytes(4, "big") * (size // 4)
-            if box.append(payload, error):
-                sent.append((error, payload))
-                marks.append(box.tail)
-            else:
-                assert box.tail + 4 + len(payload) - box.head > CAPACITY
-            if take == 0 and marks:
-                got += entries(box.take(marks[len(marks) // 2]))
-                marks = marks[len(marks) // 2 :]
-        got += entries(box.take(box.tail))
-        assert got == sent
-    finally:
-        box.close()
-
-
 def test_an_entry_without_its_end():
     """An entry that is longer than what was taken out is refused."""
     with pytest.raises(ValueError, match="longer than the outbox"):
         entries(b"\xff\x00\x00\x00x")
-
-
-def test_the_limit_is_obeyed(box):
-    """A worker does not begin an item beyond the limit. The parent sees how many items it began."""
-    assert box.enter(0) and box.began == 1
-    box.forbid(1)
-    assert not box.enter(1)
-    # If the worker dies now, the parent must not count the refused item as begun.
-    assert box.began == 1
-
-
-def test_a_request_to_stop(box):
-    """A request to stop, and a stack, belong to the last begun item only."""
-    box.enter(0)
-    assert not box.told_to_stop() and box.stack() == ""
-    box.ask(1)
-    assert box.told_to_stop()
-    box.enter(1)
-    assert not box.told_to_stop()
-    box._map[STACK_AT : STACK_AT + 9] = "where ä".encode() + b"\xff"
-    assert box.stack() == "where ä\ufffd"
-    box.ask(0)
-    assert not box.told_to_stop() and box.stack()
-    box.ask(2)
-    assert box.told_to_stop() and box.stack() == ""
-
-
-def test_the_clock_of_the_box(box):
-    """The parent sees when the task began, by the clock that both processes share."""
-    assert box.since is None
-    before = time.monotonic()
-    box.tick()
-    assert before <= box.since <= time.monotonic()
-    box.rest()
-    assert box.since is None
 
 
 def test_no_fork_while_a_channel_is_made(monkeypatch):

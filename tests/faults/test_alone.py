@@ -1,15 +1,14 @@
 """After a death for lack of memory, the next try of a task runs while no other task does."""
 
-import itertools
 import os
 import signal
 import sys
 
 import pytest
 from support import work
-from support.waiting import Gate, eventually, pass_gate, post
+from support.waiting import eventually, pass_gate, post
 
-from xpool import CtxPool, P2PPool, Pool, TaskCancelled, WorkerDied
+from xpool import CtxPool, P2PPool, Pool, WorkerDied
 from xpool._engine import memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it takes /proc")
@@ -190,121 +189,6 @@ def test_another_kill_is_no_lack_of_memory(mailbox, gate, kills):
         assert pool.map(work.square, range(40), 1) == [x * x for x in range(40)]
         gate.open()
         heavy.get()
-
-
-def test_several_are_killed_at_once(mailbox, gate, kills):
-    """Each of them runs alone afterwards, one after the other."""
-    with Pool(3) as pool:
-        heavy = [pool.apply_async(_wait, (mailbox.path, gate.path), retries=1) for _ in range(3)]
-        pids = [int(line) for line in mailbox.lines(3)]
-        kills[0] += 3
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        for left in (3, 2, 1):
-            mailbox.line()
-            assert pool.statistics()["running"] == 1
-            assert mailbox.empty()
-            assert sum(not one.ready() for one in heavy) == left
-            gate.open()
-        assert len([one.get() for one in heavy]) == 3
-
-
-@pytest.fixture
-def held_up(tmp_path, mailbox, gate, kills):
-    """A function that has a task wait until another one ends, and then run alone."""
-    names = itertools.count()
-    gates = []
-
-    def hold(pool):
-        own = Gate(tmp_path / f"gate {next(names)}")
-        gates.append(own)
-        other = pool.apply_async(work.post_and_gate, (mailbox.path, own.path))
-        mailbox.line()
-        heavy = pool.apply_async(_wait, (mailbox.path, gate.path), retries=1)
-        _killed(mailbox, kills)
-        eventually(lambda: pool._engine.sched.alone, "it waits until it can run alone")
-        late = pool.apply_async(_wait, (mailbox.path, gate.path))
-        assert pool.statistics()["running"] == 1 and pool.statistics()["waiting"] == 2
-        return heavy, other, late, own
-
-    yield hold
-    for one in gates:
-        one.close()
-
-
-def test_cancelled_while_it_waits(held_up, mailbox, gate):
-    """If the task is cancelled, others go on."""
-    with Pool(2) as pool:
-        heavy, other, late, own = held_up(pool)
-        heavy.cancel()
-        mailbox.line()
-        gate.open()
-        late.get()
-        own.open()
-        other.get()
-        with pytest.raises(TaskCancelled):
-            heavy.get()
-
-
-def test_cancelled_while_it_runs(held_up, mailbox, gate):
-    """If the task is stopped, others go on."""
-    with Pool(2) as pool:
-        heavy, other, late, own = held_up(pool)
-        own.open()
-        other.get()
-        mailbox.line()
-        assert pool.statistics()["running"] == 1 and pool.statistics()["waiting"] == 1
-        heavy.cancel()
-        mailbox.line()
-        gate.open()
-        late.get()
-        assert pool.map(work.square, range(8), 1) == [x * x for x in range(8)]
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_resized_while_it_waits(held_up, mailbox, gate, size):
-    """The task runs alone in the pool of another size, too."""
-    with Pool(2) as pool:
-        heavy, other, late, own = held_up(pool)
-        pool.resize(size)
-        own.open()
-        gate.open(2)
-        for one in (heavy, other, late):
-            one.get()
-        assert pool.map(work.square, range(8), 1) == [x * x for x in range(8)]
-
-
-@pytest.mark.parametrize("lifetime", [None, 1])
-def test_closed_while_it_waits(held_up, gate, lifetime):
-    """A closed pool ends after the task, also if each process runs one task."""
-    pool = Pool(2, maxtasksperchild=lifetime)
-    heavy, other, late, own = held_up(pool)
-    pool.close()
-    own.open()
-    gate.open(2)
-    pool.join()
-    assert all(one.ready() and one.successful() for one in (heavy, other, late))
-
-
-def test_terminated_while_it_waits(held_up):
-    """The tasks fail, and the pool ends."""
-    with Pool(2) as pool:
-        heavy, _, late, _ = held_up(pool)
-        pool.terminate()
-        pool.join()
-        assert heavy.ready() and late.ready()
-
-
-def test_a_callback_that_waits_for_the_pool(held_up, gate):
-    """Callers that wait for other tasks go on after the task that runs alone."""
-    with Pool(2) as pool:
-        heavy, other, _, own = held_up(pool)
-        own.open()
-        gate.open(2)
-        assert pool.apply(work.square, (3,)) == 9
-        assert pool.map(work.square, range(8), 1, priority=5) == [x * x for x in range(8)]
-        heavy.get()
-        other.get()
 
 
 def test_tasks_of_certain_workers_run_again_beside_others(mailbox, gate, kills):

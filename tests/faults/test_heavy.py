@@ -196,55 +196,6 @@ def test_other_functions_and_bound_tasks(mailbox, gate, tight):
         everywhere.shutdown()
 
 
-@pytest.mark.parametrize("end", ["kill", "kill idle", "cancel", "resize", "grow"])
-def test_changes_while_tasks_wait(mailbox, gate, tight, end):
-    """The waiting tasks are done, whatever happens to workers and other tasks."""
-    with Pool(3) as pool:
-        tight(pool, free=0)
-        found = [pool.apply_async(_heavy, (one,), retries=3) for one in _items(mailbox, gate, 6)]
-        pid = int(mailbox.line())
-        dropped = None
-        if end == "kill":
-            os.kill(pid, signal.SIGKILL)
-        elif end == "kill idle":
-            idle = next(one.pid for one in pool.report().workers if one.pid != pid)
-            os.kill(idle, signal.SIGKILL)
-        elif end == "cancel":
-            dropped = found.pop(1)
-            assert dropped.cancel()
-            found.pop(0).cancel()
-            mailbox.line()
-            assert pool.statistics()["running"] == 1
-        else:
-            pool.resize(1 if end == "resize" else 5)
-        gate.open(8)
-        assert [one.get() for one in found] == list(range(6))[-len(found) :]
-
-
-@pytest.mark.parametrize("lifetime", [None, 1])
-def test_closed_while_tasks_wait(mailbox, gate, tight, lifetime):
-    """A closed pool ends after them, also if each process runs one task."""
-    pool = Pool(2, maxtasksperchild=lifetime)
-    tight(pool, free=0)
-    found = pool.map_async(_heavy, _items(mailbox, gate, 4), chunksize=1)
-    mailbox.line()
-    pool.close()
-    gate.open(4)
-    pool.join()
-    assert found.get() == list(range(4))
-
-
-def test_terminated_while_tasks_wait(mailbox, gate, tight):
-    """The tasks fail, and the pool ends."""
-    with Pool(2) as pool:
-        tight(pool, free=0)
-        found = pool.map_async(_heavy, _items(mailbox, gate, 4), chunksize=1)
-        mailbox.line()
-        pool.terminate()
-        pool.join()
-        assert found.ready() and not found.successful()
-
-
 def test_without_retries_nothing_changes(machine, mailbox, gate):
     """A task that is not retried makes its function no heavy one."""
     with Pool(2) as pool:

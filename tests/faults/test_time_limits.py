@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
 import math
 import os
@@ -17,7 +15,7 @@ from support import scripts, work
 from support.limits import WAIT
 from support.waiting import eventually, wait_gone
 
-from xpool import P2PPool, Pool, PoolClosed, TaskTimeout, ThreadPool, WorkerStartFailed, XPoolError
+from xpool import Pool, PoolClosed, TaskTimeout, ThreadPool, WorkerStartFailed, XPoolError
 from xpool._engine import monitor
 from xpool._wire.outbox import STOP_SIGNAL
 
@@ -261,33 +259,6 @@ def test_one_limit_for_each_item_of_a_chunk(process_kind, make_pool):
     assert list(pool.imap(slow, range(12), 12, timeout=1)) == [i * i for i in range(12)]
 
 
-@pytest.mark.exhaustive
-def test_at_the_limit(process_kind, make_pool):
-    """A task whose duration is about its limit gets one answer: its result or TaskTimeout."""
-    pool = make_pool(process_kind, 2)
-    answers: collections.Counter[int] = collections.Counter()
-    results = [
-        pool.apply_async(
-            work.slow_square,
-            (0.02 + 0.0002 * (i % 10 - 5), i),
-            callback=lambda _, i=i: answers.update([i]),
-            error_callback=lambda _, i=i: answers.update([i]),
-            timeout=0.02,
-        )
-        for i in range(200)
-    ]
-    late = 0
-    for i, result in enumerate(results):
-        try:
-            assert result.get(WAIT) == i * i
-        except TaskTimeout as error:
-            late += 1
-            assert error.seconds == 0.02
-    assert late > 0
-    assert answers == dict.fromkeys(range(200), 1)
-    assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
-
-
 def test_the_default_of_the_pool(process_kind, make_pool):
     """`task_timeout=` is the limit for every verb that gives no other limit."""
     pool = make_pool(process_kind, 1, work.nothing, task_timeout=LIMIT)
@@ -311,37 +282,12 @@ def test_terminate_while_a_task_is_being_stopped(process_kind, make_pool, mailbo
             result.get(0)
 
 
-def test_killed_while_it_is_asked(process_kind, make_pool, tmp_path):
-    """If a worker is killed in its grace period, its task still fails with TaskTimeout."""
-    pool = make_pool(process_kind, 1, work.nothing)
-    for i in range(5):
-        pid = pool.apply(work.pid)
-        asked = tmp_path / str(i)
-        result = pool.apply_async(work.count_up_stubbornly, (str(asked),), timeout=0.1)
-        eventually(lambda path=asked, its=result: path.exists() or its.ready(), "it is asked", WAIT)
-        if not result.ready():
-            with contextlib.suppress(ProcessLookupError):  # the grace period may end now
-                os.kill(pid, signal.SIGKILL)
-        error = stopped(result, 0.1)
-        assert error.pid == pid
-        assert pool.apply(work.square, (3,)) == 9
-
-
 def test_results_larger_than_a_pipe_are_not_too_late(process_kind, make_pool):
     """The time to send a result does not count, because the task has ended."""
     pool = make_pool(process_kind, 2)
     assert [len(x) for x in pool.map(work.large, [20_000_000] * 4, 1, timeout=30)] == [
         20_000_000
     ] * 4
-
-
-def test_tasks_behind_a_stuck_one_bound_to_a_worker(make_pool, log):
-    """If a worker is killed because of a stuck task, its replacement runs the tasks bound to it."""
-    pool = make_pool(P2PPool, 2)
-    victim = pool.apply_async(work.spin_in_c, worker=1, timeout=LIMIT)
-    behind = [pool.apply_async(work.who, worker=1, timeout=30) for _ in range(10)]
-    assert stopped(victim).worker == 1
-    assert {r.get(WAIT)[0] for r in behind} == {1}
 
 
 # Threads -----------------------------------------------------------------------------------------

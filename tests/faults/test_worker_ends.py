@@ -368,19 +368,6 @@ def test_before_the_replacement_starts(tmp_path):
     assert list((tmp_path / "locks").iterdir()) == []
 
 
-def test_many_deaths_at_once(tmp_path, ends, freeing):
-    """After the deaths of all workers at once, each lock is free before the next process."""
-    contexts = [Locked(tmp_path, i) for i in range(4)]
-    with CtxPool(worker_contexts=contexts, on_worker_end=freeing) as pool:
-        for _ in range(2):
-            pids = ready(pool, *(end.pid for end in ends))
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            assert {ends.of(pid).reason for pid in pids} == {"died"}
-        ready(pool, *pids)
-    assert len(ends) == 12 and list(tmp_path.iterdir()) == []
-
-
 def test_a_hook_that_raises(monkeypatch, ends):
     """An exception of the hook goes to `threading.excepthook`, and the worker is replaced."""
     caught: list[Any] = []
@@ -598,30 +585,6 @@ def test_workers_that_share_a_process(tmp_path, ends, freeing):
     ]
     found = {path.name: path.read_text().split() for path in tmp_path.iterdir()}
     assert found == {f"lock{i}.exit": [str(second)] for i in range(3)}
-
-
-def test_submissions_and_deaths_from_many_threads(ends):
-    """While threads submit and workers die, each process has one record."""
-    pids: set[int] = set()
-
-    def submit() -> None:
-        for _ in range(20):
-            pids.update(pool.map(work.pid, range(4), chunksize=1, retries=20))
-
-    with Pool(3, on_worker_end=ends) as pool:
-        threads = [threading.Thread(target=submit) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        killed: list[int] = []
-        for _ in range(10):
-            killed.append(ready(pool, *killed)[0])
-            os.kill(killed[-1], signal.SIGKILL)
-        for thread in threads:
-            thread.join()
-        pool.close()
-        pool.join()
-    assert pids <= {end.pid for end in ends}
-    assert [end.reason for end in ends].count("died") == 10
 
 
 def test_an_executor(ends):
