@@ -79,6 +79,25 @@ def test_modules() -> None:
     assert (back(x) == model(x)).all()
 
 
+def test_modules_with_parametrizations() -> None:
+    """They arrive, although their classes, which torch makes, refuse to be pickled."""
+    parametrizations = torch.nn.utils.parametrizations
+    layer = parametrizations.weight_norm(torch.nn.Linear(3, 2))
+    model = torch.nn.Sequential(layer, parametrizations.orthogonal(torch.nn.Linear(2, 2)))
+    x, back = torch.ones(1, 3), trip([model, layer])
+    assert back[0][0] is back[1]
+    assert isinstance(back[1], torch.nn.Linear)
+    assert (back[0](x) == model(x)).all()
+    back[1].parametrizations.weight.original0.data.zero_()
+    assert (back[1](x) == layer.bias).all()
+
+
+def test_limits_of_dtypes() -> None:
+    """``LIMITS = torch.finfo(torch.float32)`` at the top of a script."""
+    for one in torch.finfo(torch.bfloat16), torch.iinfo(torch.int8):
+        assert repr(trip(one)) == repr(one)
+
+
 def test_functions_of_torch_and_numpy() -> None:
     """Functions of torch and numpy go by name."""
     for function in (torch.relu, torch.nn.functional.relu, torch.Tensor.sum, np.add, np.mean):

@@ -109,6 +109,9 @@ own: Reducer | None = None
 """The reducer of objects of classes with a ``__reduce__`` or ``__new__`` of their own
 (`by_value.by_token`)."""
 
+PARAMETRIZE = "torch.nn.utils.parametrize"
+"""The module that makes classes of modules with parametrizations, which refuse to be pickled."""
+
 REDUCERS: dict[type, Reducer] = {}
 
 # By module: the function that registers reducers when an object of the module is first pickled.
@@ -201,6 +204,7 @@ def find(kind: type) -> Reducer | None:
                 has_own = kind not in copyreg.dispatch_table and (
                     type(kind.__reduce__) is FunctionType
                     or (type(kind.__new__) is FunctionType and not issubclass(kind, tuple))
+                    or kind.__module__ == PARAMETRIZE
                 )
                 return registered.of_multiprocessing(kind) or (own if has_own else None)
 

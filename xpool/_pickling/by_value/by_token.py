@@ -103,6 +103,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     is pickled by a token, with its attributes.  In globals, it arrives without a call of its
     ``__new__``, which may count the objects.
     """
+    if type(obj).__module__ == reducers.PARAMETRIZE:
+        return _NEW, (type(obj),), vars(obj)
     origin = origin_of(type(obj).__module__)
     if origin == INSTALLED or (origin == IMPORTED and pickler.group is None):
         return NotImplemented

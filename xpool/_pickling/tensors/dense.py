@@ -84,6 +84,8 @@ def _lazy_torch() -> None:
     REDUCERS[torch.UntypedStorage] = _reduce_storage
     FOR_SUBCLASSES[torch.Tensor] = reduce_subclass
     REDUCERS[torch.storage.TypedStorage] = reduce_typed_storage
+    for kind in (torch.finfo, torch.iinfo):
+        REDUCERS[kind] = lambda _, info: (type(info), (getattr(torch, info.dtype),))
 
 
 LAZY["torch"] = LAZY["torch.nn.parameter"] = LAZY["torch.storage"] = _lazy_torch
