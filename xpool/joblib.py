@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import threading
@@ -211,19 +212,14 @@ def _set_up(
     initializer: Callable[..., object] | None,
     initargs: Iterable[Any],
 ) -> None:
-    _limit_threads(variables)
+    # Limit the threads of numerical libraries.  Variables do this for libraries loaded later; the
+    # loaded ones can be limited if there is threadpoolctl, which scikit-learn installs.
+    os.environ.update(variables)
+    with contextlib.suppress(ImportError):
+        limits = importlib.import_module("threadpoolctl").threadpool_limits
+        limits(int(variables["OMP_NUM_THREADS"]))
     if initializer is not None:
         initializer(*initargs)
-
-
-def _limit_threads(variables: Mapping[str, str]) -> None:
-    """Limit the threads of numerical libraries.  Variables do this for libraries loaded later."""
-    os.environ.update(variables)
-    try:
-        import threadpoolctl
-    except ImportError:
-        return  # the loaded libraries cannot be limited; scikit-learn installs threadpoolctl
-    threadpoolctl.threadpool_limits(int(variables["OMP_NUM_THREADS"]))
 
 
 # -- workers that stay between calls ---------------------------------------------------------------

@@ -210,13 +210,9 @@ class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
         __tracebackhide__ = True
         n = super()._take_contexts(contexts, processes, maxtasksperchild, options)
         for i, context in enumerate(self._contexts or ()):
-            env = getattr(context, "env", None)
-            for name, binds in (
-                ("env", isinstance(env, Mapping) and bool(env)),
-                ("cpus", isinstance(getattr(context, "cpus", None), (tuple, list, set))
-                 and bool(context.cpus)),
-            ):  # fmt: skip
-                if binds:
+            for name, kinds in ("env", (Mapping,)), ("cpus", (tuple, list, set)):
+                binding = getattr(context, name, None)
+                if isinstance(binding, kinds) and binding:
                     raise OptionError(
                         f"worker_contexts[{i}] has {name}, which binds a process, but threads "
                         "share the program's process; use CtxPool, or give contexts without it"

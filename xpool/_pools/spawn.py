@@ -107,7 +107,11 @@ class ReplicaProcess:
         Raises:
             WorkerStartFailed: the process cannot start.
         """
-        return self._context._pid(self._index)
+        try:
+            pid: int = self._context._pids[self._index].get()
+        except WorkerDied as exc:
+            return exc.pid or -1
+        return pid
 
     @property
     def exitcode(self) -> int | None:
@@ -115,7 +119,18 @@ class ReplicaProcess:
 
         Otherwise the exit code of the process, or the negative number of the signal that ended it.
         """
-        return self._context._exitcode(self._index)
+        if self._index not in self._context._ended:
+            return None
+        try:
+            # The result arrives in a moment: the callbacks of `_told` run just before.
+            self._context._pending[self._index].get()
+        except WorkerDied as exc:
+            return -1 if exc.exitcode is None else exc.exitcode
+        except PoolClosed:  # stopped by `_stop`
+            return -signal.SIGTERM
+        except BaseException:
+            return 1
+        return 0
 
     def is_alive(self) -> bool:
         """Whether it runs."""
@@ -127,11 +142,18 @@ class ReplicaProcess:
 
     def terminate(self) -> None:
         """Send it SIGTERM; `ProcessContext.join` then raises."""
-        self._context._signal(self._index, signal.SIGTERM)
+        self._send(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send it SIGKILL; `ProcessContext.join` then raises."""
-        self._context._signal(self._index, signal.SIGKILL)
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: int) -> None:
+        pid, pool = self.pid, self._context._pool
+        # Check that it lives: another process may have the id of an ended one.
+        if pool is not None and pid in pool.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
 
     def __repr__(self) -> str:
         return f"<ReplicaProcess {self._index} exitcode={self.exitcode}>"
@@ -174,35 +196,7 @@ class ProcessContext:
         Raises:
             WorkerStartFailed: a process cannot start.
         """
-        return [self._pid(i) for i in range(len(self._pids))]
-
-    def _pid(self, index: int) -> int:
-        try:
-            pid: int = self._pids[index].get()
-        except WorkerDied as exc:
-            return exc.pid or -1
-        return pid
-
-    def _exitcode(self, index: int) -> int | None:
-        if index not in self._ended:
-            return None
-        try:
-            # The result arrives in a moment: the callbacks of `_told` run just before.
-            self._pending[index].get()
-        except WorkerDied as exc:
-            return -1 if exc.exitcode is None else exc.exitcode
-        except PoolClosed:  # stopped by `_stop`
-            return -signal.SIGTERM
-        except BaseException:
-            return 1
-        return 0
-
-    def _signal(self, index: int, signum: int) -> None:
-        pid = self._pid(index)
-        # Check that it lives: another process may have the id of an ended one.
-        if self._pool is not None and pid in self._pool.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
+        return [process.pid for process in self.processes]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds until all have ended; return whether they have.
@@ -309,7 +303,7 @@ class ProcessContext:
             cause = exc.__cause__
             trace = cause.text if isinstance(cause, RemoteTraceback) else repr(exc)
             message = f"\n\n-- Process {index} terminated with the following error:\n{trace}"
-            error = ProcessRaisedException(message, index, self._pid(index))
+            error = ProcessRaisedException(message, index, self.processes[index].pid)
         error.__cause__ = exc
         return error
 
