@@ -392,10 +392,8 @@ class Answers:
     # -- workers that died or sent an invalid message --------------------------------------------
 
     def disown(self, worker: WorkerProcess, exc: Exception) -> None:
-        """Fail the tasks that a worker had begun and not answered when it sent an invalid message.
-
-        It is unknown whether they were completed.
-        """
+        """Fail the tasks that an ended worker had begun and not answered, because it had sent an
+        invalid message: it is unknown whether they were completed."""
         in_flight = worker.in_flight
         began = worker.begun(in_flight.answered)
         if began > in_flight.sent:  # this number is invalid, too: assume one

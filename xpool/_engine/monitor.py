@@ -327,13 +327,15 @@ class WorkerMonitor:
             raise ValueError(f"a message of unknown kind {kind}")
 
     def distrust(self, worker: WorkerProcess, exc: Exception) -> None:
-        """Kill a worker that has sent an invalid message, and ignore what it sends afterwards."""
+        """Kill a worker that has sent an invalid message, and ignore what it sends afterwards.
+
+        Its tasks are answered when it has ended.
+        """
         if worker.protocol_error is not None:
             return
         worker.distrust(exc)
         self.condemn(worker)
         self._reactor.remove(worker.reader.fd)
-        self.answers.disown(worker, exc)
 
     def _after_answers(self, worker: WorkerProcess) -> None:
         """Go on with a worker that has answered or skipped some of its items."""

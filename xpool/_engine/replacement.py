@@ -345,9 +345,7 @@ class Replacement:
     def _check_page(self, worker: WorkerProcess) -> None:
         """Check that what a worker has left in shared memory is possible."""
         if worker.protocol_error is not None:
-            # It may have begun more tasks before it was killed; an intact page says which.
-            if worker.box.intact:
-                self._answers.disown(worker, worker.protocol_error)
+            self._answers.disown(worker, worker.protocol_error)
             return
         began, most = worker.box.began, worker.in_flight.answered + 1
         wrong = f"it reports {began} tasks begun, but at most {most} can be" if began > most else ""
@@ -420,10 +418,8 @@ class Replacement:
         for one in ended:
             # All its answers are received, so at most the next task was running.
             answered = one.in_flight.answered
-            began = one.begun(answered)
-            # If it sent an invalid message, its begun tasks have failed already.
-            if one.protocol_error is not None and not one.box.intact:
-                began = answered
+            # After an invalid message, its begun tasks have failed already.
+            began = answered if one.protocol_error is not None else one.begun(answered)
             found = self._sched.gone(one.index, min(began, answered + 1))
             if found is not None:
                 lost[one] = found
