@@ -232,7 +232,7 @@ _WAKE = object()
 """In the queue: wakes a thread, which then checks whether it is a surplus one."""
 
 _ANY = -1
-"""The place for which `RestartPolicy` counts failed initializers, in any thread."""
+"""The place for which `RestartPolicy` counts failed starts and initializers, in any thread."""
 
 MOST_WAIT_SECONDS = 86400.0
 """Longest wait.  A task's time limit may be longer than a lock's timeout can be."""
@@ -290,7 +290,7 @@ class ThreadWorkers:
         self._ending = False
         self.held = HeldTasks(self.tasks, self._signal)
         self._places = Places()
-        self._pauses: dict[int, float] = {}  # by index: a place stays empty until then
+        self._pause = 0.0  # until this time, empty places stay empty
 
     def start_missing(self) -> None:
         """Start a thread for every place that has none.
@@ -299,7 +299,8 @@ class ThreadWorkers:
             RuntimeError: the system refuses a thread.
         """
         with self._places.lock:
-            for index in self._places.missing(0 if self._ending else self._size):
+            size = 0 if self._ending or self.failure is not None else self._size
+            for index in self._places.missing(size):
                 self._start(index)
 
     def _start(self, index: int) -> None:
@@ -319,12 +320,12 @@ class ThreadWorkers:
     def _lost(self, index: int, kind: EndKind, cause: BaseException | None = None) -> None:
         """Start another thread in a place that has lost its own, or fail the pool."""
         now = time.monotonic()
-        # An initializer that fails in one thread fails in the others, too.
-        place = _ANY if kind is EndKind.FAILED else index
+        # An initializer that fails in one thread fails in the others, too, as does a start.
+        place = _ANY if kind in (EndKind.FAILED, EndKind.REFUSED) else index
         with self._places.lock:
             pause, attempts = self._policy.lost(place, kind, now), self._policy.attempts(place)
-            if pause is not None:
-                self._pauses[index] = now + pause
+            if pause:
+                self._pause = now + pause
         if pause is not None:
             self._replace()
         elif self.failure is None and not self._ending:
@@ -334,23 +335,15 @@ class ThreadWorkers:
         self.wake()
 
     def _replace(self) -> None:
-        """Start the threads that are missing and whose pause is over."""
-        now, refused = time.monotonic(), None
-        with self._places.lock:
-            size = 0 if self._ending or self.failure is not None else self._size
-            for index in self._places.missing(size):
-                when = self._pauses.get(index, now)
-                if when > now:
-                    self.held.wake_by(when)
-                    continue
-                self._pauses.pop(index, None)
-                try:
-                    self._start(index)
-                except RuntimeError as exc:
-                    refused = index, exc
-                    break
-        if refused is not None:
-            self._lost(refused[0], EndKind.REFUSED, refused[1])
+        """Start the threads that are missing, when the pause is over."""
+        if time.monotonic() < self._pause:
+            self.held.wake_by(self._pause)
+            return
+        try:
+            self.start_missing()
+        except RuntimeError as exc:
+            index = next(iter(self._places.missing(self._size)), 0)
+            self._lost(index, EndKind.REFUSED, exc)
 
     # -- in a worker's thread ----------------------------------------------------------------------
 
@@ -540,8 +533,7 @@ class ThreadWorkers:
     def _check_times(self, now: float) -> None:
         """Answer tasks that are over their time limit, and queue those to be tried again."""
         self.held.put_due(now)
-        if self._pauses:
-            self._replace()
+        self._replace()
         for pool_thread, entry, seconds in self.held.take_overdue(now):
             self._time_out(pool_thread, entry, seconds)
 
