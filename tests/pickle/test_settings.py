@@ -626,6 +626,16 @@ def test_a_logger_above_one_that_the_worker_has_is_made(pair: Pair) -> None:
     assert pair.worker.get("below.getEffectiveLevel()") == 40
 
 
+def test_attributes_of_loggers_are_looked_at(pair: Pair) -> None:
+    """A new attribute of the root or of a logger with others arrives, and so does a new value."""
+    pair.both("import logging")
+    for text in ("one.run = 3", "one.other = 4", "one.run = 5", "root.run = 6"):
+        pair.program.run(f"one, root = logging.getLogger('one'), logging.getLogger(); {text}")
+        pair.deliver()
+    look = "vars(logging.getLogger('one')).get"
+    assert pair.worker.get(f"[{look}('run'), {look}('other'), logging.root.run]") == [5, 4, 6]
+
+
 def test_a_package_makes_its_logger_with_a_class_of_its_own(pair: Pair) -> None:
     """A level waits for its logger, so `receive` does not make a logger that its package makes."""
     pair.program.run("import logging; logging.getLogger('top').setLevel(11)")
@@ -673,7 +683,7 @@ def test_propagate_of_a_logger_made_in_place_of_a_placeholder_is_seen(pair: Pair
     """The number of loggers stays the same then, and no level changes."""
     pair.program.run("import logging; logging.getLogger('top.child'); settings.snapshot()")
     pair.program.run("logging.getLogger('top').propagate = False")
-    assert pair.program.rows() == {"levels of loggers": (0, (("top", 0, False, False, ()),))}
+    assert pair.program.rows() == {"levels of loggers": (0, (("top", 0, False, False, (), ()),))}
 
 
 @pytest.mark.parametrize("filters", ["default", "error"])

@@ -529,9 +529,9 @@ class Loggers(Row):
     """Levels, `propagate` and `disabled` of loggers that are not as made, and `logging.disable`.
 
     Each change of a level clears the caches of all loggers, so a mark in the root's cache tells
-    whether there was one.  `propagate`, `disabled` and handlers of the root and of the
-    program's own loggers are looked at each time; those of other loggers, which may be hundreds,
-    after such a change.
+    whether there was one.  `propagate`, `disabled`, handlers and attributes of the root and of
+    the program's own loggers are looked at each time; those of other loggers, which may be
+    hundreds, after such a change.
     """
 
     name, module, default = "levels of loggers", "logging", (0, ())
@@ -553,10 +553,12 @@ class Loggers(Row):
             stamp, count, holders, held, own = self._scan
             if _SEEN not in cache or len(loggers) != count or holders(loggers) != held:
                 return None
-            for one, propagate, disabled, handlers in own:
+            for one, propagate, disabled, handlers, size, attributes in own:
                 if one.propagate is not propagate or one.disabled is not disabled:
                     return None
                 if one.handlers != handlers:
+                    return None
+                if len(vars(one)) != size or (attributes and _own(one) != attributes):
                     return None
             return stamp
 
@@ -582,7 +584,7 @@ class Loggers(Row):
             itemgetter(*holders) if holders else lambda _: None,
             itemgetter(*holders)(found) if holders else None,
             [
-                (one, one.propagate, one.disabled, list(one.handlers))
+                (one, one.propagate, one.disabled, list(one.handlers), len(vars(one)), _own(one))
                 for one in (root, *(one for name, one in real.items() if is_program(name)))
             ],
         )
@@ -637,25 +639,35 @@ class Loggers(Row):
         self.made.clear()
 
 
-_AS_MADE: tuple[Any, ...] = (0, True, False, ())
+_AS_MADE: tuple[Any, ...] = (0, True, False, (), ())
+_OF_LOGGERS = frozenset(
+    {"name", "level", "parent", "propagate", "handlers", "disabled", "filters", "manager", "_cache"}
+)
 _SIMPLE = (int, float, str, bytes, bool, type(None))
 
 
 def _way_of(logger: Any) -> tuple[Any, ...]:
+    """Return level, `propagate`, `disabled`, the handlers, and attributes of the program."""
     handlers = tuple(
-        (
-            type(one).__module__,
-            type(one).__qualname__,
-            tuple((name, it) for name, it in list(vars(one).items()) if type(it) in _SIMPLE),
-        )
-        for one in logger.handlers
+        (type(one).__module__, type(one).__qualname__, _simple(one)) for one in logger.handlers
     )
-    return logger.level, bool(logger.propagate), bool(logger.disabled), handlers
+    return logger.level, bool(logger.propagate), bool(logger.disabled), handlers, _own(logger)
+
+
+def _own(logger: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the attributes of a logger that are the program's."""
+    return tuple(one for one in _simple(logger) if one[0] not in _OF_LOGGERS)
+
+
+def _simple(obj: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the attributes of an object that are numbers and texts."""
+    return tuple((name, one) for name, one in list(vars(obj).items()) if type(one) in _SIMPLE)
 
 
 def _set_logger(logger: Any, way: tuple[Any, ...]) -> None:
-    level, logger.propagate, logger.disabled, handlers = way
+    level, logger.propagate, logger.disabled, handlers, own = way
     logger.setLevel(level)
+    vars(logger).update(own)
     logging = sys.modules["logging"]
     theirs = [one for one in logger.handlers if not hasattr(one, "_xpool_of_program")]
     logger.handlers[:] = [_stand_in(logging, *one) for one in handlers] + theirs
