@@ -13,15 +13,9 @@ from typing import Any
 
 from xpool._pickling.by_value.origin import MISSING, namespace, program_modules
 
-
-class _State:
-    replica: bool = False
-    forked: bool = False
-    # In a fork of the program: the globals of its modules as they were at the fork.
-    initial: dict[str, dict[str, Any]] = {}
-
-
-_state = _State()
+_replica = _forked = False
+# In a fork of the program: the globals of its modules as they were at the fork.
+_initial: dict[str, dict[str, Any]] = {}
 
 
 def mark_worker(*, forked: bool = False) -> None:
@@ -30,18 +24,17 @@ def mark_worker(*, forked: bool = False) -> None:
     Args:
         forked: whether the process is a fork of its parent, with objects that cannot be pickled.
     """
-    _state.replica, _state.forked = True, forked
-    _state.initial = {}
-    if forked:
-        _state.initial = {name: dict(namespace(name)) for name in program_modules()}
+    global _replica, _forked, _initial
+    _replica, _forked = True, forked
+    _initial = {name: dict(namespace(name)) for name in program_modules()} if forked else {}
 
 
 def is_replica() -> bool:
-    return _state.replica
+    return _replica
 
 
 def is_forked() -> bool:
-    return _state.forked
+    return _forked
 
 
 def was_set_here(module: str, name: str) -> bool:
@@ -49,14 +42,14 @@ def was_set_here(module: str, name: str) -> bool:
     values = namespace(module)
     if name not in values or name.startswith("__"):
         return False
-    if not _state.forked:
+    if not _forked:
         return module == "__main__"  # an import has set the others
-    return _state.initial.get(module, {}).get(name, MISSING) is not values[name]
+    return _initial.get(module, {}).get(name, MISSING) is not values[name]
 
 
 def forget_initial(module: str, name: str) -> None:
     """Let the object go that a global of a fork referred to at first."""
-    _state.initial.get(module, {}).pop(name, None)
+    _initial.get(module, {}).pop(name, None)
 
 
 def install_main(package: str | None = None) -> None:
