@@ -21,7 +21,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from xpool._python.at_fork import renew
 from xpool._python.waiters import Flag
@@ -34,18 +34,20 @@ LAST_LOOK = 5.0
 blocked, or the program may hold tqdm's lock.  For a callable, the job waits until it returns."""
 
 
-class Display(Protocol):
-    """Shows progress.  Only one thread calls it."""
+class Display:
+    """Shows progress.  Only one thread calls it.
 
-    def show(self, done: int, total: int | None) -> None:
-        """Show that ``done`` of ``total`` items are done.  None: the total is not known."""
+    ``show(done, total)`` shows that so many items are done.  None: the total is not known.
+    """
+
+    show: Callable[[int, int | None], object]
 
     def close(self) -> None:
         """End the display."""
 
-    @property
-    def below(self) -> int:
-        """How many lines of the display are below the cursor."""
+    def lines_below(self) -> int:
+        """Return how many lines of the display are below the cursor."""
+        return 0
 
 
 class Progress:
@@ -124,7 +126,7 @@ class Progress:
         """Draw the bars of tasks below the display."""
         if not (bars or self._rows):
             return
-        below = self._display.below
+        below = self._display.lines_below()
         columns, lines = _size(self._stderr)
         rows = [_cut(bar, columns - 1) for bar in bars[: max(0, lines - 2 - below)]]
         self._rows = len(rows)
@@ -158,14 +160,9 @@ def await_displays() -> None:
             one.wait()
 
 
-class _Calls:
-    below = 0
-
+class _Calls(Display):
     def __init__(self, call: Callable[[int, int | None], object]) -> None:
         self.show = call
-
-    def close(self) -> None:
-        pass
 
 
 def _display(title: str) -> Display:
@@ -233,7 +230,7 @@ class _Stderr:
         return getattr(self._stream, name)
 
 
-class _Tqdm:
+class _Tqdm(Display):
     def __init__(self, title: str) -> None:
         with warnings.catch_warnings():
             # tqdm warns in a notebook without ipywidgets, but its line of text is enough there.
@@ -257,8 +254,7 @@ class _Tqdm:
             self._bar.n = done
             self._bar.refresh()
 
-    @property
-    def below(self) -> int:
+    def lines_below(self) -> int:
         # Bars of tqdm, also those of the program, have a line each.
         bars = list(getattr(self._class, "_instances", ()))
         return max((abs(getattr(one, "pos", 0)) for one in bars), default=0)
@@ -279,9 +275,7 @@ class _Tqdm:
             raise
 
 
-class _Rich:
-    below = 0
-
+class _Rich(Display):
     def __init__(self, title: str) -> None:
         from rich import console, progress
 
@@ -305,10 +299,8 @@ class _Rich:
         self._bars.stop()
 
 
-class _Line:
+class _Line(Display):
     """A line that is updated on a terminal.  Elsewhere only its last state is written."""
-
-    below = 0
 
     def __init__(self, title: str) -> None:
         self._title = title

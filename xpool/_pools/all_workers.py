@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from xpool import errors
@@ -225,22 +224,18 @@ class AllWorkersResult(Job):
     def _explanation(self) -> BaseException:
         """Return the first error that is not a consequence of another; it may arrive later."""
         until = time.monotonic() + CAUSE_SECONDS
-        known: dict[int, BaseException] = {}
+        known: list[BaseException] = []
         while True:
-            for worker, error in self._new_errors(known):
-                known[worker] = error
-                if not isinstance(error, PeerLost):
-                    return error
+            for worker, value in list(self._errors.items())[len(known) :]:
+                found = open_one(value)
+                known.append(_located(found.exc if type(found) is Unopened else found, worker))
+                if not isinstance(known[-1], PeerLost):
+                    return known[-1]
             left = until - time.monotonic()
             if not self._waiters.wait(
                 lambda: self._released or len(self._errors) > len(known), left
             ) or len(self._errors) == len(known):
-                return next(iter(known.values()))
-
-    def _new_errors(self, known: dict[int, BaseException]) -> Iterator[tuple[int, BaseException]]:
-        for worker, value in list(self._errors.items())[len(known) :]:
-            error = open_one(value)
-            yield worker, _located(error.exc if type(error) is Unopened else error, worker)
+                return known[0]
 
     # -- the engine's side -------------------------------------------------------------------
 
