@@ -379,7 +379,6 @@ class Stream(Job):
         self._length: int | None = None
         # Called with the number of answered tasks, if drawing the input depends on it.
         self.answers: Callable[[int], object] | None = None
-        self.runs: Any = None  # an `xpool._pools.input_reader.Runs`: submits items together
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:

@@ -301,12 +301,11 @@ class EngineSubmitter(HookSubmitter):
         for i, exc in failed:
             self.jobs.deliver(job.number, i, False, exc)
 
-    def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
+    def stream(self, job: Stream, work: Work, flow: FlowControl) -> tuple[Put, Runs | None]:
         begin, owner, told = self.learn(job, work)
         stream = TaskStream(self.engine, self.packer, begin, told, flow, owner)
-        if owner is None:
-            job.runs = Runs(self.packer.pack_atoms, stream.put_run)
-        return stream.put
+        runs = Runs(self.packer.pack_atoms, stream.put_run) if owner is None else None
+        return stream.put, runs
 
     def learn(self, job: Job, work: Work) -> tuple[TaskRange, int | None, frozenset[Key]]:
         """Have the engine keep the job's function for the workers, until the job is answered.

@@ -243,9 +243,9 @@ class InputReader:
 
     ``put(index, task)`` passes on a task: an item, or a list of items if ``chunksize`` is more than
     1.  It returns the size in bytes, and raises if the task cannot be sent.  ``runs`` passes on
-    consecutive items together; None: never.  ``fail(index, exc)`` answers a task with an error, an
-    `Unopened` if the input raised it.  ``end(length, self)`` reports the number of tasks.  None of
-    these may hold the pool, so that a pool can be dropped while its input reader waits.
+    consecutive items together; None: never.  ``fail(index, False, exc)`` answers a task with an
+    error, an `Unopened` if the input raised it.  ``end(length, self)`` reports the number of tasks.
+    None of these may hold the pool, so that a pool can be dropped while its input reader waits.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class InputReader:
         flow: FlowControl,
         put: Callable[[int, Any], int],
         runs: Runs | None,
-        fail: Callable[[int, BaseException | Unopened], None],
+        fail: Callable[[int, bool, BaseException | Unopened], None],
         end: Callable[[int, "InputReader"], None],
         name: str,
     ) -> None:
@@ -319,7 +319,7 @@ class InputReader:
                     if here and by_handler(exc):
                         raise
                     for index in range(self._index, self._index + n):
-                        self._fail(index, exc)
+                        self._fail(index, False, exc)
                 self._index += n
                 # Drop it now, since the next item may take long to arrive.
                 del task
@@ -331,7 +331,7 @@ class InputReader:
             if here:
                 raise
             # The input raised: the consumer gets the error in place of the next task.
-            self._fail(self._index, Unopened(exc))
+            self._fail(self._index, False, Unopened(exc))
             self._index += 1
         self._end(self._index, self)
         return True

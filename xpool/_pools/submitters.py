@@ -10,7 +10,7 @@ from xpool._calls.options import check_callable, label
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._pools.hooks import Hooks, Task
-from xpool._pools.input_reader import FlowControl
+from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
 from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
 from xpool._worker.callables import applied, task_function
@@ -100,11 +100,9 @@ class HookSubmitter:
                     raise
                 self.jobs.deliver(job.number, i, False, exc)
 
-    def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        """Return the function that submits a task of the stream; it must not hold the pool.
-
-        Sets the job's ``runs`` if consecutive items can be submitted together.
-        """
+    def stream(self, job: Stream, work: Work, flow: FlowControl) -> tuple[Put, Runs | None]:
+        """Return the functions that submit a task of the stream, and consecutive ones together if
+        the pool can do so.  They must not hold the pool."""
         job.answers = flow.answered  # the hooks do not tell when a worker takes a task
         ref, jobs, number = self._pool, self.jobs, job.number
 
@@ -118,7 +116,7 @@ class HookSubmitter:
                 pool.pool_inqueue_put(_task(number, index, work, task))
             return 0
 
-        return put
+        return put, None
 
     # -- taking back -------------------------------------------------------------------------------
 

@@ -79,17 +79,17 @@ class ThreadSubmitter(HookSubmitter):
         call, (func,) = applied(*work)
         self._threads.tasks.put(Source(job, call, func, items))
 
-    def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        """Return the function that submits a task of the stream; it does not hold the pool."""
-        if job.options.plain:
-            tasks, (call, (func,)) = self._threads.tasks, applied(*work)
+    def stream(self, job: Stream, work: Work, flow: FlowControl) -> tuple[Put, Runs | None]:
+        put, _ = super().stream(job, work, flow)
+        if not job.options.plain:
+            return put, None
+        tasks, (call, (func,)) = self._threads.tasks, applied(*work)
 
-            def put_run(index: int, items: list[Any]) -> int:
-                tasks.put(Source(job, call, func, items, index, last=True), last=True)
-                return 0
+        def put_run(index: int, items: list[Any]) -> int:
+            tasks.put(Source(job, call, func, items, index, last=True), last=True)
+            return 0
 
-            job.runs = Runs(lambda items: items, put_run)
-        return super().stream(job, work, flow)
+        return put, Runs(lambda items: items, put_run)
 
     def withdraw(self, job: Job) -> None:
         """Drop the waiting tasks of a job; replace the threads that run its tasks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +27,7 @@ from xpool._calls.options import (
     refuse_unknown,
 )
 from xpool._calls.progress import Progress
-from xpool._calls.results import AsyncResult, Job, MapResult, Unopened
+from xpool._calls.results import AsyncResult, Job, MapResult
 from xpool._calls.streams import IMapIterator, Stream
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.input_reader import FlowControl, InputReader
@@ -348,23 +349,15 @@ def _begin_stream(
     flow, jobs = job.flow, pool._jobs
     try:
         work, numbered = begin_work(pool, job, work)
-        put = pool._submitter.stream(job, work, flow)
-        runs, job.runs = job.runs, None  # it may hold the job
+        put, runs = pool._submitter.stream(job, work, flow)
         if numbered or job.options.journal is not None:
             runs = None
         put = job.around(_numbering(put, work.chunked, size) if numbered else put)
     except BaseException as exc:
         pool._submitter.give_up(job, exc)
         return
-    # The functions below do not hold the job: its weak reference shows a dropped iterator.
-    number = job.number
-
-    def fail(index: int, exc: BaseException | Unopened) -> None:
-        jobs.deliver(number, index, False, exc)
-
-    def end(length: int, reader: InputReader) -> None:
-        jobs.end_input(number, length, reader)
-
+    # These do not hold the job: its weak reference shows a dropped iterator.
+    fail, end = partial(jobs.deliver, job.number), partial(jobs.end_input, job.number)
     input_reader = InputReader(iterable, size, flow, put, runs, fail, end, pool.name)
     jobs.input_readers.add(input_reader)
     if pool._life.state is PoolStates.TERMINATE:

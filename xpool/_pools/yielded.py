@@ -536,8 +536,8 @@ def _reader(
             flow.answered(1)
         return 0
 
-    def fail(index: int, exc: BaseException | Unopened) -> None:
-        jobs.deliver(job.number, job.enter_failed(index), False, exc)
+    def fail(index: int, ok: bool, exc: BaseException | Unopened) -> None:
+        jobs.deliver(job.number, job.enter_failed(index), ok, exc)
 
     def end(length: int, reader: InputReader) -> None:
         jobs.end_input(job.number, length, reader)
