@@ -114,6 +114,8 @@ class AllWorkers:
                 number = next(jobs.numbers)
                 job = AllWorkersResult(number, name or label(func), self.size)
                 job.options = TaskOptions(terms_of(timeout))
+                if self._submitter.worker is not None:  # peers: the scope of their messages
+                    func = task_function(func, scope=number)
                 if self._files is not None:
                     file = self._files.of(job, name or label(func), self._files.WORKER)
                     func = task_function(func, file=file)

@@ -27,7 +27,6 @@ from xpool._pickling.frame import pools as pools
 from xpool._pools.all_workers import AllWorkers as AllWorkers
 from xpool._pools.engine_submitter import EngineSubmitter as EngineSubmitter
 from xpool._pools.engine_submitter import Packer as Packer
-from xpool._pools.engine_submitter import PeerSubmitter as PeerSubmitter
 from xpool._pools.engine_submitter import find_arena as find_arena
 from xpool._pools.pool_options import PoolOptions
 from xpool._python import failures

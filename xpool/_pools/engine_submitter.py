@@ -202,14 +202,22 @@ _MODES = {
 
 
 class EngineSubmitter(HookSubmitter):
-    """Pickles tasks and gives them to an engine."""
+    """Pickles tasks and gives them to an engine.
 
-    # The worker of a task without handles to tensors; None: any, -1: the one with the least to do.
-    _worker: int | None = None
+    ``worker``: that of a task without handles to tensors; None: any, -1: the one with the least to
+    do when it is submitted.
+    """
 
-    def __init__(self, pool: Hooks, jobs: JobTable, engine: EngineProtocol, packer: Packer) -> None:
+    def __init__(
+        self,
+        pool: Hooks,
+        jobs: JobTable,
+        engine: EngineProtocol,
+        packer: Packer,
+        worker: int | None = None,
+    ) -> None:
         super().__init__(pool, jobs)
-        self.engine, self.packer = engine, packer
+        self.engine, self.packer, self.worker = engine, packer, worker
         self.take: Callable[[deque[Result]], object] = jobs.take
         """Delivers the answers that a caller has received."""
 
@@ -263,7 +271,7 @@ class EngineSubmitter(HookSubmitter):
 
     def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
         """Submit a range of tasks, one for each chunk; a tuple of one chunk is a call."""
-        one = self._worker is None and type(chunks) is tuple and len(chunks) == 1
+        one = self.worker is None and type(chunks) is tuple and len(chunks) == 1
         if one and job.options.plain:
             call, before = applied(*work)
             self.call(job, call, (*before, *chunks), {})
@@ -317,7 +325,7 @@ class EngineSubmitter(HookSubmitter):
         if options.retry_on:
             func = task_function(func, retry_on=options.retry_on)
         brought = Brought()
-        payload, owner = self.packer.pack_task(func, True, self._worker, brought, FUNCTION)
+        payload, owner = self.packer.pack_task(func, True, self.worker, brought, FUNCTION)
         number = self.engine.learn(_MODES[work.starred, work.chunked], payload)
         job.drop_function = functools.partial(self.engine.forget, number)
         return TaskRange(job.number, number, 0, (), None, options.terms), owner, brought.keys
@@ -351,17 +359,6 @@ class EngineSubmitter(HookSubmitter):
     @shielded
     def runs(self, job: Job) -> bool:
         return self.engine.runs(*_number_of(job))
-
-
-class PeerSubmitter(EngineSubmitter):
-    """Binds each task to a worker when it is submitted: the one with the least to do."""
-
-    _worker = -1
-
-    def on_all(self, job: Job, call: tuple[Any, ...], size: int) -> None:
-        """Submit a call to each of ``size`` workers; its number is the scope of their messages."""
-        func, args, kwds = call
-        super().on_all(job, (task_function(func, scope=job.number), args, kwds), size)
 
 
 class TaskStream:

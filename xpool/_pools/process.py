@@ -202,7 +202,9 @@ class Pool(BasePool):
         else:
             self._engine = self._make_engine(self._start_server())
         self._backend = self._engine
-        self._tasks = self._submitter = self._make_submitter()
+        self._tasks = self._submitter = assembly.EngineSubmitter(
+            self, self._jobs, self._engine, self._packer, self._calls_go_to
+        )
         if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
             self._submitter = HookSubmitter(self, self._jobs, self._tasks)
         if type(self).pool_outqueue_get is Pool.pool_outqueue_get:
@@ -214,9 +216,6 @@ class Pool(BasePool):
         self._all = assembly.AllWorkers(
             self._tasks, self._life, self._size, self._task_timeout, hosts, self._files
         )
-
-    def _make_submitter(self) -> EngineSubmitter:
-        return assembly.EngineSubmitter(self, self._jobs, self._engine, self._packer)
 
     def _make_engine(self, launcher: Launcher) -> EngineProtocol:
         options = self._options
@@ -481,6 +480,3 @@ class P2PPool(Pool):
     _fixed_size = "its callers and its workers name workers by their numbers"
     _has_peers = sys.platform == "linux"
     _calls_go_to: int | None = -1
-
-    def _make_submitter(self) -> EngineSubmitter:
-        return assembly.PeerSubmitter(self, self._jobs, self._engine, self._packer)
