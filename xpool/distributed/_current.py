@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.distributed import DistNetworkError
+from torch.futures import Future
 
 from xpool import errors
 from xpool._python import at_fork
@@ -149,8 +150,8 @@ class CurrentWorld(Protocol):
     has_rpc: bool
     started: bool
     peers: Peers
+    left: Future[str]  # set when this process leaves
     # `Any`, because the modules of these classes import this one.
-    watchers: Any
     meetings: Any
     register: Any
     groups: dict[str, Any]  # RPC groups, by name

@@ -342,7 +342,7 @@ def watch(peers: Peers, timeout: float) -> None:
 
     def ended(done: Future[str], name: str) -> None:
         try:
-            # The value is LEFT, from `Watchers.leave`.  It raises if the connection is lost.
+            # The value is LEFT, from `leave`.  It raises if the connection is lost.
             reason = done.value()
         except RuntimeError:
             reason = DIED
@@ -354,46 +354,27 @@ def watch(peers: Peers, timeout: float) -> None:
         held.add_done_callback(lambda done, name=name: ended(done, name))
 
 
-class Watchers:
-    """The calls that other ranks hold open to this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: list[Future[str]] | None = []  # guarded by _lock; None: this process leaves
-
-    def hold(self) -> Future[str]:
-        """Return a future that is answered when this process leaves."""
-        future: Future[str] = Future()
-        with self._lock:
-            if self._held is not None:
-                self._held.append(future)
-                return future
-        # Set without the lock, here and in `leave`: torch may run callbacks in this thread.
-        future.set_result(LEFT)
-        return future
-
-    def leave(self, peers: Peers, farewell: Callable[[str], Farewell] | None) -> None:
-        """Send ``farewell(name)`` to each rank that is not lost, then answer the held calls."""
-        left = peers.leave()
-        # A rank heeds only the first message about a loss, and only the farewell says which
-        # collectives were completed.  So it is sent before the held calls are answered.
-        if farewell is not None:
-            for name in left:
-                try:
-                    # Wait for this call, because the answers below may be lost on the way.
-                    told = peers.me, *farewell(name)
-                    rpc.rpc_sync(name, _told, args=told, timeout=FAREWELL_SECONDS)
-                except RuntimeError:
-                    pass  # it has gone, or is slow and will learn of this by its held call
-        with self._lock:
-            held, self._held = self._held or [], None
-        for future in held:
-            future.set_result(LEFT)
+def leave(
+    peers: Peers, left: Future[str], farewell: Callable[[str], Farewell] | None = None
+) -> None:
+    """Send ``farewell(name)`` to each rank that is not lost; then answer the held calls."""
+    there = peers.leave()
+    # A rank heeds only the first message about a loss, and only the farewell says which collectives
+    # were completed.  So it is sent before the held calls are answered.
+    if farewell is not None:
+        for name in there:
+            try:
+                # Wait for this call, because the answers below may be lost on the way.
+                told = peers.me, *farewell(name)
+                rpc.rpc_sync(name, _told, args=told, timeout=FAREWELL_SECONDS)
+            except RuntimeError:
+                pass  # it has gone, or is slow and will learn of this by its held call
+    left.set_result(LEFT)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _hold() -> Future[str]:
-    return the_world().watchers.hold()
+    return the_world().left  # all calls have the same answer
 
 
 def _told(name: str, completed: dict[Any, int], answers: dict[Any, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed import rpc
+from torch.futures import Future
 
 import xpool.distributed._current as current
 import xpool.distributed._rendezvous as rendezvous
@@ -28,7 +29,7 @@ from xpool.distributed._remote_calls import (
     FAREWELL_SECONDS,
     Farewell,
     Meetings,
-    Watchers,
+    leave,
     meet,
     watch,
 )
@@ -103,7 +104,8 @@ class World:
         self._running: list[str] = []  # parts of torch that were started: "dist", "rpc"
         self._store: Any = None
         self.groups: dict[str, RpcGroup] = {}
-        self.register, self.meetings, self.watchers = Register(), Meetings(), Watchers()
+        self.register, self.meetings = Register(), Meetings()
+        self.left: Future[str] = Future()  # answers the calls that other ranks hold open
         self._lock = threading.Lock()
         # Guarded by _lock: the open collective groups, and how many were made of the same ranks.
         self._collective: list[CollectiveGroup] = []
@@ -394,7 +396,7 @@ class World:
         try:
             if "rpc" in self._running:
                 # Called before the groups end, because the farewell contains their progress.
-                self.watchers.leave(self.peers, None if graceful else self._farewell)
+                leave(self.peers, self.left, None if graceful else self._farewell)
                 shut_down_agent(graceful)
             for group in list(self._collective):  # each group removes itself from the list
                 group.end()
