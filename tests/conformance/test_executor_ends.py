@@ -148,7 +148,6 @@ def test_a_result_that_cannot_be_unpickled(kind):
 
 
 def until(fact):
-    """Wait until the condition holds."""
     eventually(fact, "what the test waits for", WAIT)
 
 

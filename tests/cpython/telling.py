@@ -31,7 +31,6 @@ class Told(unittest.TestResult):
         self._tell(test, "ok")
 
     def addSkip(self, test: Any, reason: str) -> None:
-        """Report the reason of a skip."""
         self._tell(test, "skipped", reason)
 
     def addFailure(self, test: Any, err: Any) -> None:

@@ -94,7 +94,6 @@ class Outcome(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Class and test."""
         return f"{self.cls}.{self.test}"
 
 

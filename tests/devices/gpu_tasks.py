@@ -84,7 +84,6 @@ def kept_values(name: str) -> list[Any]:
 
 
 def first_and_second(first: Any, second: Any) -> list[Any]:
-    """Fill `first`, and return the elements of `second`."""
     first.fill_(7)
     return second.cpu().tolist()  # type: ignore[no-any-return]
 

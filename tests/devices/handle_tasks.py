@@ -59,19 +59,16 @@ def make_leaf(context: Any) -> Any:
 
 
 def make_computed(context: Any) -> Any:
-    """Return a tensor with a gradient graph."""
     return make_leaf(context) * 2
 
 
 def stop_collecting(context: Any) -> None:
-    """Stop the garbage collector."""
     import gc
 
     gc.disable()
 
 
 def make_with_lock(context: Any) -> Any:
-    """Return a tensor beside a lock, which cannot be sent."""
     import threading
 
     return [make(context), threading.Lock()]
@@ -101,7 +98,6 @@ def look_at_structure(context: Any, found: Any) -> dict[str, Any]:
 
 
 def is_it(context: Any, tensor: Any, *others: Any) -> bool:
-    """Whether `tensor` is the same object that this worker made last."""
     return tensor is made[0]
 
 
@@ -120,7 +116,6 @@ def add_one(context: Any, tensor: Any) -> Any:
 
 
 def pending(context: Any, tensor: Any) -> bool:
-    """Whether torch_xla has not computed the tensor yet."""
     import torch_xla
 
     return "add" in torch_xla._XLAC._get_xla_tensors_text([tensor])
@@ -131,14 +126,12 @@ def change(context: Any, tensor: Any) -> None:
 
 
 def kept(context: Any, *_: Any) -> int:
-    """Return how many tensors this worker keeps for handles."""
     keeper = Keeper.here.get()
     assert keeper is not None
     return len(keeper)
 
 
 def kept_and_blocks(context: Any, *_: Any) -> tuple[int, int]:
-    """Return how many tensors this worker keeps, and the arena's bytes in use."""
     keeper = Keeper.here.get()
     assert keeper is not None
     return len(keeper), arena_here().statistics()["bytes"]
@@ -176,6 +169,5 @@ def plain_types(*tensors: Any) -> list[str]:
 
 
 def write_to(*tensors: Any) -> None:
-    """Write to tensors of the host."""
     for tensor in tensors:
         tensor.add_(1)

@@ -61,7 +61,6 @@ class Recorder:
         self.outcomes.append(list(what))
 
     def value(self, value: Any) -> None:
-        """Record a value."""
         self._add("value", type(value).__name__, _text(value))
 
     def call(self, call: Callable[[], Any]) -> Any:
@@ -125,12 +124,10 @@ class Recorder:
         self, difference: str, call: Callable[[], Any], expected: Callable[[], Any],
         in_order: bool = True,
     ) -> None:  # fmt: skip
-        """Like `documented`, for iterators."""
         self._add("documented", difference)
         self.each(expected if self.standard else call, in_order)
 
     def gate(self) -> Gate:
-        """Return a gate at which tasks can wait."""
         return Gate()
 
     def together(self, *calls: Callable[[], Any]) -> None:
@@ -170,7 +167,6 @@ class Gate:
             pipe.write("through")
 
     def close(self) -> None:
-        """Remove the pipe."""
         self._folder.cleanup()
 
 

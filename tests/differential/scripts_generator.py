@@ -101,7 +101,6 @@ class Script:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether a statement needs torch."""
         return any(part.statement.kind == "torch" for part in self.parts)
 
     def files(self) -> dict[str, str]:
@@ -125,7 +124,6 @@ class Script:
         }
 
     def text(self) -> str:
-        """Return the script."""
         return _Text(self).whole()
 
 

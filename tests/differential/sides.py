@@ -32,12 +32,10 @@ class OurSide:
         self._pool = self._make(2)
 
     def run(self, source: str) -> list[Outcome]:
-        """Run a program. Return its outcomes as JSON would."""
         done = run(source, self._pool, False, self._make, self._processes)
         return json.loads(json.dumps(done))  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End the pool."""
         self._pool.terminate()
         self._pool.join()
 
@@ -57,7 +55,6 @@ class StandardSide:
         )
 
     def send(self, source: str) -> None:
-        """Send a program to the process."""
         assert self._process.stdin is not None
         _send(self._process.stdin.fileno(), source)
 
@@ -70,12 +67,10 @@ class StandardSide:
         return json.loads(answer)  # type: ignore[no-any-return]
 
     def run(self, source: str) -> list[Outcome]:
-        """Run a program. Return its outcomes."""
         self.send(source)
         return self.receive()
 
     def close(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

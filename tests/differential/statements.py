@@ -54,7 +54,6 @@ class Statement:
 
     @property
     def kind(self) -> str:
-        """The kind of statement."""
         return self.name.partition(":")[0]
 
 

@@ -37,7 +37,6 @@ def square(x: Any) -> Any:
 
 
 def same(x: Any) -> Any:
-    """Return the argument."""
     return x
 
 
@@ -46,27 +45,22 @@ def empty(*_: Any) -> None:
 
 
 def echo(*args: Any, **kwds: Any) -> Any:
-    """Return all arguments."""
     return args, sorted(kwds.items())
 
 
 def add(a: Any, b: Any = 10) -> Any:
-    """Return the sum."""
     return a + b
 
 
 def add_one(x: Any, *, by: Any = 1) -> Any:
-    """Return the sum with a keyword."""
     return x + by
 
 
 def both(x: Any) -> Any:
-    """Return the same object twice, in lists."""
     return [x], [x]
 
 
 def boxed(x: Any) -> Boxed:
-    """Return an instance of this module's class."""
     return Boxed(x)
 
 
@@ -76,42 +70,35 @@ def large(n: int) -> bytes:
 
 
 def grow(x: list[Any]) -> int:
-    """Change the argument. Return its length."""
     x.append(0)
     return len(x)
 
 
 def alias(pair: Any) -> bool:
-    """Return whether both are the same object in this process."""
     return pair[0] is pair[1]
 
 
 def count(x: Any) -> int:
-    """Return the length."""
     return len(x)
 
 
 def lock_of(_: Any = None) -> Any:
-    """Return an object that cannot be pickled."""
     return threading.Lock()
 
 
 def step(limit: Any, x: Any) -> Any:
-    """Return ``x`` if it is less than ``limit``, otherwise raise."""
     if x >= limit:
         raise ValueError("over the limit")
     return x
 
 
 def fail_at(bad: Any, exc: Callable[[], BaseException], x: Any) -> Any:
-    """Raise for one value, return the others."""
     if x == bad:
         raise exc()
     return x
 
 
 def fail_with(exc: Callable[[], BaseException], *_: Any) -> None:
-    """Raise the error."""
     raise exc()
 
 
@@ -133,7 +120,6 @@ def with_note(x: Any) -> None:
 
 
 def through(path: str) -> str:
-    """Wait for a writer of the named pipe. Return its text."""
     with open(path) as pipe:
         return pipe.read()
 
@@ -150,7 +136,6 @@ def end(how: str) -> None:
 
 
 def is_main() -> bool:
-    """Return whether this is the main thread of its process."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -158,12 +143,10 @@ _kept = threading.local()
 
 
 def remember(*args: Any) -> None:
-    """Keep the arguments of the initializer."""
     _kept.args = args
 
 
 def initialised(_: Any = None) -> Any:
-    """Return the arguments of this worker's initializer."""
     return getattr(_kept, "args", None)
 
 
@@ -177,17 +160,14 @@ class CallMe:
         return x, self.by
 
     def method(self, x: Any) -> Any:
-        """Return this object's value and the argument."""
         return self.by, x
 
     @classmethod
     def of_class(cls, x: Any) -> Any:
-        """Return the class's name and the argument."""
         return cls.__name__, x
 
     @staticmethod
     def of_none(x: Any) -> Any:
-        """Return the argument."""
         return x
 
 
@@ -296,7 +276,6 @@ class Stubborn(Exception):
 
 
 def generator(items: Any) -> Iterator[Any]:
-    """Yield the items."""
     yield from items
 
 

@@ -158,7 +158,6 @@ class Noisy(theirs.Dataset):
 
 
 def values(batches):
-    """Return the batches as lists."""
     return [[column.tolist() for column in batch] for batch in batches]
 
 

@@ -79,12 +79,10 @@ KINDS = {
 
 
 def made(kind, options, dataset=range(COUNT)):
-    """Return a loader of this kind."""
     return DataLoader(dataset, **KINDS[kind](), **options)
 
 
 def values(batches):
-    """Return the batches as lists."""
     return [torch.as_tensor(batch).tolist() for batch in batches]
 
 

@@ -56,7 +56,6 @@ def loader(dataset, **options):
 
 
 def values(batches):
-    """Return all numbers of an epoch."""
     return [int(i) for batch in batches for i in batch]
 
 

@@ -60,17 +60,14 @@ class Counting(theirs.IterableDataset):
 
 
 def values(batches):
-    """Return the batches as lists."""
     return [batch.tolist() for batch in batches]
 
 
 def take(iterator, n):
-    """Return the next n batches as lists."""
     return [next(iterator).tolist() for _ in range(n)]
 
 
 def through_json(state):
-    """Return a state after writing it as JSON and reading it."""
     return json.loads(json.dumps(state))
 
 

@@ -27,13 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(params=[PROCESS_KINDS[0], THREAD_KINDS[0]], ids=repr, scope="module")
 def kind(request):
-    """`Pool`, then `ThreadPool`."""
     return request.param
 
 
 @pytest.fixture
 def path(tmp_path):
-    """The path of a journal."""
     return tmp_path / "journal.db"
 
 
@@ -92,7 +90,6 @@ def quit_or(x):
 
 @pytest.fixture
 def logged(tmp_path):
-    """A function that logs its calls."""
     return Logged(tmp_path / "log")
 
 
@@ -244,7 +241,6 @@ def test_contexts_of_workers_count(path):
 
 
 def ask_length(context, item):
-    """Return the length of an item."""
     return len(item)
 
 
@@ -252,7 +248,6 @@ class Scored:
     """An item with a method."""
 
     def score(self):
-        """Return a score."""
         return 1
 
 
@@ -284,12 +279,10 @@ def test_items_without_a_name(pool, path):
 
 
 def call_with_5(item):
-    """Call an item with 5."""
     return item(5)
 
 
 def ask_score(item):
-    """Return an item's score."""
     return item.score()
 
 

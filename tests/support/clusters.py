@@ -45,7 +45,6 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Return the address for `ray.init`."""
         return str(self._cluster.address)
 
     def add(self, beside: Any = None, **resources: float) -> Any:
@@ -106,24 +105,20 @@ def needs_runtime_env() -> None:
 
 
 def is_connected() -> bool:
-    """Whether this program is connected to a cluster."""
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
 def is_alive(node: Any) -> bool:
-    """Whether the cluster reports a host as alive."""
     import ray
 
     return any(one["NodeID"] == node.node_id and one["Alive"] for one in ray.nodes())
 
 
 def raylet(node: Any) -> int:
-    """Return the process id of a host's raylet."""
     return int(node.all_processes["raylet"][0].process.pid)
 
 
 def parent(pid: int) -> int:
-    """Return a process's parent."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -136,7 +131,6 @@ def workers(pool: Any, node: Any) -> list[int]:
 
 
 def address(node: Any) -> str:
-    """Return a host's address as it is written in the host's name."""
     return f"({node.node_ip_address})"
 
 

@@ -19,11 +19,9 @@ class Process:
         self._fd = os.pidfd_open(pid)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
         select.select([self._fd], [], [], timeout)
 
     def terminate(self) -> None:
-        """Send it SIGTERM."""
         os.kill(self.pid, 15)
 
     def __del__(self) -> None:

@@ -24,7 +24,6 @@ class Ranks:
         return f"file://{self.folder}/{uuid.uuid4().hex}"
 
     def start(self, n: int, func: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``func(rank, *args)`` in n processes; return their results."""
         pool = P2PPool(n)
         self.pools.append(pool)
         return [pool.apply_async(func, (rank, *args), worker=rank) for rank in range(n)]

@@ -18,32 +18,26 @@ _kept: dict[str, Any] = {}
 
 
 def checksum(tensor: Any) -> int:
-    """Return a checksum of a tensor's bytes."""
     return zlib.crc32(tensor.numpy().tobytes())
 
 
 def checksum_and_reverse(tensor: Any) -> tuple[int, Any]:
-    """Return the checksum of the received tensor, and its elements in reverse order."""
     return checksum(tensor), tensor.flip(0)
 
 
 def filled(value: int, size: int) -> Any:
-    """Return ``size`` bytes with one value."""
     return torch.full((size,), value, dtype=torch.uint8)
 
 
 def numbered(i: int) -> Any:
-    """Return 64 KiB filled with a number."""
     return torch.full((16384,), i, dtype=torch.int32)
 
 
 def numbered_large(i: int) -> Any:
-    """Return 5 MiB filled with a number."""
     return torch.full((5 << 18,), i, dtype=torch.int32)
 
 
 def made_shared(value: int, size: int) -> Any:
-    """Return a tensor in a shared-memory file of torch."""
     return torch.full((size,), value, dtype=torch.uint8).share_memory_()
 
 
@@ -52,7 +46,6 @@ def write(tensor: Any, value: Any) -> None:
 
 
 def add_one(tensor: Any) -> Any:
-    """Add one in place, and return the tensor."""
     tensor += 1
     return tensor
 
@@ -67,14 +60,12 @@ def total(tensor: Any) -> int:
 
 
 def write_and_keep(name: str, tensor: Any) -> Any:
-    """Fill the received tensor, keep it, and return it."""
     tensor.fill_(7)
     _kept[name] = tensor
     return tensor
 
 
 def keep(name: str, tensor: Any) -> None:
-    """Keep the received tensor for `kept`."""
     _kept[name] = tensor
 
 
@@ -101,18 +92,15 @@ def kept_fill(name: str, value: int) -> None:
 
 
 def forget() -> None:
-    """Drop all kept tensors."""
     _kept.clear()
 
 
 def make_and_keep(name: str, size: int) -> Any:
-    """Make a tensor of zeros, keep it and return it."""
     _kept[name] = torch.zeros(size, dtype=torch.uint8)
     return _kept[name]
 
 
 def with_lock(size: int) -> Any:
-    """Return a large tensor and a lock, which cannot be pickled."""
     return [torch.zeros(size), threading.Lock()]
 
 
@@ -124,13 +112,11 @@ def arena_here() -> Any:
 
 
 def held_here() -> tuple[int, int]:
-    """Return how many blocks this worker holds, and how many of its own are in use."""
     found = arena_here().statistics()
     return found["held"], found["out"]
 
 
 def count_descriptors(_: Any = None) -> int:
-    """Return the number of this worker's open descriptors."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -147,7 +133,6 @@ def spoil_and_die(flag: str, tensor: Any) -> int:
 
 
 def spoil_pair_and_die(pair: tuple[str, Any]) -> int:
-    """Like `spoil_and_die`, with one argument."""
     return spoil_and_die(*pair)
 
 
@@ -192,7 +177,6 @@ def fill_module(module: Any, value: float) -> None:
 
 
 def filled_1m(i: int) -> Any:
-    """Return 1 MiB filled with a number."""
     return torch.full((1 << 18,), i, dtype=torch.int32)
 
 
@@ -201,5 +185,4 @@ def first(tensor: Any) -> int:
 
 
 def use_one_storage(tensors: Any) -> bool:
-    """Whether all tensors have the same storage."""
     return len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1

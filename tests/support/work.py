@@ -37,27 +37,22 @@ initialised: list[Any] = []
 
 
 def square(x: Any = 0) -> Any:
-    """Return ``x * x``."""
     return x * x
 
 
 def add(a: Any, b: Any = 0) -> Any:
-    """Return ``a + b``."""
     return a + b
 
 
 def multiply(a: Any, b: Any) -> Any:
-    """Return ``a * b``."""
     return a * b
 
 
 def echo(*args: Any, **kwds: Any) -> Any:
-    """Return the arguments."""
     return args, kwds
 
 
 def same(x: Any) -> Any:
-    """Return the argument."""
     return x
 
 
@@ -70,17 +65,14 @@ def pid(*_: Any) -> int:
 
 
 def place(*_: Any) -> tuple[int, int]:
-    """Return the worker's pid and thread id."""
     return os.getpid(), threading.get_ident()
 
 
 def fail(x: Any = None) -> None:
-    """Raise ``KeyError(x)``."""
     raise KeyError(x)
 
 
 def fail_if(bad: int, x: int) -> int:
-    """Raise ``ValueError(x)`` for one value, return other values."""
     if x == bad:
         raise ValueError(x)
     return x
@@ -101,12 +93,10 @@ class StopsWhenUnpickled:
 
 
 def make_stops_when_unpickled(*_: Any) -> StopsWhenUnpickled:
-    """Return an object that raises StopIteration when it is unpickled."""
     return StopsWhenUnpickled()
 
 
 def fail_on_three(x: int) -> int:
-    """Raise ``ValueError(3)`` for 3, return other values."""
     return fail_if(3, x)
 
 
@@ -119,7 +109,6 @@ def fail_slowly(gate: str, x: int) -> int:
 
 
 def unpicklable(*_: Any) -> Any:
-    """Return an object that no pickler can send."""
     return threading.Lock()
 
 
@@ -159,13 +148,11 @@ def raise_it(exc: BaseException) -> None:
 
 
 def gated_raise(gate: str, exc: BaseException) -> None:
-    """Wait at the gate, then raise the exception."""
     pass_gate(gate)
     raise exc
 
 
 def large(size: int) -> bytes:
-    """Return `size` bytes."""
     return bytes(size)
 
 
@@ -175,37 +162,31 @@ def remember(*args: Any) -> None:
 
 
 def recall(*_: Any) -> list[Any]:
-    """Return the arguments of this worker's initializer."""
     return list(initialised)
 
 
 def post_pid(path: str, *_: Any) -> int:
-    """Post and return the worker's pid."""
     post(path, str(os.getpid()))
     return os.getpid()
 
 
 def gated(gate: str, x: Any = None) -> Any:
-    """Wait at the gate, then return `x`."""
     pass_gate(gate)
     return x
 
 
 def post_and_gate(box: str, gate: str, x: Any = None) -> Any:
-    """Post the worker's pid, wait at the gate, return `x`."""
     post(box, str(os.getpid()))
     pass_gate(gate)
     return x
 
 
 def logged(path: str, x: Any) -> Any:
-    """Append `x` to the log, then return it."""
     log_line(path, str(x))
     return x
 
 
 def post_and_spin(box: str) -> None:
-    """Post the worker's pid, then `spin`."""
     post(box, str(os.getpid()))
     spin()
 
@@ -218,7 +199,6 @@ class Awkward(Exception):
 
 
 def raise_awkward(*_: Any) -> None:
-    """Raise an exception that the parent cannot unpickle."""
     raise Awkward(1, 2)
 
 
@@ -231,17 +211,14 @@ class HasLock(Exception):
 
 
 def raise_with_lock(*_: Any) -> None:
-    """Raise an exception that cannot be pickled."""
     raise HasLock("locked")
 
 
 def raise_large(size: int) -> None:
-    """Raise an exception with a large argument."""
     raise ValueError("x" * size)
 
 
 def raise_base(*_: Any) -> None:
-    """Raise an exception that is not an `Exception`."""
     raise BaseFault("base")
 
 
@@ -268,7 +245,6 @@ def random_numbers(*_: Any) -> tuple[float, float | None, float | None]:
 
 
 def numbers_with(modules: tuple[str, ...]) -> tuple[float, float | None, float | None]:
-    """Import the modules, then `random_numbers`."""
     for name in modules:
         __import__(name)
     return random_numbers()
@@ -282,7 +258,6 @@ def meet(box: str, gate: str, modules: tuple[str, ...]) -> tuple[int, Any]:
 
 
 def environment(name: str) -> str | None:
-    """Return an environment variable of the worker."""
     return os.environ.get(name)
 
 
@@ -304,7 +279,6 @@ def hold_lock_and_count(_: Any = None) -> int:
 
 
 def slow_square(seconds: float, x: int) -> int:
-    """Sleep, then return the square."""
     time.sleep(seconds)
     return x * x
 
@@ -321,7 +295,6 @@ class Point:
     __hash__ = None  # type: ignore[assignment]
 
     def shifted(self, by: int) -> Point:
-        """Return a point moved by `by`."""
         return Point(self.x + by, self.y + by)
 
 
@@ -344,12 +317,10 @@ class Counted:
 
 
 def refuse_all(value: Any) -> Any:
-    """Raise ValueError."""
     raise ValueError(type(value).__name__)
 
 
 def add_to(pair: tuple[int, int]) -> int:
-    """Add the two elements of a pair."""
     return pair[0] + pair[1]
 
 
@@ -380,7 +351,6 @@ def nested_spinners(box: str) -> None:
 
 
 def is_daemon(*_: Any) -> bool:
-    """Whether this process is daemonic in multiprocessing's sense."""
     import multiprocessing
 
     return multiprocessing.current_process().daemon
@@ -395,13 +365,11 @@ def who(*_: Any) -> tuple[int, Any, str]:
 
 
 def who_at_gate(box: str, gate: str) -> tuple[int, Any, str]:
-    """Keep this worker busy until the gate opens, then return `who`."""
     post_and_gate(box, gate)
     return who()
 
 
 def context_and(context: Any, x: Any = None) -> tuple[Any, Any]:
-    """Return the worker's context and the argument (for context pools)."""
     return context, x
 
 
@@ -412,29 +380,11 @@ def context_at_gate(context: Any, box: str, gate: str, x: Any) -> tuple[Any, Any
 
 
 def count_in_context(context: dict[str, int]) -> int:
-    """Count the calls in the worker's context (for context pools)."""
     context["calls"] = context.get("calls", 0) + 1
     return context["calls"]
 
 
-class PostsWhenPickled:
-    """Posts when its pickling begins, then sends much data."""
-
-    def __init__(self, box: str, size: int) -> None:
-        self.box, self.size = box, size
-
-    def __reduce__(self) -> Any:
-        post(self.box, str(os.getpid()))
-        return len, (bytes(self.size),)
-
-
-def return_large_and_post(box: str, size: int) -> Any:
-    """Return a large result that posts when its pickling begins."""
-    return PostsWhenPickled(box, size)
-
-
 def end_logged(how: str, log: str) -> None:
-    """Initializer: log the attempt, then end as told."""
     log_line(log, "try")
     end(how)
 
@@ -446,7 +396,6 @@ def post_and_sleep(box: str) -> None:
 
 
 def fail_if_exists(path: str) -> None:
-    """Initializer: raise if the file exists."""
     if os.path.exists(path):
         raise RuntimeError(f"{os.path.basename(path)}!")
 
@@ -509,21 +458,18 @@ def spin_in_c(*_: Any) -> None:
 
 
 def spin_in(index: int) -> None:
-    """Count for ever in the worker with this index."""
     worker = current_worker()
     if worker is not None and worker.index == index:
         spin()
 
 
 def spin_on_three(x: Any) -> Any:
-    """Count for ever for 3, return other values."""
     if x == 3:
         count_up()
     return x
 
 
 def stay_on_three(x: Any) -> Any:
-    """Sleep for ever for 3, return other values."""
     while x == 3:
         time.sleep(1)
     return x
@@ -559,7 +505,6 @@ def keep_books(log: str) -> None:
 
 
 def stop_self(box: str) -> None:
-    """Post the worker's pid, then stop this process by SIGSTOP."""
     post(box, str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 

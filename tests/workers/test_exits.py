@@ -57,7 +57,6 @@ def wait_and_log(main, log):
 
 
 def register_and_exit(log):
-    """Register callbacks and end the worker."""
     register(log)
     sys.exit(0)
 

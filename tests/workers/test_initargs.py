@@ -16,7 +16,6 @@ kept: tuple[object, ...] = ()
 
 
 def keep(*args):
-    """Keep the arguments of the initializer."""
     global kept
     kept = args
 
@@ -44,7 +43,6 @@ def test_large_initargs(make_pool, limit):
 
 
 def write_name(index):
-    """Write to the array of the initializer. Return its earlier value."""
     before = int(kept[0][0])
     kept[0][0] = index
     return before
