@@ -2,7 +2,6 @@
 
 import functools
 import os
-import signal
 import threading
 
 import pytest
@@ -11,7 +10,7 @@ from support.limits import WAIT
 from support.waiting import eventually, wait_gone
 
 import xpool
-from xpool import OptionError, Pool, PoolClosed, ThreadPool, WorkerDied
+from xpool import OptionError, Pool, PoolClosed, ThreadPool
 from xpool._engine.worker_process import WorkerProcess
 
 pytestmark = pytest.mark.xpool_only
@@ -88,69 +87,6 @@ def test_a_removed_worker_finishes_its_task(make_pool, mailbox, gate):
     assert [result.get(WAIT) for result in rest] == [i * i for i in range(100)]
     gate.open()
     assert {result.get(WAIT)[0] for result in held} == {0, 1}
-
-
-@BOTH
-def test_resizing_without_a_pause(kind, make_pool):
-    """A pool that is resized all the time loses no task and runs none twice."""
-    pool = make_pool(kind, 2)
-    stop = threading.Event()
-
-    def fidget():
-        for i in range(10**9):
-            if stop.is_set():
-                return
-            pool.resize(1 + i % 4)
-
-    thread = threading.Thread(target=fidget)
-    thread.start()
-    try:
-        for _ in range(5):
-            assert pool.map(work.square, range(300), 3) == [x * x for x in range(300)]
-            assert list(pool.imap(work.square, range(300))) == [x * x for x in range(300)]
-            calls = [pool.apply_async(work.square, (i,)) for i in range(50)]
-            assert [call.get(WAIT) for call in calls] == [i * i for i in range(50)]
-            assert pool.apply(work.square, (7,)) == 49
-    finally:
-        stop.set()
-        thread.join(WAIT)
-    pool.resize(2)
-    assert pool.map(work.square, range(10)) == [x * x for x in range(10)]
-
-
-def test_a_removed_worker_is_killed(make_pool, mailbox, gate):
-    """If a removed worker is killed, its task fails, and no worker replaces it."""
-    pool = make_pool(Pool, 3)
-    held = at_gate(pool, mailbox, gate, 3)
-    pids = pool.statistics()["pids"]
-    pool.resize(1)
-    os.kill(pids[2], signal.SIGKILL)
-    assert wait_gone(pids[2:]) == []
-    gate.open(3)
-    outcomes = []
-    for result in held:
-        try:
-            outcomes.append(result.get(WAIT)[0])
-        except WorkerDied as exc:
-            outcomes.append(f"{exc.worker} died")
-    assert sorted(map(str, outcomes)) == ["0", "1", "2 died"]
-    assert pool.map(work.square, range(5)) == [x * x for x in range(5)]
-    assert len(pool.statistics()["pids"]) == 1
-
-
-def test_larger_before_a_removed_worker_has_ended(make_pool, mailbox, gate):
-    """If a removed worker is needed again before it has ended, a new process replaces it."""
-    pool = make_pool(Pool, 2)
-    held = at_gate(pool, mailbox, gate, 2)
-    before = pool.statistics()["pids"]
-    pool.resize(1)
-    pool.resize(2)
-    gate.open(2)
-    for result in held:
-        result.get(WAIT)
-    eventually(lambda: pool.statistics()["ready"] == 2, "both")
-    after = pool.statistics()["pids"]
-    assert after[0] == before[0] and after[1] != before[1]
 
 
 def test_with_run_all(make_pool, gate, mailbox):

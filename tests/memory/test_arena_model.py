@@ -394,32 +394,6 @@ def test_a_hold_between_check_and_claim() -> None:
         del again
 
 
-def test_dead_owner_of_blocks_in_use() -> None:
-    """Blocks of a dead process stay while another holds them. Then their memory is released."""
-    with program() as one:
-        maker, user = one.join(), one.join()
-        blocks = [maker.lease(1 << 20) for _ in range(8)]
-        names = [block.name for block in blocks if block is not None]
-        for i, block in enumerate(blocks):
-            assert block is not None
-            tag(block, b"%016d" % i)
-        in_use = [user.adopt(name) for name in names[:4]]
-        at_home = [one.own.adopt(name) for name in names[4:6]]
-        blocks.clear()
-        del block
-        one.kill(maker)
-        assert one.own.file.used() < 7.5 * (1 << 20)
-        for i, held in enumerate([*in_use, *at_home]):
-            assert read(held, 16) == (b"%016d" % i,) * 2
-        at_home.clear()
-        del held
-        assert one.own.file.used() < 5.5 * (1 << 20)
-        # Another process has released these, so the next trim finds them.
-        in_use.clear()
-        assert one.own.trim() is False
-        assert one.own.file.used() < 1 << 20
-
-
 def test_limit() -> None:
     """At the limit, a lease fails. Free memory of other sizes is used first."""
     with program(limit=64 << 20) as one:
@@ -466,20 +440,6 @@ def test_idle_memory_is_released() -> None:
         assert block is not None
         tag(block, b"there is memory.")
         del block
-
-
-@pytest.mark.exhaustive
-def test_many_blocks_of_a_dead_process() -> None:
-    """If a process with 20,000 blocks dies, all its memory is released."""
-    with program(limit=1 << 30) as one:
-        other = one.join(limit=1 << 30)
-        blocks = [other.lease(LARGE) for _ in range(20_000)]
-        assert all(blocks)
-        one.own.adopt(blocks[7].name)  # type: ignore[union-attr]
-        blocks.clear()
-        one.kill(other)
-        assert one.own.file.used() < 20_000 * 512 + (4 << 20)
-        assert one.join().statistics()["out"] == 0
 
 
 def test_attachments_run_out() -> None:
