@@ -5,14 +5,12 @@ from __future__ import annotations
 import concurrent.futures as futures
 import inspect
 import os
-import subprocess
-import sys
 import threading
 from typing import Any
 
 import pytest
-from support import work
-from support.limits import PROGRAM_LIMIT, WAIT
+from support import scripts, work
+from support.limits import WAIT
 
 from xpool import Executor, Pool, ThreadPool, WorkerDied
 
@@ -247,11 +245,4 @@ def test_the_program_ends():
         "e = xpool.Executor(1)\n"
         "e.submit(pow, 2, 3).add_done_callback(lambda f: print(f.result(), flush=True))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_LIMIT,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
+    assert scripts.run_ok(["-c", code]) == "8\n"

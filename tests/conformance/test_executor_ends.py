@@ -6,14 +6,12 @@ import itertools
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 
 import pytest
-from support import work
-from support.limits import PROGRAM_LIMIT, WAIT
+from support import scripts, work
+from support.limits import WAIT
 from support.waiting import eventually, wait_gone
 
 import xpool
@@ -346,11 +344,7 @@ def test_a_forked_child():
         "        os._exit(0)\n"
         "    os.waitpid(pid, 0)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "BrokenExecutor\n", "")
+    assert scripts.run_ok(["-W", "ignore", "-c", code]) == "BrokenExecutor\n"
 
 
 def test_the_timeout_of_map(executor, gate):

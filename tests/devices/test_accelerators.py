@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import work
+from support import scripts, work
 from support.waiting import Gate, Mailbox
 
 import xpool.ray
@@ -639,8 +637,7 @@ def test_describing_a_machine_imports_no_framework():
         "            packages={'torch': '2', 'torch_npu': '2'})\n"
         "print(devices('npu', host=host), sorted({'torch', 'torch_npu'} & set(sys.modules)))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout == "[DeviceContext(npu:0, threads=1)] []\n"
+    assert scripts.run_ok(["-c", code]) == "[DeviceContext(npu:0, threads=1)] []\n"
 
 
 def test_kinds_over_hosts():

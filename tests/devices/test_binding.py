@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import scripts
 from support.tiers import also
 
 from xpool import (
@@ -186,8 +187,7 @@ def test_workers_follow_their_parents_cores():
         "mine = {max(os.sched_getaffinity(0))}; os.sched_setaffinity(0, mine)\n"
         "with Pool(1) as pool: print(pool.apply(os.sched_getaffinity, (0,)) == mine)\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout == "True\n"
+    assert scripts.run_ok(["-c", code]) == "True\n"
 
 
 class Unopenable:
@@ -273,7 +273,4 @@ print(sorted(loaded), sorted(one for one in new if any(name in one for name in r
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_devices_starts_no_runtime():
     """Counting devices of any kind imports no framework and loads no runtime library."""
-    out = subprocess.run(
-        [sys.executable, "-c", NO_RUNTIME], capture_output=True, text=True, check=True
-    )
-    assert out.stdout == "[] []\n"
+    assert scripts.run_ok(["-c", NO_RUNTIME]) == "[] []\n"

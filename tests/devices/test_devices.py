@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import scripts
 
 from xpool.devices import DeviceContext, Host, devices
 from xpool.errors import DeviceError, OptionError
@@ -53,8 +54,7 @@ def test_usable_cores_are_those_of_the_mask():
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
         "from xpool.devices import devices; print(devices())"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout == "[DeviceContext(cpu:0, threads=1)]\n"
+    assert scripts.run_ok(["-c", code]) == "[DeviceContext(cpu:0, threads=1)]\n"
 
 
 @pytest.mark.parametrize(("value", "threads"), [("3", 3), (" 6 ", 6), ("5,2", 5)])
@@ -210,8 +210,7 @@ def test_enter_imports_nothing():
         "import sys; from xpool.devices import devices; devices(n=2)[0].enter();"
         "print('torch' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout == "False\n"
+    assert scripts.run_ok(["-c", code]) == "False\n"
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import scripts
 
 from xpool.devices import Gpu, Host, devices
 from xpool.devices._host import Spare, find_chips, find_gpus, find_nodes, find_spare, parse_cpulist
@@ -122,8 +123,7 @@ def test_this_machine():
         "import sys; from xpool.devices import Host; host = Host.here()\n"
         "print(len(host.cpus) >= 1, sorted({'torch', 'torch_xla', 'torch_tpu'} & set(sys.modules)))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout == "True []\n"
+    assert scripts.run_ok(["-c", code]) == "True []\n"
 
 
 def test_repr_hides_variables():

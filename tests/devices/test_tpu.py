@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from support import scripts
 
 from xpool._worker.entry import set_environment
 from xpool.devices import Chip, Host, devices
@@ -356,8 +355,7 @@ def test_torch_tpu_is_kept_out_of_the_parent():
         "host = Host(chips=(Chip('v6e'),), packages={'torch': '2.13.0', 'torch_tpu': '0.2.0'})\n"
         "devices('tpu', host=host); print(os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout == "0\n"
+    assert scripts.run_ok(["-c", code]) == "0\n"
 
 
 def test_too_many_workers():

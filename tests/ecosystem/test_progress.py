@@ -9,7 +9,7 @@ import sys
 import threading
 
 import pytest
-from support import work
+from support import scripts, work
 from support.kinds import PROCESS_KINDS, THREAD_KINDS
 from support.limits import PROGRAM_LIMIT, WAIT
 from support.tiers import also
@@ -281,5 +281,5 @@ def test_import_xpool_imports_no_display():
         "import sys, xpool; from xpool import Pool, ThreadPool; "
         "assert not {'tqdm', 'rich'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    scripts.run_ok(["-c", code])
     assert importlib.util.find_spec("xpool._calls.progress")

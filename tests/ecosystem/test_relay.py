@@ -20,6 +20,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from support import scripts
 from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually
@@ -467,9 +468,7 @@ if __name__ == "__main__":
         assert not any("logs" in t.name for t in threading.enumerate())
     assert "logging" not in sys.modules
 """
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    scripts.run_ok(["-c", code])
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import struct
-import subprocess
-import sys
 import threading
 import tracemalloc
 from pathlib import Path
@@ -15,7 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.limits import PROGRAM_LIMIT, WAIT
+from support import scripts
+from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually
 
@@ -547,9 +546,5 @@ def test_nothing_listens_and_nothing_has_a_name(tmp_path):
     """The program and its workers have no listening socket and no file in /dev/shm or /tmp."""
     script = tmp_path / "script.py"
     script.write_text(NO_LISTENER)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True, text=True, check=False, timeout=PROGRAM_LIMIT,
-        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(xpool.__file__))},
-    )  # fmt: skip
+    done = scripts.run([str(script)])
     assert done.stdout.split("\n")[:2] == ["[] [[], [], [], []] 1000000", "[]"], done.stderr

@@ -8,7 +8,6 @@ import mmap
 import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import warnings
@@ -22,9 +21,9 @@ pytest.importorskip("torch")
 
 import numpy as np
 import torch
+from support import scripts
 from support import tensor_work as tasks
 from support.leaks import descriptors
-from support.limits import PROGRAM_LIMIT
 from support.tiers import also
 from support.waiting import eventually
 
@@ -284,11 +283,7 @@ def test_old_memory_is_kept_if_there_are_threads(tmp_path: Path) -> None:
     """A moved tensor's old memory is kept if the program has threads or no interpreter lock."""
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True, text=True, check=True, timeout=PROGRAM_LIMIT,
-        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(xpool.__file__))},
-    )  # fmt: skip
+    done = scripts.run([str(script)])
     assert done.stdout.split() == ["False", "True", "False", "True"], done.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import work
+from support import scripts, work
 from support.limits import WAIT
 from support.tiers import also
 from support.waiting import Gate, Mailbox
@@ -254,5 +253,4 @@ def test_with_spawn(warm: None, model: Any, method: str | None):
 def test_xla_does_not_import_torch():
     """`xpool.xla` imports neither torch nor torch_xla."""
     code = "import sys, xpool.xla; print({'torch', 'torch_xla'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout == "set()\n"
+    assert scripts.run_ok(["-c", code]) == "set()\n"
