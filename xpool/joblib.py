@@ -32,6 +32,7 @@ from joblib._parallel_backends import (
 )
 
 from xpool._calls.results import AsyncResult
+from xpool._pickling.by_value import settings
 from xpool._pools.base import BasePool
 from xpool._pools.process import Pool
 from xpool._pools.thread import ThreadPool
@@ -94,6 +95,10 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
         self._take(workers, {name: options[name] for name in options.keys() - _OF_FILES})
         return workers
 
+    def start_call(self) -> None:
+        super().start_call()
+        self._caller, self._settings = threading.get_ident(), settings.snapshot()
+
     def submit(
         self, func: Callable[[], Any], callback: Callable[[_Outcome], object] | None = None
     ) -> AsyncResult[Any]:
@@ -104,6 +109,8 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
                 "this backend is not configured; a generator of an earlier call to Parallel may "
                 "have been dropped: exhaust it first"
             )
+        if threading.get_ident() != self._caller:  # a callback submits the next batch
+            settings.take_over(self._settings)
         jobs, over = self._jobs, False
         job: AsyncResult[Any] | None = None
 

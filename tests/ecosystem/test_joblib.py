@@ -1,5 +1,6 @@
 """The backend ``"xpool"`` of joblib."""
 
+import decimal
 import multiprocessing
 import os
 import sys
@@ -94,6 +95,14 @@ def test_threads_of_libraries():
         look = delayed(lambda: os.environ["OMP_NUM_THREADS"])
         found = joblib.Parallel()(look() for _ in range(4))
     assert found == ["3"] * 4
+
+
+def test_settings_of_the_callers_thread():
+    """All batches have them, also those that another thread submits when a first one has ended."""
+    with decimal.localcontext() as context:
+        context.prec = 5
+        thirds = [delayed(lambda: str(decimal.Decimal(1) / 3))() for _ in range(20)]
+        assert set(joblib.Parallel(batch_size=1)(thirds)) == {"0.33333"}
 
 
 def test_two_calls_at_once():

@@ -629,6 +629,16 @@ def _of_libraries() -> dict[Row, Any]:
     return found
 
 
+def take_over(found: Snapshot) -> None:
+    """Set the rows of which each thread has its own values to those of another thread."""
+    if snapshot() is found:
+        return
+    values = {name: value for name, _, value in found.rows}
+    for row, now in _of_libraries().items():
+        if row.per_thread:
+            row.set(sys.modules[row.module or ""], values.get(row.name, row.default), now)
+
+
 def _worker_of(row: Row) -> _Worker:
     return _thread if row.per_thread else _process
 
