@@ -26,7 +26,7 @@ from xpool._memory.arena import IDLE_SECONDS, Arena
 from xpool._memory.holds import Block, Holds
 from xpool._memory.layout import HOLDS, ArenaFile
 from xpool._memory.system import address_of, is_fixed
-from xpool._python import at_fork
+from xpool._python import at_fork, descriptors
 from xpool._python.interrupt import shielded
 
 passing = threading.RLock()
@@ -204,8 +204,9 @@ class InFlightLeases:
             OSError: no descriptor is left.
         """
         if self._current is None:
+            # A forked child's copy would keep the byte locked.
             fd = layout.open_lease(self._arena.file.fd, self._arena.attachment, self._next)
-            self._current = _InFlightLease(self._next, fd)
+            self._current = _InFlightLease(self._next, descriptors.owned(fd))
             self._next += 1
         return self._current.fd
 
@@ -228,7 +229,7 @@ class InFlightLeases:
         if lease is not None:
             self._current = None
             # Copies in messages or receivers keep the byte locked.
-            os.close(lease.fd)
+            descriptors.close(lease.fd)
             if lease.blocks:
                 self._out.append(lease)
 
@@ -337,10 +338,6 @@ def _run() -> None:
 
 def _after_fork_in_child() -> None:
     global _calling, _thread, _wake
-    # An open copy of the parent's lease would keep the byte locked.
-    for one in _in_flight.values():
-        if one._current is not None:
-            os.close(one._current.fd)
     # The arenas are now `_Inherited`, so dropping the blocks releases no hold of the parent.
     _in_flight.clear()
     for foreign in _foreign.values():

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from xpool._memory.system import available_memory, new_buffer
-from xpool._python import at_fork
+from xpool._python import descriptors
 from xpool._python.descriptors import new_file
 from xpool._wire.wire import write_all
 
@@ -60,9 +60,6 @@ def receive(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[in
     return data, list(fds), bool(flags & socket.MSG_CTRUNC)
 
 
-_files: set[int] = set()  # descriptors of files that will be sent; a forked child closes them
-
-
 @contextmanager
 def file_with(message: bytes | memoryview) -> Iterator[int]:
     """Provide, in the block, the descriptor of an anonymous file that contains these bytes.
@@ -76,16 +73,12 @@ def file_with(message: bytes | memoryview) -> Iterator[int]:
             f"there is no memory for a message of {len(message)} bytes; send smaller objects, or "
             "let go of what was received"
         )
-    fd = new_file("xpool-message")
-    _files.add(fd)
+    fd = descriptors.owned(new_file("xpool-message"))
     try:
         write_all(fd, [message])
         yield fd
     finally:
-        # Removed before it is closed: the child of a fork between the two could close another file
-        # that has got the same number.
-        _files.remove(fd)
-        os.close(fd)
+        descriptors.close(fd)
 
 
 def read_file(fd: int, size: int) -> memoryview:
@@ -103,12 +96,3 @@ def read_file(fd: int, size: int) -> memoryview:
             raise ValueError(f"the file of a message has {at} bytes instead of {size}")
         at += got
     return whole
-
-
-def _after_fork_in_child() -> None:
-    for fd in _files:
-        os.close(fd)
-    _files.clear()
-
-
-at_fork.at_fork(in_child=_after_fork_in_child)
