@@ -259,7 +259,7 @@ class Engine:
         try:
             result = launch.run()
             with self.lock:
-                self._replacement.launched(launch, result)
+                self._replacement.launched(launch, *result)
         except BaseException as exc:
             with self.lock:
                 self._replacement.refused(launch, exc, again=again)

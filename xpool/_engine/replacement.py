@@ -89,8 +89,10 @@ class Launch(NamedTuple):
     arena: Arena | None
     attachment: int | None
 
-    def run(self) -> "Launched":
-        """Start the process.  Called without the engine's lock.
+    def run(self) -> tuple[Handle, list[Channel], list[bytes]]:
+        """Start the process; return it, with a channel and the first message for each worker.
+
+        Called without the engine's lock.
 
         Raises:
             Exception: of any type, if it cannot be started; nothing is left over.
@@ -99,16 +101,7 @@ class Launch(NamedTuple):
         configs = [
             one.recipe.config(one.index, one.generation + 1, self.attachment) for one in workers
         ]
-        handle, channels = self.worker.launch(self.arena)
-        return Launched(handle, channels, configs)
-
-
-class Launched(NamedTuple):
-    """A started process, with a channel and the first message for each of its workers."""
-
-    handle: Handle
-    channels: list[Channel]
-    configs: list[bytes]
+        return *self.worker.launch(self.arena), configs
 
 
 class Replacement:
@@ -184,18 +177,20 @@ class Replacement:
             one.launching()
         return Launch(worker, arena, attachment)
 
-    def launched(self, launch: Launch, result: Launched) -> None:
+    def launched(
+        self, launch: Launch, handle: Handle, channels: list[Channel], configs: list[bytes]
+    ) -> None:
         """Record a started process; tell it if the pool has ended or shrunk meanwhile.
 
         Raises:
             OSError: the system cannot watch it; it is killed, and nothing is left over.
         """
-        worker, workers, handle = launch.worker, launch.worker.workers, result.handle
-        for one, channel in zip(workers, result.channels, strict=True):
+        worker, workers = launch.worker, launch.worker.workers
+        for one, channel in zip(workers, channels, strict=True):
             one.launched(handle, channel, launch.attachment if one is worker else None)
         try:
             self._await_end(worker)
-            for one, config in zip(workers, result.configs, strict=True):
+            for one, config in zip(workers, configs, strict=True):
                 self._monitor.started(one)
                 if self._switchboard is not None:
                     self._switchboard.started(one)
