@@ -56,53 +56,40 @@ class Channel:
 
     def _make(self, index: int, has_control: bool, arena: Arena | None) -> socket.socket:
         relay = self._relay
-        mine: list[int] = []
-        theirs: list[int] = []
-        others: list[int] = []  # those of `theirs` that not every worker has
-        try:
-            task_r, task_w = os.pipe()
-            theirs.append(task_r)
-            mine.append(owned(task_w))
-            answer_r, answer_w = os.pipe()
-            theirs.append(answer_w)
-            mine.append(owned(answer_r))
-            life_r, life_w = os.pipe()
-            theirs.append(life_r)
-            mine.append(owned(life_w))
+        # The boot socket keeps the worker's ends open until the worker receives them.
+        with contextlib.ExitStack() as always, contextlib.ExitStack() as on_error:
+
+            def ends(mine: int, its: int) -> tuple[int, int]:
+                always.callback(os.close, its)
+                on_error.callback(descriptors.close, owned(mine))
+                return mine, its
+
+            task_w, task_r = ends(*reversed(os.pipe()))
+            answer_r, answer_w = ends(*os.pipe())
+            life_w, life_r = ends(*reversed(os.pipe()))
             page = make_file()
-            theirs.append(page)
+            always.callback(os.close, page)
             # Each end of a pipe has its own flags: the worker's ends stay blocking.
             for fd in (task_w, answer_r):
                 _widen(fd)
-            os.set_blocking(task_w, False)
-            os.set_blocking(answer_r, False)
-            if has_control:
-                pair = descriptors.pair(socket.SOCK_SEQPACKET)
-                self.control, its_control = (end.detach() for end in pair)
-                theirs.append(its_control)
-                mine.append(owned(self.control))
-                others.append(its_control)
-                os.set_blocking(self.control, False)
+                os.set_blocking(fd, False)
             box = Outbox(page)
             # The page is all zeros: a limit of 0 would forbid the worker to begin any task.
             box.forbid(NO_LIMIT)
-            # `others` has the order of the table in `worker.entry`.
+            others: list[int] = []  # not every worker has these; `worker.entry` has their order
+            if has_control:
+                pair = descriptors.pair(socket.SOCK_SEQPACKET)
+                self.control, its = ends(*(end.detach() for end in pair))
+                os.set_blocking(self.control, False)
+                others.append(its)
             if relay is not None:
-                self.logs, its_logs = relay.pair(index, box)
-                theirs.append(its_logs)
-                mine.append(owned(self.logs.fd))
-                others.append(its_logs)
+                self.logs, its = relay.pair(index, box)
+                ends(self.logs.fd, its)
+                others.append(its)
             if arena is not None:
                 others.append(arena.file.fd)
             boot = _packed(ONE, [task_r, answer_w, life_r, page, *others])
-        except BaseException:
-            for fd in mine:
-                descriptors.close(fd)
-            raise
-        finally:
-            # The boot socket keeps them open until the worker receives them.
-            for fd in theirs:
-                os.close(fd)
+            on_error.pop_all()
         self.writer, self.box = FrameWriter(task_w), box
         self.reader = FrameReader(answer_r)
         self._lifeline: int | None = life_w
