@@ -106,7 +106,6 @@ class IMapIterator(Iterator[T]):
         self.taken: Callable[[], object] | None = None
         # Without a buffersize: called when answers were unpickled, which makes room for more.
         self.opened: Callable[[], object] | None = None
-        self.chunksize = 1
         self.items_per_task = 1
         self.with_index = False
         # Makes the numbers of consecutive tasks, from the first on.
@@ -290,7 +289,7 @@ class IMapIterator(Iterator[T]):
                 errors += failed
             keys = list(range(first, beyond))
         # One error takes the place of all items of a chunk.
-        moved = len(values) + errors * (self.chunksize - 1) * self._chunked
+        moved = len(values) + errors * (self.items_per_task - 1)
         return ResultBuffer(values), keys, beyond, moved, weight
 
     def _unpacked(

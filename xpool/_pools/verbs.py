@@ -312,7 +312,7 @@ def imap(
     results = kind(name, pool, size > 1)
     flow = FlowControl(buffersize, pool._size, results.buffer)
     if buffersize is not None:
-        results.taken, results.chunksize = flow.handed_out, size
+        results.taken = flow.handed_out
     else:
         results.opened = flow.handed_out
     results.total, results.returns_errors = _length(iterable), options.returns_errors
@@ -325,7 +325,15 @@ def imap(
         return results
     # Without a buffersize, all of the input is drawn even if the iterator is dropped.
     gone = flow.stop if buffersize is not None else flow.unbind
-    job = _stream(pool, results, work.func, gone, options)
+    number = next(pool._jobs.numbers)
+    if options.journal is None:
+        job = Stream(results, number, gone)
+    else:
+        from xpool._pools.journal import Journal, Recorded  # imports sqlite3
+
+        beside = _inputs_of_workers(pool)
+        journal = _call(Journal, options.journal, work.func, options.key, options.version, beside)
+        job = Recorded(results, number, gone, journal, pool._jobs)
     results.cancelling, job.options, job.flow = (job, flow), options, flow
     if options.progress is not False:
         job.progress = results.progress = Progress(
@@ -377,23 +385,6 @@ def _numbering(put: Put, chunked: bool, size: int) -> Put:
         return put(index, list(zip(count(index * size), task)) if chunked else (index, task))
 
     return put_numbered
-
-
-def _stream(
-    pool: PoolOfVerbs,
-    results: IMapIterator[Any],
-    func: Any,
-    gone: Callable[[], None],
-    options: TaskOptions,
-) -> Stream:
-    jobs, number = pool._jobs, next(pool._jobs.numbers)
-    if options.journal is None:
-        return Stream(results, number, gone)
-    from xpool._pools.journal import Journal, Recorded  # imports sqlite3
-
-    beside = _inputs_of_workers(pool)
-    journal = _call(Journal, options.journal, func, options.key, options.version, beside)
-    return Recorded(results, number, gone, journal, jobs)
 
 
 @interruptible

@@ -524,15 +524,16 @@ def _pin_all(made: queue.SimpleQueue[PinnedResult | None], devices: Any, device:
         del result
 
 
-class PinnedResult:
+class PinnedResult(Flag):
     """The result of making a batch, ready when the batch is in pinned memory."""
 
+    ready = Flag.is_set
+
     def __init__(self, result: Any, made: queue.SimpleQueue[PinnedResult | None]) -> None:
+        super().__init__()
         self._result, self._made = result, made
         self._answer: Any = None
         self._error: BaseException | None = None
-        self._flag = Flag()
-        self._waiters = self._flag._waiters
         # Registered before the check, so that a wake between the two is not lost.
         result._waiters.append(self)
         if result.ready():
@@ -543,7 +544,7 @@ class PinnedResult:
         self._made.put(self)
 
     def pin(self) -> None:
-        if self._flag.is_set():
+        if self.ready():
             return
         try:
             answer = self._result.get()
@@ -551,16 +552,10 @@ class PinnedResult:
         except BaseException as error:  # `get` raises it
             self._error = error
         self._result = None
-        self._flag.set()
-
-    def ready(self) -> bool:
-        return self._flag.is_set()
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._flag.wait(timeout)
+        self.set()
 
     def get(self) -> Any:
-        self._flag.wait()
+        self.wait()
         if self._error is not None:
             raise self._error
         return self._answer
