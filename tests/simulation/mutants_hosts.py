@@ -6,7 +6,7 @@ from xpool._engine.jobs.waiting import RangeQueue
 from xpool._hosts import messages as m
 from xpool._hosts import service
 from xpool._hosts.agent import AgentSession
-from xpool._hosts.hosts_scheduler import HostScheduler, Lost, Quotas
+from xpool._hosts.hosts_scheduler import HostScheduler, Quotas
 from xpool._hosts.messages import Link
 from xpool._hosts.service import Conversation, HostService
 
@@ -176,8 +176,8 @@ def _(original, sched, item, *how):
 def _(original, sched, number):
     found = original(sched, number)
     for one in found:
-        one.item.bound = None
-    return [Lost(one.item, one.again or one.item.terms.retries > 0) for one in found]
+        one.bound = None
+    return found
 
 
 @hosts("tasks bound to a lost host's worker wait for ever", HostScheduler, "lost")

@@ -316,7 +316,7 @@ class Cluster:
         lost = self.sched.lost(host.number)
         self.lost, self.begun = len(lost), len(host.begun)
         for one in lost:
-            self.sched.put_back(one.item)
+            self.sched.put_back(one)
 
 
 def main() -> None:

@@ -24,23 +24,11 @@ import bisect
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from xpool._engine.jobs.ranges import CALLS, TaskRange, covers, name_of, piece
 from xpool._engine.jobs.waiting import RangeQueue, Waiting
 from xpool._hosts.messages import Back, Cancel, Drop, Forget, Func, Go, Stage
-
-
-class Lost(NamedTuple):
-    """An item that a lost host may have run, as a range; ``again``: it may be retried."""
-
-    item: TaskRange
-    again: bool
-
-    @property
-    def name(self) -> tuple[int, int]:
-        """Job and index, as the pool knows them."""
-        return name_of(self.item.job, self.item.first)
 
 
 class StagedBatch:
@@ -245,7 +233,7 @@ class HostScheduler(Waiting):
             self._drop(host, list(host.staged), found)
         return found
 
-    def lost(self, number: int) -> list[Lost]:
+    def lost(self, number: int) -> list[TaskRange]:
         """Remove a host that is gone.
 
         Returns the items that it may have run, oldest first, and then those that waited for one of
@@ -255,10 +243,7 @@ class HostScheduler(Waiting):
         host = self.hosts.pop(number)
         for sets in (self.with_staged, self.recallable, self.with_bound, self.unwatched):
             sets.pop(number, None)
-        found = []
-        for name, batch in host.permitted.items():
-            part = batch.item(name)
-            found.append(Lost(part, part.terms.retries > 0 and part.bound is None))
+        found = [batch.item(name) for name, batch in host.permitted.items()]
         its = range(host.first, host.first + host.workers)
         for w in its:
             self.bound_ahead[w] = 0
@@ -266,11 +251,9 @@ class HostScheduler(Waiting):
                 job, func, first = task_range.job, task_range.func, task_range.first
                 items = self.own[w].take(len(task_range.items), 1 << 62)
                 found += [
-                    Lost(TaskRange(job, func, first + i, (item,), w), False)
-                    for i, item in enumerate(items)
+                    TaskRange(job, func, first + i, (item,), w) for i, item in enumerate(items)
                 ]
-        found += [Lost(one, False) for one in self.later.take_out(lambda one: one.bound in its)]
-        return found
+        return found + self.later.take_out(lambda one: one.bound in its)
 
     def is_there(self, worker: int) -> bool:
         """Whether the host of a worker is in service or expected."""

@@ -234,20 +234,18 @@ class HostService:
             if one.bound is not None and one.bound < 0:
                 one.bound = self.sched.least_loaded()  # None: any worker of the next host
             if one.bound is not None and not self.sched.is_there(one.bound):
-                self._refuse(one)
+                host = self.gone.get(self.sched.host_of[one.bound], "")
+                for index in range(one.first, one.first + len(one.items)):
+                    self._lose(one.job, index, one.bound, host, "its workers have ended")
             else:
                 self.sched.put(one)
         return self.give(hold)
 
-    def _refuse(self, one: TaskRange) -> None:
-        """Fail the tasks of a range that is bound to a worker whose host is gone."""
-        assert one.bound is not None
-        host = self.gone.get(self.sched.host_of[one.bound], "")
-        for index in range(one.first, one.first + len(one.items)):
-            job, item = name_of(one.job, index)
-            task = self._describe(job, item)
-            error = HostLost(host, "its workers have ended", task, one.bound)
-            self.results.append((job, item, (False, error)))
+    def _lose(self, job: int, index: int, bound: int | None, host: str, reason: str) -> None:
+        """Fail a task whose host is gone."""
+        job, item = name_of(job, index)
+        error = HostLost(host, reason, self._describe(job, item), -1 if bound is None else bound)
+        self.results.append((job, item, (False, error)))
 
     def give(self, hold: bool = False) -> tuple[int, int] | None:
         """Permit and stage waiting tasks, and send the queued messages.
@@ -456,14 +454,11 @@ class HostService:
         self.gone[number] = agent.name
         self.deaths += agent.status.statistics.get("deaths", 0)
         over = agent.heard + self._lease * DRIFT + END_SECONDS
-        for lost in self.sched.lost(number):
-            if lost.again and not self.ending:
-                self.sched.put_again(lost.item, False, over)
+        for one in self.sched.lost(number):
+            if one.terms.retries > 0 and one.bound is None and not self.ending:
+                self.sched.put_again(one, False, over)
             else:
-                job, index = lost.name
-                worker = -1 if lost.item.bound is None else lost.item.bound
-                error = HostLost(agent.name, reason, self._describe(job, index), worker)
-                self.results.append((job, index, (False, error)))
+                self._lose(one.job, one.first, one.bound, agent.name, reason)
         self._last_to_go = f"{agent.name}: {reason}"
 
     def _fail(self, error: BaseException | PickledResult) -> None:
