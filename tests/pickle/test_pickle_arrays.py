@@ -11,6 +11,8 @@ import pytest
 
 from xpool._pickling import frame
 from xpool._pickling.frame import INLINE_BELOW
+from xpool._pickling.pickler import write_group
+from xpool._pickling.reducers import Group
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import decode, dumps, encode, loads
 
@@ -232,6 +234,15 @@ def test_short_messages_are_pickles() -> None:
         assert (back == one).all()
     assert b"extension" not in dumps(one)
     assert pickle.loads(dumps(one)).flags.writeable
+
+
+def test_a_global_array_of_records_with_objects_and_arrays() -> None:
+    """Its elements, which are loaded before it, are not views of it."""
+    one = np.array([(1, "a", [1.0, 2.0])], [("i", "i4"), ("s", "O"), ("v", "f8", 2)])
+    written = write_group(one, Group({id(one): ("__main__", "one")}, {}), False)
+    back = pickle.loads(b"".join(written.chunks))
+    assert back.dtype == one.dtype
+    assert repr(back) == repr(one)
 
 
 # -- other libraries ------------------------------------------------------------------------------

@@ -88,7 +88,9 @@ def _reduce(pickler: Context, array: Any) -> Any:
 
 
 def _may_be_base(base: Any) -> bool:
-    return type(base) is sys.modules["numpy"].ndarray and bool(base.flags.c_contiguous)
+    # The elements of an array of objects are loaded before it, also if they are its views.
+    own = type(base) is sys.modules["numpy"].ndarray and not base.dtype.hasobject
+    return own and bool(base.flags.c_contiguous)
 
 
 @builder
