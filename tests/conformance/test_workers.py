@@ -114,28 +114,12 @@ def test_maxtasksperchild_counts_chunks(process_kind, make_pool):
     assert list(counts.values()) == [3] * 4
 
 
-def test_maxtasksperchild_with_several_workers(process_kind, make_pool):
-    """No worker runs more than `maxtasksperchild` tasks, and all tasks are done."""
-    pool = make_pool(process_kind, 2, maxtasksperchild=5)
-    counts = collections.Counter(pool.map(work.pid, range(43), chunksize=1))
-    assert sum(counts.values()) == 43 and max(counts.values()) <= 5
-
-
 def test_maxtasksperchild_of_threads(thread_kind, make_pool):
     """A thread pool with `maxtasksperchild` runs all tasks."""
     if STDLIB:
         pytest.skip("the standard library's constructor does not take it")
     pool = make_pool(thread_kind, 2, maxtasksperchild=2)
     assert pool.map(work.square, range(20), 1) == [i * i for i in range(20)]
-
-
-def test_close_early_with_short_lives(process_kind, make_pool):
-    """If a pool of short-lived workers is closed early, it still runs all tasks."""
-    pool = make_pool(process_kind, 2, maxtasksperchild=1)
-    results = [pool.apply_async(work.slow_square, (0.02, i)) for i in range(8)]
-    pool.close()
-    pool.join()
-    assert [r.get(0) for r in results] == [i * i for i in range(8)]
 
 
 def test_daemon_flag(process_kind, make_pool):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import signal
 import subprocess
@@ -253,23 +252,6 @@ def test_no_group_of_torch_distributed(start: Any):
     """Threads of one process cannot be ranks, because a process has one rank."""
     with pytest.raises(OptionError, match="threads of one process.*per_process=1"):
         start(2).create_group()
-
-
-def test_a_failed_start_closes_channels(monkeypatch: pytest.MonkeyPatch):
-    """If descriptors run out at the second of three channels, the first is closed."""
-    from xpool._engine import worker_process as channel
-
-    made = iter([channel.make_file()])  # type: ignore[attr-defined]
-
-    def no_more() -> int:
-        for fd in made:
-            return fd
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(channel, "make_file", no_more)
-    with pytest.raises(OSError, match="Too many open files"):
-        CtxPool(worker_contexts=cores(3))
-    gc.collect()
 
 
 # -- kill -9 in each state -----------------------------------------------------------------------

@@ -75,18 +75,6 @@ only~ = Only~()
 ? Only~() is only~, only~.log, Only~._one is only~
 > Only~().log.append('seen')
 %gives only~
-= class: sentinel
-NOTHING~ = object()
-class Absent~:
-    pass
-absent~ = Absent~()
-slots~ = {"a": NOTHING~, "b": absent~, "c": 0}
-def given~(name, default=NOTHING~):
-    return slots~.get(name, NOTHING~) is not default
-? [given~(name) for name in 'abcd'], slots~['b'] is absent~
-> slots~['c'] = NOTHING~
-> slots~['d'] = absent~
-%gives absent~
 = class: exception of its own
 class Refused~(ValueError):
     codes = {"low": 1}

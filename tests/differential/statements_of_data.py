@@ -204,17 +204,6 @@ from types import SimpleNamespace
 opts = SimpleNamespace(depth=2)
 def depth_of():
     return opts.depth
-= config: flag of a class in a module
-import own_flags~
-? own_flags~.Flags.loud, own_flags~.Flags().level()
-> own_flags~.Flags.loud = True
-> own_flags~.Flags.scale = 7
-%file own_flags~.py
-class Flags:
-    loud = False
-    scale = 2
-    def level(self):
-        return self.scale * (1 + self.loud)
 = config: set by a function of the module
 import own_setup~
 own_setup~.configure(level=3)
@@ -254,35 +243,6 @@ def scaled(x):
 from .core import scaled
 def area(side):
     return scaled(side) * side
-= config: patched function of a module
-import own_tools~
-plain~ = own_tools~.work
-def traced~(x):
-    return ("traced", plain~(x))
-own_tools~.work = traced~
-? own_tools~.twice(x)
-> own_tools~.work = lambda x: -x
-%file own_tools~.py
-def work(x):
-    return x
-def twice(x):
-    return [work(x)] * 2
-= config: patched method of a module's class
-import own_pets~
-def loudly~(self):
-    return self.name.upper() + "!"
-own_pets~.Pet.speak = loudly~
-? own_pets~.pet.speak(), own_pets~.Pet('b').speak()
-> own_pets~.pet.name = 'rex'
-> own_pets~.Pet.speak = lambda self: 'none'
-%gives own_pets~.pet
-%file own_pets~.py
-class Pet:
-    def __init__(self, name):
-        self.name = name
-    def speak(self):
-        return self.name
-pet = Pet("tom")
 = config: patches that keep the names
 import functools
 import own_jobs~
@@ -578,17 +538,6 @@ seen~ = weakref.WeakSet([tenant~])
 > owner~.name = 'p'
 > seen~.add(owner~)
 %gives owner~
-= registry: enum keys
-import enum
-class Mode~(enum.Enum):
-    FAST = "fast"
-    SAFE = "safe"
-handlers~ = {Mode~.FAST: len, Mode~.SAFE: lambda text: text + "?"}
-mode~ = Mode~.FAST
-? handlers~[mode~]('abc'), mode~.name, mode~ is Mode~('fast')
-> mode~ = Mode~.SAFE
-> handlers~[Mode~.FAST] = str.upper
-%names mode~
 = data: equal values that are not the same
 exact~, exacts~ = 1, {"n": 1}
 class Exact~:

@@ -186,20 +186,3 @@ def test_a_task_that_waits_for_its_next_try(kind, make_pool, log):
     assert pool.apply(work.square, (3,)) == 9
     pool.close()
     pool.join(WAIT)
-
-
-def test_some_of_many_calls_sent_together(process_kind, make_pool, log, gate):
-    """If some of the calls sent together are cancelled, all others run."""
-    pool = make_pool(process_kind, 2)
-    # The pool learns that these tasks are short.
-    assert pool.map(work.same, range(500), 1) == list(range(500))
-    held = [pool.apply_async(work.gated, (gate.path, i)) for i in range(2)]
-    calls = [pool.apply_async(work.logged, (str(log), i)) for i in range(300)]
-    victims = {0, 1, 2, 7, 100, 101, 298, 299}
-    assert all(calls[i].cancel() for i in victims)
-    assert all(cancelled(calls[i]) for i in victims)
-    gate.open(2)
-    assert [r.get(WAIT) for r in held] == [0, 1]
-    wanted = [i for i in range(300) if i not in victims]
-    assert [calls[i].get(WAIT) for i in wanted] == wanted
-    assert sorted(map(int, log.read_text().split())) == wanted

@@ -21,7 +21,7 @@ from support.limits import PROGRAM_LIMIT, WAIT
 from support.tiers import also
 from support.waiting import eventually, wait_gone
 
-from xpool import P2PPool, TaskTimeout, WorkerDied
+from xpool import TaskTimeout, WorkerDied
 
 from . import matrix
 from .after_faults import check_death, check_usable, workers_of
@@ -290,54 +290,6 @@ def test_calls_of_one_worker_run_in_order(process_kind, make_pool, log):
 
 
 # Signals of other processes ----------------------------------------------------------------------
-
-
-def lost_of(results, expected):
-    """Check the results, and return those that a death has cost."""
-    lost = []
-    for i, (result, value) in enumerate(zip(results, expected, strict=True)):
-        try:
-            assert result.get(WAIT) == value
-        except WorkerDied:
-            lost.append(i)
-    return lost
-
-
-def test_killed_while_it_reads_a_large_task(process_kind, make_pool, mailbox, gate):
-    """If a worker is killed while it receives a large task, at most this task fails."""
-    pool = make_pool(process_kind, 1)
-    (victim,) = workers_of(pool, mailbox, gate, 1)
-    os.kill(victim, signal.SIGSTOP)
-    results = [pool.apply_async(len, (bytes(30_000_000),)) for _ in range(3)]
-    os.kill(victim, signal.SIGKILL)
-    assert len(lost_of(results, [30_000_000] * 3)) <= 1
-    check_usable(pool, mailbox, gate, 1)
-
-
-def test_stopped_worker_does_not_delay_the_others(make_pool, mailbox, gate):
-    """While one worker is stopped before it reads a large task, the other worker runs tasks."""
-    pool = make_pool(P2PPool, 2)
-    stopped, running = (pool.apply(work.pid, worker=i) for i in range(2))
-    os.kill(stopped, signal.SIGSTOP)
-    try:
-        large = [pool.apply_async(len, (bytes(20_000_000),), worker=0) for _ in range(2)]
-        assert [pool.apply_async(work.pid, worker=1).get(WAIT) for _ in range(20)] == [running] * 20
-        assert not any(r.ready() for r in large)
-    finally:
-        os.kill(stopped, signal.SIGCONT)
-    assert [r.get(WAIT) for r in large] == [20_000_000] * 2
-
-
-def test_stopped_worker_is_killed(process_kind, make_pool, mailbox, gate, log):
-    """If a stopped worker is killed, other workers run its tasks. At most one task fails."""
-    pool = make_pool(process_kind, 2)
-    victim = workers_of(pool, mailbox, gate, 2)[0]
-    os.kill(victim, signal.SIGSTOP)
-    results = [pool.apply_async(work.logged, (str(log), i)) for i in range(40)]
-    os.kill(victim, signal.SIGKILL)
-    lost = lost_of(results, range(40))
-    assert len(lost) <= 1
-    assert sorted(map(int, log.read_text().split())) == [i for i in range(40) if i not in lost]
 
 
 def ignore_sigterm(box):

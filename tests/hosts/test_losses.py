@@ -221,38 +221,6 @@ def test_a_loss(stage, tmp_path, what, how, when):
     assert wait_gone(pids) == []
 
 
-@pytest.mark.parametrize("seconds", [0.2, *also(30)])
-def test_a_loss_after_short_calls(stage, tmp_path, seconds):
-    """If tasks become long, the pool recalls those that it sent ahead while they were short. So the
-    loss of a host fails few tasks."""
-    path = str(tmp_path / "log")
-    with stage.pool() as pool:
-        pids = workers(pool, stage.victim)
-        for i in range(200):
-            assert pool.apply(abs, (-i,)) == i
-        result = pool.starmap_async(
-            work, [(path, seconds, i) for i in range(60)], chunksize=1, on_error="return"
-        )
-
-        def some() -> bool:
-            runs = [run for its in history(path).values() for run in its]
-            there = any(run[0] in pids for run in runs)
-            return there and (len(runs) >= 12 or time.monotonic() > min(r[1] for r in runs) + 2)
-
-        eventually(some, "tasks run on the victim", WAIT)
-        os.kill(raylet(stage.victim), signal.SIGKILL)
-        if seconds < 1:
-            found = result.get(WAIT)
-            assert len(check(path, found, 1, stage.victim)) <= 4
-        else:
-            eventually(lambda: len(pool.statistics()["hosts"]) == 1, "the host is gone", WAIT)
-            statistics = pool.statistics()
-            # Only the two tasks that ran on the lost host have failed.
-            assert statistics["running"] + statistics["waiting"] >= 58
-            pool.terminate()
-    stage.cluster.remove(stage.victim)
-
-
 def test_a_host_that_joins(stage, tmp_path):
     """A host that joins the cluster while a pool works gets tasks."""
     path = str(tmp_path / "log")
