@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -77,11 +78,6 @@ class Part:
             text = text.replace("@", gives.replace("~", str(self.other)))
         return text.replace("~", str(self.number))
 
-    @property
-    def rounds(self) -> int:
-        """In how many rounds workers are asked about it."""
-        return max([2, *(_round(place) for _, place, _ in self.changes)])
-
 
 def _round(place: str) -> int:
     """Return the round before which a change at a place happens."""
@@ -97,7 +93,8 @@ class Script:
     in_main: bool = False  # its main part is a function
     early: bool = False  # the pool is made before the changes under the guard
     first: bool = False  # the probes are defined before the statements
-    late: bool = False  # workers of a new pool are asked, too
+    # Workers are asked only about what has changed, and those of a new pool about all at the end.
+    late: bool = False
 
     @property
     def needs_torch(self) -> bool:
@@ -122,6 +119,13 @@ class Script:
             for part in self.parts
             for at in range(len(part.statement.probes))
         }
+
+    def rounds(self, part: Part) -> list[int]:
+        """Return the rounds in which workers of the first pool are asked about a part."""
+        if not self.late:
+            return [1, 2]
+        about = [one for one in self.parts if one.number in (part.number, part.other)]
+        return sorted({1, *(_round(place) for one in about for _, place, _ in one.changes)})
 
     def text(self) -> str:
         return _Text(self).whole()
@@ -203,9 +207,9 @@ class _Text:
         referee = "referee = Referee(pool)"
         before, after = ([], self.main) if self.script.early else (self.main, [])
         inner = [referee, *after]
-        for turn in range(1, 1 + max(part.rounds for part in self.script.parts)):
+        for turn in range(1, 1 + max([2, *self.between])):
             inner += [*self.between.get(turn, ()), f"referee.round = {turn}"]
-            inner += [ask for part, ask in self.asks if part.rounds >= turn]
+            inner += [ask for part, ask in self.asks if turn in self.script.rounds(part)]
         late = [referee, f"referee.round = {turn + 1}", *(ask for _, ask in self.asks)]
         for part in self.script.parts:
             if part.statement.after:
@@ -301,14 +305,15 @@ KINDS_OF_STATEMENTS = list(dict.fromkeys(one.kind for one in STATEMENTS.values()
 
 
 def complete(kind: str) -> Script:
-    """Return a script of all statements of a kind, with all their changes one after the other."""
+    """Return a script of all statements of a kind, with each of their changes in a round of its
+    own: the worker finds out about it although nothing else has changed."""
     draw = random.Random(f"all {kind}")
     said = [one for one in STATEMENTS.values() if one.kind == kind]
     modes = [mode for mode in MODES if all(mode in one.modes for one in said)]
     mode = modes[KINDS_OF_STATEMENTS.index(kind) % len(modes)]
-    parts = []
+    parts, turns = [], itertools.count(2)
     for number, one in enumerate(said, 1):
-        changes = tuple((at, f"between {at + 2}", False) for at in range(len(one.changes)))
+        changes = tuple((at, f"between {next(turns)}", False) for at in range(len(one.changes)))
         parts.append(replace(_drawn(draw, one, number), changes=changes))
     in_main = draw.random() < 0.5
     return Script(mode, (*parts, *_links(draw, parts, 3)), in_main, late=True)
@@ -460,7 +465,7 @@ def judged(script: Script, folder: Path) -> tuple[list[Verdict], str]:
     if code is None:
         rows.append(Verdict("hang", "*", 0, f"after {len(rows)} probes", error=err[-4000:]))
     elif code or Counter(row.key for row in rows if row.key in keys) != {
-        key: part.rounds + script.late for key, part in keys.items()
+        key: len(script.rounds(part)) + script.late for key, part in keys.items()
     }:
         rows.append(Verdict("the script fails", "*", 0, f"exit code {code}", error=err[-4000:]))
     elif other := {*(folder / "loads").read_text().split()} - {str(pid)}:

@@ -163,6 +163,43 @@ holder~ = Holder~[int](5)
 > Holder~.Part.weight = 30
 > holder~.item = [holder~.part]
 %gives holder~
+= class: bases and virtual subclasses that come later
+import abc
+class One~:
+    who = "one"
+class Two~:
+    who = "two"
+class Heir~(One~):
+    options, deep, itself = {}, {"inside": bytearray()}, {}
+Heir~.itself["class"] = Heir~
+class Rounded~(abc.ABC):
+    pass
+class Circle~:
+    pass
+class Ring~:
+    pass
+circle~, ring~ = Circle~(), Ring~()
+? Heir~.who, len(Heir~.options), len(Heir~.deep['inside']), len(Heir~.itself)
+? isinstance(circle~, Rounded~), isinstance(ring~, Rounded~)
+> Heir~.__bases__ = (Two~,)
+| Rounded~.register(Circle~)
+> Rounded~.register(Ring~)
+| Heir~.options[1] = Heir~.itself["more"] = 1
+> Heir~.deep["inside"].append(1)
+= class: names and defaults of its own
+import collections
+class Fake~:
+    __name__ = "fake"
+class Computed~:
+    @property
+    def __name__(self):
+        return "computed"
+Pair~ = collections.namedtuple("Pair~", "left right")
+Pair~.__new__.__defaults__ = (0, 0)
+? Fake~().__name__, Fake~.__name__[:4], Computed~().__name__, Computed~.__name__[:8]
+? Pair~(1), Pair~(1, 2)
+> Pair~.__new__.__defaults__ = (5,)
+> Pair~.__new__.__defaults__ = (0, 7)
 = function: counted calls
 import functools
 def counted~(func):

@@ -27,7 +27,6 @@ from xpool.pickle import decode, dumps, encode
 
 
 def again(obj: Any) -> Any:
-    """A round trip within this process."""
     plain = pickle.loads(dumps(obj))
     assert type(plain) is type(obj)
     return decode(encode(obj))
@@ -579,61 +578,6 @@ def test_a_class_that_holds_methods_of_its_own(receiver: Receiver) -> None:
     assert same and text == "Own" and {type(each) for each in (*made, held)} == {Own}
 
 
-def test_virtual_subclasses(receiver: Receiver) -> None:
-    """Virtual subclasses reach the other process, also those registered after the first trip."""
-
-    class Shape(abc.ABC):  # noqa: B024 - its subclasses are virtual
-        pass
-
-    class Round:
-        pass
-
-    def look(one: Any) -> bool:
-        gc.collect()  # frees objects that only a registry holds
-        return isinstance(one, Shape)
-
-    assert not receiver.call(look, Round())
-    Shape.register(Round)
-    assert [receiver.call(look, Round()) for _ in range(3)] == [True] * 3
-
-    @Shape.register
-    class Late:
-        pass
-
-    # The receiver got `Late` with `Shape` and dropped it before the first instance arrived.
-    assert not receiver.call(look, 1)
-    assert receiver.call(look, Late()) and receiver.call(look, Round())
-    seen = weakref.ref(Late)
-    del Late
-    gc.collect()
-    assert seen() is None
-
-
-@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, list, bytearray])
-def test_class_attributes_changed_in_place(kind: Any, receiver: Receiver) -> None:
-    """Containers in a class are pickled as they are at the time of the call."""
-
-    class Settings:
-        options = kind()
-        deep: typing.ClassVar[dict[str, Any]] = {"inside": kind()}
-        itself: typing.ClassVar[dict[str, Any]] = {}
-
-    Settings.itself["class"] = Settings
-
-    def look(one: Any) -> Any:
-        return len(Settings.options), len(type(one).deep["inside"]), len(Settings.itself)
-
-    def add(to: Any) -> None:
-        to.update({1: 1}) if hasattr(to, "update") else to.append(1)
-
-    assert receiver.call(look, Settings()) == (0, 0, 1)
-    add(Settings.options)
-    assert receiver.call(look, Settings()) == (1, 0, 1)
-    add(Settings.deep["inside"])
-    Settings.itself["more"] = 1
-    assert receiver.call(look, Settings()) == (1, 1, 2)
-
-
 def test_registering_reducers_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """If one thread is registering a module's reducers, other threads wait for it."""
     begun = threading.Event()
@@ -741,23 +685,6 @@ def test_a_value_at_the_address_of_an_earlier_one(receiver: Receiver) -> None:
             assert receiver.call(lambda cls: cls.rate, Model) == n + 0.25
 
 
-def test_the_bases_of_a_class_are_changed(receiver: Receiver) -> None:
-    """A class whose bases were assigned has these in the other process, too."""
-
-    class One:
-        who = "one"
-
-    class Two:
-        who = "two"
-
-    class Sub(One):
-        pass
-
-    assert receiver.call(lambda cls: cls.who, Sub) == "one"
-    Sub.__bases__ = (Two,)
-    assert receiver.call(lambda cls: cls.who, Sub) == "two"
-
-
 def test_globals_of_methods_are_changed(receiver: Receiver) -> None:
     """The globals that are copied with methods arrive with their new values: those of code that has
     a namespace of its own, and all with ``recurse``."""
@@ -817,29 +744,3 @@ def test_a_deleted_attribute(receiver: Receiver) -> None:
     assert receiver.call(look, Config) == [True] * 4
     del Config.flag, Config.half, Config.get
     assert receiver.call(look, Config) == [False, False, False, True]
-
-
-def test_a_class_whose_body_defines_its_name(forgotten: Callable[[Any], Any]) -> None:
-    """`__name__` of the body is that of the instances, and the class keeps its own."""
-
-    class Fake:
-        __name__ = "fake"
-
-    class Computed:
-        @property
-        def __name__(self) -> str:
-            return "computed"
-
-    for cls, name in ((Fake, "fake"), (Computed, "computed")):
-        made = forgotten(cls)
-        assert made is not cls and (made().__name__, made.__name__) == (name, cls.__name__)
-
-
-def test_defaults_that_a_named_tuple_gets_later(receiver: Receiver) -> None:
-    """``Point.__new__.__defaults__``, before the class is first sent and after it."""
-    Point: Any = collections.namedtuple("Point", "x y")
-    Point.__qualname__ = "elsewhere.Point"
-    for given in ((0, 0), (5,), (0, 7)):
-        Point.__new__.__defaults__ = given
-        made = receiver.call(apply, Point, 1)
-        assert made == (1, given[-1]) and type(made) is Point
