@@ -369,24 +369,6 @@ def test_task_references_are_released(kind, make_pool):
     eventually(gone, "the item of the error released", 5)
 
 
-def test_many_pools(kind, make_pool):
-    """Twenty pools, one after the other, run their tasks and end."""
-    for i in range(20):
-        with kind(1) as pool:
-            assert pool.apply(work.square, (i,)) == i * i
-        pool.join()
-
-
-def test_three_pools_at_once(kind, make_pool):
-    """Three pools at once return their own results."""
-    pools = [make_pool(kind, 1) for _ in range(3)]
-    results = [
-        pool.map_async(work.add_to, [(i, n) for i in range(50)]) for n, pool in enumerate(pools)
-    ]
-    for n, result in enumerate(results):
-        assert result.get() == [i + n for i in range(50)]
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_core_with_every_start_method(make_pool, method, gate, mailbox):
     """With every start method, a pool runs tasks, raises their errors, and ends."""

@@ -19,7 +19,6 @@ BOTH = pytest.mark.parametrize("kind", [Pool, ThreadPool])
 
 
 def at_gate(pool, mailbox, gate, count):
-    """Submit `count` tasks that wait at the gate. Return their results."""
     results = [pool.apply_async(work.who_at_gate, (mailbox.path, gate.path)) for _ in range(count)]
     mailbox.lines(count)
     return results

@@ -73,7 +73,6 @@ def who(core: Core) -> tuple[int, int, int, int, list[int]]:
 
 
 def at_gate(core: Core, box: str, gate: str) -> tuple[int, int]:
-    """Post the worker's number, wait at the gate, return the number and the pid."""
     work.post(box, str(core.number))
     work.pass_gate(gate)
     return core.number, os.getpid()

@@ -16,7 +16,7 @@ from support.limits import PROGRAM_LIMIT, WAIT
 from support.tiers import also
 from support.waiting import eventually, wait_gone
 
-from xpool import Pool, ResultNotPicklable, WorkerDied, XPoolError
+from xpool import Pool, ResultNotPicklable, XPoolError
 
 from .test_limits import script
 from .test_parent import PARENT, finish, started
@@ -143,7 +143,6 @@ def limit_addresses(mebibytes):
 
 
 def take_memory(n):
-    """Allocate that many bytes."""
     return len(bytearray(n))
 
 
@@ -188,15 +187,6 @@ def test_the_parent_at_its_memory_limit(tmp_path):
                 print("ulimit -v" in str(error) and "is_copy_tensor=False" in str(error))
     """
     assert script(tmp_path, text) == ["True", "refused", "9", "True"]
-
-
-def test_sigkill_mentions_memory(process_kind, make_pool):
-    """The error of a worker killed by SIGKILL mentions memory."""
-    pool = make_pool(process_kind, 1)
-    with pytest.raises(WorkerDied, match="memory") as caught:
-        pool.apply(work.end, ("SIGKILL",))
-    assert caught.value.signal == "SIGKILL"
-    assert pool.apply(work.square, (3,)) == 9
 
 
 @pytest.mark.slow

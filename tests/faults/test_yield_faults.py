@@ -54,7 +54,6 @@ def dies(flag, how, k, n):
 
 
 def pids(box, n):
-    """Post the pid, then give numbers."""
     post(box, str(os.getpid()))
     yield from range(n)
 

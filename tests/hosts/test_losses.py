@@ -285,7 +285,6 @@ def test_an_end_that_is_reported_twice(stage, monkeypatch):
 
 
 def where(_):
-    """Return this worker's host."""
     return xpool.current_worker().host
 
 

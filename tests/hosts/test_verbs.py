@@ -29,19 +29,16 @@ pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
 
 
 def over(cluster, **options):
-    """Make a pool of one worker on each of two hosts."""
     import xpool.ray
 
     return Pool(hosts=xpool.ray.hosts(n=2, per_host=1), **options)
 
 
 def where(_=None):
-    """Return the worker's index, host and process id."""
     return current_worker().index, current_worker().host, os.getpid()
 
 
 def fail_at(bad, x):
-    """Raise for one number, return the others."""
     if x == bad:
         raise LookupError(f"no {x}")
     return x

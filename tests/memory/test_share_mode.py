@@ -485,14 +485,6 @@ def test_shared_memory_without_a_file(sharing: Any) -> None:
     assert tensor.data_ptr() == address and int(tensor.sum()) == 0
 
 
-def test_tensor_over_numpy(sharing: Any) -> None:
-    """A tensor over an array moves. The array keeps its memory."""
-    array = np.arange(MIB, dtype=np.int32)
-    tensor = torch.from_numpy(array)
-    sharing.apply(tasks.write, (tensor, 5))
-    assert (tensor == 5).all() and (array == np.arange(MIB)).all()
-
-
 def test_received_as_numpy(sharing: Any) -> None:
     """An array over an already shared tensor is shared too."""
     tensor = torch.zeros(MIB, dtype=torch.uint8)

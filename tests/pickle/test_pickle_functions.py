@@ -23,7 +23,6 @@ from xpool.pickle import decode, dumps, encode, loads, mark_static_module
 
 
 def again(obj: Any) -> Any:
-    """A round trip within this process."""
     plain = pickle.loads(dumps(obj))
     assert type(plain) is type(obj)
     return decode(encode(obj))

@@ -17,19 +17,16 @@ made: Any = None
 
 
 def echo(inbox: Any, outbox: Any) -> None:
-    """Pass each item on, until None."""
     while (item := inbox.get()) is not None:
         outbox.put(item)
 
 
 def put_all(queue: Any, items: Any) -> None:
-    """Put the items, one after the other."""
     for item in items:
         queue.put(item)
 
 
 def put_numbers(queue: Any, who: int, count: int) -> None:
-    """Put (who, 0), (who, 1), and so on."""
     for i in range(count):
         queue.put((who, i))
 
@@ -43,7 +40,6 @@ def collect(queue: Any, results: Any) -> None:
 
 
 def get_one(queue: Any, results: Any) -> None:
-    """Get one item, and put the pid and the item."""
     results.put((os.getpid(), queue.get()))
 
 
@@ -54,13 +50,11 @@ def remember(queue: Any) -> None:
 
 
 def put_remembered(item: Any) -> int:
-    """Put into the queue that came with the initializer."""
     inherited.put(item)
     return os.getpid()
 
 
 def get_remembered() -> Any:
-    """Get from the queue that came with the initializer."""
     return inherited.get()
 
 

@@ -17,7 +17,6 @@ class Draws:
         self.random = random.Random(seed).random
 
     def chance(self, probability: float) -> bool:
-        """Return true with this probability."""
         return self.random() < probability
 
     def one_of(self, options: list[T]) -> T:
@@ -34,7 +33,6 @@ class Draws:
         return limit * self.random()
 
     def below(self, n: int) -> int:
-        """Return a number from 0 to n - 1."""
         return int(self.random() * n)
 
 

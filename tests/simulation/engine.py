@@ -668,7 +668,6 @@ class EngineWorld(World):
     # -- workers ---------------------------------------------------------------------------------
 
     def next_pid(self) -> int:
-        """Return the pid of a new process."""
         return next(self.pids)
 
     def decides(self, index: int) -> None:
@@ -710,11 +709,9 @@ class EngineWorld(World):
         return self.draw.starts.up_to(0.02)
 
     def fails_to_start(self) -> bool:
-        """Whether the initializer raises."""
         return self.draw.starts.chance(self.bad_starts)
 
     def task_of(self, payload: bytes) -> Task:
-        """Return the task of a payload."""
         job, index, _ = payload.split(b".", 2)
         return int(job), int(index)
 

@@ -75,7 +75,6 @@ class Events:
         return self.get_nowait()
 
     def get_nowait(self) -> Any:
-        """Return the next event, if there is one."""
         if not self.waiting:
             raise queue.Empty
         return self.waiting.popleft()
@@ -164,7 +163,6 @@ class HostWorld(World):
     # -- time --------------------------------------------------------------------------------------
 
     def later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
-        """Schedule a call."""
         heapq.heappush(self.heap, (self.now + seconds, next(self.numbers), call, args))
 
     def trip(self) -> float:
@@ -217,7 +215,6 @@ class HostWorld(World):
         self.check_recalled()
 
     def tell(self, event: Any) -> None:
-        """Send the driver an event."""
         self.events.put(event)
 
     def caller_receives(self, reply: f.Replied) -> None:
@@ -514,7 +511,6 @@ class HostWorld(World):
         self.engine.withdraw(*place)
 
     def forget(self, job: int) -> None:
-        """Forget the function of a finished job."""
         if job not in self.forgotten:
             self.forgotten.add(job)
             self.engine.forget(self.funcs[job])
@@ -618,7 +614,6 @@ class HostWorld(World):
             self.wrong(f"{name} is bound to {task.bound}, not {first + w}")
 
     def ends(self, host: Host, name: Task) -> None:
-        """A task has stopped running."""
         self.known[name].where = None
         self.progress = self.now
 

@@ -99,7 +99,6 @@ def nothing(*_, **__):
 
 
 def false(*_):
-    """Return False."""
     return False
 
 

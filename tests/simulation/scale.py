@@ -203,11 +203,9 @@ class Cluster:
             self.sched.join(number)
 
     def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
-        """Schedule a call."""
         heapq.heappush(self.heap, (when, next(self.serial), call, args))
 
     def takes(self, index: int) -> float:
-        """Return the seconds of a task."""
         if isinstance(self.length, float):
             return self.length * (0.5 + self.draw.random())
         return self.length[index]
@@ -305,7 +303,6 @@ class Cluster:
             self.at(host.arrives, host.told, its)
 
     def weight(self, message: Any) -> int:
-        """Return the bytes of a message."""
         return len(message.items) * self.nbytes if type(message) is m.Stage else 0
 
     def lose(self) -> None:

@@ -284,7 +284,6 @@ class SchedulerWorld(World):
                 self.wrong(f"worker {w} is idle while a task waits that it may run")
 
     def waits_alone(self) -> bool:
-        """Whether a task waits to run alone."""
         return any(tasks for _, tasks in self.queues[ALONE])
 
     def lone_runs(self) -> bool:
@@ -541,7 +540,6 @@ class SchedulerWorld(World):
             self.enter(self.bound[tasks[0]], (None, tasks), front=True)
 
     def end(self, task: Task, how: str) -> None:
-        """Record the end of a task."""
         if task in self.ended:
             self.wrong(f"{task} is {how}, and was {self.ended[task]} before")
         self.ended[task] = how

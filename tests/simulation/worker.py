@@ -71,7 +71,6 @@ class Handle:
             self._worker.doomed = -signum
 
     def close(self) -> None:
-        """Close the descriptor."""
         if not self._ended:
             self._world.wrong("a process was closed before its end")
         self._world.kernel.fds.close(self.sentinel)

@@ -32,7 +32,6 @@ def put(index: int, queue: Any) -> None:
 
 
 def turn(index: int, box: str, gates: list[str]) -> int:
-    """Post a line, and return when this index's gate opens."""
     work.post(box, f"{index} {os.getpid()}")
     work.pass_gate(gates[index])
     return 10 * index

@@ -13,10 +13,8 @@ joblib.parallel.DEFAULT_BACKEND = "xpool"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker of joblib's tests."""
     config.addinivalue_line("markers", "thread_unsafe: used by joblib's tests")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the workers."""
     xpool.joblib.shutdown()

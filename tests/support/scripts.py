@@ -60,7 +60,6 @@ def popen(arguments: Sequence[str], **options: object) -> subprocess.Popen[str]:
 
 
 def write(path: Path, text: str) -> str:
-    """Write a dedented script and return its path."""
     path.write_text(textwrap.dedent(text))
     return str(path)
 

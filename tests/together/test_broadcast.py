@@ -32,7 +32,6 @@ def table(value: float = 1.0) -> dict[str, Any]:
 
 
 def seen(obj: Any, *rest: Any) -> tuple[int, float, int]:
-    """Return the worker's index, the sum, and the object's identity."""
     return current_worker().index, float(obj["w"].sum()), id(obj)
 
 

@@ -51,7 +51,6 @@ def register(log, ways=WAYS):
 
 
 def wait_and_log(main, log):
-    """In a thread, write a line when the main thread has ended."""
     main.join()
     work.log_line(log, "thread")
 
