@@ -42,16 +42,6 @@ def fibonacci() -> Callable[[int], int]:
     return fib
 
 
-def even_and_odd() -> tuple[Any, Any]:
-    def even(n: int) -> bool:
-        return n == 0 or odd(n - 1)
-
-    def odd(n: int) -> bool:
-        return n != 0 and even(n - 1)
-
-    return even, odd
-
-
 def decorate(f: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(f)
     def wrapper(*args: Any) -> Any:
@@ -74,7 +64,6 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[Any, ...], Any]] = {
     "closure with a default": (lambda: closure_over(3), (2,), 8),
     "closures over a loop": (lambda: [closure_over(i) for i in range(4)][3], (1,), 5),
     "recursive": (fibonacci, (10,), 55),
-    "mutually recursive": (lambda: even_and_odd()[0], (8,), True),
     "decorated": (lambda: decorated, (1,), [1]),
     "wrapped function": (lambda: decorated.__wrapped__, (1,), 1),  # type: ignore[attr-defined]
     "partial": (lambda: functools.partial(closure_over(2), y=1), (4,), 9),
@@ -87,13 +76,6 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[Any, ...], Any]] = {
     "unbound method": (lambda: str.upper, ("a",), "A"),
     "module of its own": (lambda: lambda: sys.modules[operator.__name__].add(1, 2), (), 3),
 }
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_call(name: str) -> None:
-    """Each kind of callable works after the trip."""
-    make, args, expected = CALLS[name]
-    assert again(make())(*args) == expected
 
 
 def test_calls_elsewhere(receiver: Receiver) -> None:
