@@ -15,6 +15,7 @@ because `_lazy_torch` is called only for an object of torch.
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import sys
 from functools import partial
@@ -89,6 +90,24 @@ def _lazy_torch() -> None:
 
 
 LAZY["torch"] = LAZY["torch.nn.parameter"] = LAZY["torch.storage"] = _lazy_torch
+
+
+def _lazy_optimizer() -> None:
+    base = sys.modules["torch.optim.optimizer"].Optimizer
+
+    def reduce(pickler: Context, optimizer: Any) -> Any:
+        """Pickle an optimizer in a global with its hooks and other attributes, which its own
+        ``__getstate__`` leaves out."""
+        kind = type(optimizer)
+        methods = "__reduce__", "__reduce_ex__", "__getstate__"
+        if pickler.group is None or any(getattr(kind, n) is not getattr(base, n) for n in methods):
+            return NotImplemented
+        return copyreg.__newobj__, (kind,), vars(optimizer)  # type: ignore[attr-defined]
+
+    FOR_SUBCLASSES[base] = reduce
+
+
+LAZY["torch.optim.optimizer"] = _lazy_optimizer
 
 
 def _learn(torch: Any) -> None:
