@@ -306,7 +306,7 @@ engine(
     "no task is given when one that was to run alone is dropped",
     WorkerMonitor,
     "withdraw",
-    pinned=3827,
+    pinned=4153,
 )(give_none(lambda sched: True))
 
 
@@ -354,7 +354,7 @@ def _(original, sched, *what):
 engine("no task is given when a heavy one has ended", WorkerMonitor, "_after_answers")(
     give_none(lambda sched: sched.heavy in sched.queued)
 )
-engine("no task is given when a heavy one is dropped", WorkerMonitor, "withdraw", pinned=3827)(
+engine("no task is given when a heavy one is dropped", WorkerMonitor, "withdraw", pinned=4153)(
     give_none(lambda sched: sched.heavy in sched.queued)
 )
 
@@ -806,7 +806,7 @@ def _(original, monitor, worker):
         original(monitor, worker)
 
 
-@engine("failed starts of a dismissed worker still count", Replacement, "_look_at_end", pinned=196)
+@engine("failed starts of a dismissed worker still count", Replacement, "_look_at_end", pinned=258)
 def _(original, replacement, worker):
     policy = replacement._policy
     before = dict(policy._failures), dict(policy._killed)
