@@ -499,13 +499,15 @@ def test_cancelled_anywhere(start: Any):
 
 
 @pytest.mark.usefixtures("plugin")
-def test_an_import_is_not_interrupted(start: Any, mailbox: Mailbox, gate: Gate):
+def test_an_import_is_not_interrupted(start: Any, gate: Gate):
     """A timeout during an import kills the process, so that no later task finds half a module."""
     pool = start(2)
-    task = pool.apply_async(work.import_plugin, timeout=1)
-    mailbox.line()
-    with pytest.raises(TaskTimeout, match="preload"):
-        task.get()
+    for limit in 1, 5, 25:
+        with pytest.raises(TaskTimeout) as caught:
+            pool.apply(work.import_plugin, timeout=limit)
+        if "plugin.py" in caught.value.stack:
+            break  # else the machine was so busy that the time was over before the import began
+    assert "preload" in str(caught.value)
     gate.open(1)
     assert pool.apply(work.import_plugin) == ["plugin"]
 

@@ -211,20 +211,17 @@ def test_a_shielded_function_is_not_interrupted(process_kind, make_pool, log):
 
 
 @pytest.mark.usefixtures("plugin")
-def test_an_import_is_not_interrupted(process_kind, make_pool, mailbox, gate):
+def test_an_import_is_not_interrupted(process_kind, make_pool, gate):
     """An import is not interrupted. It ends, or its worker is killed."""
     pool = make_pool(process_kind, 1)
     for limit in LIMIT, 5 * LIMIT, 25 * LIMIT:
-        result = pool.apply_async(work.import_plugin, timeout=limit)
-        mailbox.line()
-        error = stopped(result, limit)
+        error = stopped(pool.apply_async(work.import_plugin, timeout=limit), limit)
         if "plugin.py" in error.stack:
             break  # else the machine was so busy that the time was over before the import began
     assert "plugin.py" in error.stack and "preload" in str(error)
     assert wait_gone([error.pid]) == []
     gate.open(1)
     assert pool.apply(work.import_plugin) == ["plugin"]
-    mailbox.line()
 
 
 @pytest.mark.usefixtures("plugin")
