@@ -94,19 +94,17 @@ _versions = itertools.count(1)
 
 def _up_to_date(cls: type, recurse: bool) -> Definition:
     with registry.lock:
-        entry = _entry_of(cls)
-        again = recurse and entry.own  # functions have copies of globals, which may have changed
-        definition = None if again else entry.definition
-        if definition is None or not _holds(definition):
+        definition = _entry_of(cls).definitions.get(recurse)
+        if definition is None or not _holds(definition, recurse):
             state = Blob()
             data, names = write_blob(cls, recurse, state)
+            entry, versions = _entry_of(cls), state.versions
             # Another process has numbered the versions of received classes.
-            received = [version for one, version in state.versions.items() if not one.own]
+            received = [version for one, version in versions.items() if not one.own]
             version = next(_versions) if entry.own else max(received)
             blob = zlib.compress(data, 1)
-            definition = Definition(version, blob, frozenset(names), state.versions, state.open)
-            if not again:
-                entry.definition = definition
+            definition = Definition(version, blob, frozenset(names), versions, state.open)
+            entry.definitions[recurse] = definition
         elif definition.opened:
             functions = (ref() for ref in definition.opened)
             new = (keys_of(one) for one in functions if one is not None)
@@ -120,27 +118,29 @@ def _entry_of(cls: type) -> ClassEntry:
     return entry
 
 
-def _holds(definition: Definition) -> bool:
+def _holds(definition: Definition, recurse: bool) -> bool:
     """Whether none of the classes in a definition has changed."""
     for entry, version in definition.classes.items():
         cls = entry.ref()
         if cls is None:
             return False
-        _compare(cls, entry)
+        _compare(cls, entry, recurse)
         if entry.version != version:
             return False
     return True
 
 
-def _compare(cls: type, entry: ClassEntry) -> None:
+def _compare(cls: type, entry: ClassEntry, recurse: bool) -> None:
     """Raise the version of a class if it has changed."""
     if not entry.own:  # only its owner changes a class
         return
-    mark = _Mark(cls, entry.token)
-    entry.changes = mark.changes
-    if entry.mark != mark.value:
-        entry.mark = mark.value
-        entry.version = next(_versions)
+    # With `recurse`, functions have copies of globals, which may have changed as well.
+    for one in {False, recurse}:
+        mark = _Mark(cls, entry.token, one)
+        entry.changes = mark.changes
+        if entry.marks.get(one) != mark.value:
+            entry.marks[one] = mark.value
+            entry.version = next(_versions)
 
 
 class _Mark:
@@ -150,8 +150,8 @@ class _Mark:
     functions and constants, which need no reducers.  All the rest is pickled.
     """
 
-    def __init__(self, cls: type, token: str) -> None:
-        self.own = f"{cls.__qualname__}."
+    def __init__(self, cls: type, token: str, recurse: bool) -> None:
+        self.recurse, self.own = recurse, f"{cls.__qualname__}."
         self.blob = Blob(is_mark=True)
         self.rest: list[Any] = []
         self.changes = False  # whether a part, other than of functions, may be changed in place
@@ -171,7 +171,7 @@ class _Mark:
                     once = name.startswith(_SET_ONCE)
                     parts += name, id(value) if once else self.part(value, True)
             self.rest += (one for ref in registered_classes(cls) if (one := ref()) is not None)
-            data = write_blob(self.rest, False, self.blob)[0] if self.rest else b""
+            data = write_blob(self.rest, recurse, self.blob)[0] if self.rest else b""
             # Code is compared as an object.  This keeps it alive, so new code has another id.
             self.value = pickle.dumps(parts, 5), data, self.blob.codes
         except Exception as error:  # an object's `__reduce__` can raise any error
@@ -192,7 +192,9 @@ class _Mark:
         if is_attribute and (inside := functions_in(value))[0] is not value:
             parts = [self.part(one, True) for one in inside]
             return [*parts, self.part(own_attributes(value) or None)]
-        plain = kind is FunctionType and module_of(value.__globals__) is not None
+        # With `recurse`, functions have copies of globals.
+        plain = kind is FunctionType and not self.recurse
+        plain = plain and module_of(value.__globals__) is not None
         if plain and (is_attribute or not (value.__closure__ or value.__dict__)):
             self.blob.codes.append(value.__code__)
             named = (value.__kwdefaults__ or {}).items()
@@ -231,7 +233,7 @@ def load(token: str, version: int, blob: bytes, names: tuple[tuple[str, str], ..
         assert entry is not None
         if not entry.own and entry.loaded < version:
             definition = Definition(version, blob, frozenset(names), {})
-            entry.definition = definition
+            entry.definitions = {False: definition, True: definition}
             entry.loaded = version
         return cls
 
@@ -242,15 +244,14 @@ def load(token: str, version: int, blob: bytes, names: tuple[tuple[str, str], ..
 def _written_out(cls: type, recurse: bool, versions: dict[Any, int]) -> Any:
     entry = _entry_of(cls)
     # First, so that a change that another thread makes now is found later.
-    _compare(cls, entry)
+    _compare(cls, entry, recurse)
     versions[entry] = entry.version
-    version = next(_versions) if recurse and entry.own else entry.version
     plain = _make, _shell(cls, entry.token), frozenset[str]()
     make, args, skip = _special(cls, entry.token) or plain
     state = _state(cls, skip | _data_of(cls))
     if entry.own:  # in a forked worker, a later definition may lack one of them
         entry.attributes = frozenset(state)
-    return make, args, (version, cls.__bases__, state), None, None, _fill
+    return make, args, (entry.version, cls.__bases__, state), None, None, _fill
 
 
 def _special(cls: type, token: str) -> special_classes.Shell | None:
@@ -438,7 +439,7 @@ def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
         for _, _, one in _methods(cls)
         if not one.__dict__
     ]
-    definition = _entry_of(cls).definition
+    definition = _entry_of(cls).definitions.get(False)
     inside = () if definition is None else definition.classes
     owners = (_entry_of(owner) for _, owner in with_nested(cls.__qualname__, cls))
     return functions, any(entry.changes for entry in (*owners, *inside))

@@ -53,10 +53,10 @@ class ClassEntry:
         # The version of the class itself.  The owner raises it when the class changes.  -1 is lower
         # than any version, so `classes._fill` fills a received class.
         self.version = 0 if own else -1
-        # What the owner compares to detect a change of the class itself, and the definition, which
-        # contains other classes, too.
-        self.mark: Any = None
-        self.definition: Definition | None = None
+        # By `recurse`: what the owner compares to detect a change of the class itself, and the
+        # definition, which contains other classes, too.
+        self.marks: dict[bool, Any] = {}
+        self.definitions: dict[bool, Definition] = {}
 
 
 # Guards the tables below.  Held while a definition is written or loaded, so that no thread sees an
@@ -134,7 +134,7 @@ def forget_received_definitions() -> None:
     """Let definitions of received classes be written again.  The caller holds the lock."""
     for entry in _by_token.values():
         if not entry.own:
-            entry.definition = None
+            entry.definitions = {}
 
 
 def disown() -> None:
