@@ -961,16 +961,35 @@ class Frame:
         for name, value in zip(self.columns, state[1], strict=True):
             setattr(self, name, value)
 
-job, table, frame = Job("x"), Table({}), Frame(1)
+class Ordered(dict):
+    def __new__(cls, *args):
+        self = super().__new__(cls)
+        self.order = []
+        return self
+    def __setitem__(self, key, value):
+        self.order.append(key)
+        super().__setitem__(key, value)
+
+class Cached:
+    def __new__(cls):
+        self = super().__new__(cls)
+        self.cache = {}
+        return self
+    def __getstate__(self):
+        return {}
+
+job, table, frame, ordered, cached = Job("x"), Table({}), Frame(1), Ordered(), Cached()
 
 def use():
-    return Job.count, job.name, Table.made, dict(table), frame.a, len(vars(frame)), Frame.columns
+    order = len(ordered), type(ordered.order), cached.cache
+    made = Job.count, job.name, Table.made, dict(table), frame.a, len(vars(frame)), Frame.columns
+    return made, order
 
 if __name__ == "__main__":
     with xpool.Pool(1) as pool:
         for number in range(3):
             print(pool.apply(use) == use(), end=" ")
-            job.name, table[number], frame.a = number, number, number
+            job.name, table[number], frame.a, ordered[number] = [number] * 4
     pool.join()
 """
 
@@ -979,3 +998,29 @@ def test_objects_in_globals_arrive_without_effects_of_their_classes(tmp_path):
     """`__new__` is not called, and `__setstate__` finds attributes that its class shares with the
     object's state."""
     assert scripts.run_ok([scripts.write(tmp_path / "new.py", NEW)]).split() == ["True"] * 3
+
+
+RECURSIVE = """
+import xpool
+
+def make():
+    class Counter:
+        count = 0
+        def hit(self):
+            type(self).count += 1
+            return self.count
+    return Counter
+
+def hit(counter):
+    return counter.hit()
+
+if __name__ == "__main__":
+    with xpool.Pool(1, is_recursive=True) as pool:
+        counter = make()()
+        print([pool.apply(hit, (counter,)) for _ in range(3)])
+"""
+
+
+def test_what_a_task_sets_in_a_class_stays_in_a_recursive_pool(tmp_path):
+    """A class that has not changed is not filled again by the next message."""
+    assert scripts.run_ok([scripts.write(tmp_path / "recursive.py", RECURSIVE)]) == "[1, 2, 3]\n"

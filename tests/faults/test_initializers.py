@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -91,6 +93,20 @@ def test_replacement_that_cannot_start(process_kind, make_pool, tmp_path):
     with pytest.raises(XPoolError) as caught:
         pool.apply_async(work.square, (3,)).get(WAIT)
     assert "broken" in story(caught.value)
+
+
+def fail_and_stay() -> None:
+    """Fail, but let the end of the process take long."""
+    atexit.register(time.sleep, 3600)
+    raise ValueError("no device")
+
+
+def test_initializer_that_fails_in_a_worker_that_does_not_end(make_pool):
+    """`initializer_timeout` ends the worker, and the initializer's own error is the reason."""
+    pool = make_pool(Pool, 1, fail_and_stay, initializer_timeout=0.2)
+    with pytest.raises((WorkerStartFailed, PoolClosed)) as caught:
+        pool.apply(abs, (-1,))
+    assert "no device" in story(caught.value)
 
 
 def test_initializer_whose_module_the_child_does_not_have(make_pool):

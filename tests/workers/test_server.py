@@ -324,6 +324,24 @@ def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
     assert waited == [True]
 
 
+def start_program() -> int:
+    """Start a program that goes on after this worker; return its pid."""
+    return os.posix_spawn("/bin/sleep", ["sleep", "600"], {})
+
+
+def test_a_program_of_a_task_does_not_hide_the_workers_end(make_pool):
+    """A program that a task has started inherits no descriptor, so it hides no death."""
+    pool = make_pool(Pool, 1)
+    program = pool.apply(start_program)
+    (worker,) = pool.statistics()["pids"]
+    (server,) = [one for one in ForkServer._servers.values() if one._live]
+    server._process.kill()
+    assert server._process.wait(WAIT) == -signal.SIGKILL
+    os.kill(worker, signal.SIGKILL)
+    assert pool.apply_async(abs, (-1,), retries=1).get(WAIT) == 1
+    os.kill(program, signal.SIGKILL)
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_worker_that_has_forked_outlives_its_server(make_pool):
     """A worker of a killed server goes on. Its death is seen, also if its child has its pipes."""

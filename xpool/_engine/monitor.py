@@ -657,7 +657,7 @@ class WorkerMonitor:
         """Kill a worker that has not stopped its task, or its start, within the grace period."""
         if worker not in self._direct:
             self.drain(worker)
-        starts, now = worker in self._starting and worker.reason is None, self._reactor.now()
+        starts, now = worker in self._starting, self._reactor.now()
         if starts:
             stack = worker.box.stack()
             # Without its last line, the stack may be half written.
@@ -670,7 +670,7 @@ class WorkerMonitor:
         if not due:  # it has left the item and will answer, or it lacked processor time
             self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
             return
-        if starts:
+        if starts and worker.reason is None:  # else its initializer has failed
             # Record it first: the pool reads the reason when the process has ended.
             task, limit = "The start of the worker, with its initializer,", self._start_limit or 0.0
             worker.failed(TaskTimeout(limit, worker.index, worker.pid, task, own_part(stack)))

@@ -232,7 +232,10 @@ _WAKE = object()
 """In the queue: wakes a thread, which then checks whether it is a surplus one."""
 
 _ANY = -1
-"""The place for which `RestartPolicy` counts failed starts and initializers, in any thread."""
+"""The place for which `RestartPolicy` counts failed initializers, in any thread."""
+
+_REFUSED = -2
+"""The place for which it counts threads that the system has refused."""
 
 MOST_WAIT_SECONDS = 86400.0
 """Longest wait.  A task's time limit may be longer than a lock's timeout can be."""
@@ -321,7 +324,7 @@ class ThreadWorkers:
         """Start another thread in a place that has lost its own, or fail the pool."""
         now = time.monotonic()
         # An initializer that fails in one thread fails in the others, too, as does a start.
-        place = _ANY if kind in (EndKind.FAILED, EndKind.REFUSED) else index
+        place = {EndKind.FAILED: _ANY, EndKind.REFUSED: _REFUSED}.get(kind, index)
         with self._places.lock:
             pause, attempts = self._policy.lost(place, kind, now), self._policy.attempts(place)
             if pause:
@@ -358,6 +361,7 @@ class ThreadWorkers:
                 with self._places.lock:
                     self._policy.forget_failures(index)
                     self._policy.forget_failures(_ANY)
+                    self._policy.forget_failures(_REFUSED)
                 get, put = self._ends(me)
                 options.work(get, put, None, (), None)
         finally:

@@ -51,6 +51,15 @@ def borrowed(fd: int, kind: int) -> Iterator[socket.socket]:
         sock.detach()
 
 
+def receive(sock: socket.socket, most: int) -> tuple[bytes, list[int]]:
+    """Receive a byte with at most so many descriptors, which programs that this process starts do
+    not inherit: a copy would hide its end from its parent."""
+    data, fds, _, _ = socket.recv_fds(sock, 1, most)  # ignores its flags before Python 3.14
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return data, list(fds)
+
+
 def without_limit(sock: socket.socket) -> socket.socket:
     """Let a socket block; return it."""
     if sock.gettimeout() is not None:

@@ -35,11 +35,12 @@ class Borrowed(resource_tracker.ResourceTracker):
     def _fd(self) -> int | None:
         if self._forking == threading.get_ident():
             return None  # makes the hook of `multiprocessing` do nothing: see `become`
-        if self._ask is not None:
+        ask = self._ask
+        if ask is not None:
             # The original stays open: its end tells the parent that this process has ended, if the
-            # fork server is killed.
+            # fork server is killed.  Two threads may ask at the same time: the answers are equal.
             with descriptors.on_copy(self._parent) as sock:
-                self._got, self._ask = self._ask(sock), None
+                self._got, self._ask = ask(sock), None
         return self._got
 
     @_fd.setter
@@ -62,8 +63,12 @@ class Borrowed(resource_tracker.ResourceTracker):
             # child of `os.fork`.  The child would start its own tracker, which would unlink memory
             # to which the child has only attached.  The hook does nothing if `_fd` is None.
             # Hooks of a child run in the order of registration, so this one runs after it.
+            def before() -> None:
+                ask_now()  # first, because a child cannot ask
+                tracker._forking = threading.get_ident()
+
             at_fork.at_fork(
-                before=lambda: setattr(tracker, "_forking", threading.get_ident()),
+                before=before,
                 in_parent=lambda: setattr(tracker, "_forking", 0),
                 in_child=lambda: setattr(tracker, "_forking", 0),
             )

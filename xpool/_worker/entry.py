@@ -26,7 +26,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -51,9 +50,6 @@ REFUSED = b"E"
 
 MOST_WORKERS = 64
 """Most workers of a process; one message can carry 253 descriptors."""
-
-CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-"""Flag for receiving descriptors: programs that a task starts must not inherit them."""
 
 _HEAD = struct.Struct("<BxxxIQ")  # a copy of xpool._wire.wire.TO_WORKER: too early to import that
 
@@ -103,8 +99,7 @@ def main(
 def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
     """Return the message in a socket and its descriptors; close the socket."""
     with descriptors.on(sock) as boot:
-        kind, fds, _, _ = socket.recv_fds(boot, 1, most, CLOSE_ON_EXEC)
-    return kind, list(fds)
+        return descriptors.receive(boot, most)
 
 
 def _read_config(tasks: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copyreg
 import sys
 import typing
-from types import BuiltinFunctionType, MemberDescriptorType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
 from typing import Any
 
 from xpool._pickling import reducers
@@ -110,9 +110,11 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         return NotImplemented
     reduced = obj.__reduce_ex__(5)
     if type(reduced) is not str:
-        if pickler.group is not None and reduced[0] is _NEW and len(reduced[1]) == 1:
-            return empty_object, *reduced[1:]
-        return reduced
+        # `__new__` may make what a state leaves out, or what these methods use during the load.
+        own = any(type(getattr(type(obj), name, None)) is FunctionType for name in _USES_NEW)
+        if pickler.group is None or own or reduced[0] is not _NEW or len(reduced[1]) != 1:
+            return reduced
+        return empty_object, *reduced[1:]
     if origin == IMPORTED:
         return NotImplemented
     made = _make_object, (registry.token_of(obj), type(obj))
@@ -131,6 +133,7 @@ def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
 
 
 _NEW = copyreg.__newobj__  # type: ignore[attr-defined]
+_USES_NEW = ("__getstate__", "__setstate__", "__setitem__", "append", "extend")
 
 
 @builder

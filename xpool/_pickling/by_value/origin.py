@@ -222,21 +222,38 @@ def place_of(key: Key) -> tuple[Any, str]:
     return holder, name
 
 
+# By module and attribute: the last value that a property of an installed module had.
+_read: dict[tuple[int, str], Any] = {}
+
+
 class _Properties:
-    """Has the attributes of a module that its class makes, such as ``torch.backends.cudnn``."""
+    """Has the attributes of a module that its class makes, such as ``torch.backends.cudnn``.
+
+    A property that raises keeps its last value.  A property may return another object each time, so
+    an equal simple value is the same object here.
+    """
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
 
     def get(self, name: str, default: Any = None) -> Any:
+        place = id(self._module), name
+        last = _read.get(place, MISSING)
         try:
-            return getattr(self._module, name)
+            value = getattr(self._module, name)
         except Exception as exc:  # a property can raise any error
             pass_on(exc)
-            return default
+            return default if last is MISSING else last
+        if type(value) is type(last) and type(value) in (str, int, float) and value == last:
+            return last
+        _read[place] = value
+        return value
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        value = self.get(name, MISSING)
+        if value is MISSING:
+            raise KeyError(name)
+        return value
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)

@@ -338,8 +338,8 @@ def _remove(key: Key) -> None:
     holder, name = place_of(key)
     if type(holder) is dict:
         holder.pop(name, None)
-    elif _has(key):
-        type.__delattr__(owner_of(key), name)
+    elif isinstance(owner := owner_of(key), type) and _has(key):
+        type.__delattr__(owner, name)
 
 
 def _refuse(kind: int, key: Key, reason: str) -> None:

@@ -416,7 +416,7 @@ def _resolved(chains: Iterable[_Chain], namespace: dict[str, Any]) -> set[tuple[
             above = name_of(value)
             known = {} if above is None else attributes_of(value)
             # A module of a class of its own may have its submodules elsewhere.
-            value = known.get(part) or sys.modules.get(f"{above}.{part}")
+            value = known[part] if part in known else sys.modules.get(f"{above}.{part}")
         name = name_of(value)
         if name is None or sys.modules.get(name) is not value:
             continue

@@ -184,6 +184,8 @@ _AUTOCAST = {"cpu": "bfloat16", "cuda": "float16", "xla": "bfloat16"}  # the def
 
 
 def _autocast(torch: Any) -> Callable[[], Any]:
+    if not hasattr(torch, "get_autocast_dtype"):  # before torch 2.4
+        return lambda: False
     is_any = _part("torch._C", "_is_any_autocast_enabled") or torch.is_autocast_enabled
     return lambda: (
         is_any()
@@ -635,8 +637,10 @@ def take_over(found: Snapshot) -> None:
         return
     values = {name: value for name, _, value in found.rows}
     for row, now in _of_libraries().items():
-        if row.per_thread:
-            row.set(sys.modules[row.module or ""], values.get(row.name, row.default), now)
+        value = values.get(row.name, row.default)
+        if row.per_thread and value != now:
+            with contextlib.suppress(Exception):  # a version of the library that lacks it
+                row.set(sys.modules[row.module], value, now)
 
 
 def _worker_of(row: Row) -> _Worker:

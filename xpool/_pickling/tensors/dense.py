@@ -65,7 +65,7 @@ class _FromBuffer(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         _learn(mapped.imported_torch())
-        return self[name]
+        return self.copy()[name]  # a plain dict, which raises for an unknown name
 
 
 _FROM_BUFFER = _FromBuffer()
