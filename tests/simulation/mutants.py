@@ -662,14 +662,6 @@ def _(original, replacement, *what):
         original(replacement, *what)
 
 
-engine(
-    "a process is started beside one that may still live",
-    Replacement,
-    "_finished_off",
-    lambda *_: True,
-)
-
-
 @engine("a process gets its predecessor's generation", Launch, "run")
 def _(original, launch):
     result = original(launch)
