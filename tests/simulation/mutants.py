@@ -668,7 +668,7 @@ def _(original, launch):
     configs = [
         one.recipe.config(one.index, max(1, one.generation), None) for one in launch.worker.workers
     ]
-    return result._replace(configs=configs)
+    return *result[:2], configs
 
 
 @engine("a start that the system refused is tried again at once", RestartPolicy, "lost")
