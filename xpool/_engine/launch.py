@@ -499,7 +499,7 @@ def _enter_through(connection: Any, inherited: Any) -> None:
         deliver()
     with descriptors.on_copy(connection.fileno()) as sock:
         connection.close()
-        _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+        _, fds, _ = descriptors.receive(sock, 1, 1)
     entry.ignore_interrupts()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `interrupts_blocked`
     # `fds` is empty if the parent ended before it sent them.

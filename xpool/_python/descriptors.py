@@ -16,6 +16,7 @@ import errno
 import os
 import socket
 import threading
+from array import array
 from collections.abc import Iterator
 
 from xpool._python import at_fork
@@ -51,13 +52,37 @@ def borrowed(fd: int, kind: int) -> Iterator[socket.socket]:
         sock.detach()
 
 
-def receive(sock: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    """Receive a byte with at most so many descriptors, which programs that this process starts do
-    not inherit: a copy would hide its end from its parent."""
-    data, fds, _, _ = socket.recv_fds(sock, 1, most)  # ignores its flags before Python 3.14
-    for fd in fds:
-        os.set_inheritable(fd, False)
-    return data, list(fds)
+_CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+def receive(
+    sock: socket.socket, nbytes: int, most: int, flags: int = 0
+) -> tuple[bytes, list[int], bool]:
+    """Receive a message.  Return its data, its descriptors, and whether descriptors were lost.
+
+    The caller must close the descriptors.  They are lost if this process can open no more.
+    Programs that this process starts do not inherit them: a copy would hide the end of this
+    process.  (`socket.recv_fds` ignores its flags before Python 3.14.)
+
+    Args:
+        nbytes: the size in bytes of the longest message.
+        most: the largest number of descriptors in a message.
+        flags: of `socket.recvmsg`.
+
+    Raises:
+        BlockingIOError: no message has arrived at a non-blocking socket.
+    """
+    size = socket.CMSG_SPACE(4 * most)
+    data, found, told, _ = sock.recvmsg(nbytes, size, flags | _CLOSE_ON_EXEC)
+    fds = array("i")
+    for _, _, numbers in found:
+        # Drop an incomplete number at the end, as the example in the documentation of `recvmsg`.
+        fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
+    if not _CLOSE_ON_EXEC:
+        for fd in fds:
+            os.set_inheritable(fd, False)
+    # The system sets MSG_CTRUNC if it has dropped descriptors (recvmsg(2)).
+    return data, list(fds), bool(told & socket.MSG_CTRUNC)
 
 
 def without_limit(sock: socket.socket) -> socket.socket:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +23,6 @@ LONGEST = 96 * 1024
 _UNDER_WAY = 1024 * 1024
 """How many bytes of packets may wait in a socket.  The system may allow fewer."""
 
-_RECEIVE = 0
-if sys.platform == "linux":
-    # Descriptors are closed on exec, so that a program started by another thread has none of them.
-    _RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-
 
 def give_room(writer: socket.socket) -> None:
     """Enlarge the send buffer of a socket, so that many packets can wait in it."""
@@ -40,24 +34,8 @@ def rights(fds: Sequence[int]) -> list[tuple[int, int, array[int]]]:
 
 
 def receive(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int], bool]:
-    """Receive a packet.  Return its data, its descriptors, and whether descriptors were lost.
-
-    The caller must close the descriptors.  They are lost if this process can open no more.
-
-    Args:
-        nbytes: the size in bytes of the longest packet.
-        most: the largest number of descriptors in a packet.
-
-    Raises:
-        BlockingIOError: no packet has arrived.
-    """
-    data, found, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(4 * most), _RECEIVE)
-    fds = array("i")
-    for _, _, numbers in found:
-        # Drop an incomplete number at the end, as the example in the documentation of `recvmsg`.
-        fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
-    # The system sets MSG_CTRUNC if it has dropped descriptors (recvmsg(2)).
-    return data, list(fds), bool(flags & socket.MSG_CTRUNC)
+    """Receive a packet, as `descriptors.receive`, without waiting for one."""
+    return descriptors.receive(sock, nbytes, most, socket.MSG_DONTWAIT)
 
 
 @contextmanager

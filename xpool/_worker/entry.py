@@ -99,7 +99,8 @@ def main(
 def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
     """Return the message in a socket and its descriptors; close the socket."""
     with descriptors.on(sock) as boot:
-        return descriptors.receive(boot, most)
+        kind, fds, _ = descriptors.receive(boot, 1, most)
+    return kind, fds
 
 
 def _read_config(tasks: int) -> dict[str, Any]:

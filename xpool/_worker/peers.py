@@ -343,7 +343,7 @@ class Peers:
     def _take_links(self) -> None:
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._control, LINK.size, 1)
+                data, fds, _ = descriptors.receive(self._control, LINK.size, 1)
             except BlockingIOError:
                 return
             if not data:
@@ -356,7 +356,6 @@ class Peers:
                 continue
             self._asked.discard(peer)
             sock = descriptors.on(fds[0])
-            sock.set_inheritable(False)
             self._channels.setdefault(peer, deque()).append(_Channel(sock, serial))
 
     def _forget(self, peer: int, channel: _Channel) -> None:

@@ -81,7 +81,7 @@ def main(fd: int, preload: list[str], later: list[str], nice: int) -> int:
                     _drain(wake_r)
                     _reap(statuses)
                     continue
-                request, fds = descriptors.receive(sock, 4)
+                request, fds, _ = descriptors.receive(sock, 1, 4)
                 if not request:
                     return 0
                 boot, status, *streams = fds
@@ -247,7 +247,7 @@ def _await_tracker(parent: int) -> None:
     def ask(sock: socket.socket) -> int | None:
         try:
             sock.send(entry.TRACKER)
-            _, fds = descriptors.receive(sock, 1)
+            _, fds, _ = descriptors.receive(sock, 1, 1)
         except ConnectionError:
             return None  # the parent has ended, so this process will be killed
         return fds[0] if fds else None

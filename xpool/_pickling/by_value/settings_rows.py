@@ -136,16 +136,13 @@ class Options(Row):
         return tuple(
             (name, value)
             for name, value in _flat(token)
-            if type(value) in _PLAIN and value != defaults.get(name, value)
+            if type(value) in _SIMPLE and value != defaults.get(name, value)
         )
 
     def set(self, module: Any, value: Any, last: Any) -> None:
         defaults, now = self._defaults(), dict(value)
         for name in dict(last or ()).keys() | now.keys():
             self._set(module, name, now.get(name, defaults.get(name)))
-
-
-_PLAIN = frozenset({bool, float, int, str, type(None)})
 
 
 def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
