@@ -78,9 +78,10 @@ def test_mischief(make_pool, name, way, expected, context, mailbox, gate, record
     assert pool.map(hostile.log, ["a", "b", "c"], 1) == ["a", "b", "c"]
     pool.close()
     pool.join()
-    # A worker that has closed its socket sends no records.
-    said = [record.getMessage() for record in records]
-    assert said.count("a") + said.count("b") + said.count("c") == 3 or way == "closed"
+    # Later records of a worker that closed its socket, or sent an empty packet to it, are lost.
+    said = {record.getMessage() for record in records}
+    lost = {"a", "b", "c"} - said
+    assert not lost or (name == "log records" and way in ("closed", "empty"))
 
 
 @pytest.mark.parametrize("way", ["garbage", "truncated", *also("empty", "closed", "replayed")])
