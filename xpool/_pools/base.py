@@ -38,8 +38,8 @@ from xpool._engine.jobs.states import PoolStates
 from xpool._pools.hooks import Hooks
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
-from xpool._pools.public import PublicVerbs
 from xpool._pools.submitters import HookSubmitter
+from xpool._pools.verbs import PublicVerbs
 from xpool._python import at_fork
 from xpool._python.interrupt import interruptible, shielded, until_interrupted
 from xpool._python.starting import PromptThread, refuse_green_threads

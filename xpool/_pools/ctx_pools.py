@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from xpool._calls.options import check_iterable, resolve_processes
 from xpool._pools.process import Pool
-from xpool._pools.public import PublicVerbs
 from xpool._pools.thread import ThreadPool
+from xpool._pools.verbs import PublicVerbs
 from xpool._worker.entry import MOST_WORKERS
 from xpool.devices._device_context import PROCESS
 from xpool.errors import OptionError

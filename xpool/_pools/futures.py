@@ -19,8 +19,7 @@ from xpool._calls.results import AsyncResult, PickledResult, about_to_block, loc
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.job_table import JobTable
-from xpool._pools.public import PublicVerbs
-from xpool._pools.verbs import PLAIN, options_of
+from xpool._pools.verbs import PLAIN, PublicVerbs, options_of
 from xpool._python import at_fork
 from xpool._python.interrupt import shielded
 from xpool._python.waiters import deadline_of

@@ -385,3 +385,15 @@ class InputReader:
                 chunk = []
         if chunk and not self.flow.stopped:
             yield chunk
+
+
+def length_of(iterable: Any) -> int | None:
+    """Return ``len(iterable)``; None: it has none."""
+    if not hasattr(type(iterable), "__len__"):
+        return None
+    try:
+        return len(iterable)
+    except Exception as exc:
+        if by_handler(exc):
+            raise
+        return None

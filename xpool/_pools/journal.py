@@ -510,3 +510,19 @@ def _pickled(
                 values[n] = Unopened(exc)
                 written = False
     return None if written else values
+
+
+def inputs_of_workers(pool: Any) -> dict[str, Any]:
+    """Return the objects that results depend on besides function and item, by name."""
+    found: dict[str, Any] = {}
+    if pool.initializer is not None:
+        found = {"the initializer": pool.initializer, "the initargs": pool.initargs}
+    if pool._gives_context:
+        # Contexts of `devices()` decide where a worker runs, and not its results.
+        contexts = [
+            context
+            for context in pool._contexts or ()
+            if not type(context).__module__.startswith("xpool.")
+        ]
+        found["the worker_contexts"] = contexts
+    return found

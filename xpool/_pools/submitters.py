@@ -4,6 +4,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any, NamedTuple
 
 from xpool._calls.options import check_callable, label
@@ -54,6 +55,15 @@ def begin_work(pool: Any, job: Job, work: Work) -> tuple[Work, bool]:
         return work, False
     starred = work.starred and not numbered
     return Work(task_function(work.func, **fields), starred, work.chunked), numbered
+
+
+def numbering(put: Put, chunked: bool, size: int) -> Put:
+    """Return a ``put`` that gives each item of a task its number."""
+
+    def put_numbered(index: int, task: Any) -> int:
+        return put(index, list(zip(count(index * size), task)) if chunked else (index, task))
+
+    return put_numbered
 
 
 class HookSubmitter:
