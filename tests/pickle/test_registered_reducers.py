@@ -218,6 +218,28 @@ def test_a_call_that_is_registered_later_keeps_the_workers_settings(tmp_path):
     assert scripts.run_ok([scripts.write(tmp_path / "program.py", LATER)]) == ""
 
 
+DEVICE = """
+    import torch
+    import xpool
+
+    torch.set_default_device("meta")
+
+    def device(_):
+        return torch.ones(1).device.type
+
+    if __name__ == "__main__":
+        torch.set_default_device(None)
+        with xpool.Pool(1) as pool:
+            assert pool.map(device, [0]) == ["cpu"]
+"""
+
+
+@pytest.mark.torch
+def test_a_call_at_the_top_whose_effect_the_program_has_reset(tmp_path):
+    """A worker makes the call, too, and has the program's setting after it."""
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", DEVICE)]) == ""
+
+
 HIDDEN = """
     import xpool
 

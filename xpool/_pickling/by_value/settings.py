@@ -616,7 +616,7 @@ def kept() -> Iterator[None]:
             value = before.get(row, row.default)
             if row.name in worker.serials:
                 value = worker.taken[row.name].value
-            if now != value and value is not None:
+            if now != value:
                 with contextlib.suppress(Exception):  # as below
                     row.set(sys.modules[row.module], value, now)
 
