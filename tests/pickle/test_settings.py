@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from receiver import ROOT
+from support import scripts
 from support.tiers import also
 from template import Template
 
@@ -593,6 +595,29 @@ def test_a_fork_of_a_changed_program_has_the_defaults_for_an_older_message(pair:
     pair.give(early)
     look = "(decimal.getcontext().prec, socket.getdefaulttimeout())"
     assert pair.worker.get(look) == (28, None)
+
+
+RESET = """
+    import logging, xpool
+
+    log = logging.getLogger("one")
+
+    def levels(_):
+        return log.level, log.getEffectiveLevel(), logging.getLogger("two").level
+
+    if __name__ == "__main__":
+        log.setLevel(10)
+        logging.root.setLevel(20)
+        with xpool.Pool(1, context="fork") as pool:
+            log.setLevel(0)
+            logging.getLogger("two").setLevel(40)
+            assert pool.map(levels, [0]) == [(0, 20, 40)]
+"""
+
+
+def test_what_a_fork_inherits_is_reset_with_the_program(tmp_path: Path) -> None:
+    """The program sets a level, forks a worker, and takes the level back before the first task."""
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", RESET)]) == ""
 
 
 def test_entries_that_a_worker_has_added_to_the_path_stay(pair: Pair) -> None:

@@ -527,6 +527,11 @@ def begin_worker(serials: dict[str, Any]) -> None:
             return  # another worker of this process was the first
         _begun = os.getpid()
         _process.reset()
+        for name in _sources:  # of the parent, in a fork: it starts with the parent's values
+            row, taken = _ROWS[name], _Taken()
+            with contextlib.suppress(Exception):  # as in `_look`
+                taken.last = row.now(sys.modules.get(row.module))
+            _worker_of(row).taken[name] = taken
         for name, (serial, now, first) in serials.items():
             taken = _process.taken[name] = _Taken()
             taken.value = taken.last = now
