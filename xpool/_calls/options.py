@@ -317,7 +317,7 @@ class TaskOptions(NamedTuple):
         return self.terms is ONCE
 
 
-OF_TERMS = [name for name in JournalOptions.__annotations__ if name not in TaskOptions._fields]
+OF_TERMS = [name for name in _CHECKS if name not in TaskOptions._fields]
 """The keywords that make the `Terms` of a task."""
 
 
