@@ -87,6 +87,28 @@ def test_the_cause_is_said_once(process_kind, make_pool):
     assert caught.value.__cause__.__context__ is None
 
 
+class Refusing:
+    """Cannot be sent, and refers to an object whose attributes must not be looked at."""
+
+    class Part:
+        @property
+        def __dict__(self):
+            raise AssertionError("looked at")
+
+    def __init__(self):
+        self.part = self.Part()
+
+    def __reduce__(self):
+        raise LookupError("of its own")
+
+
+def test_an_object_that_refuses_to_be_sent_is_not_searched(process_kind, make_pool):
+    """Its place is known.  To search it took 50 ms at each call, for a pool in a global."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(LookupError, match="of its own"):
+        pool.map(work.same, [Refusing(), 0], 1)
+
+
 def test_a_lock_of_multiprocessing_as_an_argument(process_kind, make_pool):
     """The error names the argument, and says where to pass the lock instead."""
     pool = make_pool(process_kind, 1)

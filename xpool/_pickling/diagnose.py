@@ -164,7 +164,7 @@ def path_to(obj: Any, culprit: Any) -> str:
     The labels are made last, because making one takes as long as looking at ten parts.
     """
     above: dict[int, Any] = {id(obj): None}
-    level = [obj]
+    level = [] if obj is culprit else [obj]
     for _ in range(_LEVELS):
         below: list[Any] = []
         for one in level:
