@@ -1,6 +1,7 @@
 """`map`, `starmap` and their asynchronous versions return results in the input's order."""
 
 import collections
+import functools
 import itertools
 
 import pytest
@@ -193,6 +194,40 @@ def test_error_waits_for_all_chunks(pool, kind, gate):
     with pytest.raises(ValueError, match=r"^0\b"):
         result.get()
     assert result.ready() and not result.successful()
+
+
+class Trainer:
+    """Counts its own calls, as a model that is trained would change."""
+
+    def __init__(self):
+        self.steps = []
+
+    def __call__(self, x):
+        self.steps.append(x)
+        return len(self.steps)
+
+    def train(self, x):
+        return self(x)
+
+
+def count(steps, x):
+    """Count the calls in an argument of a `partial`."""
+    steps.append(x)
+    return len(steps)
+
+
+@pytest.mark.parametrize(
+    "func",
+    [Trainer(), Trainer().train, functools.partial(count, []), functools.partial(Trainer())],
+    ids=["callable", "method", "partial", "partial-of-callable"],
+)
+def test_a_function_with_a_state_is_new_for_each_task(process_kind, make_pool, func):
+    """No task sees what another has changed in the object of a method: no fold trains on others."""
+    pool = make_pool(process_kind, 1)
+    assert pool.map(func, range(4), 1) == [1] * 4
+    assert pool.map(func, range(4), 2) == [1, 2, 1, 2]
+    assert list(pool.imap(func, range(3))) == [1] * 3
+    assert pool.starmap(func, [(1,), (2,)], 1) == [1, 1]
 
 
 def test_large_items(pool):

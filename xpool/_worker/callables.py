@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property, partial
 from operator import length_hint
-from types import FrameType, GeneratorType
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 from xpool._python.failures import note_item, plain, short
@@ -316,6 +324,27 @@ def applied(
     if chunked:
         return star_each if starred else each, (func,)
     return star if starred else one, (func,)
+
+
+def has_state(func: Any) -> bool:
+    """Whether a call may change what a function consists of: the object of a method, for example.
+
+    Variables of enclosing functions do not count: like globals, they stay as a task has set them.
+    """
+    kind = type(func)
+    if kind is TaskFunction:
+        return has_state(func.func)
+    if kind is partial:
+        return any(map(has_state, (func.func, *func.args, *func.keywords.values())))
+    if kind in (MethodType, BuiltinFunctionType):
+        return has_state(func.__self__)
+    return not (issubclass(kind, type) or kind in _WITHOUT_STATE)
+
+
+_WITHOUT_STATE = frozenset(
+    {FunctionType, ModuleType, MethodDescriptorType, Yielding}
+    | {int, float, complex, bool, str, bytes, type(None)}
+)
 
 
 def bound(func: Callable[..., Any], context: Any) -> Callable[..., Any]:

@@ -49,6 +49,7 @@ from xpool._worker.callables import (
     TaskFunction,
     bound,
     each,
+    has_state,
     note_context,
     one,
     star,
@@ -253,19 +254,24 @@ class _Worker:
                 self._inbox.take(kind, read(size))
 
     def _open(self, closed: _Closed) -> Any:
-        """Unpickle a function, in its first task; if that fails, so do all of its tasks."""
+        """Unpickle a function, in its first task; if that fails, so do all of its tasks.
+
+        One that has a state is unpickled again for each task, as in `multiprocessing`.
+        """
         with received.listening() as states:
             try:
                 func = decode(closed.payload)
+                stays = not has_state(func)
             # `TaskStopped` ends only this task: the next one unpickles the function.
             except Exception as exc:
-                func = _Unavailable(exc)
+                func, stays = _Unavailable(exc), True
         settings.imports_done()
         if self._prefix:
             func = bound(func, *self._prefix)
         if states:
             func = task_function(func, states=states)
-        self._inbox.functions[closed.number] = func, closed.mode
+        if stays:
+            self._inbox.functions[closed.number] = func, closed.mode
         return func
 
     def _before_waiting(self) -> None:
