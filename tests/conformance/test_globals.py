@@ -978,25 +978,40 @@ class Cached:
     def __getstate__(self):
         return {}
 
+class Wrapper:  # the usual way to delegate: without `inner`, it asks for `inner` for ever
+    def __init__(self, inner):
+        self.inner = inner
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+class Options(dict):
+    def __init__(self, **options):
+        super().__init__(options)
+        vars(self)["path"] = "o.json"
+    def __getattr__(self, name):
+        return self[name]
+
 job, table, frame, ordered, cached = Job("x"), Table({}), Frame(1), Ordered(), Cached()
+wrapper, options = Wrapper(job), Options(rate=1)
 
 def use():
     order = len(ordered), type(ordered.order), cached.cache
+    answers = wrapper.name, options.path, options.rate
     made = Job.count, job.name, Table.made, dict(table), frame.a, len(vars(frame)), Frame.columns
-    return made, order
+    return made, order, answers
 
 if __name__ == "__main__":
     with xpool.Pool(1) as pool:
         for number in range(3):
             print(pool.apply(use) == use(), end=" ")
-            job.name, table[number], frame.a, ordered[number] = [number] * 4
+            job.name, table[number], frame.a, ordered[number], options["rate"] = [number] * 5
     pool.join()
 """
 
 
 def test_objects_in_globals_arrive_without_effects_of_their_classes(tmp_path):
-    """`__new__` is not called, and `__setstate__` finds attributes that its class shares with the
-    object's state."""
+    """`__new__` is not called, `__setstate__` finds attributes that its class shares with the
+    object's state, and `__getattr__` is not asked for a `__setstate__`."""
     assert scripts.run_ok([scripts.write(tmp_path / "new.py", NEW)]).split() == ["True"] * 3
 
 

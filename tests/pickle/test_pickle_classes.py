@@ -386,6 +386,27 @@ def newtype() -> Any:
     return Holder()
 
 
+def delegating() -> Any:
+    class Slots:
+        __slots__ = ("inner",)
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    class Recorder(Slots):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner)
+            self.calls = [self]
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: name  # also for `__setstate__`
+
+    return Recorder(Slots(3))
+
+
 CHECKS: dict[Callable[[], Any], Callable[[Any], bool]] = {
     plain: lambda x: x.x == 1 and x.kind == "plain" and x.me() is type(x),
     derived: lambda x: x.who() == "derived from base" and x.others()[1] is type(x),
@@ -423,6 +444,7 @@ CHECKS: dict[Callable[[], Any], Callable[[Any], bool]] = {
     mutual: lambda x: type(x.b().a()) is type(x),
     typed_dict: lambda x: x.kind(name="a") == {"name": "a"},
     date_enum: lambda x: x.year == 2020 and type(x)(x.value) is x,
+    delegating: lambda x: x.inner.real == 3 and x.calls[0] is x and x.anything() == "anything",
     newtype: lambda x: x.get(x.kind(3)) == 3,
 }
 

@@ -106,8 +106,8 @@ everyone: set[Key] = set()
 """Keys of what every message of a pool brings, also one that uses nothing of the program."""
 
 own: Reducer | None = None
-"""The reducer of objects of classes with a ``__reduce__`` or ``__new__`` of their own
-(`by_value.by_token`)."""
+"""The reducer of objects of classes with a ``__reduce__``, ``__new__`` or ``__getattr__`` of their
+own (`by_value.by_token`)."""
 
 PARAMETRIZE = "torch.nn.utils.parametrize"
 """The module that makes classes of modules with parametrizations, which refuse to be pickled."""
@@ -190,7 +190,9 @@ def find(kind: type) -> Reducer | None:
             reducer = REDUCERS.get(kind)
             if reducer is not None:
                 return reducer
+            answers = False  # whether objects answer other names, also `__setstate__`
             for base in kind.__mro__:
+                answers = answers or "__getattr__" in base.__dict__
                 reducer = FOR_SUBCLASSES.get(base)
                 if reducer is not None:
                     return reducer
@@ -205,6 +207,7 @@ def find(kind: type) -> Reducer | None:
                     type(kind.__reduce__) is FunctionType
                     or (type(kind.__new__) is FunctionType and not issubclass(kind, tuple))
                     or kind.__module__ == PARAMETRIZE
+                    or (answers and not hasattr(kind, "__setstate__"))
                 )
                 return registered.of_multiprocessing(kind) or (own if has_own else None)
 

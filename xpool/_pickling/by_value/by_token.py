@@ -97,7 +97,7 @@ def _make_object(token: str, kind: type = object) -> object:
 
 
 def _reduce_own(pickler: Context, obj: Any) -> Any:
-    """Pickle an object of a class with a ``__reduce__`` or ``__new__`` of its own.
+    """Pickle an object of a class with a ``__reduce__``, ``__new__`` or ``__getattr__`` of its own.
 
     If its ``__reduce__`` returns the name of a global of a module that a worker cannot import, it
     is pickled by a token, with its attributes.  In globals, it arrives without a call of its
@@ -106,10 +106,14 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     if type(obj).__module__ == reducers.PARAMETRIZE:
         return _NEW, (type(obj),), vars(obj)
     origin = origin_of(type(obj).__module__)
-    if origin == INSTALLED or (origin == IMPORTED and pickler.group is None):
+    # `pickle` would ask an object that is still empty for its `__setstate__`.
+    answers = hasattr(type(obj), "__getattr__") and not hasattr(type(obj), "__setstate__")
+    if origin == INSTALLED or (origin == IMPORTED and pickler.group is None and not answers):
         return NotImplemented
     reduced = obj.__reduce_ex__(5)
     if type(reduced) is not str:
+        if answers and len(reduced) < 6:
+            reduced = (*reduced, *(None,) * (5 - len(reduced)), set_state)
         # `__new__` may make what a state leaves out, or what these methods use during the load.
         own = any(type(getattr(type(obj), name, None)) is FunctionType for name in _USES_NEW)
         if pickler.group is None or own or reduced[0] is not _NEW or len(reduced[1]) != 1:
@@ -130,6 +134,15 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
 def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
     for name, value in state.items():
         object.__setattr__(obj, name, value)
+
+
+@builder
+def set_state(obj: Any, state: Any) -> None:
+    """Set the attributes and slots of an object, as `pickle` does where no ``__setstate__`` is."""
+    attributes, slots = state if type(state) is tuple else (state, None)
+    if attributes:
+        vars(obj).update(attributes)
+    _set_attributes(obj, slots or {})
 
 
 _NEW = copyreg.__newobj__  # type: ignore[attr-defined]

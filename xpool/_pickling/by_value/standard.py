@@ -237,7 +237,7 @@ def _reduce_dict(pickler: Context, obj: Any) -> Any:
     """Pickle a dict whose attributes are its items (``self.__dict__ = self``) as such a one."""
     kind: Any = type(obj)
     if getattr(obj, "__dict__", None) is not obj or any(in_python(kind, one) for one in _OF_STATE):
-        own = in_python(kind, "__reduce__") or in_python(kind, "__new__")
+        own = any(in_python(kind, one) for one in ("__reduce__", "__new__", "__getattr__"))
         reduce = reducers.own if own else None
         return NotImplemented if reduce is None else reduce(pickler, obj)
     new = copyreg.__newobj__  # type: ignore[attr-defined]
