@@ -158,6 +158,42 @@ def test_names_in_sys_modules(tmp_path, context):
     assert out[4:] == ["No module named 'short'", every]
 
 
+SUBMODULES = """
+import logging.handlers
+import sys
+import wsgiref.simple_server
+import xml.dom, xml.etree.ElementTree
+import xpool
+
+class Parser:
+    def parse(self, text):
+        return xml.etree.ElementTree.fromstring(text).tag
+
+def main():
+    trees = xml
+    functions = (
+        lambda _: logging.handlers.BufferingHandler.__name__,
+        lambda _: Parser().parse("<a/>"),
+        lambda _: trees.etree.ElementTree.__name__,
+        lambda _: [one for one in sys.modules if one in ("xml.dom", "wsgiref.simple_server")],
+    )
+    with xpool.Pool(1, context=CONTEXT) as pool:
+        print(*(pool.apply(one, (0,)) for one in functions))
+    pool.join()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("context", [None, *also("spawn")])
+def test_submodules_of_packages(tmp_path, context):
+    """Workers import those that functions use by the name of the package (`import xml.etree`)."""
+    text = SUBMODULES.replace("CONTEXT", repr(context))
+    out = scripts.run_ok([scripts.write(tmp_path / "submodules.py", text)])
+    assert out == "BufferingHandler a xml.etree.ElementTree []\n"
+
+
 INSTALLED = """
 import importlib
 

@@ -265,16 +265,24 @@ def in_modules(
 
     Args:
         modules: those that the code refers to, each with the same fact about it.
-        expand: yield all globals of a module with which the code does more.
+        expand: yield all globals of a module with which the code does more, and the submodules of
+            installed packages: the import of `xml` does not import `xml.etree`.
     """
     todo, seen = [*modules], set[tuple[int, bool]]()
     for module, held in todo:
         key = id(module), held and expand
         adopt(module)
-        if key in seen or origin_of(module.__name__) == INSTALLED:
+        if key in seen:
             continue
         seen.add(key)
         inside = vars(module)
+        if origin_of(module.__name__) == INSTALLED:
+            for name in use.attributes & inside.keys() if expand else ():
+                below: Any = sys.modules.get(f"{module.__name__}.{name}")
+                if below is not None and below is inside.get(name):
+                    yield module, name, False
+                    todo.append((below, False))
+            continue
         names = set(inside) if held and expand else use.attributes & inside.keys()
         names |= ({"__getattr__", "__name__"} if expand else {"__getattr__"}) & inside.keys()
         for name in names:
