@@ -95,7 +95,8 @@ def exception_in(failure: BaseException | PickledResult) -> BaseException:
 
 def about_to_block() -> None:
     """Call `_OfThread.blocking`, because this thread is about to wait."""
-    at_fork.notice_fork()
+    if not at_fork.known[0]:
+        at_fork.notice_fork()
     if (blocking := local.blocking) is not None:
         blocking()
 
@@ -129,6 +130,9 @@ class Job:
     flow: Any = None
     """The `FlowControl` of a stream."""
 
+    owner: Any = None
+    """The executor whose `shutdown` waits for the job, which keeps it."""
+
     def __init__(self, number: int, label: str, pool: Any) -> None:
         self.number = number
         self.label = label
@@ -154,7 +158,13 @@ class Job:
     def release(self) -> None:
         if self.progress is not None:
             self.progress.end()
+        self.owner = None
         self._waiters.wake()
+
+    def abandon(self, exc: BaseException) -> None:
+        """Fail in a forked child, which has none of the pool's threads."""
+        self.fail(exc)
+        self.release()
 
 
 class AsyncResult(Job, Generic[T]):

@@ -55,7 +55,7 @@ class Callbacks:
     def __init__(self, name: str) -> None:
         self.program = _Caller(f"{name}-callbacks")
         """Calls the callbacks of the program."""
-        self.futures = _Caller(f"{name}-callbacks-futures", self.program)
+        self.futures = _Caller(f"{name}-callbacks-futures")
         """Completes futures."""
         self.ends = _Caller(f"{name}-callbacks-ends")
         """Calls ``on_worker_end=``."""
@@ -121,13 +121,9 @@ class _End:
 
 
 class _Caller:
-    """A queue of calls, and the thread that serves it.
+    """A queue of calls, and the thread that serves it."""
 
-    ``for_callbacks``: if it completes futures, what calls their callbacks.
-    """
-
-    def __init__(self, name: str, for_callbacks: _Caller | None = None) -> None:
-        self.for_callbacks = for_callbacks
+    def __init__(self, name: str) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # Guards the fields below.  Reentrant, since a signal handler may submit.
@@ -144,15 +140,6 @@ class _Caller:
             self.start()
             if self._stopped:
                 self._queue.put(None)
-
-    def call_here(self, call: _Call) -> None:
-        """Make a call in this thread, which counts as the queue's thread meanwhile."""
-        before, local.caller = local.caller, self
-        try:
-            call.call_back()
-        finally:
-            local.caller = before
-            call.complete()
 
     def start(self) -> None:
         """Start the thread unless it runs.

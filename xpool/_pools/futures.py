@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from xpool._calls.options import OneCallOptions, check_count, label
-from xpool._calls.results import AsyncResult, PickledResult, about_to_block, local
+from xpool._calls.results import AsyncResult, Job, PickledResult, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.job_table import JobTable
-from xpool._pools.verbs import PLAIN, PublicVerbs, options_of
-from xpool._python import at_fork
+from xpool._pools.verbs import PLAIN, PublicVerbs, options_of, submit_call
 from xpool._python.interrupt import shielded
-from xpool._python.waiters import deadline_of
+from xpool._python.waiters import Waiters, deadline_of
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
 
 P = ParamSpec("P")
@@ -37,10 +36,21 @@ class _Call(AsyncResult[Any]):
     has_callback = True
     is_future = True
     _pool_ended = False
+    _waiters = Waiters()  # of all: threads wait for the future instead
 
-    def __init__(self, pool: PublicVerbs, name: str, future: _Future[Any]) -> None:
-        super().__init__(next(pool._jobs.numbers), name, pool)
-        self._future: _Future[Any] | None = future
+    def __init__(
+        self,
+        number: int,
+        label: str,
+        pool: PublicVerbs,
+        callback: None = None,
+        error_callback: None = None,
+    ) -> None:
+        # As in `AsyncResult`, whose call this saves.
+        self.number, self.label, self._pool = number, label, pool
+        self.future: _Future[Any] = _Future()
+        self.future._job = self
+        pool._jobs.callbacks.futures.start()
 
     def fail(self, exc: BaseException | PickledResult) -> None:
         pool = self._pool
@@ -48,19 +58,22 @@ class _Call(AsyncResult[Any]):
         super().fail(exc)
 
     def call_back(self) -> None:
-        future, self._future = self._future, None
-        if future is None:
+        future = self.future
+        if future._job is None:
             return
-        error: BaseException | None
+        future._job = None
+        error: BaseException
         try:
             if not self._opened:
                 self._open()
-            error = None if self._success else self._value
         except BaseException as exc:  # unpickling may raise anything, for example `SystemExit`
             error = exc
-        if error is None:
-            future._end(future.set_result, self._value)
-        elif isinstance(error, TaskCancelled):
+        else:
+            if self._success:
+                future._end(future.set_result, self._value)
+                return
+            error = self._value
+        if isinstance(error, TaskCancelled):
             future._end_cancelled()
         else:
             error = _as_broken(error) if self._pool_ended else error
@@ -76,11 +89,12 @@ class _Call(AsyncResult[Any]):
         return True
 
     def release(self) -> None:
-        super().release()
-        # This is only for a forked child, which has no thread to complete the future.
-        future = self._future
-        if future is not None:
-            future._forked = self._value
+        self._pool = None
+
+    def abandon(self, exc: BaseException) -> None:
+        super().abandon(exc)
+        if self.future._job is not None:
+            self.future._forked = exc
 
 
 def _as_broken(error: BaseException) -> BaseException:
@@ -91,6 +105,9 @@ def _as_broken(error: BaseException) -> BaseException:
     broken = kind(str(error))
     broken.__cause__ = error
     return broken
+
+
+_result = concurrent.futures.Future.result  # by this name, since `super()` takes longer
 
 
 class _Callback:
@@ -109,23 +126,23 @@ class _Callback:
         """Do nothing: only jobs have to be completed."""
 
 
-def _call_back(func: Callable[[Any], object], future: _Future[Any]) -> None:
-    """Call a callback, but not in the thread that completes futures: it may wait for futures."""
-    caller = local.caller and local.caller.for_callbacks
-    if caller is None:
+def _call_back(
+    func: Callable[[Any], object], add: Callable[[_Callback], None], future: _Future[Any]
+) -> None:
+    """Call a callback, but not in a thread of the pool that completes the future: the callback may
+    wait for futures."""
+    if future._job is None:
+        add(_Callback(func, future))
+    else:  # `cancel` completes it
         func(future)
-    else:
-        caller.add(_Callback(func, future))
 
 
 class _Future(concurrent.futures.Future[T]):
     """A future of a call in a pool."""
 
-    # The unanswered call.  Set once by `submit`; cleared by the thread that completes the future,
-    # so that neither keeps the other alive.
+    # The unanswered call.  Set once by `_Call`; cleared by the pool's thread that completes the
+    # future, so that neither keeps the other alive.
     _job: _Call | None = None
-    # The executor whose `shutdown` waits for it.
-    _owner: PoolExecutor | None = None
     # The reason why the future is never completed, in a forked child: its parent has the workers.
     _forked: BaseException | None = None
 
@@ -134,7 +151,7 @@ class _Future(concurrent.futures.Future[T]):
             timeout = _await(job, timeout)
         if self._forked is not None:
             raise _as_broken(self._forked)
-        return super().result(timeout)
+        return _result(self, timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if (job := self._job) is not None:
@@ -148,8 +165,10 @@ class _Future(concurrent.futures.Future[T]):
         job = self._job
         pool = None if job is None else job._pool
         if pool is not None:
-            pool._jobs.callbacks.program.start()  # the interpreter starts no thread at its exit
-        super().add_done_callback(functools.partial(_call_back, fn))
+            caller = pool._jobs.callbacks.program
+            caller.start()  # the interpreter starts no thread at its exit
+            fn = functools.partial(_call_back, fn, caller.add)
+        super().add_done_callback(fn)
 
     def cancel(self) -> bool:
         """Cancel the call, unless a worker runs it; return whether it is cancelled."""
@@ -169,32 +188,19 @@ class _Future(concurrent.futures.Future[T]):
         return pool is not None and job is not None and pool._submitter.runs(job)
 
     def _end(self, set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        self._job = None
         try:
             set_outcome(outcome)
         except concurrent.futures.InvalidStateError:
             self._end_cancelled()  # it was cancelled meanwhile, so the outcome is dropped
-        _unfinished.discard(self)
 
     def _end_cancelled(self) -> None:
         """Cancel this future.  `cancel` and the pool's answer may both call this."""
-        self._job = None
         if super().cancel():
             # Hold the future's reentrant lock: a second notification would raise
             # (Lib/concurrent/futures/_base.py).
             with self._condition:
                 if self._state != "CANCELLED_AND_NOTIFIED":
                     self.set_running_or_notify_cancel()
-        _unfinished.discard(self)
-
-    # -- called by `PoolExecutor.shutdown` ---------------------------------------------------------
-
-    def _shut(self, cancel: bool) -> None:
-        if cancel:
-            self.cancel()
-
-    def _finish(self) -> None:
-        concurrent.futures.wait([self])
 
 
 def _await(job: _Call, timeout: float | None) -> float | None:
@@ -223,43 +229,7 @@ def _receive(pool: Any, job: _Call, timeout: float | None) -> None:
         plain = job.settled and job.open_plain()
     finally:
         if jobs.end_reservation(job):
-            futures = jobs.callbacks.futures
-            (futures.call_here if plain else futures.add)(job)
-
-
-class _Map:
-    """An unanswered `map`, for `shutdown`."""
-
-    def __init__(self, owner: PoolExecutor, results: IMapIterator[Any]) -> None:
-        assert results.cancelling is not None
-        self._owner, self._pool = owner, owner._pool
-        self._job, self._flow = results.cancelling
-        _unfinished.add(self)
-        # The waiters call `release` after the last answer.
-        self._job._waiters.append(self)
-        if self._job.settled:
-            self._job._waiters.wake()
-
-    def release(self) -> None:
-        _unfinished.discard(self)
-
-    def _shut(self, cancel: bool) -> None:
-        if cancel:
-            self._pool._submitter.cancel(self._job)
-            self._flow.stop()
-        else:
-            self._flow.draw_no_further()
-
-    def _finish(self) -> None:
-        # Lift the limit: otherwise, results that nobody takes would stop the input for ever.
-        self._flow.unbind()
-        self._job._waiters.wait(lambda: self._job.settled, None)
-
-
-# The unanswered calls and maps of executors.  They are kept here, since a dropped executor finishes
-# its work.  Needs no lock: adding to a set and discarding from it are atomic.
-_unfinished: set[_Future[Any] | _Map] = set()
-at_fork.renew(globals(), _unfinished=set)
+            (jobs.complete_future if plain else jobs.callbacks.futures.add)(job)
 
 
 def submit(
@@ -267,28 +237,12 @@ def submit(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwds: dict[str, Any],
-    owner: PoolExecutor | None = None,
-) -> concurrent.futures.Future[Any]:
+) -> _Future[Any]:
     """Submit a call to a pool; return its future."""
-    if pool._life.state is not PoolStates.RUN:
-        pool._life.check_running()
-    name = pool._submitter.name_of(func)
     options = PLAIN
     if pool._calls_go_to is not None or pool._task_timeout is not None:
         options = options_of(pool, OneCallOptions, {}, False)
-    future: _Future[Any] = _Future()
-    future._job = job = _Call(pool, name, future)
-    job.options = options
-    pool._jobs.callbacks.futures.start()
-    if owner is not None:
-        future._owner = owner
-        _unfinished.add(future)
-    try:
-        pool._start_call(pool, job, func, args, kwds)
-    except BaseException:
-        _unfinished.discard(future)
-        raise
-    return future
+    return submit_call(pool, func, args, kwds, options, kind=_Call).future
 
 
 class PoolExecutor(concurrent.futures.Executor):
@@ -311,11 +265,11 @@ class PoolExecutor(concurrent.futures.Executor):
 
     def __repr__(self) -> str:
         state = "shut down" if self._over else "open"
-        pending = len(self._unfinished())
+        pending = sum(not job.settled for job in self._unanswered())
         return f"<{type(self).__name__} {state}, {pending} pending, over {self._pool!r}>"
 
-    def _unfinished(self) -> list[_Future[Any] | _Map]:
-        return [one for one in list(_unfinished) if one._owner is self]
+    def _unanswered(self) -> list[Job]:
+        return [job for job in list(self._pool._jobs.unanswered.values()) if job.owner is self]
 
     def submit(
         self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -331,11 +285,15 @@ class PoolExecutor(concurrent.futures.Executor):
             concurrent.futures.BrokenExecutor: the pool has failed, or was closed.
         """
         with self._lock:
-            self._check_open()
+            if self._over:
+                raise RuntimeError(_FINISHED)
             try:
-                return submit(self._pool, fn, args, kwargs, self)
+                future = submit(self._pool, fn, args, kwargs)
             except PoolClosed as error:
                 raise concurrent.futures.BrokenExecutor(str(error)) from error
+            if (job := future._job) is not None:  # else it is completed
+                job.owner = self
+            return future
 
     def map(
         self,
@@ -369,19 +327,17 @@ class PoolExecutor(concurrent.futures.Executor):
         drawn = list(itertools.islice(rows, ahead))
         given: Iterable[Any] = drawn if ahead is None else itertools.chain(drawn, rows)
         with self._lock:
-            self._check_open()
+            if self._over:
+                raise RuntimeError(_FINISHED)
             try:
                 call = functools.partial(_apply_row, fn)
                 call.__qualname__ = label(fn).removesuffix("()")  # type: ignore[attr-defined]
                 results = self._pool.imap(call, given, size, ahead)
             except PoolClosed as error:
                 raise concurrent.futures.BrokenExecutor(str(error)) from error
-            _Map(self, results)
+            assert results.cancelling is not None
+            results.cancelling[0].owner = self
         return _results(results, iter(given if ahead else ()), timeout, deadline)
-
-    def _check_open(self) -> None:
-        if self._over:
-            raise RuntimeError(_FINISHED)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls; an executor that owns its pool frees the workers after the last one.
@@ -392,14 +348,27 @@ class PoolExecutor(concurrent.futures.Executor):
         """
         with self._lock:
             self._over = True
-            unfinished = self._unfinished()
-        for one in unfinished:
-            one._shut(cancel_futures)
-        self._finish(unfinished, wait)
+            jobs = self._unanswered()
+        for job in jobs:
+            if isinstance(job, _Call):
+                if cancel_futures:
+                    job.future.cancel()
+            elif cancel_futures:
+                self._pool._submitter.cancel(job)
+                job.flow.stop()
+            else:
+                job.flow.draw_no_further()
+        self._finish(jobs, wait)
 
-    def _finish(self, unfinished: list[_Future[Any] | _Map], wait: bool) -> None:
-        for one in unfinished if wait else ():
-            one._finish()
+    def _finish(self, jobs: list[Job], wait: bool) -> None:
+        for job in jobs if wait else ():
+            if isinstance(job, _Call):
+                concurrent.futures.wait([job.future])
+            else:
+                # Lift the limit: otherwise, results that nobody takes would stop the input for
+                # ever.
+                job.flow.unbind()
+                job._waiters.wait(functools.partial(getattr, job, "settled"), None)
 
 
 def _apply_row(fn: Callable[..., T], row: tuple[Any, ...]) -> T:

@@ -255,7 +255,7 @@ class InputReader:
         flow: FlowControl,
         put: Callable[[int, Any], int],
         runs: Runs | None,
-        fail: Callable[[int, bool, BaseException | Unopened], None],
+        fail: Callable[[int, bool, BaseException | Unopened], object],
         end: Callable[[int, "InputReader"], None],
         name: str,
     ) -> None:

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from xpool._calls.results import AsyncResult, Job, PickledResult
 from xpool._pools.callbacks import Callbacks
@@ -17,6 +17,8 @@ from xpool._pools.input_reader import InputReader
 from xpool._python import at_fork
 from xpool._python.waiters import Waiters
 from xpool.errors import XPoolError
+
+Failure = TypeVar("Failure", bound=BaseException | PickledResult)
 
 
 class JobTable:
@@ -85,16 +87,17 @@ class JobTable:
             self.at_turns.wake()
 
     def deliver(
-        self, number: int, index: int, ok: bool, value: Any, futures: deque[Job] | None = None
-    ) -> None:
+        self, number: int, index: int, ok: bool, value: Any, completes: bool = False
+    ) -> Job | None:
         """Hand the answer of task ``index`` to its job; ignore it if the job is answered.
 
-        The job of a future is appended to ``futures``, if given, to be completed by the caller.
+        ``completes``: if this answers the job of a future, return it, to be completed by the
+        caller.
         """
         with self._delivering:
             job = self.unanswered.get(number)
             if job is None:
-                return
+                return None
             if ok:
                 self.counts["succeeded"] += value.count if isinstance(value, PickledResult) else 1
             else:
@@ -102,10 +105,10 @@ class JobTable:
                 if isinstance(value, Carried):
                     value = value.exc
             if job.deliver(index, ok, value):
-                if futures is not None and job.is_future:
-                    futures.append(job)
-                else:
-                    self.complete(job)
+                if completes and job.is_future:
+                    return job
+                self.complete(job)
+        return None
 
     def advance(self, number: int, step: Callable[[Any], bool]) -> None:
         """Take a step of a stream, which returns whether the stream is answered then."""
@@ -140,6 +143,13 @@ class JobTable:
         if not self.accepting:
             self.wake()  # the engine's thread checks whether it was the last job
         job.release()
+
+    def complete_future(self, job: AsyncResult[Any]) -> None:
+        """Complete the future of an answered job in this thread."""
+        try:
+            job.call_back()
+        finally:
+            self.complete(job, call_back=False)
 
     def reserve(self, job: Job) -> bool:
         """Let this thread complete the future of a job, after `end_reservation`.  Return False if
@@ -191,11 +201,10 @@ class JobTable:
         jobs = list(self.unanswered.values())
         self.unanswered.clear()
         for job in jobs:
-            job.fail(_own(exc))
-            job.release()
+            job.abandon(_own(exc))
 
 
-def _own(exc: BaseException | PickledResult) -> BaseException | PickledResult:
+def _own(exc: Failure) -> Failure:
     """Return an error for one of several callers: a copy, so that each gets its own traceback.
 
     A `PickledResult` makes a copy each time that it is opened.

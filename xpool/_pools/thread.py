@@ -83,7 +83,7 @@ class ThreadPool(BasePool):
         """Return the function that threads call with results; it does not hold the pool."""
         jobs, results = self._jobs, self._results
         if type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get:
-            return _deliverer(jobs.deliver, jobs.callbacks.futures.call_here)
+            return _deliverer(jobs.deliver, jobs.complete_future)
 
         # A subclass with its own hook gets the results there, in the engine's thread.
         def queue_result(number: int, index: int, ok: bool, value: Any) -> None:
@@ -149,8 +149,8 @@ class ThreadPool(BasePool):
 
 
 def _deliverer(
-    deliver: Callable[[int, int, bool, Any, deque[Job]], None],
-    call_here: Callable[[Any], None],
+    deliver: Callable[[int, int, bool, Any, bool], Job | None],
+    complete_future: Callable[[Any], None],
 ) -> Callable[[int, int, bool, Any], None]:
     """Return a function that calls ``deliver`` in one thread at a time, without a wait.
 
@@ -159,34 +159,23 @@ def _deliverer(
     """
     waiting: deque[tuple[int, int, bool, Any]] = deque()
     delivering = threading.Lock()
-    futures: deque[Job] = deque()
-
     acquire, release = delivering.acquire, delivering.release
-
-    def complete() -> None:
-        while futures:
-            try:
-                future = futures.popleft()
-            except IndexError:
-                return  # another thread completes it
-            call_here(future)
-            del future  # now, as below
 
     def deliver_waiting(error: BaseException | None) -> None:
         # Check again after the release: a thread that found the lock taken relies on this thread.
         while waiting and acquire(False):
-            one = None
+            one = future = None
             try:
                 if waiting:
                     job, index, ok, one = waiting.popleft()
-                    deliver(job, index, ok, one, futures)
+                    future = deliver(job, index, ok, one, True)
             except BaseException as exc:
                 error = exc
             release()
+            if future is not None:
+                complete_future(future)
             # Now: this may run a finalizer, which may wait for another result.
-            del one
-            if futures:
-                complete()
+            del one, future
         if error is not None:
             try:
                 raise error
@@ -195,15 +184,17 @@ def _deliverer(
 
     def answer(number: int, index: int, ok: bool, value: Any) -> None:
         error: BaseException | None = None
+        future = None
         if acquire(False):
             try:
-                deliver(number, index, ok, value, futures)
+                future = deliver(number, index, ok, value, True)
             except BaseException as exc:
                 # Raised below, after the results that other threads have left meanwhile.
                 error = exc
             release()
-            if futures:
-                complete()
+            if future is not None:
+                complete_future(future)
+                del future
         else:
             waiting.append((number, index, ok, value))
         if waiting or error is not None:

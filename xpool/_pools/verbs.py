@@ -56,6 +56,7 @@ else:
 S = TypeVar("S")
 T = TypeVar("T")
 It = TypeVar("It", bound=IMapIterator[Any])
+Call = TypeVar("Call", bound=AsyncResult[Any])
 
 PLAIN, WAITING = TaskOptions(), TaskOptions(waits=True)
 """The options of calls without keywords; WAITING: the caller waits for the result."""
@@ -556,8 +557,9 @@ def submit_call(
     options: TaskOptions,
     callback: Callable[[Any], object] | None = None,
     error_callback: Callable[[BaseException], object] | None = None,
-) -> AsyncResult[Any]:
-    """Submit ``func(*args, **kwds)``; return its result."""
+    kind: type[Call] = AsyncResult,  # type: ignore[assignment]
+) -> Call:
+    """Submit ``func(*args, **kwds)``; return its result, a new ``kind``."""
     if pool._life.state is not PoolStates.RUN:
         pool._life.check_running()
     if type(func) is FunctionType and not func.__code__.co_flags & CO_ASYNC:
@@ -571,9 +573,7 @@ def submit_call(
     kwds = dict(kwds) if kwds else {}
     if type(args) is not tuple:
         args = check_args(func, args, kwds, pool._gives_context)
-    job: AsyncResult[Any] = AsyncResult(
-        next(pool._jobs.numbers), name, pool, callback, error_callback
-    )
+    job = kind(next(pool._jobs.numbers), name, pool, callback, error_callback)
     job.options = options
     pool._start_call(pool, job, func, args, kwds)
     return job
