@@ -278,8 +278,8 @@ def in_modules(
         inside = vars(module)
         if origin_of(module.__name__) == INSTALLED:
             for name in use.attributes & inside.keys() if expand else ():
-                below: Any = sys.modules.get(f"{module.__name__}.{name}")
-                if below is not None and below is inside.get(name):
+                below = sys.modules.get(f"{module.__name__}.{name}")
+                if below is inside.get(name) and issubclass(type(below), ModuleType):
                     yield module, name, False
                     todo.append((below, False))
             continue
