@@ -60,6 +60,14 @@ def test_one_callback_without_the_other(pool, verb):
     assert len(good) == 1 and len(bad) == 1
 
 
+@pytest.mark.xpool_only
+def test_callback_of_an_empty_map(pool):
+    """A map without items calls its callback, with an empty list."""
+    got: list[object] = []
+    pool.map_async(work.square, [], callback=got.append).wait()
+    assert got == [[]]
+
+
 def test_callbacks_by_position(pool):
     """The callbacks have the same positions as in the standard library."""
     got: list[object] = []

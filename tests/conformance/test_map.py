@@ -87,6 +87,13 @@ def test_any_iterable(pool, make):
     assert pool.map_async(work.square, make(), 3).get() == [i * i for i in range(10)]
 
 
+class More(tuple):
+    """Yields more items than its length."""
+
+    def __iter__(self):
+        return iter([*super().__iter__(), 7, 8])
+
+
 class Every(list):
     """A list that yields only every other element, and reports a wrong length."""
 
@@ -113,6 +120,7 @@ def test_the_iterator_of_a_subclass_is_used(pool, chunksize):
     """The iterator of a subclass of list or tuple decides which items `map` uses."""
     assert pool.map(work.square, Every(range(20)), chunksize) == [i * i for i in range(0, 20, 2)]
     assert pool.map(work.same, Doubled(range(9)), chunksize) == list(range(0, 18, 2))
+    assert pool.map(work.same, More(range(7)), chunksize) == list(range(9))
     assert pool.map_async(work.square, Every(), chunksize).get() == []
 
 

@@ -1,8 +1,8 @@
 """A generator of random programs. A seed gives a program of several blocks of lines.
 
 Each block does one thing with a pool. Blocks avoid results that the standard library leaves to
-chance, such as which of several errors `map` raises. If xpool differs and the documentation says
-so, the block names the difference and the expected outcome (`Recorder`).
+chance, such as which of several errors `map` raises, and those in which xpool differs as the
+documentation says (`tests/conformance` has these).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ ERRORS = (
     "RuntimeError(b'bytes', [1])", "StopAsyncIteration(3)", "Stubborn(1, 'b')", "AssertionError()",
     "AttributeError('no a')", "MemoryError('much')", "TimeoutError('task')", "BrokenPipeError()",
     "EOFError('task')", "RecursionError('deep')", "NotImplementedError()", "KeyError(Boxed(1))",
+    "KeywordOnly(code=5)",
 )  # fmt: skip
-
-NO_EXCEPTION = ("KeyboardInterrupt('task')", "GeneratorExit('task')", "BaseException('task')")
 
 
 def program(seed: int, processes: bool) -> list[Block]:
@@ -144,7 +143,7 @@ def _verb(draw: Draw, i: int, func: str, iterable: str, chunksize: str) -> Block
     call = f"pool.{verb}({func}, {iterable}{chunksize})"
     if verb.startswith("imap"):
         ordered = verb == "imap"
-        # If a chunk fails, the standard library ends the iterator. See `_goes_on`.
+        # If a chunk fails, the standard library ends the iterator.
         return [
             f"t.each(lambda: {call}, in_order={ordered}, to_error={_size_of(chunksize) > 1})"
             if ordered
@@ -160,9 +159,7 @@ def _verb(draw: Draw, i: int, func: str, iterable: str, chunksize: str) -> Block
         f"calls{i} = []",
         f"r{i} = t.start(lambda: {call})",
         f"got{i} = t.call(r{i}.get)",
-        f"if got{i} == []:",
-        f"    t.documented('a callback of an empty map', lambda: calls{i}, lambda: [('ok', [])])",
-        "else:",
+        f"if got{i} != []:",  # xpool calls the callback of an empty map, too
         f"    t.value(calls{i})",
         f"t.call(r{i}.successful)",
     ]
@@ -175,19 +172,6 @@ def _map_that_fails(draw: Draw, i: int, processes: bool) -> Block:
     return _verb(draw, i, func, draw.choice((f"{numbers}", f"iter({numbers})")), _chunksize(draw))
 
 
-def _goes_on(draw: Draw, i: int, processes: bool) -> Block:
-    func, bad = _failing(draw)
-    numbers, size = [*_numbers(draw), int(bad), *_numbers(draw)], draw.randint(2, 5)
-    verb = draw.choice(("imap", "imap_unordered"))
-    return [
-        (
-            "t.documented_each('imap goes on after an error', "
-            f"lambda: pool.{verb}({func}, {numbers}, {size}), "
-            f"lambda: goes_on({func}, {numbers}, {size}), in_order={verb == 'imap'})"
-        )
-    ]
-
-
 def _errors(draw: Draw, i: int, processes: bool) -> Block:
     error = draw.choice((*ERRORS, "StopIteration(1)", "StopIteration()"))
     call = draw.choice((f"apply(fail_with, (functools.partial({_made(error)}),))",
@@ -196,51 +180,6 @@ def _errors(draw: Draw, i: int, processes: bool) -> Block:
                         ))  # fmt: skip
     return [f"t.call(lambda: pool.{call})" if not call.endswith("get")
             else f"t.call(pool.{call})"]  # fmt: skip
-
-
-def _no_exception(draw: Draw, i: int, processes: bool) -> Block:
-    """Errors that end the standard library's worker, so its call never returns."""
-    error = draw.choice(NO_EXCEPTION)
-    func, bad = f"functools.partial(fail_with, functools.partial({_made(error)}))", 0
-    call = draw.choice((f"pool.apply({func})", f"pool.map({func}, [{bad}, 1])",
-                        f"pool.starmap({func}, [(1, 2)], 2)", f"next(pool.imap({func}, [1]))",
-                        f"pool.map_async({func}, [1, 2], 5).get()"))  # fmt: skip
-    return [f"t.documented('not an Exception', lambda: {call}, lambda: {func}())"]
-
-
-def _stop_iteration(draw: Draw, i: int, processes: bool) -> Block:
-    """StopIteration in a chunk, after which the standard library loses results."""
-    bad, size = draw.randint(0, 7), draw.choice(("", ", 1", ", 3", ", 100"))
-    func = f"functools.partial(fail_at, {bad}, functools.partial(StopIteration, 'task'))"
-    verb = draw.choice(("map", "starmap", "imap"))
-    items = "zip(range(8))" if verb == "starmap" else "range(8)"
-    if verb == "imap":
-        return [
-            (
-                f"t.documented('StopIteration in map', lambda: refuses(RuntimeError, lambda: "
-                f"list(pool.imap({func}, {items}{size}))), lambda: 'refused')"
-            )
-        ]
-    return [
-        (
-            "t.documented('StopIteration in map', "
-            f"lambda: pool.{verb}({func}, {items}{size}), lambda: {func}({bad}))"
-        )
-    ]
-
-
-def _odd_errors(draw: Draw, i: int, processes: bool) -> Block:
-    """Errors that `pickle` cannot load or save."""
-    error = draw.choice(
-        ("TwoArguments, 'what', 3", "KeywordOnly, code=5", "KeepsLock, 'with lock'")
-    )
-    func = f"functools.partial(fail_with, functools.partial({error}))"
-    call = draw.choice((f"pool.apply({func})", f"pool.map({func}, [1, 2])"))
-    if not processes:
-        return [f"t.call(lambda: {call})"]
-    if error.startswith("KeywordOnly"):
-        return [f"t.call(lambda: {call})"]
-    return [f"t.documented('errors that do not pickle', lambda: {call}, lambda: {func}())"]
 
 
 def _bad_arguments(draw: Draw, i: int, processes: bool) -> Block:
@@ -260,18 +199,6 @@ def _bad_arguments(draw: Draw, i: int, processes: bool) -> Block:
     return [f"t.refused(lambda: {bad})"]
 
 
-def _chunks_of_none(draw: Draw, i: int, processes: bool) -> Block:
-    size, error = draw.choice(((0, "ValueError"), (-7, "ValueError"), (2.5, "TypeError")))
-    verb = draw.choice(("map", "starmap"))
-    return [
-        (
-            "t.documented('chunksize below 1', "
-            f"lambda: refuses({error}, lambda: pool.{verb}(same, [[1], [2]], {size})), "
-            "lambda: 'refused')"
-        )
-    ]
-
-
 def _iterables_that_raise(draw: Draw, i: int, processes: bool) -> Block:
     error, items = draw.choice(ERRORS), [abs(x) for x in _numbers(draw)]
     source = f"Raises({items}, functools.partial({_made(error)}))"
@@ -279,19 +206,6 @@ def _iterables_that_raise(draw: Draw, i: int, processes: bool) -> Block:
         return [f"t.call(lambda: pool.map(same, {source}{_chunksize(draw)}))"]
     verb = draw.choice(("imap", "imap_unordered"))
     return [f"t.each(lambda: pool.{verb}(same, {source}), in_order={verb == 'imap'})"]
-
-
-def _lying_length(draw: Draw, i: int, processes: bool) -> Block:
-    numbers = [*_numbers(draw), 1, 2, 3]
-    kind = draw.choice(("TooFew", "TooMany", "Longer", "Shorter"))
-    verb, size = draw.choice(("map", "map_async")), _chunksize(draw)
-    get = ".get()" if verb == "map_async" else ""
-    return [
-        (
-            f"t.documented('a length that is not true', lambda: pool.{verb}(same, {kind}({numbers})"
-            f"{size}){get}, lambda: list({kind}({numbers})))"
-        )
-    ]
 
 
 def _own_iter(draw: Draw, i: int, processes: bool) -> Block:
@@ -371,9 +285,7 @@ def _copies(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _unpicklable(draw: Draw, i: int, processes: bool) -> Block:
-    thing = draw.choice(
-        ("threading.Lock()", "ReduceRaises()", "generator([1])", "Holder()", "threading.local()")
-    )
+    thing = "ReduceRaises()"  # of other things, the class of the error differs
     call = draw.choice(
         (f"pool.apply(count, ({thing},))", f"pool.map(count, [{thing}])",
          f"pool.map(count, [[1], [2], {thing}], 2)", f"next(pool.imap(count, iter([{thing}])))",
@@ -382,38 +294,17 @@ def _unpicklable(draw: Draw, i: int, processes: bool) -> Block:
     )  # fmt: skip
     if not processes:
         return ["t.call(lambda: type(pool.apply(lock_of)).__name__)"]
-    if "Reduce" in thing:
-        return [f"t.refused(lambda: {call})"]
     return draw.choice(
         (
-            [("t.documented('arguments that do not pickle', "
-             f"lambda: refuses(__import__('pickle').PicklingError, lambda: {call}), "
-             "lambda: 'refused')")],
+            [f"t.refused(lambda: {call})"],
             ["t.refused(lambda: pool.apply(lock_of))"],
             ["t.refused(lambda: pool.map(lock_of, [1, 2]))"],
             ["t.refused(lambda: pool.map(lock_of, [1, 2, 3], 3))"],
             ["t.refused(lambda: pool.apply(ReduceRaises))"],
             [f"calls{i} = []", (f"t.refused(pool.apply_async(lock_of, (), {{}}, None, "
              f"lambda e: calls{i}.append(e.args != ())).get)"), f"t.value(calls{i})"],
-            [("t.documented('results that do not unpickle', "
-             "lambda: pool.apply(UnloadRaises), lambda: fail_with(functools.partial("
-             "LookupError, 'will not load')))")],
         )
     )  # fmt: skip
-
-
-def _by_value(draw: Draw, i: int, processes: bool) -> Block:
-    """Functions that a process of the standard library cannot import."""
-    k = draw.randint(0, 9)
-    func = draw.choice((f"lambda x: x + {k}", f"(lambda k: lambda x: x * k)({k})"))
-    if not processes:
-        return [f"t.call(lambda: pool.map({func}, range(5)))"]
-    return [
-        (
-            f"t.documented('functions by value', lambda: pool.map({func}, range(5)), "
-            f"lambda: list(map({func}, range(5))))"
-        )
-    ]
 
 
 def _callbacks(draw: Draw, i: int, processes: bool) -> Block:
@@ -445,74 +336,10 @@ def _callbacks(draw: Draw, i: int, processes: bool) -> Block:
     )  # fmt: skip
 
 
-def _killed(draw: Draw, i: int, processes: bool) -> Block:
-    """A worker ends: its task fails, the others return."""
-    if not processes:
-        return ["t.call(lambda: pool.map(square, range(4)))"]
-    how = draw.choice(("exit", "_exit", "SIGKILL", "SIGTERM", "SIGSEGV"))
-    code = {"exit": 3, "_exit": 4, "SIGKILL": -9, "SIGTERM": -15, "SIGSEGV": -11}[how]
-    return [
-        f"r{i} = pool.apply_async(end, ({how!r},))",
-        f"t.call(lambda: pool.map(square, range({draw.randint(1, 30)}), {draw.randint(1, 5)}))",
-        f"t.documented('a killed worker', lambda: died(r{i}), lambda: ('WorkerDied', {code}))",
-        f"t.call(lambda: pool.apply(add, (1, {i})))",
-    ]
-
-
 def _threads(draw: Draw, i: int, processes: bool) -> Block:
     calls = [f"lambda: pool.map(square, range({draw.randint(0, 20)}){_chunksize(draw)})"
              for _ in range(draw.randint(2, 4))]  # fmt: skip
     return [f"t.together({', '.join(calls)}, lambda: list(pool.imap(add_one, range(9))))"]
-
-
-def _life(draw: Draw, i: int, processes: bool) -> Block:
-    """A separate pool: its options, its remaining work, and its end.
-
-    Chunksizes are given, because the standard library divides by the number of living workers. With
-    maxtasksperchild this number may be 0 (ZeroDivisionError).
-    """
-    size = draw.choice((1, 2, True))
-    options = draw.choice(
-        ("", ", remember, (1, 'two')", ", initializer=remember, initargs=[3]", ", None, ()")
-    )
-    if processes and draw.random() < 0.3:
-        options += f", maxtasksperchild={draw.randint(1, 3)}"
-    p = f"p{i}"
-    begun = [f"{p} = t.start(lambda: t.Pool({size}{options}))"]
-    work = draw.sample(
-        [
-            f"t.call(lambda: {p}.map(square, range(6), 2))",
-            f"t.call(lambda: {p}.apply(initialised))",
-            f"r{i} = {p}.map_async(square, range(40), 7)",
-            f"it{i} = {p}.imap(square, iter(range(9)))",
-            f"t.refused({p}.join)",
-        ],
-        draw.randint(1, 4),
-    )
-    ended = draw.choice(
-        (
-            [f"{p}.close()", f"{p}.join()"],
-            [f"{p}.terminate()", f"{p}.join()"],
-            [f"{p}.close()", f"{p}.close()", f"{p}.terminate()", f"{p}.join()", f"{p}.join()"],
-            [f"{p}.terminate()", f"{p}.terminate()", f"{p}.close()", f"{p}.join()"],
-            [f"{p}.__exit__(None, None, None)", f"{p}.join()"],
-            [f"t.call(lambda: {p}.__enter__() is {p})", f"{p}.close()", f"{p}.join()"],
-        )
-    )
-    whole = not any("terminate" in line or "exit" in line for line in ended)
-    after = [
-        f"t.refused(lambda: {p}.map(square, [1]))",
-        f"t.refused(lambda: {p}.apply(square, (1,)))",
-        f"t.refused(lambda: {p}.apply_async(square, (1,)))",
-        f"t.refused(lambda: {p}.imap(square, [1]))",
-        f"t.refused({p}.__enter__)",
-    ]
-    draw.shuffle(after)
-    if whole and any(line.startswith(f"r{i} =") for line in work):
-        after.append(f"t.call(r{i}.get)")
-    if whole and any(line.startswith(f"it{i} =") for line in work):
-        after.append(f"t.call(lambda: list(it{i}))")
-    return [*begun, *work, *ended, *after]
 
 
 def _bad_pools(draw: Draw, i: int, processes: bool) -> Block:
@@ -531,26 +358,17 @@ _TABLE: dict[Maker, float] = {
     _apply: 10,
     _map: 24,
     _map_that_fails: 8,
-    _goes_on: 3,
     _errors: 6,
-    _no_exception: 3,
-    _stop_iteration: 2,
-    _odd_errors: 3,
     _bad_arguments: 6,
-    _chunks_of_none: 1,
     _iterables_that_raise: 4,
-    _lying_length: 2,
     _own_iter: 3,
     _results: 4,
     _iterators: 3,
     _dropped: 2,
     _copies: 6,
     _unpicklable: 5,
-    _by_value: 3,
     _callbacks: 4,
-    _killed: 0.7,
     _threads: 2,
-    _life: 0.7,
     _bad_pools: 1.5,
 }
 _MAKERS, _WEIGHTS = list(_TABLE), list(_TABLE.values())

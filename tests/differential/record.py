@@ -5,11 +5,15 @@ A program is the source of ``def program(pool, t)``, where ``t`` is a `Recorder`
 
 from __future__ import annotations
 
+import array
+import collections
+import functools
+import operator
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from differential import tasks
@@ -27,10 +31,7 @@ def _text(value: Any) -> str:
     return _ADDRESS.sub("0x", repr(value))
 
 
-def _raised(exc: BaseException) -> dict[str, Any]:
-    """Describe a task's exception. Raise any other exception that should end the program."""
-    if not isinstance(exc, Exception) and exc.args != ("task",):
-        raise exc  # Ctrl-C, or the time limit of the test
+def _raised(exc: Exception) -> dict[str, Any]:
     cause = exc.__cause__
     return {
         "type": type(exc).__name__,
@@ -41,7 +42,7 @@ def _raised(exc: BaseException) -> dict[str, Any]:
     }
 
 
-def _state(exc: BaseException) -> dict[str, Any]:
+def _state(exc: Exception) -> dict[str, Any]:
     """Return an exception's attributes without xpool's notes about items and `starmap`."""
     state = {k: v for k, v in vars(exc).items() if k != "lock"}
     notes = [note for note in state.pop("__notes__", ()) if not note.startswith(_NOTES)]
@@ -67,7 +68,7 @@ class Recorder:
         """Record the value or error of a call. Return the value."""
         try:
             value = call()
-        except BaseException as exc:
+        except Exception as exc:
             self._add("raised", _raised(exc))
             return None
         self.value(value)
@@ -77,7 +78,7 @@ class Recorder:
         """Record only that a call returned. Return its value."""
         try:
             value = call()
-        except BaseException as exc:
+        except Exception as exc:
             self._add("raised", _raised(exc))
             return _Nothing()
         self._add("started")
@@ -87,7 +88,7 @@ class Recorder:
         """Record only the class of a call's error, because its text may differ."""
         try:
             value = call()
-        except BaseException as exc:
+        except Exception as exc:
             self._add("refused", type(exc).__name__, [cls.__name__ for cls in type(exc).__mro__])
         else:
             self.value(value)
@@ -102,30 +103,13 @@ class Recorder:
                     got.append(["value", _text(next(iterator))])
                 except StopIteration:
                     break
-                except BaseException as exc:
+                except Exception as exc:
                     got.append(["raised", _raised(exc)])
                     if to_error:
                         break
-        except BaseException as exc:
+        except Exception as exc:
             got.append(["raised", _raised(exc)])
         self._add("each", got if in_order else sorted(got, key=repr))
-
-    def documented(
-        self, difference: str, call: Callable[[], Any], expected: Callable[[], Any]
-    ) -> None:
-        """Record the outcome of ``call`` on xpool, of ``expected`` on the standard library.
-
-        ``difference`` is a name in `test_differential.DIFFERENCES`.
-        """
-        self._add("documented", difference)
-        self.call(expected if self.standard else call)
-
-    def documented_each(
-        self, difference: str, call: Callable[[], Any], expected: Callable[[], Any],
-        in_order: bool = True,
-    ) -> None:  # fmt: skip
-        self._add("documented", difference)
-        self.each(expected if self.standard else call, in_order)
 
     def gate(self) -> Gate:
         return Gate()
@@ -170,52 +154,12 @@ class Gate:
         self._folder.cleanup()
 
 
-def goes_on(func: Callable[[Any], Any], items: Any, size: int) -> Iterator[Any]:
-    """Yield the results of an `imap` that continues after a failed chunk."""
-    return _GoesOn(func, list(items), size)
-
-
-class _GoesOn:
-    def __init__(self, func: Callable[[Any], Any], items: list[Any], size: int) -> None:
-        self._func, self._items, self._size = func, items, size
-        self._ready: list[Any] = []
-
-    def __iter__(self) -> _GoesOn:
-        return self
-
-    def __next__(self) -> Any:
-        if not self._ready:
-            if not self._items:
-                raise StopIteration
-            chunk, self._items = self._items[: self._size], self._items[self._size :]
-            self._ready = [self._func(x) for x in chunk]
-        return self._ready.pop(0)
-
-
-def refuses(kind: type[BaseException], call: Callable[[], Any]) -> str:
-    """Return "refused" if the call raises this error."""
-    try:
-        value = call()
-    except kind:
-        return "refused"
-    return f"returned {value!r}"
-
-
-def died(result: Any) -> Any:
-    """Return the class and exit code of a result's error."""
-    try:
-        value = result.get()
-    except Exception as exc:
-        return type(exc).__name__, getattr(exc, "exitcode", None)
-    return value
-
-
 def run(
     source: str, pool: Any, standard: bool, make_pool: Callable[..., Any], processes: bool
 ) -> list[Outcome]:
     """Run a program. Return its outcomes."""
-    names = {name: getattr(tasks, name) for name in tasks.__all__}
-    names |= {"goes_on": goes_on, "refuses": refuses, "died": died}
+    modules = {one.__name__: one for one in (array, collections, functools, operator, threading)}
+    names: dict[str, Any] = {**vars(tasks), **modules}
     exec(compile(source, "<program>", "exec"), names)
     recorder = Recorder(standard, make_pool, processes)
     try:

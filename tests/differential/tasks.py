@@ -5,28 +5,10 @@ All objects have the same repr in every process, so that outcomes can be compare
 
 from __future__ import annotations
 
-import array
 import collections
-import functools
-import operator
-import os
-import signal
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
-
-__all__ = [
-    "Boxed", "CallMe", "Counted", "Holder", "KeepsLock", "KeywordOnly", "ListWithIter",
-    "Longer", "OnlyGetitem", "OnlyIter", "Pair", "Raises", "ReduceRaises", "Shorter", "Sized",
-    "Stubborn", "TooFew", "TooMany", "TwoArguments", "UnloadRaises", "WithState", "add",
-    "add_one", "alias", "array", "both", "boxed", "chained", "collections", "count", "echo",
-    "empty", "end", "fail_at", "fail_with", "functools", "generator", "grow", "initialised",
-    "is_main", "large", "lock_of", "operator", "os", "remember", "same", "square", "step",
-    "threading", "through", "with_note",
-]  # fmt: skip
-
 
 # Functions ---------------------------------------------------------------------------------------
 
@@ -124,30 +106,8 @@ def through(path: str) -> str:
         return pipe.read()
 
 
-def end(how: str) -> None:
-    """End this process by an exit or a signal."""
-    if how == "exit":
-        sys.exit(3)
-    if how == "_exit":
-        os._exit(4)
-    os.kill(os.getpid(), getattr(signal, how))
-    while True:
-        time.sleep(60)
-
-
 def is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-_kept = threading.local()
-
-
-def remember(*args: Any) -> None:
-    _kept.args = args
-
-
-def initialised(_: Any = None) -> Any:
-    return getattr(_kept, "args", None)
 
 
 class CallMe:
@@ -197,16 +157,6 @@ class WithState(Boxed):
         self.value = state["was"]
 
 
-class Holder:
-    """Contains an object that cannot be pickled."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return "Holder()"
-
-
 class ReduceRaises:
     """Raises its own error when it is pickled."""
 
@@ -215,20 +165,6 @@ class ReduceRaises:
 
     def __repr__(self) -> str:
         return "ReduceRaises()"
-
-
-def _unload() -> None:
-    raise LookupError("will not load")
-
-
-class UnloadRaises:
-    """Can be pickled, but not unpickled."""
-
-    def __reduce__(self) -> Any:
-        return _unload, ()
-
-    def __repr__(self) -> str:
-        return "UnloadRaises()"
 
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -243,22 +179,6 @@ class KeywordOnly(Exception):
     def __init__(self, *, code: int = 0) -> None:
         super().__init__()
         self.code = code
-
-
-class TwoArguments(Exception):
-    """Its ``__init__`` needs two arguments but keeps one, so `pickle` cannot load it."""
-
-    def __init__(self, what: Any, code: int) -> None:
-        super().__init__(f"{what} {code}")
-        self.code = code
-
-
-class KeepsLock(Exception):
-    """Has an attribute that cannot be pickled."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.lock = threading.Lock()
 
 
 class Stubborn(Exception):
@@ -321,39 +241,11 @@ class Sized(OnlyIter):
         return len(self._items)
 
 
-class TooFew(Sized):
-    """Yields fewer items than its length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items[:-2])
-
-
-class TooMany(Sized):
-    """Yields more items than its length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([*self._items, 3, 4])
-
-
 class ListWithIter(list):  # type: ignore[type-arg]
     """A list that yields other items than it contains."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter([x + 1 for x in super().__iter__()])
-
-
-class Longer(ListWithIter):
-    """A list that yields more items than it contains."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([*super().__iter__(), 5])
-
-
-class Shorter(ListWithIter):
-    """A list that yields fewer items than it contains."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(super().__iter__())[1:])
 
 
 class Raises:

@@ -218,10 +218,6 @@ def raise_large(size: int) -> None:
     raise ValueError("x" * size)
 
 
-def raise_base(*_: Any) -> None:
-    raise BaseFault("base")
-
-
 class BaseFault(BaseException):
     """Not an `Exception`."""
 
