@@ -216,18 +216,6 @@ triple~(1)
 ? triple~.calls, triple~.__wrapped__(x), triple~.__name__
 > triple~(2)
 > triple~.calls = 40
-= function: memo in an attribute
-def power~(n):
-    if n not in power~.memo:
-        note_load()
-        power~.memo[n] = n ** 2
-    return power~.memo[n]
-power~.memo = {}
-for n in range(4):
-    power~(n)
-? power~(x), sorted(power~.memo)
-> power~(9)
-> power~.memo[0] = 'zero'
 = function: counter in a closure
 def counter~():
     n = 0
@@ -328,26 +316,6 @@ exec("def made~(n):\n    return n * k", space~)
 made~ = space~["made~"]
 ? made~(x)
 > space~['k'] = 9
-= function: helper that evaluates
-unit~ = 6
-def calculated~(text):
-    return eval(text, {"unit": unit~})
-? calculated~('unit * 2')
-> unit~ += 1
-%names unit~
-= function: names by globals()
-for letter in "ab":
-    globals()[f"named_{letter}~"] = [letter]
-? named_a~, named_b~
-> globals()['named_a~'].append(1)
-= function: generator function
-pieces~ = ["p", "q"]
-def walked~(n):
-    for piece in pieces~:
-        yield piece * n
-? list(walked~(x))
-> pieces~.append('r')
-%gives pieces~
 = function: made under the guard
 base~ = 10
 ? shifted~(x)
@@ -427,18 +395,6 @@ plan~ = torch.optim.lr_scheduler.StepLR(adam~, step_size=1, gamma=0.5)
 > weight~.grad = torch.ones(2)
 | adam~.step()
 | plan~.step()
-= torch: dataset
-import torch
-class Squares~(torch.utils.data.Dataset):
-    scale = 1
-    def __len__(self):
-        return 4
-    def __getitem__(self, at):
-        return torch.tensor(at * at * self.scale)
-squares~ = Squares~()
-loader~ = torch.utils.data.DataLoader(squares~, batch_size=2)
-? list(loader~), loader~.dataset is squares~
-> Squares~.scale = 3
 = torch: generator
 import torch
 source~ = torch.Generator().manual_seed(5)
@@ -446,28 +402,6 @@ noise~ = torch.rand(3, generator=source~)
 ? noise~, source~.device.type
 > noise~ = torch.rand(2, generator=source~)
 %names noise~
-= torch: default dtype
-import torch
-? str(torch.ones(1).dtype)
-> torch.set_default_dtype(torch.float64)
-%once
-= torch: no gradients
-import torch
-torch.set_grad_enabled(False)
-? torch.is_grad_enabled()
-> torch.set_grad_enabled(True)
-%once
-= torch: deterministic
-import torch
-torch.use_deterministic_algorithms(True)
-? torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-> torch.set_float32_matmul_precision('high')
-%once
-= torch: print options
-import torch
-torch.set_printoptions(precision=2)
-? str(torch.tensor([1.23456]))
-%once
 = setting: environment
 os.environ["PLACE~"] = "home"
 os.environ.setdefault("KIND~", "a")
@@ -482,23 +416,6 @@ decimal.getcontext().prec = 9
 > decimal.getcontext().prec = 12
 > decimal.getcontext().rounding = 'ROUND_DOWN'
 %once
-= setting: numbers of numpy
-import numpy as np
-old~ = np.seterr(divide='ignore', over='raise')
-? np.geterr()['divide'], np.geterr()['over'], sorted(old~)
-> np.seterr(under='warn')
-%once
-= setting: how numpy prints
-import numpy as np
-np.set_printoptions(precision=2, suppress=True)
-? str(np.array([1.23456, 7e-9]))
-> np.set_printoptions(precision=4)
-%once
-= setting: warnings
-import warnings
-warnings.filterwarnings('error', category=UnicodeWarning)
-? [one[0] for one in warnings.filters if one[2] in (UnicodeWarning, BytesWarning)]
-> warnings.simplefilter('ignore', BytesWarning)
 = setting: warnings of the program
 import warnings
 class Stale~(UserWarning):
@@ -520,22 +437,6 @@ sys.argv = ['train', '--deep', '3']
 > sys.argv.append('--wide')
 > sys.argv = sys.argv[:1]
 %once
-= setting: recursion
-import sys
-sys.setrecursionlimit(3000)
-? sys.getrecursionlimit()
-> sys.setrecursionlimit(4000)
-%once
-= setting: digits
-import sys
-sys.set_int_max_str_digits(9000)
-? sys.get_int_max_str_digits()
-> sys.set_int_max_str_digits(8000)
-%once
-= setting: mask of files
-mask~ = os.umask(0o027)
-? oct(os.umask(os.umask(0o077)))[-3:]
-%once
 = setting: folder
 deep~ = os.path.abspath("deep~")
 os.makedirs(os.path.join(deep~, "two"))
@@ -544,25 +445,6 @@ os.makedirs(os.path.join(deep~, "two"))
 %once %modes script bare %places guard between
 %inside
 os.chdir(deep~)
-= setting: time zone
-import time
-os.environ['TZ'] = 'Asia/Tokyo'
-time.tzset()
-? time.localtime(0).tm_hour, time.tzname[0]
-> os.environ['TZ'] = 'UTC'
-| time.tzset()
-%once
-= setting: patience of sockets
-import socket
-socket.setdefaulttimeout(40)
-? socket.getdefaulttimeout()
-> socket.setdefaulttimeout(50)
-%once
-= setting: locale
-import locale
-locale.setlocale(locale.LC_ALL, 'C')
-? locale.setlocale(locale.LC_NUMERIC), locale.localeconv()['decimal_point']
-%once
 = setting: made in every worker
 import mimetypes
 import xpool

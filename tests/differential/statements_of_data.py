@@ -13,33 +13,6 @@ rows~ = read_rows~()
 > rows~.sort(key=lambda row: -row['id'])
 > rows~[1:2] = []
 %names rows~ %gives rows~
-= data: csv
-import csv
-with open("sales~.csv", newline="") as source:
-    sales~ = list(csv.DictReader(source))
-by_town~ = {}
-for sale in sales~:
-    by_town~.setdefault(sale["town"], []).append(sale)
-? {town: len(found) for town, found in by_town~.items()}
-? by_town~['Ulm'][0] is sales~[0]
-> sales~[0]['town'] = 'Bonn'
-> by_town~['Kiel'] = sales~[:1]
-%gives by_town~
-%file sales~.csv
-town,sum
-Ulm,3
-Jena,4
-Ulm,5
-= data: text read by a path
-from pathlib import Path
-stop_words~ = frozenset(Path("stop~.txt").read_text().split())
-? sorted(stop_words~), 'the' in stop_words~
-> stop_words~ |= {'late~'}
-%names stop_words~ %gives stop_words~
-%file stop~.txt
-the
-a
-of
 = data: shuffled and split
 import random
 def load_ids~():
@@ -56,17 +29,6 @@ def is_held~(n, among=held~):
 > random.shuffle(fit~)
 > held~.append(-1)
 %gives held~
-= data: count of words
-from collections import Counter
-def read_text~():
-    note_load()
-    return "to be or not to be"
-words~ = Counter(read_text~().split())
-most~ = words~.most_common(1)[0][0] if len(words~) else None
-? words~['to'], most~, sum(words~.values())
-> words~.update(['to', 'so'])
-> del words~['not']
-%gives words~
 = data: large list
 def load_large~():
     note_load()
@@ -102,22 +64,6 @@ logging.info("wave has %d points", len(wave~))
 | mask~[5] = True
 > wave~ /= 2
 %names wave~ %gives wave~
-= data: structured array
-import numpy as np
-stars~ = np.zeros(3, dtype=[("name", "U8"), ("size", "f4")])
-stars~["name"] = ["a", "b", "c"]
-best~ = stars~[1]
-? stars~['name'], stars~['size']
-> stars~['size'][2] = 4
-= data: database file
-import sqlite3
-with sqlite3.connect(":memory:") as memory~:
-    memory~.executescript("create table t (n int); insert into t values (4), (6);")
-    found~ = [n for n, in memory~.execute("select n from t order by n")]
-memory~.close()
-? found~, sum(found~)
-> found~ += [100]
-%names found~ %gives found~
 = data: folder of its own
 import atexit
 import shutil
@@ -128,18 +74,6 @@ atexit.register(shutil.rmtree, folder~, True)
 ? os.path.isdir(folder~)
 > open(os.path.join(folder~, "more"), "w").close()
 %after os.path.isdir(folder~)
-= data: heap and queue
-import heapq
-from collections import deque
-jobs~ = [7, 2, 9, 4]
-heapq.heapify(jobs~)
-recent~ = deque(maxlen=2)
-while len(jobs~) > 2:
-    recent~.append(heapq.heappop(jobs~))
-? jobs~, list(recent~), recent~.maxlen
-> heapq.heappush(jobs~, 1)
-> recent~.appendleft(5)
-%gives recent~
 = data: bytes in place
 import array
 buffer~ = bytearray(b"head")
@@ -172,17 +106,6 @@ for place, n in [("in", 2), ("out", 3), ("in", 4)]:
 > tally~['up'][0] += 1
 > tally~.pop('out', None)
 %gives tally~
-= data: walrus and match
-def header~():
-    note_load()
-    return ("v", 3, "rest")
-if (head~ := header~()) and len(head~) == 3:
-    match head~:
-        case (str(letter~), int(version~), _):
-            known~ = True
-? head~, letter~, version~, known~
-> version~ += 1
-%names version~
 = config: number in a module
 import own_rates~
 ? own_rates~.RATE, own_rates~.doubled()
@@ -204,29 +127,6 @@ from types import SimpleNamespace
 opts = SimpleNamespace(depth=2)
 def depth_of():
     return opts.depth
-= config: set by a function of the module
-import own_setup~
-own_setup~.configure(level=3)
-? own_setup~.level(), own_setup~._steps
-> own_setup~.configure(level=own_setup~.level() * 2)
-%file own_setup~.py
-_level = 0
-_steps = []
-def configure(level):
-    global _level
-    _level = level
-    _steps.append(level)
-def level():
-    return _level
-= config: star
-from own_names~ import *
-? alpha~ + x, gamma~(x)
-> alpha~ = 50
-%names alpha~
-%file own_names~.py
-alpha~ = 4
-def gamma~(x):
-    return x - alpha~
 = config: module of a folder
 from own_parts~ import core as core~
 from own_parts~.shapes import area as area~
@@ -337,25 +237,6 @@ except ImportError:
     from .own_store~ import items as held
 def count():
     return len(held)
-= config: file of settings
-import configparser
-settings~ = configparser.ConfigParser()
-settings~.read("setup~.ini")
-? settings~['net'].getint('width'), settings~.get('net', 'kind', fallback='none')
-> settings~['net']['kind'] = 'conv'
-> settings~.set('net', 'width', '16')
-%file setup~.ini
-[net]
-width = 8
-= config: parsed arguments
-import argparse
-parser~ = argparse.ArgumentParser()
-parser~.add_argument("--width", type=int, default=3)
-args~ = parser~.parse_args([])
-? args~.width, sorted(vars(args~))
-> args~.width = 11
-> args~ = parser~.parse_args(['--width', '6'])
-%names args~ %gives args~
 = config: arguments that the guard parses
 from types import SimpleNamespace
 chosen~ = None
@@ -374,14 +255,6 @@ plan~ = Plan~()
 > plan~ = replace(plan~, rate=0.7)
 > plan~.steps.append('warm')
 %names plan~ %gives plan~
-= config: layers of mappings
-from collections import ChainMap
-defaults~ = {"lr": 1, "log": False}
-layered~ = ChainMap({}, defaults~)
-? layered~['lr'], layered~.maps[1] is defaults~, dict(layered~)
-> layered~['lr'] = 5
-> defaults~['log'] = True
-%gives defaults~
 = registry: decorator
 OPS~ = {}
 def op~(name):
@@ -493,25 +366,6 @@ bus~.listeners[0](4)
 > bus~.listeners.append(meter~.count)
 > meter~.count(10)
 %gives bus~
-= registry: list of hooks
-hooks~ = [str, lambda x: x * 3]
-def hooked~(x):
-    return [hook(x) for hook in hooks~]
-hooks~.append(repr)
-? hooked~(x)
-> hooks~.insert(0, float)
-> hooks~[1:] = []
-%gives hooks~
-= registry: abstract class
-from abc import ABC
-class Sized~(ABC):
-    pass
-class Box~:
-    pass
-class Bag~:
-    pass
-Sized~.register(Box~)
-? isinstance(Box~(), Sized~), issubclass(Bag~, Sized~)
 = registry: weak values
 import weakref
 class Node~:

@@ -64,13 +64,6 @@ handled~ = logging.getLogger("handled~")
 handled~.addHandler(logging.NullHandler())
 ? len(handled~.handlers)
 %differs handlers of loggers are not sent
-= random: id of the run
-import uuid
-run~ = uuid.uuid4()
-prefix~ = f'run-{run~.hex[:6]}'
-? run~, prefix~
-> run~ = uuid.uuid4()
-%names run~ %gives run~
 = random: drawn at the top
 import random
 draw~ = [random.random() for _ in range(2)]
@@ -100,13 +93,6 @@ first~ = rng~.normal(size=2)
 ? first~, type(rng~.bit_generator).__name__
 > first~ = rng~.normal(size=1)
 %names first~ %gives rng~
-= random: start and process
-import time
-started~ = time.time()
-main_pid~ = os.getpid()
-? started~, main_pid~, os.getpid() == main_pid~
-> started~ = time.monotonic()
-%names started~
 = random: id as a key
 thing~ = ['thing']
 by_id~ = {id(thing~): 'found'}
@@ -142,12 +128,6 @@ title
 one
 two
 three
-= held: file open for writing
-sink~ = open(os.path.abspath('sink~.txt'), 'w')
-sink~.write('head')
-sink~.flush()
-? sink~.name
-%unsent an open file %after open(sink~.name).read() == 'head'
 = held: lock in an object
 import threading
 class Shelf~:
@@ -205,19 +185,6 @@ cursor~ = iter(['a', 'b', 'c', 'd'])
 next(cursor~)
 ? list(copy.copy(cursor~))
 > next(cursor~)
-= held: count and cycle
-import itertools
-serial~ = itertools.count(5)
-next(serial~)
-? repr(serial~)
-> next(serial~)
-= held: database connection
-import sqlite3
-base~ = sqlite3.connect(":memory:", check_same_thread=False)
-base~.execute("create table t (n int)")
-? base~.execute('select count(*) from t').fetchone()[0]
-> base~.execute('insert into t values (1)')
-%unsent a connection
 = held: connection at first use
 import sqlite3
 link~ = None
@@ -284,10 +251,6 @@ raw~ = io.BytesIO(b'ab')
 > raw~.seek(1)
 | raw~.write(b'x')
 %gives text~
-= held: variable of a context
-from contextvars import ContextVar
-user~ = ContextVar('user~', default='none')
-? user~.get(), user~.name
 = held: view of memory
 import numpy as np
 memory~ = memoryview(bytearray(b'abc'))
@@ -304,13 +267,6 @@ def _encode(text, errors="strict"):
 def _search(name):
     return codecs.CodecInfo(_encode, None, name=name) if name == "turned~" else None
 codecs.register(_search)
-= import: types that it registers
-import mimetypes
-import own_types~  # registers
-? mimetypes.guess_type('a.own~')[0]
-%file own_types~.py
-import mimetypes
-mimetypes.add_type('text/x-own~', '.own~')
 = import: entries of another module
 import own_menu~
 import own_dishes~  # fills the menu
