@@ -8,168 +8,10 @@ from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
 
-# Names of cases, and the expressions that read their globals. The functions below use them.
-READS = {
-    "mutated": "CFG['rate'], CFG['list']",
-    "made": "made",
-    "rebound": "RATE",
-    "constant": "CONSTANT",
-    "default": "Settings.rate, Settings.options",
-    "initialised": "MODEL",
-    "array": "int(ARRAY[0]), len(ARRAY)",
-    "sentinel": "(lambda one=None: one is SENTINEL)(kept)",
-    "followed": "instance.twice()",
-    "module": "late_module.sqrt(4)",
-    "local_lock": "LOCK.acquire(False) and not LOCK.release()",
-    "made_lock": "made_lock.acquire(False) and not made_lock.release()",
-    "replaced_lock": "replaced_lock is None",
-}
-
-FUNCTIONS = "".join(
-    f"""
-def named_{name}(_):
-    return {text}
-def calls_{name}(_):
-    return named_{name}(_)
-def inside_{name}():
-    def local(_):
-        return {text}
-    return local
-lambda_{name} = lambda _: ({text})
-"""
-    for name, text in READS.items()
-)
-
-METHODS = "".join(
-    f"    def {name}(self, _):\n        return {text}\n" for name, text in READS.items()
-)
-
-PROGRAM = f"""
-import random
-import threading
-import warnings
-import xpool
-
-warnings.filterwarnings("ignore", "Each worker has its own copy of the lock")
-CFG = {{"rate": 1, "list": []}}
-RATE = 1
-CONSTANT = (1, "two")
-MODEL = None
-ARRAY = bytearray(200_000)
-LOCK = threading.Lock()
-SENTINEL = object()
-kept = SENTINEL
-late_module = None
-replaced_lock = None
-
-class Settings:
-    rate = 1
-    options = {{}}
-
-class Number:
-    def __init__(self, n):
-        self.n = n
-    def twice(self):
-        return self.n * FACTOR
-
-FACTOR = 2
-instance = Number(1)
-
-def initialise(value):
-    global MODEL
-    MODEL = value
-    CFG.setdefault("of the worker", True)
-
-class Methods:
-{METHODS}
-{FUNCTIONS}
-
-def kinds(name):
-    found = globals()
-    yield found["named_" + name]
-    yield found["calls_" + name]
-    yield found["inside_" + name]()
-    yield found["lambda_" + name]
-    yield getattr(Methods(), name)
-
-def answer(pool, verb, function):
-    try:
-        if verb == "apply":
-            return repr(pool.apply(function, (0,)))
-        if verb == "map":
-            return repr(pool.map(function, range(3))[-1])
-        return repr(list(pool.imap(function, range(3)))[-1])
-    except NameError as error:
-        text = str(error) + str(getattr(error, "__notes__", ""))
-        return "explained" if "was not sent to this worker" in text else text
-
-def look(pool, when, order, wanted):
-    cells = [(name, kind) for name in {list(READS)} for kind in range(5)]
-    order.shuffle(cells)
-    for number, (name, kind) in enumerate(cells):
-        function = list(kinds(name))[kind]
-        verb = ("apply", "map", "imap")[number % 3]
-        got = answer(pool, verb, function)
-        want = wanted[name] if name in wanted else repr(function(0))
-        if got != want:
-            print(f"{{when}}: {{name}}, kind {{kind}}, by {{verb}}: {{got}} and not {{want}}")
-
-def main(unpicklable, method=None):
-    global RATE, ARRAY, FACTOR, instance, made, made_lock, late_module, replaced_lock
-    import math
-    late_module = math
-    made_lock = threading.Lock()
-    replaced_lock = threading.Lock()
-    for seed in range(2):
-        order = random.Random(seed)
-        CFG["rate"], CFG["list"], RATE, made, FACTOR = 2, [seed], 2, "once", 3
-        Settings.rate, Settings.options = 2, {{"seed": seed}}
-        ARRAY[0] = 7
-        instance = Number(5)
-        wanted = {{"initialised": "'model'", **unpicklable}}
-        with xpool.Pool(1, initialise, ("model",), context=method) as pool:
-            look(pool, "at first", order, wanted)
-            look(pool, "again", order, wanted)
-            CFG["rate"] += 1
-            CFG["list"].append("more")
-            RATE, made, FACTOR = RATE + 1, made * 2, 4
-            Settings.rate = 3
-            Settings.options["more"] = 1
-            ARRAY = bytearray(b"8") * 300_000
-            instance.n = 6
-            look(pool, "changed", order, wanted)
-            if seed:
-                CFG["rate"] -= 1
-                CFG["list"].pop()
-                ARRAY.append(1)
-                look(pool, "changed back", order, wanted)
-        pool.join()
-    print("done")
-"""
-
-GUARD = '\nif __name__ == "__main__":\n    made = "made behind the guard"\n    main({}, {})\n'
-
 
 def _run_main(folder, text, arguments=""):
     """Run a script that calls `main`, without a guard."""
     return scripts.run_ok([scripts.write(folder / "program.py", f"{text}\nmain({arguments})\n")])
-
-
-def _done(out: str) -> None:
-    assert out.splitlines() == ["done"], out
-
-
-@pytest.mark.parametrize("method", [None, *also("forkserver", "spawn", "fork")])
-def test_guarded_script(tmp_path, method):
-    """Functions of a guarded script see the values that globals have at the time of the call."""
-    text = PROGRAM + GUARD.format({}, repr(method))
-    _done(scripts.run_ok([scripts.write(tmp_path / "guarded.py", text)]))
-
-
-def test_script_without_the_guard(tmp_path):
-    """Workers do not run an unguarded script. The error names the global that cannot be pickled."""
-    text = PROGRAM + "\nmain({})\n"
-    _done(scripts.run_ok([scripts.write(tmp_path / "unguarded.py", text)]))
 
 
 INHERITED = """
@@ -887,16 +729,15 @@ def computed(column):
 
 if __name__ == "__main__":
     with xpool.Pool(1) as pool:
-        for low in 1, 2:
-            print(pool.apply(query, ("a",)) == query("a"), pool.apply(evaluate, ("a",)) == low + 3)
-        factor = 2
-        print(pool.apply(query, ("a",)) == query("a"), pool.apply(evaluate, ("a",)) == 4)
-    with xpool.Pool(1) as pool:
         try:
             pool.apply(computed, ("a",))
         except NameError as error:
             said = "".join([*getattr(error, "__notes__", ()), str(error.__cause__)])
             print("no function of its tasks names it" in said)
+        for low in 1, 2:
+            print(pool.apply(query, ("a",)) == query("a"), pool.apply(evaluate, ("a",)) == low + 3)
+        factor = 2
+        print(pool.apply(query, ("a",)) == query("a"), pool.apply(evaluate, ("a",)) == 4)
     pool.join()
 """
 
@@ -905,7 +746,7 @@ def test_variables_in_texts_for_pandas(tmp_path):
     """`query` and `eval` find variables after @; the error of a text that is a global says why."""
     pytest.importorskip("pandas", reason="pandas is not installed")
     out = scripts.run_ok([scripts.write(tmp_path / "frames.py", FRAMES)])
-    assert out == "True True\n" * 3 + "True\n"
+    assert out == "True\n" + "True True\n" * 3
 
 
 SETUP = """
