@@ -23,12 +23,6 @@ def test_arguments(pool):
     assert pool.apply(work.nothing) is None
 
 
-def test_default_kwds_are_not_shared(pool):
-    """The keywords of one call do not appear in a later call."""
-    pool.apply(work.echo, (), {"a": 1})
-    assert pool.apply(work.echo) == ((), {})
-
-
 @pytest.mark.parametrize(
     ("func", "args", "expected"),
     [
@@ -75,13 +69,9 @@ def test_instances_of_local_classes_return_as_the_same_class(pool):
     assert type(back) is Local and back.x == 6
 
 
-def test_process_pools_run_tasks_in_other_processes(pool, kind):
-    """Process pools run tasks in other processes, thread pools in this one."""
+def test_where_tasks_run(pool, kind):
+    """Process pools run tasks in other processes, with copies. Thread pools pass the object."""
     assert (pool.apply(work.pid) != os.getpid()) is kind.processes
-
-
-def test_threads_pass_references(pool, kind):
-    """A thread pool passes the object itself, a process pool passes a copy."""
     thing = ["a"]
     back = pool.apply(work.same, (thing,))
     assert back == thing and (back is thing) is not kind.processes

@@ -74,14 +74,6 @@ def test_hosts_without_ray(monkeypatch):
         pool(hosts=ray.hosts())
 
 
-@pytest.mark.parametrize("name", PLAIN + CONTEXT)
-def test_unknown_argument(name):
-    """An unknown argument raises a TypeError that names it."""
-    more = {"worker_contexts": [1]} if name in CONTEXT else {}
-    with pytest.raises(TypeError, match="procs"):
-        _class(name)(procs=1, **more)
-
-
 @pytest.mark.starts
 def test_context_that_does_not_pickle():
     """A context that cannot be pickled raises an error in the constructor or from a task."""
@@ -192,14 +184,6 @@ def test_a_keyword_of_another_library(name, given, meant):
             _class("Executor")(**{given: 1})
 
 
-@pytest.mark.parametrize("verb", ["apply", "apply_async"])
-def test_args_that_cannot_be_unpacked(pool, verb):
-    """`args` that are not iterable raise a TypeError, in the verb or in `get`."""
-    with pytest.raises(TypeError, match=r"args|argument after \*"):
-        result = getattr(pool, verb)(work.square, 3)
-        result.get()
-
-
 def test_a_failed_constructor_leaves_nothing(warm):
     """A constructor that refuses its arguments starts nothing. The leak check would report it."""
     for kind in KINDS:
@@ -207,7 +191,6 @@ def test_a_failed_constructor_leaves_nothing(warm):
             kind(2, maxtasksperchild=0)
 
 
-@pytest.mark.xpool_only
 @pytest.mark.parametrize(
     ("threads", "processes"), [("ThreadPool", "Pool"), ("CtxThreadPool", "CtxPool")]
 )

@@ -23,41 +23,28 @@ FAILING = {
 }
 
 
+@pytest.mark.parametrize("given", ["both", "callback", "error_callback"])
 @pytest.mark.parametrize("verb", CALLS)
-def test_callback_gets_the_result(pool, verb):
-    """When `wait` returns, the callback has run once, with the result."""
+def test_callbacks(pool, verb, given):
+    """When `wait` returns, the callback or the error callback has run once, with the result or the
+    exception. Each may be given without the other."""
     arguments, expected = CALLS[verb]
     good: list[object] = []
     bad: list[object] = []
-    result = getattr(pool, verb)(*arguments, callback=good.append, error_callback=bad.append)
+    options = {"callback": good.append, "error_callback": bad.append}
+    if given != "both":
+        options = {given: options[given]}
+    result = getattr(pool, verb)(*arguments, **options)
     result.wait()
-    assert good == [expected] and bad == []
+    assert good == ([expected] if "callback" in options else []) and bad == []
     assert result.get() == expected
-
-
-@pytest.mark.parametrize("verb", FAILING)
-def test_error_callback_gets_the_error(pool, verb):
-    """When `wait` returns, the error callback has run once, with the exception."""
-    good: list[object] = []
-    bad: list[object] = []
-    result = getattr(pool, verb)(*FAILING[verb], callback=good.append, error_callback=bad.append)
+    good.clear()
+    result = getattr(pool, verb)(*FAILING[verb], **options)
     result.wait()
-    assert good == [] and len(bad) == 1
-    assert isinstance(bad[0], KeyError) and bad[0].args == ("x",)
+    assert good == [] and len(bad) == ("error_callback" in options)
+    assert all(isinstance(error, KeyError) and error.args == ("x",) for error in bad)
     with pytest.raises(KeyError):
         result.get()
-
-
-@pytest.mark.parametrize("verb", CALLS)
-def test_one_callback_without_the_other(pool, verb):
-    """Each of the two callbacks may be given without the other."""
-    good: list[object] = []
-    bad: list[object] = []
-    getattr(pool, verb)(*CALLS[verb][0], callback=good.append).wait()
-    getattr(pool, verb)(*CALLS[verb][0], error_callback=bad.append).wait()
-    getattr(pool, verb)(*FAILING[verb], callback=good.append).wait()
-    getattr(pool, verb)(*FAILING[verb], error_callback=bad.append).wait()
-    assert len(good) == 1 and len(bad) == 1
 
 
 @pytest.mark.xpool_only
@@ -98,6 +85,7 @@ def reports(monkeypatch, caplog):
     def look():
         return caught or [r for r in caplog.records if r.levelno >= logging.WARNING]
 
+    look.clear = lambda: (caught.clear(), caplog.clear())
     return look
 
 
@@ -108,21 +96,16 @@ def _boom(_):
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", CALLS)
 def test_callback_that_raises(pool, verb, reports):
-    """An exception of a callback is reported. This result and later results still arrive."""
+    """An exception of a callback is reported. This result or error and later results still
+    arrive."""
     arguments, expected = CALLS[verb]
     assert getattr(pool, verb)(*arguments, callback=_boom).get() == expected
     eventually(reports, "a report of the callback's exception")
-    assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
-
-
-@pytest.mark.xpool_only
-@pytest.mark.parametrize("verb", FAILING)
-def test_error_callback_that_raises(pool, verb, reports):
-    """An exception of an error callback is reported. `get` raises the task's own error."""
+    reports.clear()
     with pytest.raises(KeyError):
         getattr(pool, verb)(*FAILING[verb], error_callback=_boom).get()
-    eventually(reports, "a report of the callback's exception")
-    assert pool.apply(work.square, (2,)) == 4
+    eventually(reports, "a report of the error callback's exception")
+    assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
 
 
 @pytest.mark.xpool_only
@@ -135,20 +118,6 @@ def test_callback_that_exits(pool, error, reports):
 
     assert pool.apply_async(work.square, (2,), callback=leave).get() == 4
     assert pool.apply_async(work.square, (3,)).get() == 9
-
-
-def test_callbacks_may_submit(pool):
-    """A callback may submit tasks to its own pool."""
-    later: list[object] = []
-    submitted = threading.Event()
-
-    def more(value):
-        later.append(pool.apply_async(work.square, (value,)))
-        submitted.set()
-
-    pool.apply_async(work.square, (2,), callback=more)
-    assert submitted.wait(WAIT)
-    assert later[0].get(WAIT) == 16  # type: ignore[attr-defined]
 
 
 @pytest.mark.xpool_only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -38,16 +39,12 @@ VERBS = ["imap", "imap_unordered"]
 
 
 @pytest.mark.parametrize("chunksize", [1, 7, 1000])
-def test_imap_keeps_order(pool, chunksize):
-    """`imap` yields results in the order of the input."""
-    assert list(pool.imap(work.square, range(200), chunksize)) == [i * i for i in range(200)]
-
-
-@pytest.mark.parametrize("chunksize", [1, 7, 1000])
-def test_imap_unordered_yields_everything(pool, chunksize):
-    """`imap_unordered` yields every result once, in any order."""
-    results = list(pool.imap_unordered(work.square, range(200), chunksize=chunksize))
-    assert sorted(results) == [i * i for i in range(200)]
+def test_order(pool, chunksize):
+    """`imap` yields results in the order of the input, `imap_unordered` every result once."""
+    wanted = [i * i for i in range(200)]
+    assert list(pool.imap(work.square, range(200), chunksize)) == wanted
+    results = pool.imap_unordered(work.square, range(200), chunksize=chunksize)
+    assert sorted(results) == wanted
 
 
 def test_imap_unordered_does_not_wait_for_the_first(pool, gate):
@@ -127,46 +124,28 @@ def test_iterable_that_raises_at_once(pool, verb):
         assert caught.value.__cause__ is None
 
 
-def test_iterable_that_raises_midway(pool):
-    """`imap` yields the results before the iterable's error, raises the error, and then stops."""
-    results = pool.imap(work.square, failing(10, 3), 1)
-    assert [next(results) for _ in range(3)] == [0, 1, 4]
-    with pytest.raises(StopHere):
-        next(results)
-    with pytest.raises(StopIteration):
-        next(results)
-
-
-@pytest.mark.parametrize(("chunksize", "whole"), [(2, 6), (4, 4)])
-def test_iterable_that_raises_within_a_chunk(pool, chunksize, whole):
-    """The iterable's error is raised in place of the incomplete chunk."""
+@pytest.mark.parametrize(("chunksize", "whole"), [(1, 7), (2, 6), (4, 4)])
+def test_iterable_that_raises_midway(pool, chunksize, whole):
+    """The iterable's error is raised in place of the incomplete chunk, behind the results of
+    `imap`. Then the iteration stops."""
     results = pool.imap(work.square, failing(20, 7), chunksize)
     assert [next(results) for _ in range(whole)] == [i * i for i in range(whole)]
     with pytest.raises(StopHere):
         next(results)
-
-
-@pytest.mark.parametrize("chunksize", [1, 2])
-def test_unordered_iterable_that_raises_midway(pool, chunksize):
-    """`imap_unordered` yields the results of the items before the error, and raises the error."""
-    results = pool.imap_unordered(work.square, failing(20, 7), chunksize)
-    good = []
+    with pytest.raises(StopIteration):
+        next(results)
+    results, good = pool.imap_unordered(work.square, failing(20, 7), chunksize), []
     with pytest.raises(StopHere):
         for value in results:
             good.append(value)
     assert len(set(good)) == len(good) and set(good) <= {i * i for i in range(7)}
 
 
-def test_abandoned_iterator(pool):
-    """After an iterator is dropped before its end, the pool stays usable."""
-    results = pool.imap(work.square, range(1000))
-    assert next(results) == 0
-    del results
-    assert pool.apply(work.square, (3,)) == 9
-
-
-def test_results_come_while_the_input_waits(pool):
-    """A result is yielded while the iterable still waits for its next item."""
+def test_an_input_that_waits(pool):
+    """While the iterable waits for its next item, results are yielded, and other tasks run."""
+    dropped = pool.imap(work.square, range(1000))
+    assert next(dropped) == 0
+    del dropped  # the pool stays usable
     feed = threading.Event()
 
     def slow_input():
@@ -175,28 +154,14 @@ def test_results_come_while_the_input_waits(pool):
         yield 2
 
     results = pool.imap(work.square, slow_input())
-    assert results.next(timeout=WAIT) == 1
-    feed.set()
-    assert list(results) == [4]
-
-
-def test_an_input_that_waits_does_not_block_other_calls(pool):
-    """While the iterable of `imap` waits, the pool runs other tasks."""
-    feed = threading.Event()
-
-    def slow_input():
-        yield 1
-        feed.wait(WAIT)
-
-    results = pool.imap(work.square, slow_input())
-    assert next(results) == 1
     try:
-        if type(pool).__module__.startswith("multiprocessing"):
-            pytest.skip("the standard library's task thread waits with the iterable")
-        assert pool.apply_async(work.square, (5,)).get(timeout=WAIT) == 25
+        assert results.next(timeout=WAIT) == 1
+        # The standard library's task thread waits with the iterable.
+        if not type(pool).__module__.startswith("multiprocessing"):
+            assert pool.apply_async(work.square, (5,)).get(timeout=WAIT) == 25
     finally:
         feed.set()
-    assert list(results) == []
+    assert list(results) == [4]
 
 
 @pytest.mark.xpool_only
@@ -248,7 +213,8 @@ def test_the_input_may_use_the_pool(pool):
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_buffersize_limits_the_items_drawn_ahead(pool, verb, chunksize):
-    """With ``buffersize=n``, at most n items are drawn ahead of the yielded results."""
+    """With ``buffersize=n``, at most n items, not chunks, are drawn ahead of the yielded results.
+    The argument follows `chunksize`, as in Python 3.16."""
     count = [0]
 
     def counting():
@@ -256,25 +222,18 @@ def test_buffersize_limits_the_items_drawn_ahead(pool, verb, chunksize):
             count[0] = i + 1
             yield i
 
-    results = getattr(pool, verb)(work.same, counting(), chunksize, buffersize=8)
-    for taken in range(60):
-        # The consumer takes whole chunks.
-        assert count[0] <= taken + 8 + (chunksize - 1)
-        next(results)
-    assert count[0] == 60
-
-
-@pytest.mark.xpool_only
-@pytest.mark.parametrize("verb", VERBS)
-def test_buffersize_may_be_positional(pool, verb):
-    """`buffersize` follows `chunksize`, as in Python 3.16. It counts items even with chunks."""
-    drawn = []
-    inputs = (drawn.append(i) or i for i in range(60))
-    results = getattr(pool, verb)(work.same, inputs, 4, 8)
-    first = next(results)
-    # The consumer has taken one chunk of four. Eight more items may be drawn, not eight chunks.
-    assert len(drawn) <= 12
-    assert sorted([first, *results]) == list(range(60)) == drawn
+    call = functools.partial(getattr(pool, verb), work.same)
+    for make in (
+        lambda: call(counting(), chunksize, buffersize=8),
+        lambda: call(counting(), chunksize, 8),
+    ):
+        results = make()
+        for taken in range(60):
+            # The consumer takes whole chunks.
+            assert count[0] <= taken + 8 + (chunksize - 1)
+            next(results)
+        assert count[0] == 60 and list(results) == []
+        count[0] = 0
 
 
 @pytest.mark.xpool_only
@@ -422,15 +381,6 @@ def test_threads_take_from_one_input_together(make_pool):
     seen: list[int] = []
     assert list(pool.imap_unordered(seen.append, range(3000))) == [None] * 3000
     assert sorted(seen) == list(range(3000))
-
-
-def test_thread_that_ends_leaves_its_input_to_others(make_pool):
-    """A thread that reaches `maxtasksperchild` in the middle of a call loses no task."""
-    from xpool import ThreadPool
-
-    pool = make_pool(ThreadPool, 1, maxtasksperchild=3)
-    assert pool.map(work.square, range(20), 1) == [i * i for i in range(20)]
-    assert list(pool.imap(work.square, range(20))) == [i * i for i in range(20)]
 
 
 class Items(list):

@@ -83,28 +83,3 @@ def test_lazy_imports_of_a_notebook(tmp_path):
     pytest.importorskip("IPython", reason="cells are run by IPython")
     path = scripts.write(tmp_path / "cells.py", CELLS)
     assert scripts.run_ok([path]) == "['[1]', False, False]\n"
-
-
-TORCH = """
-    lazy import torch
-    import sys
-    import xpool
-
-    def loaded(_=None):
-        return "torch" in sys.modules
-
-    def total(n):
-        return torch.arange(n).sum().item()
-
-    GUARD
-        with xpool.Pool(1) as pool:
-            print(pool.apply(loaded), pool.apply(total, (4,)), pool.apply(loaded), loaded())
-"""
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
-def test_torch_is_imported_where_it_is_used(tmp_path, guard):
-    """With ``lazy import torch``, only the worker whose task uses torch imports it."""
-    path = scripts.write(tmp_path / "tensors.py", TORCH.replace("GUARD", guard))
-    assert scripts.run_ok([path]) == "False 6 True False\n"

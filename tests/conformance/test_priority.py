@@ -108,41 +108,29 @@ def test_calls_that_wait(kind, make_pool, mailbox, gate, log):
     assert order(log) == ["a", "b", "c", "low", "low", "low"]
 
 
-def test_what_a_worker_holds_is_overtaken(kind, make_pool, mailbox, gate, log):
-    """A task goes before those that a worker was sent and has not begun, or has not taken."""
+@pytest.mark.parametrize(
+    ("verb", "below", "above"),
+    [("map_async", {}, {"priority": 1}), ("imap_unordered", {"priority": -1}, {})],
+)
+def test_what_a_worker_holds_is_overtaken(kind, make_pool, mailbox, gate, log, verb, below, above):
+    """A task goes before those that a worker was sent and has not begun, or has not taken; also one
+    without a priority before a background job."""
     pool, path = make_pool(kind, 1), str(log)
     for _ in range(20):
         pool.apply(work.nothing)  # the worker gets several such short tasks at once
     first = partial(hold_first, path, mailbox.path, gate.path)
-    low = pool.map_async(first, ["held", *range(8)], 1)
+    low = getattr(pool, verb)(first, ["held", *range(8)], 1, **below)
     mailbox.line()
-    high = pool.apply_async(work.logged, (path, "high"), priority=1)
-    lower = pool.apply_async(work.logged, (path, "lower"), priority=-1)
+    high = [pool.apply_async(work.logged, (path, name), **above) for name in "ab"]
+    lower = pool.apply_async(work.logged, (path, "lower"), priority=-2)
     if hasattr(pool, "_engine"):
         (in_flight,) = pool._engine.sched.in_flight
         eventually(lambda: in_flight.paused or in_flight.size == 1, "they are taken back")
     gate.open()
-    assert (high.get(), lower.get()) == ("high", "lower")
-    assert low.get() == ["held", *range(8)]
-    assert order(log) == ["held", "high", *map(str, range(8)), "lower"]
-
-
-def test_a_default_goes_before_what_is_below(kind, make_pool, mailbox, gate, log):
-    """Tasks without a priority overtake a background job, also one that a worker holds."""
-    pool, path = make_pool(kind, 1), str(log)
-    for _ in range(20):
-        pool.apply(work.nothing)
-    first = partial(hold_first, path, mailbox.path, gate.path)
-    low = pool.imap_unordered(first, ["held", *range(8)], priority=-1)
-    mailbox.line()
-    calls = [pool.apply_async(work.logged, (path, name)) for name in "ab"]
-    if hasattr(pool, "_engine"):
-        (in_flight,) = pool._engine.sched.in_flight
-        eventually(lambda: in_flight.paused or in_flight.size == 1, "they are taken back")
-    gate.open()
-    assert [call.get() for call in calls] == ["a", "b"]
-    assert sorted(map(str, low)) == sorted(["held", *map(str, range(8))])
-    assert order(log) == ["held", "a", "b", *map(str, range(8))]
+    assert [*(call.get() for call in high), lower.get()] == ["a", "b", "lower"]
+    got = low.get() if verb == "map_async" else low
+    assert sorted(map(str, got)) == sorted(["held", *map(str, range(8))])
+    assert order(log) == ["held", "a", "b", *map(str, range(8)), "lower"]
 
 
 def test_a_retry_keeps_the_priority(kind, make_pool, mailbox, gate, log):

@@ -16,63 +16,42 @@ from support.limits import WAIT
 from support.waiting import eventually
 
 
-def test_ready_follows_the_task(pool, gate):
-    """`ready` is false while the task runs, and true afterwards."""
-    result = pool.apply_async(work.gated, (gate.path, 1))
+@pytest.mark.parametrize("verb", ["apply_async", "map_async", "starmap_async"])
+def test_before_and_after_the_result(pool, gate, verb):
+    """While the task runs, `ready` is false, `successful` and `get(timeout)` raise, and
+    `wait(timeout)` returns after the timeout. A later `get` returns the result."""
+    arguments = (gate.path, "late") if verb == "apply_async" else [(gate.path, "late")]
+    func = work.gated if verb != "map_async" else _gated_in_tuple
+    result = getattr(pool, verb)(func, arguments)
     assert not result.ready()
-    gate.open()
-    result.wait()
-    assert result.ready() and result.get() == 1
-
-
-def test_wait_with_timeout(pool, gate):
-    """`wait(timeout)` returns after the timeout and does not raise."""
-    result = pool.apply_async(work.gated, (gate.path,))
+    with pytest.raises(ValueError):
+        result.successful()
+    for get in (result.get, lambda timeout: result.get(timeout=timeout)):
+        for timeout in 0, 0.05:
+            with pytest.raises(multiprocessing.TimeoutError):
+                get(timeout)
     begin = time.monotonic()
     result.wait(0.1)
     assert 0.09 <= time.monotonic() - begin < 5 and not result.ready()
     gate.open()
     result.wait(WAIT)
-    assert result.ready()
-
-
-@pytest.mark.parametrize("verb", ["apply_async", "map_async", "starmap_async"])
-def test_successful_before_ready(pool, gate, verb):
-    """Before the result arrives, `successful` raises ValueError."""
-    arguments = (gate.path,) if verb == "apply_async" else [(gate.path,)]
-    func = work.gated if verb != "map_async" else _gated_in_tuple
-    result = getattr(pool, verb)(func, arguments)
-    with pytest.raises(ValueError):
-        result.successful()
-    gate.open()
-    result.wait()
-    assert result.successful() is True
+    assert result.ready() and result.successful() is True
+    assert result.get(timeout=WAIT) == result.get(timeout=0)
+    assert result.get() == ("late" if verb == "apply_async" else ["late"])
 
 
 def _gated_in_tuple(item):
-    work.pass_gate(item[0])
+    return work.gated(*item)
 
 
-def test_successful_after_an_error(pool):
-    """`successful` is false if the task raised. `wait` does not raise."""
-    result = pool.apply_async(work.fail, (1,))
+def test_after_an_error(pool):
+    """`successful` is false if the task raised, and every `get` raises. `wait` does not."""
+    result = pool.apply_async(work.fail, ("again",))
     result.wait()
     assert result.successful() is False
-    with pytest.raises(KeyError):
-        result.get()
-
-
-@pytest.mark.parametrize("timeout", [0, 0.05])
-def test_get_with_timeout(pool, gate, timeout):
-    """`get(timeout)` raises `multiprocessing.TimeoutError`. A later `get` returns the result."""
-    result = pool.apply_async(work.gated, (gate.path, "late"))
-    with pytest.raises(multiprocessing.TimeoutError):
-        result.get(timeout)
-    with pytest.raises(multiprocessing.TimeoutError):
-        result.get(timeout=timeout)
-    gate.open()
-    assert result.get(timeout=WAIT) == "late"
-    assert result.get(timeout=0) == "late"
+    for _ in range(2):
+        with pytest.raises(KeyError, match="again"):
+            result.get()
 
 
 def test_get_of_a_map_with_timeout(pool, gate):
@@ -102,14 +81,6 @@ def test_get_from_many_threads(pool, gate):
     for thread in threads:
         thread.join()
     assert got == ["shared"] * 5
-
-
-def test_get_of_an_error_raises_each_time(pool):
-    """Every `get` of a failed result raises the error."""
-    result = pool.apply_async(work.fail, ("again",))
-    for _ in range(2):
-        with pytest.raises(KeyError, match="again"):
-            result.get()
 
 
 @pytest.mark.skipif(STDLIB, reason="xpool's own classes")

@@ -70,12 +70,6 @@ def test_initializer_may_be_a_closure(kind, make_pool):
     assert pool.apply(work.recall) == [("closure", 1)]
 
 
-def test_initializer_runs_again_in_a_replacement(process_kind, make_pool):
-    """A worker that replaces another one runs the initializer."""
-    pool = make_pool(process_kind, 1, work.remember, (7,), 1)
-    assert pool.map(work.recall, range(3), 1) == [[(7,)]] * 3
-
-
 def test_locks_of_the_default_context(make_pool):
     """Locks, values and queues of the default context work with a pool of the default context."""
     lock, value, queue = (
@@ -98,28 +92,28 @@ def test_locks_of_the_default_context(make_pool):
 # Lifetimes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("limit", [1, 3])
 def test_maxtasksperchild(process_kind, make_pool, limit):
-    """A worker runs exactly `maxtasksperchild` tasks. Then another worker replaces it."""
-    pool = make_pool(process_kind, 1, maxtasksperchild=limit)
+    """A worker runs exactly `maxtasksperchild` tasks; a chunk of a map counts as one. Then another
+    worker replaces it, runs the initializer and has the same index."""
+    pool = make_pool(process_kind, 1, work.remember, (7,), limit)
     results = [pool.apply_async(work.pid) for _ in range(4 * limit)]
     counts = collections.Counter(r.get() for r in results)
     assert list(counts.values()) == [limit] * 4
+    counts = collections.Counter(pool.map(work.pid, range(6 * limit), chunksize=3))
+    assert list(counts.values()) == [3 * limit] * 2
+    assert pool.map(work.recall, range(2 * limit), 1) == [[(7,)]] * 2 * limit
+    if not STDLIB:
+        assert [index for index, *_ in pool.map(work.who, range(2 * limit), 1)] == [0] * 2 * limit
 
 
-def test_maxtasksperchild_counts_chunks(process_kind, make_pool):
-    """`maxtasksperchild` counts a chunk of a map as one task."""
-    pool = make_pool(process_kind, 1, None, (), 1)
-    counts = collections.Counter(pool.map(work.pid, range(12), chunksize=3))
-    assert list(counts.values()) == [3] * 4
-
-
+@pytest.mark.xpool_only
 def test_maxtasksperchild_of_threads(thread_kind, make_pool):
-    """A thread pool with `maxtasksperchild` runs all tasks."""
-    if STDLIB:
-        pytest.skip("the standard library's constructor does not take it")
-    pool = make_pool(thread_kind, 2, maxtasksperchild=2)
-    assert pool.map(work.square, range(20), 1) == [i * i for i in range(20)]
+    """A thread that reaches `maxtasksperchild` in the middle of a call loses no task."""
+    for threads in 1, 2:
+        pool = make_pool(thread_kind, threads, maxtasksperchild=3)
+        assert pool.map(work.square, range(20), 1) == [i * i for i in range(20)]
+        assert list(pool.imap(work.square, range(20))) == [i * i for i in range(20)]
 
 
 def test_daemon_flag(process_kind, make_pool):
@@ -169,14 +163,6 @@ def test_current_worker_after_a_thread_pool(kind, make_pool):
 
 
 @pytest.mark.xpool_only
-def test_index_of_a_replacement(process_kind, make_pool):
-    """A worker that replaces another one has the same index."""
-    pool = make_pool(process_kind, 1, maxtasksperchild=1)
-    seen = pool.map(work.who, range(3), chunksize=1)
-    assert [index for index, _, _ in seen] == [0, 0, 0]
-
-
-@pytest.mark.xpool_only
 @pytest.mark.parametrize("name", ["CtxPool", "CtxThreadPool"])
 def test_contexts(make_pool, mailbox, gate, name):
     """`func(ctx, *args)` gets its worker's context. The pool's size is the number of contexts."""
@@ -213,16 +199,6 @@ def times_entered(context):
     return context.times, context.thread == threading.current_thread().name
 
 
-@pytest.mark.xpool_only
-@pytest.mark.parametrize("name", ["CtxPool", "CtxThreadPool"])
-def test_a_context_is_entered(make_pool, name):
-    """A worker calls its context's `enter` once, in the thread that runs its tasks."""
-    import xpool
-
-    pool = make_pool(getattr(xpool, name), worker_contexts=[Entered()])
-    assert [pool.apply(times_entered) for _ in range(2)] == [(1, True)] * 2
-
-
 class Refusing:
     def enter(self) -> None:
         raise ValueError("no device")
@@ -230,10 +206,13 @@ class Refusing:
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("name", ["CtxPool", "CtxThreadPool"])
-def test_a_context_cannot_be_entered(make_pool, name):
-    """If `enter` raises, the worker cannot start, and the error says why."""
+def test_a_context_is_entered(make_pool, name):
+    """A worker calls its context's `enter` once, in the thread that runs its tasks. If it raises,
+    the worker cannot start, and the error says why."""
     import xpool
 
+    pool = make_pool(getattr(xpool, name), worker_contexts=[Entered()])
+    assert [pool.apply(times_entered) for _ in range(2)] == [(1, True)] * 2
     pool = make_pool(getattr(xpool, name), worker_contexts=[Refusing()])
     with pytest.raises((xpool.WorkerStartFailed, xpool.PoolClosed), match="ValueError: no device"):
         pool.apply(times_entered)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import work
 from support.limits import WAIT
-from support.waiting import eventually, pass_gate, post
+from support.waiting import eventually, pass_gate
 
 import xpool
 from xpool import OptionError, Pool, ResultNotPicklable, TaskCancelled, TaskTimeout, ThreadPool
@@ -75,16 +75,17 @@ def test_order(pool, options):
     assert sorted(got) == numbered
 
 
-def test_no_items(pool):
-    """Without items there are no values."""
+def test_other_iterables(pool):
+    """A function may return any iterable, and a generator delegate to others; other results are
+    errors. Without items there are no values, and their number is not known."""
     assert list(pool.imap(parse, [], yields=True)) == []
     assert list(pool.imap_unordered(parse, [0, 0], yields=True)) == []
-
-
-def test_other_iterables(pool):
-    """A function may return any iterable; other results are errors."""
     assert list(pool.imap(range, [2, 3], yields=True)) == [0, 1, 0, 1, 2]
-    assert list(pool.imap(list, ["ab"], yields=True)) == ["a", "b"]
+    values = pool.imap(list, ["ab"], yields=True)
+    with pytest.raises(TypeError, match="an item gives many results"):
+        len(values)
+    assert list(values) == ["a", "b"]
+    assert list(pool.imap(nested, [7], yields=True)) == ["inner", 7, (2, 0), (2, 1)]
     with pytest.raises(OptionError, match=r"returns a generator .* returned 4"):
         next(pool.imap(work.square, [2], yields=True))
 
@@ -99,38 +100,20 @@ def nested(n):
     yield from parse(2)
 
 
-def test_nested_generators(pool):
-    """A generator may delegate to others."""
-    got = list(pool.imap(nested, [7], yields=True))
-    assert got == ["inner", 7, (2, 0), (2, 1)]
-
-
-def told(mailbox, gate, n):
+def alternate(gate, n):
     for i in range(n):
         yield i
-        post(mailbox, f"made {i}")
-        pass_gate(gate)
-
-
-def test_values_come_as_they_are_made(one, mailbox, gate):
-    """A value arrives while its generator makes the next one."""
-    values = one.imap(partial(told, mailbox.path, gate.path), [1], yields=True)
-    assert next(values) == 0
-    gate.open()
-    assert list(values) == []
-
-
-def alternate(box, gate, n):
-    for i in range(n):
-        yield i
-        if i == 20:
+        if i in (0, 20):
             pass_gate(gate)
 
 
-def test_values_come_before_a_long_pause(one, mailbox, gate):
-    """Values that were asked for together arrive one by one."""
-    values = one.imap(partial(alternate, mailbox.path, gate.path), [30], yields=True)
-    assert [next(values) for _ in range(21)] == list(range(21))
+def test_values_come_as_they_are_made(one, gate):
+    """A value arrives while its generator makes the next one, also of those that were asked for
+    together."""
+    values = one.imap(partial(alternate, gate.path), [30], yields=True)
+    assert next(values) == 0
+    gate.open()
+    assert [next(values) for _ in range(20)] == list(range(1, 21))
     gate.open()
     assert list(values) == list(range(21, 30))
 
@@ -375,26 +358,13 @@ def test_large_values(pool):
     assert [int(a[-1]) for a in got] == [*range(6), *range(5)]
 
 
-def test_large_items(pool):
-    """An item is sent once."""
-    numpy = pytest.importorskip("numpy")
-    item = numpy.arange(200_000)
+def test_items_that_are_large_or_functions(pool):
+    """An item is sent once, with what it uses, also if the generator may begin again."""
+    numpy, factor = pytest.importorskip("numpy"), 7
+    items = [lambda x: x * factor, abs, numpy.arange(200_000).item]
     for options in {}, {"retries": 1}:
-        got = list(pool.imap(first_ones, [item, item], yields=True, **options))
-        assert got == [0, 1, 2] * 2
-
-
-def first_ones(array):
-    for i in range(3):
-        yield int(array[i])
-
-
-def test_items_with_functions(pool):
-    """An item's function is sent with what it uses, also if the generator may begin again."""
-    factor = 7
-    for options in {}, {"retries": 1}:
-        values = pool.imap(applied, [lambda x: x * factor, abs], yields=True, **options)
-        assert list(values) == [0, 7, 14, 0, 1, 2]
+        values = pool.imap(applied, items, yields=True, **options)
+        assert list(values) == [0, 7, 14, 0, 1, 2, 0, 1, 2]
 
 
 def applied(func):
@@ -449,14 +419,6 @@ def test_progress_counts_items(pool):
     )
     assert len(list(values)) == 7
     assert seen[-1] == (2, 2)
-
-
-def test_no_length(pool):
-    """The number of values is not known."""
-    values = pool.imap(parse, [1], yields=True)
-    with pytest.raises(TypeError, match="an item gives many results"):
-        len(values)
-    assert list(values) == [(1, 0)]
 
 
 def test_join_waits_for_the_consumer(kind, make_pool):
