@@ -44,6 +44,19 @@ class Once(theirs.IterableDataset):
             yield self.left.pop(0)
 
 
+def fail_at_four(i):
+    if i == 4:
+        raise ZeroDivisionError
+    return i
+
+
+class Failing(Once):
+    """Its item 4 raises."""
+
+    def __iter__(self):
+        return map(fail_at_four, super().__iter__())
+
+
 class Counting(theirs.Dataset):
     """Each item is the number of items made before. This number is the dataset's state."""
 
@@ -66,6 +79,47 @@ class Counting(theirs.Dataset):
         self.count = state["count"]
 
 
+@pytest.mark.parametrize("deadly", [4, *also(0, 3, 6)])
+@pytest.mark.parametrize(
+    "options",
+    [{"in_order": False}, *also({}, {"persistent_workers": True}, {"drop_last": True})],
+    ids=str,
+)
+def test_the_end_of_an_iterable(tmp_path, deadly, options):
+    """No batch is lost, although the worker reaches the dataset's end before it makes one again."""
+    loader = DataLoader(
+        Once(deadly, tmp_path / "died"), 3, num_workers=1, prefetch_factor=4, collate_fn=list,
+        **options,
+    )  # fmt: skip
+    wanted = [[0, 1, 2], [3, 4, 5], *([] if options.get("drop_last") else [[6]])]
+    assert list(loader) == wanted
+    assert (tmp_path / "died").exists()
+
+
+def test_an_error_before_it_is_requested(tmp_path):
+    """An error on the way to a later batch is raised when its batch is requested."""
+    dataset = Failing(3, tmp_path / "died")
+    batches = iter(DataLoader(dataset, 3, num_workers=1, prefetch_factor=4, collate_fn=list))
+    assert next(batches) == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+    assert list(batches) == [[5, 6]]
+    assert (tmp_path / "died").exists()
+
+
+@pytest.mark.parametrize("deadly", [4, *also(2, 8)])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_state_of_persistent_workers(tmp_path, deadly, in_order):
+    """After a death, the dataset goes on from the last state, also in the next epoch. The batches
+    of one worker keep their order, because a state has only one place for each worker."""
+    loader = DataLoader(
+        Counting(deadly, tmp_path / "died"), 3, num_workers=1, persistent_workers=True,
+        in_order=in_order, collate_fn=list,
+    )  # fmt: skip
+    assert [i for _ in range(2) for batch in loader for i in batch] == list(range(18))
+    assert (tmp_path / "died").exists()
+
+
 @pytest.fixture(scope="module")
 def in_a_worker():
     """A function that calls another in a worker, with a copy of a dataset for batches of three."""
@@ -86,20 +140,6 @@ def spec(number):
     return EpochSpec(number, 0, None)
 
 
-@pytest.mark.parametrize("late", [0, 1, 2, 3])
-def test_a_batch_is_requested_after_later_ones(in_a_worker, late):
-    """A batch that is requested late is the same: the items are not iterated over again."""
-
-    def make(copy):
-        order = [place for place in range(5) if place != late] + [late]
-        answers = {place: copy.make_next(spec(1), 0, Base(), place, 0, None, 1) for place in order}
-        return [answers[place] for place in range(5)]
-
-    answers = in_a_worker(Once(), make)
-    assert [answer.batch for answer in answers] == [[0, 1, 2], [3, 4, 5], [6], None, None]
-    assert [answer.ended for answer in answers] == [False] * 3 + [True] * 2
-
-
 def test_only_batches_that_may_be_requested_are_kept(in_a_worker):
     """On the way to its place, a worker keeps no batches that the program has taken."""
 
@@ -110,44 +150,6 @@ def test_only_batches_that_may_be_requested_are_kept(in_a_worker):
         return [*kept, list(copy._kept)]
 
     assert in_a_worker(Once(), make) == [[1], []]
-
-
-def test_an_error_before_it_is_requested(in_a_worker):
-    """An error on the way to a later batch is raised when its batch is requested."""
-
-    def fail_at_four(i):
-        if i == 4:
-            raise ZeroDivisionError
-        return i
-
-    class Failing(theirs.IterableDataset):
-        def __iter__(self):
-            return map(fail_at_four, range(7))
-
-    def make(copy):
-        later = copy.make_next(spec(1), 0, Base(), 2, 0, None, 0).ended
-        with pytest.raises(ZeroDivisionError):
-            copy.make_next(spec(1), 0, Base(), 1, 0, None, 0)
-        return later
-
-    assert in_a_worker(Failing(), make) is False
-
-
-@pytest.mark.parametrize("deadly", [6, *also(0, 3, 4)])
-@pytest.mark.parametrize(
-    "options",
-    [{}, *also({"in_order": False}, {"persistent_workers": True}, {"drop_last": True})],
-    ids=str,
-)
-def test_the_end_of_an_iterable(tmp_path, deadly, options):
-    """No batch is lost, although the worker reaches the dataset's end before it makes one again."""
-    loader = DataLoader(
-        Once(deadly, tmp_path / "died"), 3, num_workers=1, prefetch_factor=4, collate_fn=list,
-        **options,
-    )  # fmt: skip
-    wanted = [[0, 1, 2], [3, 4, 5], *([] if options.get("drop_last") else [[6]])]
-    assert list(loader) == wanted
-    assert (tmp_path / "died").exists()
 
 
 def test_the_next_epoch_begins_at_the_end_of_the_last(in_a_worker):
@@ -164,19 +166,6 @@ def test_the_next_epoch_begins_at_the_end_of_the_last(in_a_worker):
     assert in_a_worker(Counting(), functools.partial(make, first_epoch=[1])) == [9, 10, 11]
     kept = in_a_worker(Counting(), functools.partial(make, first_epoch=[0, 1, 2]))
     assert kept == [10, 11, 12], "the worker was at the end, and its dataset was changed"
-
-
-@pytest.mark.parametrize("deadly", [4, *also(2, 8)])
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_state_of_persistent_workers(tmp_path, deadly, in_order):
-    """After a death, the dataset goes on from the last state, also in the next epoch. The batches
-    of one worker keep their order, because a state has only one place for each worker."""
-    loader = DataLoader(
-        Counting(deadly, tmp_path / "died"), 3, num_workers=1, persistent_workers=True,
-        in_order=in_order, collate_fn=list,
-    )  # fmt: skip
-    assert [i for _ in range(2) for batch in loader for i in batch] == list(range(18))
-    assert (tmp_path / "died").exists()
 
 
 class Ready:

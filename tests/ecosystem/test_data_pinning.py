@@ -123,7 +123,7 @@ ENDS = """
     from xpool.data import _epoch
 
     def work():
-        for _ in range(20):
+        for _ in range(6):
             torch.rand(700, 700) @ torch.rand(700, 700)
 
     class Items:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import enum
-import fcntl
 import logging
 import logging.handlers
 import os
-import pty
-import re
 import signal
-import struct
-import subprocess
 import sys
-import termios
 import threading
 import time
 import warnings
@@ -66,9 +60,10 @@ def _log(x):
     return current_worker().index
 
 
-def test_records_arrive(kept):
+@pytest.mark.parametrize("context", [None, "fork", *also("spawn")])
+def test_records_arrive(kept, context):
     """Records reach the program's loggers with level, text, worker and extras."""
-    workers = _run(_log, 1, 2, 3)
+    workers = _run(_log, 1, 2, 3, context=context)
     assert sorted(r.getMessage() for r in kept) == ["item 1", "item 2", "item 3"]
     assert {r.levelno for r in kept} == {logging.INFO}
     by_item = {r.getMessage(): r.xpool_worker for r in kept}
@@ -119,25 +114,18 @@ def _configure(path):
     logging.getLogger("tasks").addHandler(logging.FileHandler(path))
 
 
-def test_a_worker_that_handles_its_records_keeps_them(kept, tmp_path):
-    """A record that a handler in the worker takes is not sent."""
+def _configure_all(path):
+    logging.basicConfig(filename=path, format="%(message)s", level=logging.INFO)
+
+
+@pytest.mark.parametrize("configure", [_configure, _configure_all])
+def test_a_worker_that_handles_its_records_keeps_them(kept, tmp_path, configure):
+    """A record that a handler in the worker takes is not sent. `logging.basicConfig` in a worker
+    installs one."""
     path = tmp_path / "log"
-    with Pool(1, _configure, (str(path),)) as pool:
+    with Pool(1, configure, (str(path),)) as pool:
         pool.map(_log, [1])
     assert path.read_text() == "item 1\n"
-    assert kept == []
-
-
-def _configure_all(path):
-    logging.basicConfig(filename=path, format="worker: %(message)s", level=logging.INFO)
-
-
-def test_basic_config_in_an_initializer_takes_effect(kept, tmp_path):
-    """`logging.basicConfig` in a worker installs a handler, which takes the records."""
-    path = tmp_path / "log"
-    with Pool(1, _configure_all, (str(path),)) as pool:
-        pool.map(_log, [1])
-    assert path.read_text() == "worker: item 1\n"
     assert kept == []
 
 
@@ -171,14 +159,6 @@ def test_a_null_handler_takes_nothing(kept):
     """A library's `NullHandler` does not keep its records from the program."""
     _run(_log_by_a_library, 1)
     assert [r.getMessage() for r in kept] == ["item 1"]
-
-
-@pytest.mark.parametrize("context", ["fork", *also("spawn", "forkserver")])
-def test_records_arrive_with_each_start_method(kept, context):
-    """With every start method, records reach the program's handlers."""
-    workers = _run(_log, 1, 2, context=context)
-    assert sorted(r.getMessage() for r in kept) == ["item 1", "item 2"]
-    assert sorted(r.xpool_worker for r in kept) == sorted(workers)
 
 
 def test_forks_do_not_write_what_the_program_has_buffered(tmp_path):
@@ -469,47 +449,3 @@ if __name__ == "__main__":
     assert "logging" not in sys.modules
 """
     scripts.run_ok(["-c", code])
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "pool.map(f, range(3), 1, progress='bar')",
-        "pool.map(f, range(3), 3, progress='bar')",
-        *also(
-            "list(pool.imap(f, range(3), progress='bar'))",
-            "pool.starmap(f, [(0,), (1,), (2,)], 3, progress='bar')",
-        ),
-    ],
-)
-def test_lines_of_workers_do_not_run_into_a_bar(tmp_path, call):
-    """On a terminal, a line of a task does not mix with the progress bar below it."""
-    pytest.importorskip("tqdm")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from xpool import Pool\n"
-        "def f(x):\n"
-        "    print('line', x)\n"
-        "if __name__ == '__main__':\n"
-        "    with Pool(1) as pool:\n"
-        f"        {call}\n"
-    )
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdin=slave, stdout=slave, stderr=slave,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:  # fmt: skip
-        os.close(slave)
-        seen = b""
-        while True:
-            try:
-                some = os.read(master, 4096)
-            except OSError:  # the other end is closed
-                break
-            seen += some
-    os.close(master)
-    assert process.returncode == 0
-    for x in range(3):
-        assert re.search(rb"\r\x1b\[Jline %d\r\n" % x, seen), seen
-    assert b"3/3" in seen

@@ -277,9 +277,9 @@ def test_two_jobs_at_once(on_terminal, gate):
     pytest.importorskip("tqdm")
     program = on_terminal(
         "with Pool(2) as pool:\n"
-        "    one = pool.map_async(task, [0], 1, progress='job one')\n"
-        "    two = pool.map_async(task, [1], 1, progress='job two')\n"
-        "    one.get()\n    two.get()\nprint('done')"
+        "    one = pool.imap(task, [0], progress='job one')\n"
+        "    two = pool.starmap_async(task, [(1,)], 3, progress='job two')\n"
+        "    list(one)\n    two.get()\nprint('done')"
     )
     both = re.compile("job (one|two).*\njob (one|two).*\ntask .: 2\ntask .: 2")
     program.until(lambda lines: both.fullmatch("\n".join(lines)))
@@ -287,6 +287,7 @@ def test_two_jobs_at_once(on_terminal, gate):
     lines = program.end()
     assert lines[-1].startswith("done")  # tqdm leaves the rest of the line of its second bar
     assert not any(line.startswith("task") for line in lines)
+    assert sorted(lines[:2]) == ["line 0", "line 1"]
 
 
 def test_a_bar_of_the_program_around_it(on_terminal, gate):
