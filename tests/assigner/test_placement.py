@@ -20,11 +20,9 @@ from xpool.assigner._assign import (
     _changes,
     _descend,
     _polished,
-    cost,
     greedy,
     plain_torch,
     search,
-    step,
 )
 
 pytestmark = [pytest.mark.pure, pytest.mark.torch]
@@ -202,13 +200,13 @@ def test_many_models(n: int, m: int):
     """Without exact search the result is better than greedy, and the same each time."""
     given = random_problem(n, m)
     with plain_torch():
-        found = search(given, 100, 0.01)
+        found = search(given, 30, 0.01)
         bound = float(plain_cost(greedy(given), given))
         assert found.method == "gradient"
         assert found.cost < bound
         torch.manual_seed(5)
         before = torch.random.get_rng_state()
-        assert search(given, 100, 0.01) == found
+        assert search(given, 30, 0.01) == found
         assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -219,23 +217,6 @@ def test_where_exact_search_ends():
         assert search(random_problem(18, 2), 0, 0.01).method == "gradient"
         alone = search(random_problem(500, 1), 0, 0.01)
         assert (alone.method, alone.placement) == ("exact", [0] * 500)
-
-
-def test_the_descent_alone_goes_down():
-    """Descent lowers the cost, and the probabilities become decisive."""
-    given = random_problem(12, 3)
-    with plain_torch():
-        logits = torch.zeros(12, 3, dtype=torch.double)
-        logits[:, 0] = 0.01
-        logits.requires_grad_()
-        optimizer = torch.optim.Adam([logits], lr=0.1)
-        costs = []
-        for _ in range(300):
-            costs.append(float(cost(logits.detach().softmax(-1), given)))
-            step(optimizer, logits, given)
-        assert costs[-1] < costs[0] / 2
-        surest = logits.detach().softmax(-1).max(1).values
-        assert float(surest.median()) > 0.99
 
 
 def test_threads_are_restored():

@@ -28,6 +28,14 @@ def backend():
     backend_module.shutdown()
 
 
+@pytest.fixture(params=["xpool", "xpool-threads"])
+def any_backend(request):
+    """Run calls of the test in two workers, then in two threads."""
+    with joblib.parallel_config(request.param, n_jobs=2):
+        yield
+
+
+@pytest.mark.usefixtures("any_backend")
 def test_results_in_order():
     """A call returns the results in order. Functions may be lambdas."""
     squares = joblib.Parallel()(delayed(work.square)(n) for n in range(100))
@@ -35,6 +43,7 @@ def test_results_in_order():
     assert joblib.Parallel()(delayed(lambda n: n + 1)(n) for n in range(5)) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.usefixtures("any_backend")
 @pytest.mark.parametrize("how", ["generator", "generator_unordered"])
 def test_generators(how):
     """A generator yields results while others are computed."""
@@ -51,8 +60,12 @@ def test_an_error_stops_the_call_and_leaves_the_workers():
     assert before & after and os.getpid() not in before
 
 
-def test_timeout(tmp_path):
-    """A call that takes too long raises joblib's TimeoutError, and its tasks are stopped."""
+@pytest.mark.usefixtures("any_backend")
+def test_errors_and_timeouts(tmp_path):
+    """An exception, or joblib's TimeoutError of a call that takes too long, ends the call. The next
+    call works."""
+    with pytest.raises(ZeroDivisionError):
+        joblib.Parallel()(delayed(divmod)(1, n % 2) for n in range(100))
     gate = Gate(tmp_path / "gate")
     with pytest.raises((TimeoutError, joblib.parallel.TimeoutError)):
         joblib.Parallel(timeout=0.2)(delayed(work.pass_gate)(gate.path) for _ in range(2))
@@ -79,6 +92,7 @@ def test_a_worker_dies_again_and_again():
         joblib.Parallel()(delayed(os._exit)(3) for _ in range(1))
 
 
+@pytest.mark.usefixtures("any_backend")
 def test_nested_calls():
     """A call inside a task runs in threads of its worker, as with joblib's own backends."""
 
@@ -210,46 +224,13 @@ def in_threads():
 
 @pytest.mark.usefixtures("in_threads")
 def test_threads_share_objects():
-    """Threads use the caller's own objects. The results are in order."""
+    """Threads use the caller's own objects."""
     found = []
     names = joblib.Parallel(require="sharedmem")(
         delayed(lambda n: found.append(n) or threading.current_thread().name)(n) for n in range(50)
     )
     assert sorted(found) == list(range(50))
     assert set(names) <= {"joblib-worker-0", "joblib-worker-1"}
-    assert joblib.Parallel()(delayed(pow)(n, 2) for n in range(50)) == [n * n for n in range(50)]
-
-
-@pytest.mark.usefixtures("in_threads")
-@pytest.mark.parametrize("how", ["generator", "generator_unordered"])
-def test_generators_of_threads(how):
-    """A generator yields results of threads while others are computed."""
-    got = joblib.Parallel(return_as=how)(delayed(work.square)(n) for n in range(50))
-    assert sorted(got) == [n * n for n in range(50)]
-
-
-@pytest.mark.usefixtures("in_threads")
-def test_errors_and_timeouts_of_threads(tmp_path):
-    """An exception or a timeout ends the call. The next call works."""
-    with pytest.raises(ZeroDivisionError):
-        joblib.Parallel()(delayed(divmod)(1, n % 2) for n in range(100))
-    gate = Gate(tmp_path / "gate")
-    with pytest.raises((TimeoutError, joblib.parallel.TimeoutError)):
-        joblib.Parallel(timeout=0.2)(delayed(work.pass_gate)(gate.path) for _ in range(2))
-    gate.close()
-    assert joblib.Parallel()(delayed(work.square)(n) for n in range(4)) == [0, 1, 4, 9]
-
-
-@pytest.mark.usefixtures("in_threads")
-def test_nested_calls_of_threads():
-    """A call inside a task of a thread pool does not deadlock."""
-
-    def inner(n):
-        return joblib.Parallel(n_jobs=2)(delayed(abs)(-k) for k in range(n))
-
-    assert joblib.Parallel()(delayed(inner)(n) for n in range(6)) == [
-        list(range(n)) for n in range(6)
-    ]
 
 
 @pytest.mark.usefixtures("in_threads")

@@ -1,5 +1,6 @@
 """`journal=`: finished items are read, not run again."""
 
+import contextlib
 import functools
 import os
 import re
@@ -88,6 +89,14 @@ def quit_or(x):
     return Quits() if x == 1 else x
 
 
+def execute(path, *statements):
+    """Run statements of SQL on a file. Return the rows of the last one."""
+    with contextlib.closing(sqlite3.connect(path)) as base, base:
+        for statement in statements:
+            rows = base.execute(statement).fetchall()
+    return rows
+
+
 @pytest.fixture
 def logged(tmp_path):
     return Logged(tmp_path / "log")
@@ -162,9 +171,7 @@ def test_starmap(pool, path):
     pairs = [(2, 5), (3, 2)]
     assert pool.starmap(pow, pairs, journal=path) == [32, 9]
     assert pool.starmap(pow, [*pairs, (2, 3)], journal=path) == [32, 9, 8]
-    with sqlite3.connect(path) as base:
-        assert base.execute("SELECT count(*) FROM results").fetchone() == (3,)
-    base.close()
+    assert execute(path, "SELECT count(*) FROM results") == [(3,)]
 
 
 def make_times(k):
@@ -273,9 +280,7 @@ def test_items_without_a_name(pool, path):
     assert pool.map(call_with_5, items, journal=path) == [10, 15, -5]
     items = [lambda x: -x, make_times(4), make_times(3)]
     assert pool.map(call_with_5, items, journal=path) == [-5, 20, 15]
-    with sqlite3.connect(path) as base:
-        assert base.execute("SELECT count(*) FROM results").fetchone() == (4,)
-    base.close()
+    assert execute(path, "SELECT count(*) FROM results") == [(4,)]
 
 
 def call_with_5(item):
@@ -318,18 +323,14 @@ def test_another_function_is_refused(pool, path, tmp_path):
 
 def foreign(path):
     """Make a database of another program."""
-    with sqlite3.connect(path) as base:
-        base.execute("CREATE TABLE theirs (x)")
-    base.close()
+    execute(path, "CREATE TABLE theirs (x)")
 
 
 def newer(path):
     """Make a journal of a later format."""
     with ThreadPool(1) as pool:
         pool.map(work.square, [1], journal=path)
-    with sqlite3.connect(path) as base:
-        base.execute("PRAGMA user_version = 99")
-    base.close()
+    execute(path, "PRAGMA user_version = 99")
 
 
 @pytest.mark.parametrize(
@@ -397,47 +398,30 @@ def test_special_names_of_sqlite_are_files(tmp_path, monkeypatch):
             pool.map(work.square, [1], journal="")
 
 
-def assert_names_row(error, path, item):
-    """Check that the error names the file and the row, and that its statement deletes the row."""
-    assert isinstance(error, OptionError)
-    text = str(error)
-    assert str(path) in text and f"the result of {item!a} " in text
-    with sqlite3.connect(path) as base:
-        assert base.execute(text[text.index("DELETE") :]).rowcount == 1
-    base.close()
-
-
-@pytest.mark.parametrize("value", [None, 5, "text"])
+@pytest.mark.parametrize("value", ["NULL", "5", "'text'", "x'8005'"])
 def test_a_damaged_result_is_named(pool, path, value):
-    """A row without a pickle fails its item. The error has the path, the key and a remedy."""
-    pool.map(work.square, [1, 2], journal=path, key=str)
-    with sqlite3.connect(path) as base:
-        base.execute("CREATE TABLE other (key TEXT PRIMARY KEY, value BLOB)")
-        base.execute("INSERT INTO other SELECT * FROM results WHERE key = ?", (ascii("2"),))
-        base.execute("INSERT INTO other VALUES (?, ?)", (ascii("1"), value))
-        base.execute("DROP TABLE results")
-        base.execute("ALTER TABLE other RENAME TO results")
-    base.close()
-    found = pool.map(work.square, [1, 2], journal=path, key=str, on_error="return")
-    assert found[1] == 4
-    assert isinstance(found[0], OptionError)
-    assert_names_row(found[0], path, "1")
-
-
-def test_a_garbled_result_does_not_hide_the_others(pool, path):
-    """A damaged pickle fails its item. After the remedy, the item runs again."""
+    """A row without a pickle, or with a damaged one, fails its item only. The error has the path,
+    the key and a remedy, after which the item runs again."""
     pool.map(work.square, [1, 2, 3], journal=path, key=str)
-    with sqlite3.connect(path) as base:
-        base.execute("UPDATE results SET value = x'8005' WHERE key = ?", (ascii("2"),))
-    base.close()
+    execute(
+        path,
+        "CREATE TABLE other (key TEXT PRIMARY KEY, value BLOB)",
+        "INSERT INTO other SELECT * FROM results",
+        f"UPDATE other SET value = {value} WHERE key = '''2'''",
+        "DROP TABLE results",
+        "ALTER TABLE other RENAME TO results",
+    )
     found = pool.map(work.square, [1, 2, 3], journal=path, key=str, on_error="return")
     assert (found[0], found[2]) == (1, 9)
     results = pool.imap(work.square, [1, 2, 3], journal=path, key=str)
     assert next(results) == 1
-    with pytest.raises(OptionError, match="EOFError|UnpicklingError"):
+    with pytest.raises(OptionError):
         next(results)
     assert next(results) == 9
-    assert_names_row(found[1], path, "2")
+    text = str(found[1])
+    assert str(path) in text and "the result of '2' " in text
+    execute(path, text[text.index("DELETE") :])
+    assert execute(path, "SELECT key FROM results") == [("'1'",), ("'3'",)]
     assert pool.map(work.square, [1, 2, 3], journal=path, key=str) == [1, 4, 9]
 
 
@@ -458,9 +442,7 @@ def test_a_result_that_cannot_be_written(pool, path):
     assert [*found[:1], *found[2:]] == [0, *range(2, 50)]
     assert isinstance(found[1], TypeError)
     assert found[1].args == ("once is enough",)
-    with sqlite3.connect(path) as base:
-        assert base.execute("SELECT count(*) FROM results").fetchone() == (49,)
-    base.close()
+    assert execute(path, "SELECT count(*) FROM results") == [(49,)]
 
 
 def test_flow_control_counts_submitted_items(path):
@@ -522,9 +504,7 @@ def test_a_dropped_iterator_is_written(pool, path, logged):
     del del_me
     pool.close()
     pool.join()
-    with sqlite3.connect(path) as base:
-        assert base.execute("SELECT count(*) FROM results").fetchone() == (50,)
-    base.close()
+    assert execute(path, "SELECT count(*) FROM results") == [(50,)]
 
 
 def test_a_termination_loses_nothing_that_was_seen(path, logged):

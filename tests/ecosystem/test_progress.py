@@ -148,7 +148,8 @@ DISPLAYS = {
 
 @pytest.mark.parametrize("display", DISPLAYS)
 def test_displays(pool, display, monkeypatch, capsys):
-    """A title is shown on stderr by tqdm, otherwise by rich, otherwise as a line."""
+    """A title, by default the function's name, is shown on stderr by tqdm, otherwise by rich,
+    otherwise as a line."""
     there, pattern = DISPLAYS[display]
     if display != "line":
         pytest.importorskip(display)
@@ -157,6 +158,8 @@ def test_displays(pool, display, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert re.search(pattern, err)
     assert out == ""
+    _run(pool, "imap", 30, progress=True)
+    assert re.search(pattern.replace("squares", r"square\(\)"), capsys.readouterr().err)
 
 
 DEAD_STDERR = """
@@ -259,20 +262,6 @@ def test_without_a_thread_nothing_is_shown(pool, monkeypatch):
     for shown in (True, lambda done, total: None):
         assert _run(pool, "map", 4, progress=shown) == [0, 1, 4, 9]
     assert raised == [RuntimeError] * 2
-
-
-def test_true_shows_the_functions_name(pool, capsys):
-    """With ``progress=True``, the title is the function's name."""
-    _run(pool, "imap", 3, progress=True)
-    assert "square()" in capsys.readouterr().err
-
-
-def test_tqdm_around_an_iterator_knows_its_total(pool):
-    """``tqdm(pool.imap(f, xs))`` knows its total."""
-    tqdm = pytest.importorskip("tqdm").tqdm
-    bar = tqdm(pool.imap(work.square, range(5)), disable=None)
-    assert bar.total == 5
-    assert list(bar) == [0, 1, 4, 9, 16]
 
 
 def test_import_xpool_imports_no_display():
