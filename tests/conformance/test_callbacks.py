@@ -75,7 +75,7 @@ def test_every_call_has_its_callback(pool):
 
 @pytest.fixture
 def reports(monkeypatch, caplog):
-    """Collect exceptions that reach an exception hook or the log."""
+    """A function that returns exceptions which have reached an exception hook or the log since."""
     caught: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: caught.append(args.exc_value))
     monkeypatch.setattr(sys, "excepthook", lambda kind, value, tb: caught.append(value))
@@ -83,9 +83,11 @@ def reports(monkeypatch, caplog):
     caplog.set_level(logging.WARNING)
 
     def look():
-        return caught or [r for r in caplog.records if r.levelno >= logging.WARNING]
+        found = [*caught, *(r for r in caplog.records if r.levelno >= logging.WARNING)]
+        caught.clear()
+        caplog.clear()
+        return found
 
-    look.clear = lambda: (caught.clear(), caplog.clear())
     return look
 
 
@@ -101,7 +103,6 @@ def test_callback_that_raises(pool, verb, reports):
     arguments, expected = CALLS[verb]
     assert getattr(pool, verb)(*arguments, callback=_boom).get() == expected
     eventually(reports, "a report of the callback's exception")
-    reports.clear()
     with pytest.raises(KeyError):
         getattr(pool, verb)(*FAILING[verb], error_callback=_boom).get()
     eventually(reports, "a report of the error callback's exception")

@@ -8,7 +8,7 @@ import pytest
 from support import work
 from support.kinds import PROCESS_KINDS, THREAD_KINDS
 from support.limits import WAIT
-from support.waiting import Gate, eventually
+from support.waiting import eventually
 
 from xpool import Pool, TaskCancelled, ThreadPool
 
@@ -76,16 +76,13 @@ def test_await(run, pool):
     run(main)
 
 
-def test_many_at_once():
+def test_many_at_once(make_pool):
     """`gather` awaits many results at once."""
 
     async def main(pool):
         return await asyncio.gather(*(pool.apply_async(work.square, (n,)) for n in range(50)))
 
-    with ThreadPool(2) as pool:
-        assert asyncio.run(main(pool)) == [n * n for n in range(50)]
-        pool.close()
-        pool.join()
+    assert asyncio.run(main(make_pool(ThreadPool, 2))) == [n * n for n in range(50)]
 
 
 @pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
@@ -102,9 +99,8 @@ def test_async_for(run, pool, verb):
     run(main)
 
 
-def test_other_coroutines_run(tmp_path):
+def test_other_coroutines_run(make_pool, gate):
     """While one coroutine awaits a result, others run."""
-    gate = Gate(tmp_path / "gate")
 
     async def main(pool):
         waiting = asyncio.ensure_future(pool.apply_async(work.pass_gate, (gate.path,)))
@@ -116,16 +112,11 @@ def test_other_coroutines_run(tmp_path):
             await asyncio.sleep(0)
         assert turns >= 3
 
-    with Pool(1) as pool:
-        asyncio.run(main(pool))
-        pool.close()
-        pool.join()
-    gate.close()
+    asyncio.run(main(make_pool(Pool, 1)))
 
 
-def test_cancelling_the_task_cancels_the_work(tmp_path):
+def test_cancelling_the_task_cancels_the_work(make_pool, gate, tmp_path):
     """Cancelling the `await` cancels the task, even while it runs."""
-    gate = Gate(tmp_path / "gate")
 
     async def main(pool):
         began = tmp_path / "began"
@@ -142,20 +133,15 @@ def test_cancelling_the_task_cancels_the_work(tmp_path):
             await task
         return result
 
-    with Pool(1) as pool:
-        result = asyncio.run(main(pool))
-        with pytest.raises(TaskCancelled):
-            result.get(WAIT)
-        assert pool.apply(work.square, (2,)) == 4
-        pool.close()
-        pool.join()
-    gate.close()
+    pool = make_pool(Pool, 1)
+    with pytest.raises(TaskCancelled):
+        asyncio.run(main(pool)).get(WAIT)
+    assert pool.apply(work.square, (2,)) == 4
 
 
-def test_cancelling_in_trio(tmp_path):
+def test_cancelling_in_trio(make_pool, gate):
     """In trio, cancelling a scope cancels its awaited task."""
     trio = pytest.importorskip("trio", reason="trio is not installed")
-    gate = Gate(tmp_path / "gate")
 
     async def main(pool):
         result = pool.apply_async(work.pass_gate, (gate.path,))
@@ -165,18 +151,12 @@ def test_cancelling_in_trio(tmp_path):
         assert scope.cancelled_caught
         return result
 
-    with Pool(1) as pool:
-        result = trio.run(main, pool)
-        with pytest.raises(TaskCancelled):
-            result.get(WAIT)
-        pool.close()
-        pool.join()
-    gate.close()
+    with pytest.raises(TaskCancelled):
+        trio.run(main, make_pool(Pool, 1)).get(WAIT)
 
 
-def test_cancelling_a_stream(tmp_path):
+def test_cancelling_a_stream(make_pool, gate):
     """Cancelling an `async for` cancels the stream."""
-    gate = Gate(tmp_path / "gate")
 
     async def main(pool):
         async def wait():
@@ -190,13 +170,10 @@ def test_cancelling_a_stream(tmp_path):
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    with Pool(1) as pool:
-        asyncio.run(main(pool))
-        eventually(lambda: pool.statistics()["jobs"] == 0, "the stream has ended")
-        assert pool.apply(os.getpid) > 0
-        pool.close()
-        pool.join()
-    gate.close()
+    pool = make_pool(Pool, 1)
+    asyncio.run(main(pool))
+    eventually(lambda: pool.statistics()["jobs"] == 0, "the stream has ended")
+    assert pool.apply(os.getpid) > 0
 
 
 def test_async_with(run):
@@ -212,14 +189,10 @@ def test_async_with(run):
     run(main)
 
 
-def test_without_a_loop():
+def test_without_a_loop(make_pool):
     """A finished result can be awaited without an event loop."""
-    with ThreadPool(1) as pool:
-        gate_open = pool.apply_async(abs, (-1,))
-        gate_open.wait()
-        waiting = gate_open.__await__()
-        with pytest.raises(StopIteration) as done:
-            next(waiting)  # needs no loop, because the result has arrived
-        assert done.value.value == 1
-        pool.close()
-        pool.join()
+    result = make_pool(ThreadPool, 1).apply_async(abs, (-1,))
+    result.wait()
+    with pytest.raises(StopIteration) as done:
+        next(result.__await__())
+    assert done.value.value == 1

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,17 +53,19 @@ def test_results_by_index(warm: None, method: str | None):
     assert len({r[2] for r in results} | {os.getpid()}) == 4
 
 
-def test_closures():
-    """`fn` may be a lambda."""
-    offset = 5
-    assert xpool.spawn(lambda i: i + offset, nprocs=2) == [5, 6]
-
-
-def test_one_process_by_default():
-    """As in torch, ``nprocs`` is 1 by default, and the function runs in another process."""
+def test_numbers_of_processes():
+    """As in torch, ``nprocs`` is 1 by default, in another process, and may be 0. A negative one is
+    refused, and so is a function that is not callable."""
     [(index, args, pid)] = xpool.spawn(tell)
-    assert (index, args) == (0, ())
-    assert pid != os.getpid()
+    assert (index, args) == (0, ()) and pid != os.getpid()
+    assert xpool.spawn(tell, nprocs=0) == []
+    context = xpool.spawn(tell, nprocs=0, join=False)
+    assert context.processes == context.pids() == []
+    assert context.join() and context.results() == []
+    with pytest.raises(OptionError, match="nprocs must be at least 0"):
+        xpool.spawn(tell, nprocs=-1)
+    with pytest.raises(TypeError, match="fn must be a callable"):
+        xpool.spawn("tell")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", [None, *also("spawn")])
@@ -84,12 +87,26 @@ def gates(tmp_path: Any, nothing_leaks: None) -> Any:
         gate.close()
 
 
-def test_ends_out_of_order(mailbox: Mailbox, gates: list[Gate]):
+Begin = Callable[..., tuple[Any, list[int]]]
+
+
+@pytest.fixture
+def begin(mailbox: Mailbox, gates: list[Gate]) -> Begin:
+    """Starts so many processes of a function. Returns their context and pids, once they run."""
+
+    def spawn(func: Any, nprocs: int, *more: Any) -> tuple[Any, list[int]]:
+        args = mailbox.path, [gate.path for gate in gates], *more
+        context = xpool.spawn(func, args, nprocs=nprocs, join=False)
+        told = dict(map(int, line.split()) for line in mailbox.lines(nprocs))
+        return context, [told[index] for index in range(nprocs)]
+
+    return spawn
+
+
+def test_ends_out_of_order(begin: Begin, gates: list[Gate]):
     """`join` returns true when all processes have ended. Results are ordered by index."""
-    args = (mailbox.path, [gate.path for gate in gates])
-    context = xpool.spawn(turn, args, nprocs=3, join=False)
-    told = dict(line.split() for line in mailbox.lines(3))
-    assert context.pids() == [int(told[str(i)]) for i in range(3)]
+    context, pids = begin(turn, 3)
+    assert context.pids() == pids
     assert context.join(timeout=0) is False
     with pytest.raises(XPoolError, match="3 of 3 processes have not ended"):
         context.results()
@@ -105,13 +122,11 @@ def test_ends_out_of_order(mailbox: Mailbox, gates: list[Gate]):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("bad", [0, 2])
-def test_the_first_failure_stops_the_others(mailbox: Mailbox, gates: list[Gate], bad: int):
+def test_the_first_failure_stops_the_others(begin: Begin, gates: list[Gate], bad: int):
     """If a process raises, the others are stopped, and `join` raises its error."""
     from torch.multiprocessing import ProcessRaisedException
 
-    args = (mailbox.path, [gate.path for gate in gates], bad, "raise")
-    context = xpool.spawn(end, args, nprocs=3, join=False)
-    pids = {int(line.split()[1]) for line in mailbox.lines(3)}
+    context, pids = begin(end, 3, bad, "raise")
     gates[bad].open()
     with pytest.raises(ProcessRaisedException) as caught:
         context.join()
@@ -133,7 +148,7 @@ def test_the_first_failure_stops_the_others(mailbox: Mailbox, gates: list[Gate],
     ("how", "code", "name"), [("sys.exit", 7, None), ("kill", -signal.SIGKILL, "SIGKILL")]
 )
 def test_a_process_that_ends(
-    mailbox: Mailbox, gates: list[Gate], how: str, code: int, name: str | None
+    begin: Begin, gates: list[Gate], how: str, code: int, name: str | None
 ):
     """If a process exits or is killed, the error has its index, pid, exit code and signal."""
     from torch.multiprocessing import ProcessExitedException
@@ -144,48 +159,39 @@ def test_a_process_that_ends(
             os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(7)
 
-    args = (mailbox.path, [gate.path for gate in gates])
-    context = xpool.spawn(leave, args, nprocs=2, join=False)
-    told = dict(line.split() for line in mailbox.lines(2))
+    context, pids = begin(leave, 2)
     gates[1].open()
     with pytest.raises(ProcessExitedException) as caught:
         context.join()
     error = caught.value
-    assert (error.error_index, error.error_pid) == (1, int(told["1"]))
+    assert (error.error_index, error.error_pid) == (1, pids[1])
     assert (error.exit_code, error.signal_name) == (code, name)
     assert isinstance(error.__cause__, WorkerDied)
 
 
-@pytest.mark.parametrize("leave", [lambda i: sys.exit(0), *also(lambda i: sys.exit())])
-def test_a_clean_exit_is_no_failure(leave: Any):
-    """`sys.exit` without an error is no failure. The result is None."""
-    assert xpool.spawn(leave, nprocs=2) == [None, None]
+def test_exits_that_are_no_failure():
+    """`sys.exit` without an error is no failure, and as in torch, neither is KeyboardInterrupt. The
+    result is None."""
+    ends = [SystemExit(0), SystemExit(), KeyboardInterrupt()]
 
+    def leave(index: int) -> None:
+        raise ends[index]
 
-def test_an_interrupt_in_a_process_is_no_failure():
-    """As in torch, KeyboardInterrupt in a process is no failure."""
-
-    def interrupted(index: int) -> None:
-        raise KeyboardInterrupt
-
-    assert xpool.spawn(interrupted, nprocs=2) == [None, None]
+    assert xpool.spawn(leave, nprocs=3) == [None] * 3
 
 
 @pytest.mark.torch
-def test_others_may_end_in_the_grace_period(mailbox: Mailbox, gates: list[Gate]):
+def test_others_may_end_in_the_grace_period(begin: Begin, mailbox: Mailbox, gates: list[Gate]):
     """Processes that end in the grace period after a failure are not stopped."""
     from torch.multiprocessing import ProcessRaisedException
 
     def last_words(index: int, box: str, gates: list[str]) -> None:
-        work.post(box, "here")
-        work.pass_gate(gates[index])
+        turn(index, box, gates)
         if index == 0:
             raise ValueError
         work.post(box, "last words")
 
-    args = (mailbox.path, [gate.path for gate in gates])
-    context = xpool.spawn(last_words, args, nprocs=2, join=False)
-    mailbox.lines(2)
+    context, _ = begin(last_words, 2)
     gates[0].open()
     gates[1].open()
     with pytest.raises(ProcessRaisedException):
@@ -218,11 +224,9 @@ def test_a_process_that_cannot_start():
         xpool.spawn(tell, (work.EndsWhenUnpickled("raise"),), nprocs=2)
 
 
-def test_a_dropped_context(mailbox: Mailbox, gates: list[Gate]):
+def test_a_dropped_context(begin: Begin, gates: list[Gate]):
     """As in torch, processes of a dropped context run to their end. Then none is left."""
-    args = (mailbox.path, [gate.path for gate in gates])
-    context = xpool.spawn(turn, args, nprocs=2, join=False)
-    pids = [int(line.split()[1]) for line in mailbox.lines(2)]
+    context, pids = begin(turn, 2)
     del context
     gc.collect()
     for gate in gates:
@@ -269,28 +273,12 @@ def test_ctrl_c_stops_the_processes(tmp_path: Any):
     assert wait_gone(pids) == []
 
 
-def test_a_negative_number_of_processes():
-    """A negative number of processes is refused."""
-    with pytest.raises(OptionError, match="nprocs must be at least 0"):
-        xpool.spawn(tell, nprocs=-1)
-
-
-def test_no_processes():
-    """As in torch, the number of processes may be 0."""
-    assert xpool.spawn(tell, nprocs=0) == []
-    context = xpool.spawn(tell, nprocs=0, join=False)
-    assert context.processes == context.pids() == []
-    assert context.join() and context.results() == []
-
-
 @pytest.mark.torch
-def test_processes(mailbox: Mailbox, gates: list[Gate]):
+def test_processes(begin: Begin, gates: list[Gate]):
     """A context has its processes, like torch's."""
     from torch.multiprocessing import ProcessExitedException
 
-    args = mailbox.path, [gate.path for gate in gates]
-    context = xpool.spawn(turn, args, nprocs=3, join=False)
-    mailbox.lines(3)
+    context, _ = begin(turn, 3)
     processes = context.processes
     assert [process.pid for process in processes] == context.pids()
     assert [process.exitcode for process in processes] == [None] * 3
@@ -309,9 +297,3 @@ def test_processes(mailbox: Mailbox, gates: list[Gate]):
     assert "retries" not in str(caught.value.__cause__)
     assert not any(process.is_alive() for process in processes)
     processes[0].terminate()  # does nothing after the end
-
-
-def test_a_function_that_is_not_callable():
-    """A function that is not callable raises TypeError in the program."""
-    with pytest.raises(TypeError, match="fn must be a callable"):
-        xpool.spawn("tell")  # type: ignore[arg-type]
