@@ -1,6 +1,7 @@
 """The identity of a function in a journal: all that its results depend on, and nothing else."""
 
 import builtins
+import contextlib
 import functools
 import json
 import sys
@@ -20,15 +21,36 @@ NAME = "program_of_test_identity"
 pytestmark = pytest.mark.pure
 
 
-def parts_of(source, name="f", beside=None):
-    """Run a program as a module. Return the parts of one of its functions."""
+@contextlib.contextmanager
+def program_of(source):
+    """Run a program as a module."""
     module = sys.modules[NAME] = types.ModuleType(NAME)
     del module.__spec__  # Python 3.15 warns if a spec has no loader
     try:
         exec(compile(textwrap.dedent(source), f"{NAME}.py", "exec"), vars(module))
-        return Identity().of_function(eval(name, vars(module)), beside or {})
+        yield module
     finally:
         del sys.modules[NAME]
+
+
+def parts_of(source, name="f"):
+    """Return the parts of one of a program's functions."""
+    with program_of(source) as module:
+        return Identity().of_function(eval(name, vars(module)), {})
+
+
+def forget(name):
+    """Let a package be imported again."""
+    for one in [one for one in sys.modules if one.startswith(name)]:
+        del sys.modules[one]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of modules that may be edited."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return tmp_path
 
 
 def changes(before, now):
@@ -139,12 +161,10 @@ def test_a_partial_and_a_wrapper():
     assert differ(context.format(1), context.format(2))
 
 
-def test_modules_of_the_program(tmp_path, monkeypatch):
+def test_modules_of_the_program(folder):
     """If a function uses a module's attribute, only this attribute is a part. If the function
     imports the module, all of it is a part."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    package = tmp_path / "identity_package"
+    package = folder / "identity_package"
     package.mkdir()
     text = "from . import other\nK = {}\ndef g(x): return x * K + other.h(x)\nUNUSED = {}\n"
     module, other = package / "module.py", package / "other.py"
@@ -155,8 +175,7 @@ def test_modules_of_the_program(tmp_path, monkeypatch):
     def found(program, k=1, unused=1, h="x"):
         module.write_text(text.format(k, unused))
         other.write_text(f"def h(x): return {h}\n")
-        for name in [name for name in sys.modules if name.startswith("identity_package")]:
-            del sys.modules[name]
+        forget("identity_package")
         return parts_of(program)
 
     first = found(above)
@@ -176,13 +195,12 @@ def test_modules_of_the_program(tmp_path, monkeypatch):
     other.write_text("def h(x): return x\n")
     __import__("identity_package.module")
     assert not changes(first, parts_of(inside))
-    for name in [name for name in sys.modules if name.startswith("identity_package")]:
-        del sys.modules[name]
+    forget("identity_package")
 
 
-def test_a_module_that_a_finder_of_the_program_finds(tmp_path, monkeypatch):
+def test_a_module_that_a_finder_of_the_program_finds(folder, monkeypatch):
     """A module outside `sys.path`, as of a package in editable mode, is a part."""
-    file = tmp_path / "edited.py"
+    file = folder / "edited.py"
 
     class Finder:
         @staticmethod
@@ -190,7 +208,6 @@ def test_a_module_that_a_finder_of_the_program_finds(tmp_path, monkeypatch):
             return spec_from_file_location(name, file) if name == "edited_package" else None
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     program = "def f(x):\n  import edited_package\n  return edited_package.K * x\n"
     file.write_text("K = 1\n")
     first = parts_of(program)
@@ -198,13 +215,11 @@ def test_a_module_that_a_finder_of_the_program_finds(tmp_path, monkeypatch):
     assert changes(first, parts_of(program)) == {"the module edited_package"}
 
 
-def test_names_that_are_imported_from_a_module(tmp_path, monkeypatch):
+def test_names_that_are_imported_from_a_module(folder):
     """``from a import b`` does not lead to another module that is called `b`. The function
     `__getattr__` of a module that code uses is a part."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "imported_from.py").write_text("def imported_name(x): return x\n")
-    (tmp_path / "imported_name.py").write_text("K = 1\n")
+    (folder / "imported_from.py").write_text("def imported_name(x): return x\n")
+    (folder / "imported_name.py").write_text("K = 1\n")
     parts = parts_of("def f(x):\n  from imported_from import imported_name\n  return x\n")
     assert [name for name in parts if "module" in name] == ["the module imported_from"]
     program = """
@@ -236,18 +251,15 @@ def test_names_that_are_imported_from_a_module(tmp_path, monkeypatch):
          "Model().run"),
     ],
 )  # fmt: skip
-def test_a_module_as_a_value(tmp_path, monkeypatch, code, name):
+def test_a_module_as_a_value(folder, code, name):
     """If a module of the program is a value, all of it is a part. An installed one is not."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "held_package").mkdir()
-    (tmp_path / "held_package" / "__init__.py").write_text("")
+    (folder / "held_package").mkdir()
+    (folder / "held_package" / "__init__.py").write_text("")
     program = "{}\ndef scaled(by, x): return by.RATE * x\n" + code
 
     def found(rate, first="import held_package.settings as m"):
-        (tmp_path / "held_package" / "settings.py").write_text(f"RATE = {rate}\n")
-        for one in [one for one in sys.modules if one.startswith("held_package")]:
-            del sys.modules[one]
+        (folder / "held_package" / "settings.py").write_text(f"RATE = {rate}\n")
+        forget("held_package")
         return parts_of(program.format(first), name)
 
     part = "the module held_package.settings"
@@ -348,20 +360,6 @@ def test_arrays_do_not_depend_on_earlier_ones():
     assert len({Identity().of_item(one)[0] for one in [array, *unlike]}) == 7
 
 
-def test_caches_in_classes_are_no_parts():
-    """What pickling an object, or combining flags, stores in a class is no part."""
-    program = """
-        import enum, pickle
-        class Box: pass
-        class Slots: __slots__ = ("x",)
-        class Access(enum.Flag): READ, WRITE = 1, 2
-        def f(x): return Box(), Slots(), Access.READ
-    """
-    used = textwrap.dedent(program) + "pickle.dumps([Box(), Slots(), Access.READ | Access.WRITE])\n"
-    assert not differ(program, used)
-    assert differ(program, program.replace("1, 2", "1, 4"))
-
-
 def test_registered_classes():
     """Classes registered with an abstract class are a part: `isinstance` depends on them."""
     program = """
@@ -389,9 +387,20 @@ def test_globals_that_differ_in_kind():
     assert len(unlike) == len(texts)
 
 
-def test_cycles():
-    """Cycles, and objects referred to many times, are accepted."""
-    program = """
+ALIKE = {
+    "what pickling an object, or combining flags, stores in a class is no part": (
+        """
+        import enum, pickle
+        class Box: pass
+        class Slots: __slots__ = ("x",)
+        class Access(enum.Flag): READ, WRITE = 1, 2
+        def f(x): return Box(), Slots(), Access.READ
+        """,
+        ("", "pickle.dumps([Box(), Slots(), Access.READ | Access.WRITE])"),
+        ("1, 2", "1, 4"),
+    ),
+    "cycles, and objects referred to many times": (
+        """
         X = [1]
         X.append({"self": X})
         deep = ()
@@ -402,10 +411,48 @@ def test_cycles():
         def even(n): return n == 0 or odd(n - 1)
         def odd(n): return n != 0 and even(n - 1)
         def f(): return X, deep, a, even
-    """
-    assert not differ(program, program)
-    assert differ(program, program.replace("[1]", "[2]"))
-    assert differ(program, program.replace("n != 0", "n > 0"))
+        """,
+        ("", ""),
+        ("[1]", "[2]"),
+        ("n != 0", "n > 0"),
+    ),
+    "locks, thread-local values, weak references and caches are no parts": (
+        """
+        import threading, weakref, functools
+        LOCK, LOCAL = threading.Lock(), threading.local()
+        CONDITION, WEAK = threading.Condition(), weakref.WeakValueDictionary()
+        @functools.singledispatch
+        def show(x): return str(x)
+        @show.register
+        def _(x: int): return "int"
+        def f(x):
+            with LOCK, CONDITION: return show(x), LOCAL.x, WEAK
+        """,
+        ("", "LOCAL.x = 1\nLOCK.acquire()\nshow(1)"),
+        ('"int"', '"number"'),
+    ),
+    "a set of a subclass of `set` is compared like a set, with its attributes": (
+        """
+        class Tags(set): pass
+        S = Tags([0, 8])
+        S.level = 1
+        def f(x): return S
+        """,
+        ("[0, 8]", "[8, 0]"),
+        ("[0, 8]", "[0, 9]"),
+        ("level = 1", "level = 2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("why", ALIKE)
+def test_what_makes_a_difference(why):
+    """The first change of a program makes no difference, and the others do."""
+    text, (old, new), *others = ALIKE[why]
+    program = textwrap.dedent(text)
+    assert not differ(program, program.replace(old, new) if old else f"{program}\n{new}\n")
+    for old, new in others:
+        assert differ(program, program.replace(old, new)), old
 
 
 class Odd:
@@ -496,24 +543,6 @@ def test_too_deep_is_refused():
         parts_of("X = []\nfor _ in range(100_000): X = [X, len]\ndef f(): return X\n")
 
 
-def test_locks_and_caches_have_no_value():
-    """Locks, thread-local values and weak references are no parts."""
-    program = """
-        import threading, weakref, functools
-        LOCK, LOCAL = threading.Lock(), threading.local()
-        CONDITION, WEAK = threading.Condition(), weakref.WeakValueDictionary()
-        @functools.singledispatch
-        def show(x): return str(x)
-        @show.register
-        def _(x: int): return "int"
-        def f(x):
-            with LOCK, CONDITION: return show(x), LOCAL.x, WEAK
-    """
-    once = textwrap.dedent(program) + "LOCAL.x = 1\nLOCK.acquire()\nshow(1)\n"
-    assert not differ(program, once)
-    assert differ(program, program.replace('"int"', '"number"'))
-
-
 def test_functions_without_a_name_are_described_alike_in_any_order():
     """The order in which items lead to lambdas and local classes makes no difference. Neither does
     the order of a set of them."""
@@ -532,19 +561,14 @@ def test_functions_without_a_name_are_described_alike_in_any_order():
     """
 
     def described(order):
-        module = sys.modules[NAME] = types.ModuleType(NAME)
-        exec(textwrap.dedent(program), vars(module))
-        for cls in module.A, module.B:
-            space = {"__name__": "made", "K": cls.f}
-            exec("def made(self): return K", space)
-            cls.made = space["made"]
-            cls.made.__qualname__ = f"{cls.__name__}.made"
-        identity = Identity()
-        try:
-            found = {number: identity.of_item(module.ITEMS[number]) for number in order}
-        finally:
-            del sys.modules[NAME]
-        return dict(sorted(found.items()))
+        with program_of(program) as module:
+            for cls in module.A, module.B:
+                space = {"__name__": "made", "K": cls.f}
+                exec("def made(self): return K", space)
+                cls.made = space["made"]
+                cls.made.__qualname__ = f"{cls.__name__}.made"
+            identity = Identity()
+            return {number: identity.of_item(module.ITEMS[number]) for number in order}
 
     first = described([0, 1, 2, 3])
     assert first == described([3, 2, 1, 0])
@@ -558,19 +582,6 @@ def test_functions_without_a_name_are_described_alike_in_any_order():
     """
     assert not differ(program.format("range(40)"), program.format("reversed(range(40))"))
     assert differ(program.format("range(40)"), program.format("range(1, 41)"))
-
-
-def test_sets_of_a_class_have_no_order():
-    """A set of a subclass of `set` is compared like a set, together with its attributes."""
-    program = """
-        class Tags(set): pass
-        S = Tags({})
-        S.level = {}
-        def f(x): return S
-    """
-    assert not differ(program.format([0, 8], 1), program.format([8, 0], 1))
-    assert differ(program.format([0, 8], 1), program.format([0, 9], 1))
-    assert differ(program.format([0, 8], 1), program.format([0, 8], 2))
 
 
 def test_a_function_without_a_name():
@@ -613,24 +624,18 @@ def test_a_class_that_is_replaced_while_items_arrive():
     identity = Identity()
     found = []
     for text in "return 1", "return 2":
-        module = sys.modules[NAME] = types.ModuleType(NAME)
-        exec(f"class C:\n def go(self): {text}\n", vars(module))
-        found.append(identity.of_item(module.C())[0])
-    del sys.modules[NAME]
+        with program_of(f"class C:\n def go(self): {text}\n") as module:
+            found.append(identity.of_item(module.C())[0])
     assert found[0] != found[1]
 
 
-def test_items(tmp_path):
+def test_items():
     """An item's digest is its value's. Its class is a separate part."""
     program = "class C:\n  def __init__(self, x): self.x = x\n  def go(self): return {}\n"
 
     def item(x, go="1"):
-        module = sys.modules[NAME] = types.ModuleType(NAME)
-        exec(program.format(go), vars(module))
-        try:
+        with program_of(program.format(go)) as module:
             return Identity().of_item({"item": module.C(x)})
-        finally:
-            del sys.modules[NAME]
 
     assert item(1) == item(1)
     assert item(1)[0] != item(2)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import re
@@ -31,32 +30,37 @@ pytestmark = [
     ),
 ]
 
-ONE = pytest.param(1, marks=pytest.mark.exhaustive)
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_example(name: str, *arguments: str) -> str:
-    """Run the example as a user would, with warnings as errors; return its output."""
+def run(name: str, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the example as a user would, with warnings as errors."""
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", str(ROOT / "examples" / name), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """Run the example; return its output."""
+    done = run(name, *arguments)
     assert done.stderr == ""
     return done.stdout
+
+
+def accuracy(out: str, text: str = "accuracy") -> float:
+    """Return the accuracy in a line of the output that begins with this text."""
+    (found,) = re.findall(rf"^{text} (0\.\d{{4}})$", out, re.M)
+    return float(found)
 
 
 def test_tour(folder: Path):
     """Despite a killed worker the results equal a plain loop's, and the page shows pictures."""
     page = folder / "tour" / "page.html"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "tour.py"), f"--out={page}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("tour.py", f"--out={page}")
     killed = re.search(r"^2 workers: 480 .* process (\d+) was killed half-way$", done.stdout, re.M)
     assert killed
     assert "checked: both have the same bytes" in done.stdout
@@ -72,30 +76,17 @@ def test_tour(folder: Path):
     assert text.count('stroke="#c22"') == 1  # the death in the timeline
 
 
-@functools.cache
-def evaluated(workers: int) -> str:
-    return run_example("evaluate.py", f"--workers={workers}")
-
-
-@functools.cache
-def preprocessed(workers: int, folder: Path) -> tuple[str, Path]:
-    out = folder / "new" / f"{workers}.png"
-    return run_example("preprocess.py", f"--workers={workers}", f"--out={out}"), out
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pictures")
 
 
-@pytest.mark.parametrize("workers", [ONE, 8])
+@pytest.mark.parametrize("workers", [1, 8])
 def test_evaluate(workers: int):
     """Each pass evaluates every image once, and the output has a line for each worker."""
-    out = evaluated(workers)
+    out = run_example("evaluate.py", f"--workers={workers}")
     assert len(re.findall(r"pass.*: 898 images in [\d.]+ s, [\d,]+ items/s\n", out)) == 2
-    accuracy = re.search(r"^accuracy (0\.\d{4})$", out, re.M)
-    assert accuracy
-    assert float(accuracy[1]) > 0.95
+    assert accuracy(out) > 0.95
     assert "checked: one process finds the same in each of the 57 batches\n" in out
     assert re.findall(r"^worker (\d+):", out, re.M) == [str(i) for i in range(workers)]
     counts = re.findall(r": cpu, (\d+) batches, (\d+) items, pid \d+$", out, re.M)
@@ -103,10 +94,11 @@ def test_evaluate(workers: int):
     assert sum(int(items) for _, items in counts) == 898
 
 
-@pytest.mark.parametrize("workers", [ONE, 8])
+@pytest.mark.parametrize("workers", [1, 8])
 def test_preprocess(folder: Path, workers: int):
     """All tiles come back in order; the picture has the input and both outputs."""
-    out, picture = preprocessed(workers, folder)
+    picture = folder / "new" / f"{workers}.png"
+    out = run_example("preprocess.py", f"--workers={workers}", f"--out={picture}")
     assert len(re.findall(r"pass.*: 108 tiles in [\d.]+ s, [\d,]+ tiles/s\n", out)) == 2
     assert "checked: a plain loop finds the same" in out
     with Image.open(picture) as image:
@@ -114,7 +106,7 @@ def test_preprocess(folder: Path, workers: int):
         assert len(image.getcolors(maxcolors=2**24) or []) > 1000
 
 
-@pytest.mark.parametrize("workers", [ONE, 4])
+@pytest.mark.parametrize("workers", [1, 4])
 def test_versions(folder: Path, workers: int):
     """Versions are evaluated during training and at its end, and all are plotted."""
     plot = folder / "plots" / f"{workers}.svg"
@@ -148,10 +140,7 @@ def test_train(folder: Path):
 
 @pytest.mark.parametrize(
     ("workers", "method"),
-    [
-        (2, "exact"),
-        pytest.param(8, "gradient", marks=pytest.mark.exhaustive),
-    ],
+    [(2, "exact"), (8, "gradient")],
 )
 def test_placement(workers: int, method: str):
     """Every model runs on its assigned worker, and the ensemble is accurate."""
@@ -164,13 +153,11 @@ def test_placement(workers: int, method: str):
     table = re.findall(r" +([\d.]+) MiB +([\d.]+) MFLOP  worker (\d) \(cpu\)$", out, re.M)
     assert [str(i) in numbers[int(worker)] for i, (_, _, worker) in enumerate(table)] == [True] * 6
     assert re.search(r"^\d+ of 256 KiB a batch go from one worker to another$", out, re.M)
-    accuracy = re.search(r"^ensemble: accuracy (0\.\d{4})$", out, re.M)
-    assert accuracy
-    assert float(accuracy[1]) > 0.95
+    assert accuracy(out, "ensemble: accuracy") > 0.95
     assert "checked: one process finds the same for all 898 images\n" in out
 
 
-@pytest.mark.parametrize("workers", [3, pytest.param(6, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("workers", [3, 6])
 def test_pipeline(workers: int):
     """Every batch passes all stages of one pipeline, and the results are right."""
     out = run_example("pipeline.py", f"--workers={workers}")
@@ -178,13 +165,11 @@ def test_pipeline(workers: int):
     stages = [(int(pipeline), int(stage)) for _, pipeline, stage, _ in lines]
     assert stages == [divmod(i, 3) for i in range(workers)]
     assert sum(int(batches) for _, _, _, batches in lines) == 3 * 29
-    accuracy = re.search(r"^accuracy (0\.\d{4})$", out, re.M)
-    assert accuracy
-    assert float(accuracy[1]) > 0.95
+    assert accuracy(out) > 0.95
     assert re.search(r"^checked: one process finds the same \d+ of 898$", out, re.M)
 
 
-@pytest.mark.parametrize("workers", [ONE, 8])
+@pytest.mark.parametrize("workers", [1, 8])
 def test_share_handle(workers: int):
     """Ten tasks use each batch's activations, and find the same as one process."""
     out = run_example("share_handle.py", f"--workers={workers}")
@@ -197,21 +182,14 @@ def test_share_handle(workers: int):
     assert sum(int(judged) for _, judged in lines) == 150
     assert "the activations are in shared memory" in out
     assert re.search(r"^150 tasks used them in place, \d+ of them in another worker$", out, re.M)
-    accuracy = re.search(r"^accuracy of the heads (0\.\d{4})$", out, re.M)
-    assert accuracy
-    assert float(accuracy[1]) > 0.97
+    assert accuracy(out, "accuracy of the heads") > 0.97
     assert "checked: one process finds the same for 898 images and 10 heads\n" in out
 
 
-@functools.cache
-def swept(workers: int) -> str:
-    return run_example("tpu_sweep.py", f"--workers={workers}")
-
-
-@pytest.mark.parametrize("workers", [ONE, 4])
+@pytest.mark.parametrize("workers", [1, 4])
 def test_tpu_sweep(workers: int):
     """Every trial runs once, the best setting is accurate, and one process finds the same."""
-    out = swept(workers)
+    out = run_example("tpu_sweep.py", f"--workers={workers}")
     trials = re.findall(r"^ +\d+ of 18: rate (\S+), width (\d+), without fold (\d):", out, re.M)
     assert len(trials) == len(set(trials)) == 18
     accuracies = re.findall(r"^rate \S+ +width \d+ +accuracy (0\.\d{4})$", out, re.M)
@@ -235,7 +213,6 @@ def test_gallery_has_every_example():
     assert sorted(re.findall(r"literalinclude} \.\./examples/(\S+)$", GALLERY, re.M)) == names
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "shown"),
     # `test_on_ray` runs the first two; the others have tests of their own.  The gallery shows the
@@ -267,7 +244,6 @@ def without_numbers(line: str) -> str:
 
 def test_bars_in_tasks():
     """The lines of all tasks stay above the bar of the pool, and no bar of a task stays."""
-    pytest.importorskip("tqdm")
     with OnTerminal(ROOT / "examples" / "bars_in_tasks.py", "--steps=2") as program:
         *lines, bar, mean = program.end()
     assert sorted(lines) == [f"fold {fold}: loss 0.960" for fold in range(6)]
@@ -328,12 +304,7 @@ def test_priorities():
 
 def test_no_workers():
     """An invalid number of workers ends with xpool's error message."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples/evaluate.py"), "--workers", "0"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
+    done = run("evaluate.py", "--workers", "0", code=1)
     assert "at least 1" in done.stderr.splitlines()[-1]
 
 
