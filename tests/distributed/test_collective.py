@@ -241,15 +241,3 @@ def test_torch_names_different_sizes(ranks: Ranks, operation: str):
         assert isinstance(text, str), text
         assert "Detected mismatch between collectives" in text
         assert "TensorShape=[2]" in text and "TensorShape=[3]" in text
-
-
-def sizes(world: World) -> int:
-    total = torch.tensor(1)
-    world.create_collective_group(world.get_ranks()).all_reduce(total)
-    return int(total)
-
-
-@pytest.mark.exhaustive
-def test_eight_ranks(ranks: Ranks):
-    """All operations work with eight ranks."""
-    assert ranks.good_world(8, sizes) == [8] * 8

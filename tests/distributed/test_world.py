@@ -58,16 +58,6 @@ def both_kinds(world: World) -> float:
     return total.item()
 
 
-def at_tcp(rank: int, address: str) -> float:
-    with World(f"w{rank}", rank, 3, dist_init_method=address) as world:
-        return both_kinds(world)
-
-
-def test_tcp(ranks: Ranks):
-    """Ranks meet at a TCP address that both kinds of group share."""
-    assert ranks.run(3, at_tcp, f"tcp://127.0.0.1:{free_port()}") == [3, 3, 3]
-
-
 def connects_late(rank: int, address: str) -> float:
     """Rank 1 connects to the others after more time than a call may take."""
     import xpool.distributed._world as module
@@ -123,7 +113,8 @@ def at_environment(rank: int, port: int) -> float:
 
 
 def test_torchrun(ranks: Ranks):
-    """The environment variables of torchrun are enough."""
+    """The environment variables of torchrun are enough: a TCP address that both kinds of group
+    share."""
     assert ranks.run(3, at_environment, free_port()) == [3, 3, 3]
 
 
@@ -345,12 +336,6 @@ def at_no_address(rank: int, option: str, address: str) -> str:
             thread.join()
     assert not any("no-such-host" in place for place in asked)
     return str(error.value)
-
-
-def test_a_rank_that_does_not_join(ranks: Ranks):
-    """Rank 0 names the rank that did not join."""
-    [error] = ranks.run(1, at_a_port, f"tcp://127.0.0.1:{free_port()}", 1)
-    assert isinstance(error, GroupTimeout) and "Of 2 ranks, rank 1 did not join" in str(error)
 
 
 def test_world_in_a_fork(ranks: Ranks):

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import types
 from importlib.util import spec_from_file_location
+from typing import Any
 
 import pytest
 from support.programs import PROGRAM
@@ -387,7 +388,7 @@ def test_globals_that_differ_in_kind():
     assert len(unlike) == len(texts)
 
 
-ALIKE = {
+ALIKE: dict[str, Any] = {
     "what pickling an object, or combining flags, stores in a class is no part": (
         """
         import enum, pickle

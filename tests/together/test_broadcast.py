@@ -171,22 +171,6 @@ def test_workers_drop_an_object_without_references(make_pool):
     assert arena.statistics()["blocks"] <= before + 1
 
 
-def test_a_submitted_task_keeps_the_object(make_pool, mailbox, gate):
-    """A submitted task keeps the object after the caller has dropped the reference."""
-    pool = make_pool(P2PPool, 1)
-    held = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
-    mailbox.line()
-    ref = pool.broadcast(table(2))
-    result = pool.apply_async(seen, (ref,))
-    del ref
-    gc.collect()
-    others = [pool.broadcast(table(9)) for _ in range(3)]
-    gate.open(1)
-    held.get()
-    assert result.get()[1] == 2 * N
-    del others
-
-
 def keep_tensor(obj: Any) -> None:
     keep_tensor.tensor = obj["w"]  # type: ignore[attr-defined]
 

@@ -264,20 +264,21 @@ def greet(peer: int) -> None:
     assert current_worker().recv(peer, FAR) == "hello"
 
 
+def greet_each_other(pool: Any) -> None:
+    for result in [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]:
+        result.get()
+
+
 def test_a_dead_peer_ends_a_receive(make_pool, mailbox):
     """`recv` from a worker that dies raises PeerLost. Its replacement can communicate."""
     pool = make_pool(P2PPool, 2)
-    pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
-    for result in pair:
-        result.get()
+    greet_each_other(pool)
     waiting = pool.apply_async(wait_for, (1, mailbox.path), worker=0)
     mailbox.line()
     os.kill(pool.apply(work.pid, worker=1), signal.SIGKILL)
     with pytest.raises(PeerLost, match="worker 1 ended while worker 0"):
         waiting.get()
-    pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
-    for result in pair:
-        result.get()
+    greet_each_other(pool)
 
 
 def test_a_peer_that_dies_before_it_has_a_channel(make_pool):
@@ -287,9 +288,7 @@ def test_a_peer_that_dies_before_it_has_a_channel(make_pool):
     os.kill(dead, signal.SIGKILL)
     # Until then, the dying worker could be given a channel.
     assert wait_gone([dead]) == []
-    pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
-    for result in pair:
-        result.get()
+    greet_each_other(pool)
 
 
 def send_until_lost(box: str) -> int:

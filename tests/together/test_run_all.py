@@ -84,13 +84,6 @@ def test_results_by_worker(process_kind, make_pool):
         assert results == [(i, "a", None) for i in range(3)]
 
 
-def test_closures_and_one_worker(make_pool):
-    """The function may be a closure, and the pool may have one worker."""
-    pool = make_pool(Pool, 1)
-    base = 7
-    assert pool.run_all(lambda x: base + x, 1) == [8]
-
-
 def test_busy_workers_call_it_later(make_pool, gate, mailbox):
     """A busy worker calls the function after its task."""
     pool = make_pool(P2PPool, 2)
