@@ -213,21 +213,6 @@ def test_a_slow_start_of_a_server_or_tracker(tmp_path):
     scripts.run_ok([scripts.write(tmp_path / "slow.py", SLOW_STARTS)])
 
 
-def test_the_engines_thread_starts_no_process(make_pool, monkeypatch):
-    """A replacement is started by a thread of its own, since hooks of a fork may wait."""
-    launch, threads = WorkerProcess.launch, []
-
-    def note(*args):
-        threads.append(threading.current_thread().name)
-        return launch(*args)
-
-    monkeypatch.setattr(WorkerProcess, "launch", note)
-    pool = make_pool(Pool, 1, maxtasksperchild=1)
-    assert pool.map(abs, [-1, -2, -3], 1) == [1, 2, 3]
-    assert len(threads) >= 3
-    assert not [name for name in threads if name.endswith("-engine")]
-
-
 def test_a_thread_that_starts_processes_fails(make_pool, monkeypatch):
     """If it is stopped by an error that is no `Exception`, the pool fails with it, and its callers
     do not wait."""
@@ -308,13 +293,15 @@ FORKED = """
             assert own.map(abs, [-1]) == [1]
         pool.terminate()
         pool.join()
+        assert ends == []
 
     if __name__ == "__main__":
+        ends = []
         warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
         paths = [os.path.join(sys.argv[1], name) for name in "ab"]
         for path in paths:
             os.mkfifo(path)
-        with xpool.Pool(2, context={context!r}) as pool:
+        with xpool.Pool(2, context={context!r}, on_worker_end=ends.append) as pool:
             calls = pool.apply_async(read, paths[:1]), pool.executor().submit(read, paths[1])
             for use in child, lambda *_: None:
                 pid = {fork}()
@@ -326,6 +313,7 @@ FORKED = """
             for path in paths:
                 os.write(os.open(path, os.O_RDWR), b"there")
             assert [calls[0].get(), calls[1].result()] == [b"there", b"there"]
+        assert len(ends) == 2
 """
 
 
@@ -335,7 +323,7 @@ FORKED = """
 )
 def test_a_child_and_its_end(tmp_path, fork, context):
     """In a forked child, the parent's pool refuses calls, a pool of its own works, and the end of
-    the child leaves the parent's workers alone. Python hears nothing of a fork by C code."""
+    the child leaves the parent's workers alone and calls no `on_worker_end`. Python hears nothing of a fork by C code."""
     text = FORKED.format(fork=fork, context=context)
     scripts.run_ok([scripts.write(tmp_path / "forked.py", text), str(tmp_path)])
 

@@ -89,25 +89,19 @@ def test_start_methods(method_kind, make_pool, ends):
     os.kill(pid, signal.SIGKILL)
     end = ends.of(pid)
     assert (end.worker, end.exitcode, end.signal, end.reason) == (0, -9, "SIGKILL", "died")
-    assert pool.apply(work.square, (3,)) == 9
+    assert pool.apply(work.same, (end,)) == end
+    assert end._replace(exitcode=0).signal is None
     pool.terminate()
     assert [end.reason for end in ends] == ["died", "terminated"]
 
 
 def test_the_end_of_a_block(ends):
-    """At the end of a ``with`` block, the hook has been called for each worker."""
-    with Pool(2, on_worker_end=ends) as pool:
-        pids = ready(pool)
-    assert {end.pid for end in ends} == set(pids)
-    assert {end.reason for end in ends} == {"terminated"}
-
-
-def test_the_context_is_the_programs(ends):
-    """The record has the program's own context of that worker."""
+    """It calls the hook for each worker; the record has the program's own context."""
     contexts = [["a"], ["b"]]
     with CtxPool(worker_contexts=contexts, on_worker_end=ends) as pool:
-        ready(pool)
-    assert len(ends) == 2 and all(end.context is contexts[end.worker] for end in ends)
+        pids = ready(pool)
+    assert {(end.pid, end.reason) for end in ends} == {(pid, "terminated") for pid in pids}
+    assert all(end.context is contexts[end.worker] for end in ends)
 
 
 @pytest.mark.parametrize(("how", "code"), [("os._exit", 4), ("SIGSEGV", -11)])
@@ -197,67 +191,6 @@ def test_killed_in_its_orderly_end(mailbox, ends):
     assert [end[2:5] for end in ends] == [(pid, -9, "died")]
 
 
-SERVER = """
-    import os, signal
-    import xpool
-    from support import leaks
-    from support.waiting import eventually, wait_gone
-
-    if __name__ == "__main__":
-        ends = []
-        pool = xpool.Pool(2, on_worker_end=ends.append)
-        assert pool.run_all(abs, -1) == [1, 1]
-        pids = pool.statistics()["pids"]
-        servers = leaks.servers()
-        assert servers
-        for pid in servers + pids:
-            os.kill(pid, signal.SIGKILL)
-        assert wait_gone(servers + pids) == []
-        eventually(lambda: len(ends) == 2, "the hook was called for both")
-        assert sorted(end.pid for end in ends) == sorted(pids)
-        assert pool.map(abs, [-1, -2]) == [1, 2]
-        pool.close()
-        pool.join()
-        assert len({end.pid for end in ends}) == len(ends) == 4, ends
-        print(*((end.exitcode, end.reason) for end in ends), sep="\\n")
-"""
-
-
-def test_the_fork_server_is_killed(tmp_path):
-    """Workers that die after their fork server have records without an exit code."""
-    out = scripts.run_ok([scripts.write(tmp_path / "server.py", SERVER)])
-    assert out.splitlines() == ["(None, 'died')"] * 2 + ["(0, 'closed')"] * 2
-
-
-FORKS = """
-    import os
-    import xpool
-    from support import work
-
-    if __name__ == "__main__":
-        with xpool.Pool(2, on_worker_end=lambda end: print("end", os.getpid(), flush=True)) as pool:
-            pool.map(work.square, range(4))
-            child = os.fork()
-            if not child:
-                try:
-                    pool.terminate()
-                    pool.join()
-                finally:
-                    os._exit(0)
-            os.waitpid(child, 0)
-        print("program", os.getpid())
-"""
-
-
-def test_a_forked_child_calls_no_hook(tmp_path):
-    """The hook is called in the program, and not in its forked child."""
-    file = scripts.write(tmp_path / "f.py", FORKS)
-    # Python 3.12 warns of forks of a process with threads.
-    out = scripts.run_ok(["-W", "ignore:This process:DeprecationWarning", file])
-    *said, program = out.splitlines()
-    assert said == [f"end {program.split()[1]}"] * 2
-
-
 EXIT = """
     import xpool
     from support import work
@@ -327,45 +260,17 @@ def freeing(ends):
     return hook
 
 
-RECYCLED = """
-    import os, pathlib, sys
-    import xpool
-
-    class Locked:
-        def __init__(self, path):
-            self.path = path
-
-        def enter(self):
-            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL))
-            self.path.write_text(str(os.getpid()))
-
-    def hook(end):
-        assert end.context.path.read_text() == str(end.pid)
-        end.context.path.unlink()
-        ends.append(end)
-
-    if __name__ == "__main__":
-        ends = []
-        folder = pathlib.Path(sys.argv[1])
-        contexts = [Locked(folder / str(i)) for i in range(2)]
-        pool = xpool.CtxPool(worker_contexts=contexts, on_worker_end=hook, maxtasksperchild=1)
-        pids = pool.map(lambda context, _: os.getpid(), range(30), chunksize=1)
-        pool.close()
-        pool.join()
-        told = [end.pid for end in ends]
-        assert len(set(pids)) == 30 and set(pids) <= set(told) and len(told) == len(set(told))
-        recycled = [end for end in ends if end.reason == "recycled"]
-        assert len(recycled) >= 28 and {end.exitcode for end in ends} == {0}, ends
-"""
-
-
-def test_before_the_replacement_starts(tmp_path):
+def test_before_the_replacement_starts(tmp_path, ends, freeing):
     """With a process for each task, each lock of an ended worker is free before the next one: its
     worker takes the lock file in `enter()`, and only the hook removes it."""
-    (tmp_path / "locks").mkdir()
-    program = scripts.write(tmp_path / "recycled.py", RECYCLED)
-    assert scripts.run_ok([program, str(tmp_path / "locks")]) == ""
-    assert list((tmp_path / "locks").iterdir()) == []
+    contexts = [Locked(tmp_path, i) for i in range(2)]
+    with CtxPool(worker_contexts=contexts, on_worker_end=freeing, maxtasksperchild=1) as pool:
+        pids = set(pool.map(work.pid, range(30), chunksize=1))
+        pool.close()
+        pool.join()
+    assert len(pids) == 30 and pids <= {end.pid for end in ends}
+    assert {end.exitcode for end in ends} == {0} and list(tmp_path.iterdir()) == []
+    assert [end.reason for end in ends].count("recycled") >= 28
 
 
 def test_a_hook_that_raises(monkeypatch, ends):
@@ -595,11 +500,3 @@ def test_an_executor(ends):
             future.result(WAIT)
         pid = executor.submit(os.getpid).result(WAIT)
     assert [end.reason for end in ends] == ["died", "closed"] and ends[1].pid == pid
-
-
-def test_records_can_be_sent():
-    """A record can be pickled, and its fields have names."""
-    with Pool(1) as pool:
-        end = WorkerEnd(0, None, 1, -15, "died", "worker 0")
-        assert pool.apply(work.same, (end,)) == end
-        assert end.signal == "SIGTERM" and end._replace(exitcode=0).signal is None

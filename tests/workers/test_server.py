@@ -27,7 +27,8 @@ KILLED = """
 
     if __name__ == "__main__":
         mailbox, gate = Mailbox(sys.argv[1] + "/mailbox"), Gate(sys.argv[1] + "/gate")
-        pool = xpool.Pool(2)
+        ends = []
+        pool = xpool.Pool(2, on_worker_end=ends.append)
         running = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, i))
                    for i in range(2)]
         before = {int(line) for line in mailbox.lines(2)}
@@ -44,11 +45,15 @@ KILLED = """
         assert not after & before
         pool.close()
         pool.join()
+        assert len({end.pid for end in ends}) == len(ends) == 4, ends
+        seen = sorted((end.pid in before, end.exitcode, end.reason) for end in ends)
+        assert seen == [(False, 0, "closed")] * 2 + [(True, None, "died")] * 2, seen
 """
 
 
 def test_the_server_is_killed_while_its_workers_run(tmp_path):
-    """Workers of a killed server finish and run tasks. Replacements come from a new server."""
+    """Workers of a killed server finish and run tasks. Replacements come from a new server. Only the
+    server knows exit codes, so the records of the ends of its workers have none."""
     path = scripts.write(tmp_path / "killed.py", KILLED)
     assert scripts.run_ok([path, str(tmp_path)]) == ""
 
@@ -299,14 +304,16 @@ def fork_and_stay() -> tuple[int, int]:
 
 
 def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
-    """While the engine's thread starts a replacement, callers can use the pool. So can the caller
-    of the task whose worker has died."""
+    """While a replacement is started, callers can use the pool; so can the caller of the task whose
+    worker has died. A thread of its own starts it, since hooks of a fork may wait."""
     pool = make_pool(Pool, 2)
     eventually(lambda: pool.statistics()["ready"] == 2, "both workers are ready")
     launch, entered, go = WorkerProcess.launch, threading.Event(), threading.Event()
-    waited = []
+    waited: list[bool] = []
+    threads: list[str] = []
 
     def slow(*args):
+        threads.append(threading.current_thread().name)
         entered.set()
         waited.append(go.wait(WAIT))
         return launch(*args)
@@ -321,7 +328,7 @@ def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
     go.set()
     assert result.get(WAIT) == 1
     eventually(lambda: pool.statistics()["ready"] == 2, "the replacement is ready")
-    assert waited == [True]
+    assert waited == [True] and not [name for name in threads if name.endswith("-engine")]
 
 
 def start_program() -> int:
