@@ -31,11 +31,11 @@ class Late(Exception):
 
 
 @pytest.fixture
-def handler() -> Iterator[Callable[[type[Exception]], Any]]:
+def handler() -> Iterator[Callable[[type[BaseException]], Any]]:
     """Return a function that installs a handler of `SIGNAL`. The handler raises."""
     before = signal.getsignal(SIGNAL)
 
-    def install(error: type[Exception] = Late) -> Any:
+    def install(error: type[BaseException] = Late) -> Any:
         def ring(signum: int, frame: Any) -> None:
             raise error("the time is over")
 
@@ -168,7 +168,7 @@ VERBS = ("apply", "apply_async", "map", "starmap", "run_all")
 @pytest.mark.parametrize(
     ("verb", "error"),
     [
-        *(("apply", error) for error in (Late, TimeoutError, TypeError)),
+        *(("apply", error) for error in (Late, TimeoutError, TypeError, KeyboardInterrupt)),
         *((verb, pickle.PicklingError) for verb in VERBS),
     ],
 )
@@ -193,9 +193,9 @@ def test_a_signal_while_a_task_is_pickled(verb, error, handler):
 
 
 class Opened:
-    """Raises the signal once, when it is unpickled in the caller's process."""
+    """Raises the signal once, when the three hundredth is unpickled in the caller's process."""
 
-    struck = False
+    left = 0
 
     def __init__(self, caller):
         self.caller = caller
@@ -205,9 +205,10 @@ class Opened:
 
 
 def open_it(caller):
-    if os.getpid() == caller and not Opened.struck:
-        Opened.struck = True
-        strike()
+    if os.getpid() == caller:
+        Opened.left -= 1
+        if Opened.left == 0:
+            strike()
     return "opened"
 
 
@@ -215,22 +216,25 @@ def opened(caller):
     return Opened(caller)
 
 
-def test_a_signal_while_a_result_is_unpickled(handler):
-    """`get` and `next` raise the handler's exception. The next call returns the result."""
-    handler()
-    me = os.getpid()
-    with Pool(1) as pool:
-        for result in (pool.apply_async(opened, (me,)), pool.map_async(opened, [me])):
-            Opened.struck = False
-            with pytest.raises(Late):
+@pytest.mark.parametrize("error", [Late, KeyboardInterrupt])
+def test_a_signal_while_a_result_is_unpickled(handler, error):
+    """`get` and `next` raise the handler's exception. The next call returns the result, also if
+    results are received together."""
+    handler(error)
+    tasks = [os.getpid()] * 500
+    with Pool(2) as pool:
+        for n, result in ((1, pool.apply_async(opened, tasks[:1])),
+                          (300, pool.map_async(opened, tasks))):  # fmt: skip
+            Opened.left = n
+            with pytest.raises(error):
                 result.get()
-            assert result.get() in ("opened", ["opened"])
+            assert result.get() in ("opened", ["opened"] * 500)
         for verb in (pool.imap, pool.imap_unordered):
-            Opened.struck = False
-            results = verb(opened, [me, me])
-            with pytest.raises(Late):
-                next(results)
-            assert list(results) == ["opened", "opened"]
+            Opened.left = 300
+            results, got = verb(opened, tasks), []
+            with pytest.raises(error):
+                got.extend(results)
+            assert Opened.left == 0 and got + list(results) == ["opened"] * 500
 
 
 # -- shielded functions ------------------------------------------------------------------------

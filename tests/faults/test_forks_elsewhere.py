@@ -2,7 +2,6 @@
 
 import os
 import socket
-import threading
 
 import pytest
 from support import scripts
@@ -323,7 +322,8 @@ FORKED = """
 )
 def test_a_child_and_its_end(tmp_path, fork, context):
     """In a forked child, the parent's pool refuses calls, a pool of its own works, and the end of
-    the child leaves the parent's workers alone and calls no `on_worker_end`. Python hears nothing of a fork by C code."""
+    the child leaves the parent's workers alone, and calls no `on_worker_end`. Python hears nothing
+    of a fork by C code."""
     text = FORKED.format(fork=fork, context=context)
     scripts.run_ok([scripts.write(tmp_path / "forked.py", text), str(tmp_path)])
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.limits import PROGRAM_LIMIT
+from support import scripts
 
 from xpool import AsyncResult, Pool, TimeoutError
 
@@ -72,45 +70,6 @@ def test_a_result_that_cannot_be_unpickled_fails_alone(opens_badly, verb, buffer
                 bad.append(error.args[0])
         assert sorted(bad) == [50, 51, 250, 499]
         assert sorted(good + bad) == list(range(500))
-
-
-def test_an_interrupted_get_can_be_repeated(opens_badly):
-    """If Ctrl-C interrupts the unpickling of results, the next `get` returns all of them."""
-    opens_badly(KeyboardInterrupt, 300)
-    with Pool(2) as pool:
-        result = pool.map_async(wrapped, [(i, os.getpid()) for i in range(500)])
-        with pytest.raises(KeyboardInterrupt):
-            result.get()
-        results = pool.imap(wrapped, [(i, os.getpid()) for i in range(500)])
-        got = []
-        while len(got) < 500:
-            try:
-                got.append(next(results))
-            except KeyboardInterrupt:
-                OpensBadly.bad = frozenset()
-        assert result.get() == got == list(range(500))
-
-
-class Interrupts:
-    """Raises KeyboardInterrupt while it is pickled."""
-
-    def __reduce__(self):
-        raise KeyboardInterrupt
-
-
-def test_an_interrupt_while_pickling_leaves_no_job():
-    """If Ctrl-C interrupts a submission, `close` and `join` do not wait for its job."""
-    pool = Pool(1)
-    for submit in (
-        lambda: pool.apply(same, (Interrupts(),)),
-        lambda: pool.apply_async(same, (Interrupts(),)),
-        lambda: pool.map(same, [1, Interrupts()], chunksize=1),
-    ):
-        with pytest.raises(KeyboardInterrupt):
-            submit()
-    assert pool.map(same, range(5)) == list(range(5))
-    pool.close()
-    pool.join()
 
 
 def tell_and_wait(pid_and_fifo):
@@ -189,27 +148,18 @@ def test_a_get_takes_over_its_answer_in_any_thread():
 
 
 BLOCKED = """
-import os, signal
-from xpool import Pool, WorkerDied
-if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    with Pool(1) as pool:
-        try:
-            pool.apply(os._exit, (3,))
-        except WorkerDied as error:
-            print(error.exitcode, pool.apply(abs, (-1,)))
+    import os, signal
+    from xpool import Pool, WorkerDied
+    if __name__ == "__main__":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        with Pool(1) as pool:
+            try:
+                pool.apply(os._exit, (3,))
+            except WorkerDied as error:
+                print(error.exitcode, pool.apply(abs, (-1,)))
 """
 
 
 def test_a_program_that_blocks_sigchld(tmp_path):
     """If the program blocks SIGCHLD, the pool still detects deaths."""
-    (tmp_path / "blocked.py").write_text(BLOCKED)
-    done = subprocess.run(
-        [sys.executable, "blocked.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_LIMIT,
-    )
-    assert done.stdout.split() == ["3", "1"], done.stderr
+    assert scripts.run_ok([scripts.write(tmp_path / "blocked.py", BLOCKED)]) == "3 1\n"

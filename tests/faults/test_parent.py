@@ -1,5 +1,6 @@
 """The program is interrupted, terminated or killed, and no worker stays behind."""
 
+import contextlib
 import os
 import select
 import signal
@@ -23,15 +24,22 @@ if __name__ == "__main__":
     os.mkfifo(gate)
     hold = os.open(gate, os.O_RDWR)
     seen = [pool.apply_async(work.post_and_gate, (box, gate)) for _ in range(2)]
+    os.write(hold, b"..")
+    [r.get() for r in seen]
     {body}
 """
 
-WAIT = """
-    os.write(hold, b"..")
-    [r.get() for r in seen]
-    print("ready", flush=True)
-    threading.Event().wait(60)
-"""
+
+@contextlib.contextmanager
+def parent(tmp_path, mailbox, body, what="-", method="forkserver"):
+    """Run a program with two workers that have run a task each; yield it and their pids."""
+    path = scripts.write(tmp_path / "parent.py", PARENT.replace("{body}", body.strip()))
+    process = scripts.popen([path, what, method, mailbox.path])
+    try:
+        yield process, [int(line) for line in mailbox.lines(2)]
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def started(process):
@@ -41,50 +49,41 @@ def started(process):
     assert line == "ready\n", (line, process.stderr.read())
 
 
-def finish(process, limit=LIMIT):
-    """Wait for the script and return its output. Kill it after `limit` seconds."""
-    try:
-        return process.communicate(timeout=limit)
-    finally:
-        process.kill()
-        process.communicate()
+STATES = """
+    from support import cells
+    others = xpool.Pool(2, context=method)
+    pending = [others.apply_async(work.stop_self, (box,)) for _ in range(2)]
+    starting = xpool.Pool(2, work.post_and_sleep, (box,), context=method)
+    slow = xpool.Pool(2, memory_limit=0, context=method)
+    pending += [slow.apply_async(cells.stay_half_written, (box, 5_000_000)) for _ in range(2)]
+    print("ready", flush=True)
+    threading.Event().wait(60)
+"""
 
 
-def test_parent_killed(tmp_path, mailbox):
-    """If the parent is killed, its idle workers end within three seconds.
-
-    `test_surroundings` has workers in other states.
-    """
-    path = scripts.write(tmp_path / "parent.py", PARENT.format(body=WAIT.strip()))
-    process = scripts.popen([path, "-", "forkserver", mailbox.path])
-    try:
-        workers = [int(line) for line in mailbox.lines(2)]
+@pytest.mark.parametrize("method", ["forkserver", *also("spawn", "fork")])
+def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method):
+    """SIGKILL of the parent ends its workers within three seconds: idle ones, and those that are
+    stopped, that start, and that write."""
+    with parent(tmp_path, mailbox, STATES, method=method) as (process, workers):
         started(process)
-        process.terminate()
-        assert wait_gone(workers, 3) == []
-        process.wait(LIMIT)
-    finally:
+        workers += [int(line) for line in mailbox.lines(6)]
         process.kill()
-        process.communicate()
+        assert wait_gone(workers, 3) == []
 
 
-INTERRUPTED = """
-    os.write(hold, b"..")
-    [r.get() for r in seen]
+CALLS = {
+    "spin": "pool.map(work.post_and_spin, [box] * 4, chunksize=1)",
+    "apply": "pool.apply(work.post_and_sleep, (box,))",
+    "get": "pool.apply_async(work.post_and_sleep, (box,)).get()",
+    "imap": "list(pool.imap(work.post_and_sleep, [box] * 100))",
+    "join": "pool.apply_async(work.post_and_sleep, (box,)); pool.close(); pool.join()",
+    "with": "exec('with pool: pool.map(work.post_and_sleep, [box] * 100, chunksize=1)')",
+}
+
+CAUGHT = """
     try:
-        if what == "spin":
-            pool.map(work.post_and_spin, [box] * 4, chunksize=1)
-        elif what == "apply":
-            pool.apply(work.post_and_sleep, (box,))
-        elif what == "get":
-            pool.apply_async(work.post_and_sleep, (box,)).get()
-        elif what == "imap":
-            list(pool.imap(work.post_and_sleep, [box] * 100))
-        elif what == "join":
-            pool.apply_async(work.post_and_sleep, (box,))
-            pool.close()
-            pool.join()
-        print("finished", flush=True)
+        {call}
     except KeyboardInterrupt:
         print("KeyboardInterrupt", flush=True)
     pool.terminate()
@@ -96,45 +95,37 @@ INTERRUPTED = """
 @pytest.mark.parametrize("what", ["spin", "join", *also("apply", "get", "imap")])
 def test_ctrl_c(tmp_path, mailbox, what):
     """Ctrl-C raises one KeyboardInterrupt in the caller. The workers stop without output."""
-    path = scripts.write(tmp_path / "parent.py", PARENT.format(body=INTERRUPTED.strip()))
-    process = scripts.popen([path, what, "forkserver", mailbox.path])
-    try:
-        workers = [int(line) for line in mailbox.lines(2)]
+    body = CAUGHT.format(call=CALLS[what])
+    with parent(tmp_path, mailbox, body, what) as (process, workers):
         mailbox.line()  # the caller waits for a running task
         os.killpg(process.pid, signal.SIGINT)
-        out, err = finish(process)
-    finally:
-        process.kill()
-        process.communicate()
-    assert err == ""
-    assert out == "KeyboardInterrupt\nbye\n"
-    assert process.returncode == 0
+        out, err = process.communicate(timeout=LIMIT)
+    assert (out, err, process.returncode) == ("KeyboardInterrupt\nbye\n", "", 0)
     assert wait_gone(workers, 3) == []
 
 
-UNCAUGHT = """
-    os.write(hold, b"..")
-    [r.get() for r in seen]
-    with pool:
-        pool.map(work.post_and_sleep, [box] * 100, chunksize=1)
-"""
+ENDS = [
+    ("with", signal.SIGINT, "forkserver"),
+    *(("with", signal.SIGINT, method) for method in ("spawn", "fork")),
+    *(("with", number, "forkserver") for number in (signal.SIGTERM, signal.SIGHUP)),
+    *(
+        (verb, number, "forkserver")
+        for verb in ("apply", "imap", "join")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ),
+]
 
 
-@pytest.mark.parametrize("method", ["forkserver", *also("spawn", "fork")])
-def test_ctrl_c_not_caught(tmp_path, mailbox, method):
-    """An uncaught interrupt ends the script with one traceback."""
-    path = scripts.write(tmp_path / "parent.py", PARENT.format(body=UNCAUGHT.strip()))
-    process = scripts.popen([path, "map", method, mailbox.path])
-    try:
-        workers = [int(line) for line in mailbox.lines(2)]
+@pytest.mark.parametrize(("verb", "number", "method"), [ENDS[0], *also(*ENDS[1:])])
+def test_a_signal_to_the_group(tmp_path, mailbox, verb, number, method):
+    """The signal ends the program and its workers. Only Ctrl-C prints a traceback, one."""
+    with parent(tmp_path, mailbox, CALLS[verb], verb, method) as (process, workers):
         mailbox.line()  # the caller waits for a running task
-        os.killpg(process.pid, signal.SIGINT)
-        _, err = finish(process, 10)
-    finally:
-        process.kill()
-        process.communicate()
-    assert err.count("Traceback") == 1 and err.count("KeyboardInterrupt") == 1, err
-    assert process.returncode in (-signal.SIGINT, 130)
+        os.killpg(process.pid, number)
+        _, err = process.communicate(timeout=10)
+    interrupts = int(number == signal.SIGINT)
+    assert (err.count("Traceback"), err.count("KeyboardInterrupt")) == (interrupts,) * 2, err
+    assert process.returncode == -number or (interrupts and process.returncode == 130)
     assert wait_gone(workers, 3) == []
 
 
@@ -159,8 +150,6 @@ def test_ctrl_c_while_workers_start(tmp_path, method):
 
 
 GOES_ON = """
-    os.write(hold, b"..")
-    [r.get() for r in seen]
     try:
         print("ready", flush=True)
         threading.Event().wait(60)
@@ -174,57 +163,10 @@ GOES_ON = """
 
 def test_ctrl_c_that_the_caller_survives(tmp_path, mailbox):
     """If the caller catches the interrupt, the pool stays usable."""
-    path = scripts.write(tmp_path / "parent.py", PARENT.format(body=GOES_ON.strip()))
-    process = scripts.popen([path, "-", "forkserver", mailbox.path])
-    try:
-        mailbox.lines(2)
+    with parent(tmp_path, mailbox, GOES_ON) as (process, _):
         started(process)
         os.killpg(process.pid, signal.SIGINT)
-        out, err = finish(process)
-    finally:
-        process.kill()
-        process.communicate()
-    assert (out, err) == ("[0, 1, 4, 9, 16]\n", "")
-
-
-SERVER = """
-import os, signal, sys
-import xpool
-from support import leaks, work
-from support.waiting import wait_gone
-
-if __name__ == "__main__":
-    pool = xpool.Pool(2)
-    assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
-    servers = leaks.servers()
-    assert servers, "no fork server found"
-    for server in servers:
-        os.kill(server, signal.SIGKILL)
-    assert wait_gone(servers) == []
-    for attempt in range(3):
-        try:
-            assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
-            if attempt == 1:
-                try:
-                    pool.apply_async(work.end, ("SIGKILL",)).get()
-                except xpool.XPoolError:
-                    pass
-        except xpool.XPoolError as error:
-            print(type(error).__name__, error)
-            break
-    pool.terminate()
-    pool.join()
-    with xpool.Pool(2) as pool:
-        assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
-    pool.join()
-    print("ok")
-"""
-
-
-def test_fork_server_killed(tmp_path):
-    """If the fork server is killed, the pool works or gives the reason. A new pool works."""
-    out = scripts.run_ok([scripts.write(tmp_path / "server.py", SERVER)])
-    assert out.splitlines()[-1] == "ok", out
+        assert process.communicate(timeout=LIMIT) == ("[0, 1, 4, 9, 16]\n", "")
 
 
 FORKS_MEANWHILE = """

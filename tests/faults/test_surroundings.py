@@ -1,4 +1,4 @@
-"""Faults around a pool: its parent, its process group, memory, descriptors, the clock."""
+"""Faults around a pool: memory, descriptors, the clock, names."""
 
 from __future__ import annotations
 
@@ -14,84 +14,13 @@ import pytest
 from support import scripts, work
 from support.limits import PROGRAM_LIMIT, WAIT
 from support.tiers import also
-from support.waiting import eventually, wait_gone
+from support.waiting import eventually
 
 from xpool import Pool, ResultNotPicklable, XPoolError
 
 from .test_limits import script
-from .test_parent import PARENT, finish, started
 
 pytestmark = pytest.mark.xpool_only
-
-
-# A killed parent ----------------------------------------------------------------------------------
-
-STATES = """
-    from support import cells
-    os.write(hold, b"..")
-    [r.get() for r in seen]
-    pending = [pool.apply_async(work.stop_self, (box,)) for _ in range(2)]
-    starting = xpool.Pool(2, work.post_and_sleep, (box,), context=method)
-    slow = xpool.Pool(2, memory_limit=0, context=method)
-    pending += [slow.apply_async(cells.stay_half_written, (box, 5_000_000)) for _ in range(2)]
-    print("ready", flush=True)
-    threading.Event().wait(60)
-"""
-
-
-@pytest.mark.parametrize("method", ["forkserver", *also("spawn", "fork")])
-def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method):
-    """SIGKILL of the parent ends its workers within three seconds, also those that are stopped,
-    that start, and that write."""
-    path = scripts.write(tmp_path / "parent.py", PARENT.format(body=STATES.strip()))
-    process = scripts.popen([path, "-", method, mailbox.path])
-    try:
-        workers = [int(line) for line in mailbox.lines(2)]
-        started(process)
-        workers += [int(line) for line in mailbox.lines(6)]
-        process.kill()
-        assert wait_gone(workers, 3) == []
-    finally:
-        process.kill()
-        process.communicate()
-
-
-# Signals to the process group ---------------------------------------------------------------------
-
-CALLS = {
-    "apply": "pool.apply(work.post_and_sleep, (box,))",
-    "imap": "list(pool.imap(work.post_and_sleep, [box] * 20))",
-    "join": "pool.apply_async(work.post_and_sleep, (box,)); pool.close(); pool.join()",
-    "with": "exec('with pool: pool.apply(work.post_and_sleep, (box,))')",
-}
-
-DURING = """
-    os.write(hold, b"..")
-    [r.get() for r in seen]
-    {call}
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("verb", CALLS)
-def test_a_signal_to_the_group(tmp_path, mailbox, verb, number):
-    """The signal ends the program and its workers. Only Ctrl-C prints a traceback."""
-    body = DURING.format(call=CALLS[verb]).strip()
-    path = scripts.write(tmp_path / "parent.py", PARENT.replace("{body}", body))
-    process = scripts.popen([path, verb, "forkserver", mailbox.path])
-    try:
-        workers = [int(line) for line in mailbox.lines(2)]
-        mailbox.line()  # the caller waits for a running task
-        os.killpg(process.pid, number)
-        _, err = finish(process, 10)
-    finally:
-        process.kill()
-        process.communicate()
-    interrupts = int(number == signal.SIGINT)
-    assert (err.count("Traceback"), err.count("KeyboardInterrupt")) == (interrupts,) * 2, err
-    assert process.returncode == -number or (interrupts and process.returncode == 130)
-    assert wait_gone(workers, 3) == []
 
 
 # Memory ------------------------------------------------------------------------------------------

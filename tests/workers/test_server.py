@@ -52,8 +52,8 @@ KILLED = """
 
 
 def test_the_server_is_killed_while_its_workers_run(tmp_path):
-    """Workers of a killed server finish and run tasks. Replacements come from a new server. Only the
-    server knows exit codes, so the records of the ends of its workers have none."""
+    """Workers of a killed server finish and run tasks. Replacements come from a new server. The
+    records of its workers' ends have no exit code, which only the server knows."""
     path = scripts.write(tmp_path / "killed.py", KILLED)
     assert scripts.run_ok([path, str(tmp_path)]) == ""
 
