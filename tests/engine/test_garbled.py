@@ -323,31 +323,6 @@ def scribble_and_wait(word: int, value: int) -> None:
     threading.Event().wait()
 
 
-@pytest.mark.parametrize("name", ["xpool-outbox", "xpool-arena"])
-def test_a_worker_cannot_truncate_shared_memory(make_pool, name):
-    """A worker cannot truncate a file that its parent has mapped. This would be a SIGBUS there."""
-    pool = make_pool(Pool, 1)
-    assert len(pool.apply(bytes, (10**6,))) == 10**6
-    refused = pool.apply(truncate, (name,))
-    assert refused and set(refused) == {errno.EPERM}
-    assert len(pool.apply(bytes, (10**6,))) == 10**6
-
-
-def truncate(name: str) -> list[int | None]:
-    """Truncate all open files whose path contains this name. Return the errors."""
-    said: list[int | None] = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if name in os.readlink(f"/proc/self/fd/{fd}"):
-                os.truncate(f"/proc/self/fd/{fd}", 0)
-                said.append(None)
-        except FileNotFoundError:
-            continue  # the descriptor of this listing
-        except OSError as exc:
-            said.append(exc.errno)
-    return said
-
-
 def test_files_of_a_spawn_cannot_be_truncated():
     """A file that processes open by its maker's path cannot be truncated either."""
     file = File(b"content", "test")
@@ -359,31 +334,6 @@ def test_files_of_a_spawn_cannot_be_truncated():
             assert os.read(fd, 99) == b"content"
     finally:
         os.close(fd)
-
-
-@pytest.mark.parametrize(
-    "junk", [b"\x04\x80abcdef", *also(b"", b"x", bytes(100), (0).to_bytes(8, "little"))]
-)
-def test_bytes_in_the_fork_servers_socket(make_pool, junk):
-    """A worker that writes to the fork server's socket is killed, and its task's error has the
-    reason. A forged exit code is not believed."""
-    pool = make_pool(Pool, 2)
-    task = pool.apply_async(write_to_the_status, (junk,))
-    rest = [pool.apply_async(abs, (-i,)) for i in range(20)]
-    with pytest.raises(InternalError, match=r"process \d+ wrote \d+ bytes to the socket"):
-        task.get(WAIT)
-    assert [r.get(WAIT) for r in rest] == list(range(20))
-    eventually(lambda: pool.statistics()["deaths"] == 1, "the worker is replaced")
-
-
-def write_to_the_status(junk: bytes) -> None:
-    """Write to the socket on which the fork server reports. Each worker has a copy of it."""
-    import socket
-    from multiprocessing.resource_tracker import _resource_tracker
-
-    with socket.socket(fileno=os.dup(_resource_tracker._parent)) as sock:  # type: ignore[attr-defined]
-        sock.send(junk)
-    threading.Event().wait()
 
 
 @pytest.mark.parametrize("verb", ["apply", "map"])
