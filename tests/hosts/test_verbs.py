@@ -47,19 +47,11 @@ def fail_at(bad, x):
 # Verbs --------------------------------------------------------------------------------------------
 
 
-def test_every_verb(pool):
-    """Each verb returns the same results, in the same order, as on one machine."""
-    squares = [x * x for x in range(500)]
-    assert pool.apply(work.add, (2,), {"b": 3}) == 5
-    assert pool.apply_async(work.square, (7,)).get(WAIT) == 49
-    assert pool.map(work.square, range(500)) == squares
-    assert pool.map_async(work.square, range(500), chunksize=7).get(WAIT) == squares
-    assert pool.starmap(divmod, [(7, 2), (9, 4)]) == [(3, 1), (2, 1)]
-    assert list(pool.imap(work.square, range(500), buffersize=20)) == squares
-    assert list(pool.imap(work.square, iter(range(500)), chunksize=9)) == squares
-    assert sorted(pool.imap_unordered(work.square, range(500), buffersize=20)) == squares
+def test_executors_and_event_loops(pool):
+    """They work as on one machine; `tests/conformance` tries the verbs over hosts."""
+    squares = [x * x for x in range(50)]
     with pool.executor() as executor:
-        assert list(executor.map(work.square, range(50))) == squares[:50]
+        assert list(executor.map(work.square, range(50))) == squares
 
     async def wait():
         return await pool.apply_async(work.square, (9,))

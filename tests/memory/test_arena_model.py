@@ -19,7 +19,7 @@ from support.waiting import eventually
 
 from xpool._memory import arena as module
 from xpool._memory.arena import MISSING, Arena
-from xpool._memory.holds import Block, _capacity
+from xpool._memory.holds import Block
 from xpool._memory.layout import ENTRIES, HOLDS, LARGE, PAGE
 
 pytestmark = pytest.mark.pure
@@ -239,24 +239,6 @@ TestModel.settings = settings(
 )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 255, 256, 257, LARGE - 1, LARGE, 1 << 20])
-def test_capacity(size: int) -> None:
-    """A block is at least as large as requested, and not much larger."""
-    assert size <= _capacity(size) <= max(256, 1.25 * size + PAGE)
-
-
-def test_a_dropped_block_is_reused() -> None:
-    """The next lease of about the same size gets the dropped block, whose memory is still there."""
-    with program() as one:
-        block = one.own.lease(1 << 20)
-        assert block is not None
-        number, name = block.number, block.name
-        del block
-        block = one.own.lease((1 << 20) - 5000)
-        assert block is not None
-        assert block.number == number and block.name != name
-
-
 def test_reused_among_many() -> None:
     """Among many blocks in use, dropped ones are reused, so memory stays limited."""
     with program() as one:
@@ -440,18 +422,6 @@ def test_idle_memory_is_released() -> None:
         assert block is not None
         tag(block, b"there is memory.")
         del block
-
-
-def test_attachments_run_out() -> None:
-    """There are 479 attachments besides the maker's. A reclaimed one is used again."""
-    with program() as one:
-        attachments = [one.own.take_attachment() for _ in range(HOLDS - 1)]
-        assert None not in attachments and len(set(attachments)) == HOLDS - 1
-        assert one.own.take_attachment() is None
-        one.own.reclaim(attachments[3])  # type: ignore[arg-type]
-        assert one.own.take_attachment() == attachments[3]
-        for attachment in attachments:
-            one.own.reclaim(attachment)  # type: ignore[arg-type]
 
 
 def test_many_threads() -> None:

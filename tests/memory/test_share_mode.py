@@ -116,22 +116,16 @@ def test_after_the_pool(sharing: Any) -> None:
 
 
 def test_two_pools(sharing: Any, make_pool: Callable[..., Any]) -> None:
-    """Two pools of a program share the same tensor."""
+    """Two pools of a program share the same tensor. A pool in copy mode copies it."""
     other = make_pool(xpool.Pool, 1, is_copy_tensor=False)
+    copies = make_pool(xpool.Pool, 1)
     tensor = torch.zeros(MIB, dtype=torch.uint8)
     sharing.apply(tasks.keep, ("x", tensor), worker=0)
     other.apply(tasks.write, (tensor, 1))
     assert sharing.apply(tasks.kept_total, ("x",), worker=0) == MIB
-
-
-def test_a_pool_in_copy_mode(sharing: Any, make_pool: Callable[..., Any]) -> None:
-    """A pool in copy mode copies what another pool shares."""
-    other = make_pool(xpool.Pool, 1)
-    tensor = torch.zeros(MIB, dtype=torch.uint8)
-    sharing.apply(tasks.write, (tensor, 1))
-    other.apply(tasks.write, (tensor, 2))
+    copies.apply(tasks.write, (tensor, 2))
     assert int(tensor.sum()) == MIB
-    received = other.apply(tasks.same, (tensor,))  # already lies in a block
+    received = copies.apply(tasks.same, (tensor,))  # already lies in a block
     sharing.apply(tasks.write, (received, 3))
     assert int(received.sum()) == 3 * MIB
 
@@ -718,12 +712,6 @@ def test_dumps_of_a_worker(sharing: Any) -> None:
     mine.send(None)
     process.join()
     assert sharing.apply(tasks.kept_total, ("pickled",), worker=0) == 7 * MIB
-
-
-def test_bad_method(make_pool: Callable[..., Any]) -> None:
-    """An unknown share_method raises ValueError."""
-    with pytest.raises(ValueError, match="share_method"):
-        make_pool(xpool.Pool, 1, is_copy_tensor=False, share_method="gpu")
 
 
 def test_an_unknown_layout_of_storages() -> None:

@@ -82,8 +82,11 @@ def test_other_buffers(make_pool: Callable[..., Any], calm: None, kind_of: Any) 
 
 
 def test_what_arrives_can_be_written(make_pool: Callable[..., Any], calm: None) -> None:
-    """The receiver owns its value. Its writes are invisible to others."""
+    """The receiver owns its value. Its writes are invisible to others. Tensors are aligned to 64
+    bytes for vector units."""
     pool = make_pool(xpool.Pool, 1)
+    tensors = pool.apply(tasks.same, ([torch.zeros(65536 + 24 * i) for i in range(10)],))
+    assert [tensor.data_ptr() % 64 for tensor in tensors] == [0] * 10
     sent = torch.zeros(MIB, dtype=torch.uint8)
     kept = pool.apply(tasks.write_and_keep, ("x", sent))
     assert sent.sum() == 0 and (kept == 7).all()
@@ -92,13 +95,6 @@ def test_what_arrives_can_be_written(make_pool: Callable[..., Any], calm: None) 
     array = pool.apply(tasks.same, (np.zeros(MIB, np.uint8),))
     array += 1
     assert array.all()
-
-
-def test_aligned(make_pool: Callable[..., Any], calm: None) -> None:
-    """Tensors are aligned to 64 bytes for vector units."""
-    pool = make_pool(xpool.Pool, 1)
-    tensors = pool.apply(tasks.same, ([torch.zeros(65536 + 24 * i) for i in range(10)],))
-    assert [tensor.data_ptr() % 64 for tensor in tensors] == [0] * 10
 
 
 def test_blocks_are_reused(make_pool: Callable[..., Any], calm: None) -> None:
