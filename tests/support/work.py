@@ -316,10 +316,6 @@ def refuse_all(value: Any) -> Any:
     raise ValueError(type(value).__name__)
 
 
-def add_to(pair: tuple[int, int]) -> int:
-    return pair[0] + pair[1]
-
-
 def nested(name: str, n: int) -> list[int]:
     """Map over a pool in this task."""
     import xpool

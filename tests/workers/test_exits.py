@@ -70,24 +70,13 @@ DONE = sorted(("atexit", "finalize", "thread", "weakref"))
 
 
 @pytest.mark.parametrize("method", [None, "fork", *also("spawn", "forkserver")])
-def test_close_and_join(make_pool, log, method):
+def test_close_and_join(process_kind, make_pool, log, method):
     """After `join`, each callback has run once in each worker, although others failed."""
-    from xpool import Pool
-
-    pool = make_pool(Pool, 2, register, (str(log),), context=method)
+    pool = make_pool(process_kind, 2, register, (str(log),), context=method)
     pool.map(work.square, range(10))
     pool.close()
     pool.join()
     assert ran(log) == (sorted(DONE * 2), [])
-
-
-def test_other_pools(process_kind, make_pool, log):
-    """The callbacks run in every kind of process pool."""
-    pool = make_pool(process_kind, 1)
-    pool.apply(register, (str(log),))
-    pool.close()
-    pool.join()
-    assert ran(log) == (DONE, [])
 
 
 def test_maxtasksperchild(make_pool, log):

@@ -294,13 +294,13 @@ def test_a_program_changes_its_user(tmp_path):
     assert scripts.run_ok([scripts.write(tmp_path / "dropped.py", DROPPED)]) == ""
 
 
-def fork_and_stay() -> tuple[int, int]:
-    """Fork a child that keeps this worker's pipes open. Return both process ids."""
+def leave_others() -> list[int]:
+    """Fork a child that keeps this worker's pipes open, and start a program. Return all pids."""
     child = os.fork()
     if not child:
         signal.pause()
         os._exit(0)
-    return os.getpid(), child
+    return [os.getpid(), child, os.posix_spawn("/bin/sleep", ["sleep", "600"], {})]
 
 
 def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
@@ -331,29 +331,12 @@ def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
     assert waited == [True] and not [name for name in threads if name.endswith("-engine")]
 
 
-def start_program() -> int:
-    """Start a program that goes on after this worker; return its pid."""
-    return os.posix_spawn("/bin/sleep", ["sleep", "600"], {})
-
-
-def test_a_program_of_a_task_does_not_hide_the_workers_end(make_pool):
-    """A program that a task has started inherits no descriptor, so it hides no death."""
-    pool = make_pool(Pool, 1)
-    program = pool.apply(start_program)
-    (worker,) = pool.statistics()["pids"]
-    (server,) = [one for one in ForkServer._servers.values() if one._live]
-    server._process.kill()
-    assert server._process.wait(WAIT) == -signal.SIGKILL
-    os.kill(worker, signal.SIGKILL)
-    assert pool.apply_async(abs, (-1,), retries=1).get(WAIT) == 1
-    os.kill(program, signal.SIGKILL)
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_worker_that_has_forked_outlives_its_server(make_pool):
-    """A worker of a killed server goes on. Its death is seen, also if its child has its pipes."""
+    """A worker of a killed server goes on. Its death is seen, also if its child has its pipes. A
+    program that a task has started inherits none."""
     pool = make_pool(Pool, 1)
-    worker, child = pool.apply(fork_and_stay)
+    worker, *others = pool.apply(leave_others)
     (server,) = [one for one in ForkServer._servers.values() if one._live]
     server._process.kill()
     assert server._process.wait(WAIT) == -signal.SIGKILL
@@ -361,4 +344,5 @@ def test_a_worker_that_has_forked_outlives_its_server(make_pool):
     os.kill(worker, signal.SIGKILL)
     assert pool.apply_async(abs, (-1,), retries=1).get(WAIT) == 1
     assert pool.statistics()["deaths"] == 1
-    os.kill(child, signal.SIGKILL)
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
