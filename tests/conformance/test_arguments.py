@@ -46,6 +46,8 @@ REFUSED = [
     (PLAIN, "restart_budget", EITHER, [0, -1, 1.5, "3"]),
     (PLAIN, "memory_limit", EITHER, [-1]),
     (["ThreadPool"], "worker_memory", ValueError, BAD_SIZES),
+    (["Pool", "ThreadPool"], "worker_memory", EITHER, [0, []]),
+    (["Pool", "ThreadPool"], "memory_high", EITHER, [1.5, 0, "half"]),
     (PLAIN, "initargs", EITHER, [3]),
     (PLAIN, "name", TypeError, [5]),
     *((PLAIN, flag, TypeError, ["no"]) for flag in ("is_copy_tensor", "is_daemon", "is_recursive")),

@@ -145,12 +145,6 @@ def kill_oneself(context: Any, *_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang(context: Any, *_: Any) -> None:
-    """Wait for ever in interruptible code."""
-    while True:
-        signal.pause()
-
-
 def fail_with(context: Any, tensor: Any) -> None:
     raise ValueError("with", tensor)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -182,12 +181,12 @@ def test_initializers_take_turns(start: Any, log: Path):
 
 
 SCRIPT = """
-import os, threading
+import sys, threading
 from xpool import CtxPool
 class Core:
     env = {"XPOOL_PROCESS": "a"}
 meet = threading.Barrier(4)
-with open(os.environ["XPOOL_TEST_LOG"], "a") as log:
+with open(sys.argv[1], "a") as log:
     print(__name__, file=log)
 def together(core, x):
     meet.wait()
@@ -200,13 +199,8 @@ if __name__ == "__main__":
 
 def test_the_script_is_run_once_for_all(tmp_path: Path, log: Path):
     """Only the program runs its script, also if workers share a process."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    env = {**os.environ, "XPOOL_TEST_LOG": str(log), "PYTHONPATH": os.pathsep.join(sys.path)}
-    out = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=True, env=env
-    )
-    assert out.stdout == "[0, 1, 2, 3]\n"
+    done = scripts.run([scripts.write(tmp_path / "script.py", SCRIPT), str(log)])
+    assert done.stdout == "[0, 1, 2, 3]\n", done.stderr
     assert log.read_text().split() == ["__main__"]
 
 

@@ -10,7 +10,7 @@ from support import scripts
 
 from xpool._worker.entry import set_environment
 from xpool.devices import Chip, Host, devices
-from xpool.devices._masks import TPU_SCRUB, TpuSlice, accelerator_type, tpu_group_env
+from xpool.devices._masks import TPU_SCRUB, TpuSlice, accelerator_type
 from xpool.errors import DeviceError, OptionError
 
 from .hosts import TPU, XLA, tpu_host
@@ -286,14 +286,6 @@ def test_one_group_of_torch_tpu(generation: str, chips: int, topology: str):
         assert len(set(addresses)) == chips
         assert f"localhost:{env['MASTER_PORT']}" not in addresses
         assert env["TPU_VISIBLE_CHIPS"] is None
-
-
-def test_the_group_env_is_a_pure_function():
-    """`tpu_group_env` returns equal variables for equal descriptions."""
-    at = TpuSlice("v5e", 8)
-    made = [tpu_group_env(at, 3, range(8), range(9000, 9008), "torch_xla") for _ in range(2)]
-    assert made[0] == made[1]
-    assert made[0]["TPU_PROCESS_PORT"] == "9003"
 
 
 def test_a_given_accelerator_type_is_kept():

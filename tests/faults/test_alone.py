@@ -41,15 +41,9 @@ def weighed(monkeypatch):
 _kept = []
 
 
-def _note(log, text):
-    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.write(fd, f"{text}\n".encode())
-    os.close(fd)
-
-
 def _short(log, x):
-    _note(log, f"begin {x}")
-    _note(log, f"end {x}")
+    work.log_line(log, f"begin {x}")
+    work.log_line(log, f"end {x}")
     return x
 
 
@@ -57,7 +51,7 @@ def _heavy(log, box, gate, *, keep=False):
     """Take 500 MB.  The first try is killed; the second waits at the gate."""
     again = not work.first(f"{log}.tried")
     if again:
-        _note(log, "begin heavy")
+        work.log_line(log, "begin heavy")
     block = bytearray(500 * MB)
     if keep:
         _kept.append(block)
@@ -65,7 +59,7 @@ def _heavy(log, box, gate, *, keep=False):
         post(box, "swollen")
     pass_gate(gate)
     if again:
-        _note(log, "end heavy")
+        work.log_line(log, "end heavy")
     return os.getpid()
 
 
@@ -128,12 +122,6 @@ def test_a_second_death(gate, monkeypatch):
         assert pool.map(work.square, range(40), 1) == [x * x for x in range(40)]
 
 
-def _wait(box, gate):
-    post(box, str(os.getpid()))
-    pass_gate(gate)
-    return os.getpid()
-
-
 def _killed(mailbox, kills):
     """The kernel kills the worker whose pid is next in the mailbox."""
     pid = int(mailbox.line())
@@ -145,7 +133,7 @@ def _killed(mailbox, kills):
 def test_the_kernel_kills_a_worker(mailbox, gate, kills):
     """The kernel counts its kills; after one, the next try is alone."""
     with Pool(2) as pool:
-        heavy = pool.apply_async(_wait, (mailbox.path, gate.path), retries=3)
+        heavy = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), retries=3)
         _killed(mailbox, kills)
         mailbox.line()
         other = pool.map_async(work.square, range(40), 1)
@@ -155,13 +143,13 @@ def test_the_kernel_kills_a_worker(mailbox, gate, kills):
         heavy.get()
         assert other.get() == [x * x for x in range(40)]
         with pytest.raises(WorkerDied, match="The kernel ended it, because memory was short"):
-            lost = pool.apply_async(_wait, (mailbox.path, gate.path))
+            lost = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
             _killed(mailbox, kills)
             lost.get()
 
 
 def _with_context(context, box, gate):
-    return context, _wait(box, gate)
+    return context, work.post_and_gate(box, gate)
 
 
 def test_workers_with_contexts(mailbox, gate, kills):
@@ -183,7 +171,7 @@ def test_workers_with_contexts(mailbox, gate, kills):
 def test_another_kill_is_no_lack_of_memory(mailbox, gate, kills):
     """After a SIGKILL that the kernel does not count, others run beside the next try."""
     with Pool(2) as pool:
-        heavy = pool.apply_async(_wait, (mailbox.path, gate.path), retries=1)
+        heavy = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), retries=1)
         os.kill(int(mailbox.line()), signal.SIGKILL)
         mailbox.line()
         assert pool.map(work.square, range(40), 1) == [x * x for x in range(40)]
@@ -194,10 +182,10 @@ def test_another_kill_is_no_lack_of_memory(mailbox, gate, kills):
 def test_tasks_of_certain_workers_run_again_beside_others(mailbox, gate, kills):
     """Tasks that are bound to a worker do not run alone, because they may wait for each other."""
     with P2PPool(2) as pool:
-        heavy = pool.apply_async(_wait, (mailbox.path, gate.path), retries=1)
+        heavy = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), retries=1)
         _killed(mailbox, kills)
         mailbox.line()
-        other = pool.apply_async(_wait, (mailbox.path, gate.path))
+        other = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
         mailbox.line()
         gate.open(2)
         heavy.get()

@@ -16,10 +16,14 @@ from xpool._engine.replacement import Replacement
 pytestmark = pytest.mark.xpool_only
 
 
-@pytest.mark.parametrize("where", ["poll", "handle", "run_timers"])
+@pytest.mark.parametrize(
+    ("where", "again"),
+    [("poll", False), ("handle", False), ("run_timers", False), ("handle", True)],
+)
 @pytest.mark.parametrize("error", [OSError, *also(SystemExit, MemoryError, KeyboardInterrupt)])
-def test_the_thread_can_do_nothing_any_more(make_pool, monkeypatch, where, error):
-    """The reason fails all calls, the workers end, and `join` returns."""
+def test_the_thread_can_do_nothing_any_more(make_pool, monkeypatch, where, error, again):
+    """The reason fails all calls, the workers end, and `join` returns, also if the error comes
+    again when the workers should be stopped."""
     pool = make_pool(Pool, 2)
     pids = pool.run_all(os.getpid)
 
@@ -28,6 +32,8 @@ def test_the_thread_can_do_nothing_any_more(make_pool, monkeypatch, where, error
 
     with monkeypatch.context() as patch:
         patch.setattr(Reactor, where, fail)
+        if again:
+            patch.setattr(Replacement, "terminate", fail)
         waiting = pool.apply_async(time.sleep, (1e4,))
         pool._engine.wake()
         with pytest.raises(InternalError, match="the reason"):
@@ -36,25 +42,6 @@ def test_the_thread_can_do_nothing_any_more(make_pool, monkeypatch, where, error
     assert wait_gone(pids) == []
     with pytest.raises(PoolClosed, match="the reason"):
         pool.apply(abs, (-1,))
-
-
-def test_the_workers_cannot_be_stopped_in_order(make_pool, monkeypatch):
-    """If the error comes again when the workers should be stopped, the calls fail all the same."""
-    pool = make_pool(Pool, 2)
-    pids = pool.run_all(os.getpid)
-
-    def fail(*args):
-        raise OSError("the reason")
-
-    waiting = pool.apply_async(time.sleep, (1e4,))
-    with monkeypatch.context() as patch:
-        patch.setattr(Replacement, "terminate", fail)
-        patch.setattr(Reactor, "handle", fail)
-        pool._engine.wake()
-        with pytest.raises(InternalError, match="the reason"):
-            waiting.get(WAIT)
-        pool.join(WAIT)
-    assert wait_gone(pids) == []
 
 
 LIMITED = """

@@ -10,15 +10,7 @@ import pytest
 from support import work
 from support.waiting import Mailbox, eventually
 
-from xpool import (
-    OptionError,
-    Pool,
-    PoolBroken,
-    PoolClosed,
-    PoolStates,
-    ThreadPool,
-    WorkerDied,
-)
+from xpool import Pool, PoolBroken, PoolClosed, PoolStates, WorkerDied
 from xpool._engine import memory
 from xpool._engine.jobs.scheduler import Scheduler
 from xpool._engine.memory import MemoryLimits
@@ -240,14 +232,3 @@ def test_a_quota_of_cores(cgroups, monkeypatch, version, quota, cores):
             f"{folder}cpu.cfs_period_us": "100000\n",
         })  # fmt: skip
     assert system.default_processes() == cores
-
-
-@pytest.mark.parametrize("kind", [Pool, ThreadPool])
-def test_invalid_limits(kind):
-    """The number of bytes is a positive integer, and the fraction is between 0 and 1."""
-    for option, value in (("worker_memory", 0), ("memory_high", 1.5), ("memory_high", 0)):
-        with pytest.raises(OptionError, match=option):
-            kind(1, **{option: value})
-    for option, value in (("worker_memory", []), ("memory_high", "half")):
-        with pytest.raises(TypeError, match=option):
-            kind(1, **{option: value})

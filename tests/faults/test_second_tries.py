@@ -22,10 +22,9 @@ class Unsteady(OSError):
     """An exception class of the caller."""
 
 
-@pytest.mark.parametrize("on", [OSError, (KeyError, OSError)])
-def test_chosen_exceptions(kind, make_pool, log, on):
+def test_chosen_exceptions(kind, make_pool, log):
     """A task that raises a chosen exception runs again, at most `retries` times."""
-    pool = make_pool(kind, 2)
+    pool, on = make_pool(kind, 2), (KeyError, OSError)
     task = (str(log), 2, Unsteady, "third")
     assert pool.apply(work.raise_times, task, retries=2, retry_on=on) == "third"
     assert log.read_text().count("ran") == 3
