@@ -83,12 +83,7 @@ def workers() -> Any:
 def clock(workers) -> Any:
     """Worker 1 has closed its control socket. Worker 0 asks for a channel to it."""
     clock: Any = Clock()
-    clock.distrusted = []
-    clock.board = board = Switchboard(
-        [one.slot for one in workers],
-        clock,
-        lambda slot, exc: clock.distrusted.append((slot.index, str(exc))),
-    )
+    clock.board = board = Switchboard([one.slot for one in workers], clock, pytest.fail)
     for one in workers:
         board.started(one.slot)
     workers[1].end.close()
@@ -109,16 +104,6 @@ def test_the_replacement_gets_the_channel(clock, workers):
     assert workers[1].answer() == (0, 0)
     clock.go_on(2 * PEER_WAIT_SECONDS)
     assert workers[0].answer() is None
-
-
-@pytest.mark.parametrize("junk", [b"x", WANTED.pack(7, 0, 0), WANTED.pack(0, 0, 0)])
-def test_an_invalid_request(clock, workers, junk):
-    """A worker that sends an invalid request is reported with the reason, and no longer read."""
-    workers[0].end.send(junk)
-    clock.handlers[workers[0].slot.control](workers[0].slot.control)
-    ((worker, why),) = clock.distrusted
-    assert worker == 0 and why
-    assert workers[0].slot.control not in clock.handlers
 
 
 def test_a_closed_control_socket(clock, workers):

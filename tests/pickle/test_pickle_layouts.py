@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from receiver import Receiver
+from support import scripts
 
 import xpool
 from xpool._pickling import frame
@@ -491,6 +492,7 @@ def test_neighbours() -> None:
     x = torch.zeros(1000, 100)
     assert len(encode([x[:, 0], x[:, 50]])) < 10_000
     assert len(encode([x[:, i] for i in range(0, 100, 2)])) < 2 * x.nbytes
+    assert len(encode([x[3:6], x[5:7]])) < 3000  # what overlaps is sent once
     one, two, three = trip([x[:, 0:3], x[:, 2:4], x[:, 60]])
     one.fill_(1)
     assert two[:, 0].all()
@@ -564,6 +566,6 @@ print("ok")
 
 
 @pytest.mark.exhaustive
-def test_without_numpy(run_program: Callable[..., str]) -> None:
+def test_without_numpy() -> None:
     """Sending tensors needs no numpy, also if ``__main__`` cannot be imported."""
-    assert run_program(WITHOUT_NUMPY, "stdin").strip() == "ok"
+    assert scripts.run_ok(["-W", "error", "-"], WITHOUT_NUMPY) == "ok\n"

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from receiver import HERE
 from support import scripts
+
+
+def run(folder: Path, program: str) -> str:
+    """Run a program that can import the receiver; return its output."""
+    path = folder / "program.py"
+    path.write_text(f"import sys; sys.path.append({str(HERE)!r})\n{program}")
+    return scripts.run_ok(["-W", "error", str(path)])
+
 
 NOT_CLOBBERED = """
 from receiver import Receiver
@@ -77,7 +86,7 @@ print("ok")
 """
 
 
-def test_imports_nothing_heavy(run_program: Callable[..., str]) -> None:
+def test_imports_nothing_heavy(tmp_path: Path) -> None:
     """Importing the package and sending lambdas imports neither dill nor torch nor numpy."""
     program = """
 import sys
@@ -86,10 +95,10 @@ f = p.loads(p.dumps(lambda x: x + 1))
 assert f(1) == 2
 print([name for name in ("dill", "torch", "numpy") if name in sys.modules])
 """
-    assert run_program(program).strip() == "[]"
+    assert run(tmp_path, program).strip() == "[]"
 
 
-def test_without_dill(run_program: Callable[..., str]) -> None:
+def test_without_dill(tmp_path: Path) -> None:
     """Without dill, objects that need it are refused with that reason; others are sent."""
     program = """
 import sys
@@ -104,10 +113,10 @@ except TaskNotPicklable as error:
     assert "generator" in str(error), error
     print("ok")
 """
-    assert run_program(program).strip() == "ok"
+    assert run(tmp_path, program).strip() == "ok"
 
 
-def test_functions_by_name_bring_no_globals(run_program: Callable[..., str]) -> None:
+def test_functions_by_name_bring_no_globals(tmp_path: Path) -> None:
     """A pickle of a function that goes by name contains no globals, also if it is pickled twice."""
     pytest.importorskip("numpy")
     program = """
@@ -118,13 +127,13 @@ x = numpy.arange(10.0)
 if __name__ == "__main__":
     print([b"RATES" in p.dumps(one) for one in ([rate], [rate, x, x[2:]])])
 """
-    assert run_program(program).strip() == "[False, False]"
+    assert run(tmp_path, program).strip() == "[False, False]"
 
 
 @pytest.mark.parametrize("program", [NOT_CLOBBERED, DISPATCH], ids=["not clobbered", "dispatch"])
-def test_by_value(run_program: Callable[..., str], program: str) -> None:
+def test_by_value(tmp_path: Path, program: str) -> None:
     """The functions, classes and globals of ``__main__`` are sent by value."""
-    assert run_program(program).strip() == "ok"
+    assert run(tmp_path, program).strip() == "ok"
 
 
 INTERRUPTED = """

@@ -35,13 +35,17 @@ def test_quick_names(make_queue: Any):
 
 @pytest.mark.parametrize("method", ["spawn", *also("fork", "forkserver")])
 def test_order(make_queue: Any, start: Any, method: str):
-    """Items of one process arrive in order, with every start method."""
+    """Items of one process arrive in order, with every start method. Lambdas and local functions
+    can be sent, as through a pool."""
     there, back = make_queue(), make_queue()
     start(method, parts.echo, there, back)
     items = [0, "one", [2], {"three": 3}, None.__class__, b"5" * 100_000, list(range(50_000))]
     for item in items:
         there.put(item)
     assert [back.get(LIMIT) for _ in items] == items
+    base = 40
+    there.put(lambda x: base + x)
+    assert back.get(LIMIT)(2) == 42
     there.put(None)
 
 
@@ -89,16 +93,6 @@ def test_threads(make_queue: Any):
     assert Counter(item for one in got for item in one) == Counter(
         (who, i) for who in range(4) for i in range(2000)
     )
-
-
-def test_closures(make_queue: Any, start: Any, method: str):
-    """Lambdas and local functions can be sent, as through a pool."""
-    there, back = make_queue(), make_queue()
-    start(method, parts.echo, there, back)
-    base = 40
-    there.put(lambda x: base + x)
-    assert back.get(LIMIT)(2) == 42
-    there.put(None)
 
 
 @pytest.mark.parametrize("size", [0, 1, 60_000, 96 * 1024, 1 << 20, 40 << 20])

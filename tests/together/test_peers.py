@@ -101,12 +101,12 @@ def send_invalid(data: bytes) -> None:
     work.sleep_long()
 
 
-@pytest.mark.parametrize("data", [b"?", struct.pack("<IIQ", 1 << 20, 0, 0)])
+@pytest.mark.parametrize("data", [b"?", *(struct.pack("<IIQ", n, 0, 0) for n in (2, 1 << 20, 0))])
 def test_an_invalid_message_on_the_control_socket(make_pool, data):
     """A worker that sends an invalid request for a channel is ended. The pool stays usable."""
     pool = make_pool(P2PPool, 2)
     with pytest.raises(InternalError, match="sent an invalid message"):
-        pool.apply(send_invalid, (data,))
+        pool.apply(send_invalid, (data,), worker=0)
     assert pool.map(abs, range(20)) == list(range(20))
 
 
