@@ -16,12 +16,11 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from xpool._calls.terms import Terms
 from xpool._engine.jobs.ranges import TaskRange
-from xpool._engine.jobs.scheduler import BatchSizes
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_scheduler import HostScheduler, Message
 from xpool._hosts.service import BEAT_SECONDS, CALL_BYTES, CALLS_IN_FLIGHT
@@ -85,7 +84,6 @@ class _Host:
         self.replying = self.gone = False
         self.begun: dict[int, float] = {}  # running tasks, and since when
         self.arrives = 0.0  # when the last message arrives here
-        self.sizes, self.said = BatchSizes(), 0.0  # the cost of a task here, and as it was told
 
     def told(self, messages: list[Any]) -> None:
         for message in messages:
@@ -120,7 +118,7 @@ class _Host:
             index = self.waiting.popleft()[1]
             self.free -= 1
             self.begun[index] = cluster.now
-            takes = cluster.takes(index)
+            takes = cluster.takes()
             cluster.at(cluster.now + takes, self.end, index, takes)
 
     def end(self, index: int, takes: float) -> None:
@@ -128,7 +126,6 @@ class _Host:
             return
         self.free += 1
         del self.begun[index]
-        self.sizes.note(takes)
         self.cluster.worked(takes)
         self.say(index)
         self.begin()
@@ -143,9 +140,6 @@ class _Host:
         self.replying = False
         if not self.gone:
             cluster, news, self.news = self.cluster, self.news, []
-            if not cluster.cost and not self.said / 2 <= self.sizes.cost <= self.said * 2:
-                self.said = self.sizes.cost
-                news.append(m.Status(self.said, {}))
             self.may_reply = cluster.now + cluster.trip / CALLS_IN_FLIGHT
             cluster.at(cluster.now + cluster.trip / 2, cluster.heard, self.number, news)
 
@@ -155,36 +149,31 @@ class Cluster:
 
     Args:
         hosts: how many.
-        length: seconds of a task, on average, or of each task.
+        length: seconds of a task, on average.
         trip: seconds of a round trip.
-        each: tasks for each worker, if ``length`` is an average.
+        each: tasks for each worker.
         loses: the part of the tasks (0 to 1) after which a host goes; None: none goes.
-        cost: seconds of a task that the driver expects, if not the average; 0: as hosts measure it.
+        cost: seconds of a task that the driver expects, if not the average.
         workers: of each host.
         nbytes: of the arguments of a task.
-        sched: the policy.
     """
 
     def __init__(
         self,
         hosts: int,
-        length: float | Sequence[float],
+        length: float,
         trip: float,
-        each: float = 0.0,
+        each: float,
         loses: float | None = 0.5,
         cost: float | None = None,
         workers: int = WORKERS,
         nbytes: int = 0,
-        sched: HostScheduler | None = None,
     ) -> None:
         self.length, self.trip, self.loses = length, trip, loses
         self.workers, self.nbytes = workers, nbytes
         self.draw = random.Random(hosts)
         self.now = self.driver_free = self.uplink_free = 0.0
-        if isinstance(length, float):
-            self.tasks, self.cost = int(hosts * workers * each), cost or length
-        else:
-            self.tasks, self.cost = len(length), cost or 0.0
+        self.tasks = int(hosts * workers * each)
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.serial = itertools.count()
         self.hosts = [_Host(self, number) for number in range(hosts)]
@@ -195,9 +184,8 @@ class Cluster:
         self.drained_at = self.worked_then = 0.0
         self.lost = self.begun = self.sent = 0
         self.policy = 0.0
-        self.sched = HostScheduler() if sched is None else sched
-        if self.cost:
-            self.sched.quotas.cost = self.cost
+        self.sched = HostScheduler()
+        self.sched.quotas.cost = cost or length
         for number in range(hosts):
             self.sched.expect(number, workers)
             self.sched.join(number)
@@ -205,10 +193,8 @@ class Cluster:
     def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
         heapq.heappush(self.heap, (when, next(self.serial), call, args))
 
-    def takes(self, index: int) -> float:
-        if isinstance(self.length, float):
-            return self.length * (0.5 + self.draw.random())
-        return self.length[index]
+    def takes(self) -> float:
+        return self.length * (0.5 + self.draw.random())
 
     def run(self) -> Outcome:
         """Run the job; return the result."""
@@ -260,9 +246,7 @@ class Cluster:
         began = time.thread_time()
         for number, news in inbox:
             for message in news:
-                if type(message) is m.Status:
-                    self.sched.quotas.cost = message.cost
-                elif type(message) is m.Given:
+                if type(message) is m.Given:
                     self.sched.given(number, message.batches)
                 elif type(message) is m.Unbegun:
                     given += self.sched.unbegun(number, *message)
