@@ -5,12 +5,10 @@ start method.
 """
 
 import collections
-import contextlib
 import functools
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -306,27 +304,3 @@ def test_terminate_ends(process_kind, make_pool, mailbox, task):
     pool.terminate()
     pool.join()
     assert wait_gone([victim], 10) == []
-
-
-def test_kill_after_kill(process_kind, make_pool, mailbox):
-    """Although busy workers are killed all the time, every task gets an answer."""
-    pool = make_pool(process_kind, 2)
-
-    def killer():
-        while (line := mailbox.line(WAIT)) != "stop":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(line), signal.SIGKILL)
-
-    thread = threading.Thread(target=killer)
-    thread.start()
-    try:
-        results = [pool.apply_async(work.post_pid, (mailbox.path,)) for _ in range(30)]
-        for result in results:
-            try:
-                assert isinstance(result.get(WAIT), int)
-            except WorkerDied:
-                continue
-    finally:
-        work.post(mailbox.path, "stop")
-        thread.join(WAIT)
-    assert pool.apply(work.square, (3,)) == 9

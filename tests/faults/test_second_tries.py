@@ -187,12 +187,3 @@ def test_stopping_tasks_costs_no_budget(process_kind, make_pool):
         with pytest.raises(TaskTimeout):
             pool.apply(work.spin_in_c, timeout=0.05)
     assert pool.apply(work.square, (3,)) == 9
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("times", [3, 6])
-def test_workers_killed_while_they_start(process_kind, make_pool, log, times):
-    """If another process kills a worker in its initializer a few times, the pool keeps working."""
-    pool = make_pool(process_kind, 1, work.killed_times, (str(log), times))
-    assert pool.apply_async(work.square, (3,)).get(WAIT) == 9
-    assert log.read_text().count("ran") == times + 1

@@ -199,17 +199,6 @@ def test_processor_times(make_pool, mailbox, gate):
     spinning.cancel()
 
 
-@pytest.mark.exhaustive
-def test_a_shielded_function_is_not_interrupted(process_kind, make_pool, log):
-    """`TaskStopped` is raised after a function that must not be interrupted, not inside it."""
-    pool = make_pool(process_kind, 1)
-    for _ in range(6):
-        stopped(pool.apply_async(work.keep_books, (str(log),), timeout=0.5), 0.5)
-    # A slow machine may kill the worker first.
-    said = log.read_text().split("\n")
-    assert said.pop() == "" and set(said) == {"whole"}
-
-
 @pytest.mark.usefixtures("plugin")
 def test_an_import_is_not_interrupted(process_kind, make_pool, gate):
     """An import is not interrupted. It ends, or its worker is killed."""
@@ -245,15 +234,6 @@ def test_time_in_the_queue_does_not_count(process_kind, make_pool, mailbox, gate
     assert not waiting.ready()
     gate.open(1)
     assert waiting.get(WAIT) == 9 and held.get(WAIT) is None
-
-
-@pytest.mark.exhaustive
-def test_one_limit_for_each_item_of_a_chunk(process_kind, make_pool):
-    """The limit is for each item. A whole chunk may take longer."""
-    pool = make_pool(process_kind, 1)
-    slow = functools.partial(work.slow_square, 0.1)
-    assert pool.map(slow, range(12), 12, timeout=1) == [i * i for i in range(12)]
-    assert list(pool.imap(slow, range(12), 12, timeout=1)) == [i * i for i in range(12)]
 
 
 def test_the_default_of_the_pool(process_kind, make_pool):
@@ -316,11 +296,18 @@ def test_a_thread_that_waits_for_another_pool(thread_kind, make_pool, gate):
 
 
 @pytest.mark.exhaustive
-def test_an_item_of_a_map_in_threads(thread_kind, make_pool, gate):
-    """The limit is for each item. The late result of a chunk is dropped."""
-    pool = make_pool(thread_kind, 1)
+def test_one_limit_for_each_item(kind, make_pool):
+    """The limit is for each item. A whole chunk may take longer."""
+    pool = make_pool(kind, 1)
     slow = functools.partial(work.slow_square, 0.1)
     assert pool.map(slow, range(12), 12, timeout=1) == [i * i for i in range(12)]
+    assert list(pool.imap(slow, range(12), 12, timeout=1)) == [i * i for i in range(12)]
+
+
+@pytest.mark.exhaustive
+def test_an_item_of_a_map_in_threads(thread_kind, make_pool, gate):
+    """The late result of a chunk is dropped."""
+    pool = make_pool(thread_kind, 1)
     with pytest.raises(TaskTimeout, match="chunk 1"):
         pool.map(functools.partial(pass_gate_at, gate.path, 3), range(6), 2, timeout=LIMIT)
     results = pool.imap(functools.partial(pass_gate_at, gate.path, 3), range(6), timeout=LIMIT)

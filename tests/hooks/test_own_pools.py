@@ -129,28 +129,10 @@ def test_cancel(shared, mailbox, gate):
     assert shared.apply(work.square, (3,)) == 9
 
 
-def test_terms_under_an_own_hook(make_pool, log):
-    """A subclass of `Pool` that overrides the put hook still supports time limits and retries."""
-    from xpool import Pool, TaskTimeout
+def counting(kind):
+    """Return a subclass of a pool that overrides the put hook, to count tasks."""
 
-    class Watching(Pool):
-        def pool_inqueue_put(self, task):
-            return super().pool_inqueue_put(task)
-
-    pool = make_pool(Watching, 1)
-    with pytest.raises(TaskTimeout):
-        pool.apply(work.count_up, timeout=0.2)
-    with pytest.raises(TaskTimeout):
-        pool.map(work.spin_on_three, range(5), timeout=0.2)
-    task = (str(log), 2, OSError, "third")
-    assert pool.apply(work.raise_times, task, retries=2, retry_on=OSError) == "third"
-
-
-def test_counting_subclass_of_the_built_in_pool(make_pool):
-    """A subclass of `Pool` may override `pool_inqueue_put` to count tasks."""
-    from xpool import Pool
-
-    class Counting(Pool):
+    class Counting(kind):  # type: ignore[valid-type, misc]
         def setup_queues(self):
             self.counted = 0
             super().setup_queues()
@@ -160,7 +142,23 @@ def test_counting_subclass_of_the_built_in_pool(make_pool):
                 self.counted += 1
             return super().pool_inqueue_put(task)
 
-    pool = make_pool(Counting, 2)
+    return Counting
+
+
+def test_terms_under_an_own_hook(make_pool, log):
+    """A subclass of `Pool` that overrides the put hook still supports time limits and retries."""
+    pool = make_pool(counting(xpool.Pool), 1)
+    with pytest.raises(xpool.TaskTimeout):
+        pool.apply(work.count_up, timeout=0.2)
+    with pytest.raises(xpool.TaskTimeout):
+        pool.map(work.spin_on_three, range(5), timeout=0.2)
+    task = (str(log), 2, OSError, "third")
+    assert pool.apply(work.raise_times, task, retries=2, retry_on=OSError) == "third"
+
+
+def test_counting_subclass_of_the_built_in_pool(make_pool):
+    """A subclass of `Pool` may override `pool_inqueue_put` to count tasks."""
+    pool = make_pool(counting(xpool.Pool), 2)
     assert pool.apply(work.square, (3,)) == 9
     assert pool.counted == 1
     assert pool.map(work.square, range(10), chunksize=5) == [i * i for i in range(10)]
@@ -171,7 +169,6 @@ def test_counting_subclass_of_the_built_in_pool(make_pool):
 
 def test_a_hook_of_threads_may_give_tasks_a_class_of_its_own(make_pool):
     """A subclass of `ThreadPool` may put tasks of a class of its own, and sees all tasks."""
-    from xpool import ThreadPool
 
     class Named(NamedTuple):
         job: int
@@ -180,16 +177,9 @@ def test_a_hook_of_threads_may_give_tasks_a_class_of_its_own(make_pool):
         args: tuple[Any, ...]
         kwds: dict[str, Any]
 
-    class Naming(ThreadPool):
-        def setup_queues(self):
-            self.counted = 0
-            super().setup_queues()
-
+    class Naming(counting(xpool.ThreadPool)):  # type: ignore[misc]
         def pool_inqueue_put(self, task):
-            if task is not None:
-                self.counted += 1
-                task = Named(*task)
-            return super().pool_inqueue_put(task)
+            return super().pool_inqueue_put(None if task is None else Named(*task))
 
     pool = make_pool(Naming, 2)
     assert pool.apply(work.square, (3,)) == 9
@@ -201,13 +191,7 @@ def test_a_hook_of_threads_may_give_tasks_a_class_of_its_own(make_pool):
 
 def test_contexts_under_an_own_hook(make_pool):
     """A subclass of `CtxPool` that overrides the put hook still gives functions the context."""
-    from xpool import CtxPool
-
-    class Watching(CtxPool):
-        def pool_inqueue_put(self, task):
-            return super().pool_inqueue_put(task)
-
-    pool = make_pool(Watching, worker_contexts=[10])
+    pool = make_pool(counting(xpool.CtxPool), worker_contexts=[10])
     assert pool.apply(work.add, (1,)) == 11
     assert pool.map(work.add, range(4), chunksize=3) == [10, 11, 12, 13]
     assert pool.starmap(work.add, [(1,)]) == [11]

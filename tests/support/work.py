@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from xpool import current_worker
-from xpool._python.interrupt import uninterrupted
 from xpool.testing._test_tasks import (
     EndsWhenCollected,
     EndsWhenPickled,
@@ -474,28 +473,6 @@ def stay_once(flag: str, x: Any = None) -> Any:
     return x
 
 
-@uninterrupted
-def enter_and_leave(book: list[str]) -> None:
-    """Write two lines that must both be written."""
-    book.append("in")
-    for _ in range(200):
-        book[-1:] = [book[-1]]
-    book.append("out")
-
-
-def keep_books(log: str) -> None:
-    """Call `enter_and_leave` for ever; when interrupted, log whether both lines were written."""
-    book: list[str] = []
-    try:
-        while True:
-            book.clear()
-            for _ in range(400):
-                book[:] = []
-            enter_and_leave(book)
-    finally:
-        log_line(log, "whole" if book in ([], ["in", "out"]) else f"cut: {book}")
-
-
 def stop_self(box: str) -> None:
     post(box, str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -517,14 +494,6 @@ def raise_times(log: str, times: int, error: type[Exception], x: Any = None) -> 
         if len(file.read().split()) <= times:
             raise error("not yet")
     return x
-
-
-def killed_times(log: str, times: int) -> None:
-    """Log a line; be killed in the first `times` calls."""
-    log_line(log, "ran")
-    with open(log) as file:
-        if len(file.read().split()) <= times:
-            end("SIGKILL")
 
 
 def log_line(path: str, text: str) -> None:

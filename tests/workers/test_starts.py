@@ -39,21 +39,11 @@ NEEDY = """
     import torch
 
     def where(x):
-        with open(os.path.dirname(__file__) + "/ran", "a") as file:
-            file.write("x")
         return torch.PID, os.getpid(), os.getppid()
 """
 
 PLAIN = """
     import os, sys
-
-    def times_run():
-        with open(os.path.dirname(__file__) + "/ran") as file:
-            return len(file.read())
-
-    def begin():
-        with open(os.path.dirname(__file__) + "/ran", "a") as file:
-            file.write("x")
 
     def note(x):
         sys.noted = x
@@ -275,20 +265,6 @@ ENDED = """
 def test_a_pool_that_ends_while_the_server_imports(tmp_path):
     """Its end does not wait for the import, which never ends here."""
     assert run(tmp_path, ENDED) == "closed\n" * 3
-
-
-SEEN = """
-    if __name__ == "__main__":
-        with xpool.Pool(2, begin) as pool:
-            assert all(pool.run_all(has_torch, 0))
-        pool.join()
-        assert times_run() == 2
-"""
-
-
-def test_an_initializer_runs_once_in_each_worker(tmp_path):
-    """It runs in a worker that has torch."""
-    assert run(tmp_path, SEEN) == ""
 
 
 KILLED = """
