@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import scripts
+from support import hostile, scripts
 from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually
@@ -26,7 +26,6 @@ from xpool._pickling import frame
 from xpool._wire import records
 from xpool._wire.outbox import CAPACITY, HEADER, Outbox, entries
 from xpool._wire.wire import ANSWER, ENTRY, MOST_MESSAGE_BYTES, TO_PARENT, FrameReader
-from xpool._worker.protocol import Replies
 from xpool.pickle import decode, encode
 
 pytestmark = pytest.mark.xpool_only
@@ -250,20 +249,22 @@ def test_log_packets_that_take_long_are_refused():
         ),
     ],
 )
-def test_a_worker_that_sends_an_invalid_message(make_pool, garbage):
+def test_a_worker_that_sends_an_invalid_message(make_pool, gate, garbage):
     """If a worker sends an invalid message, only its running task fails."""
     pool = make_pool(Pool, 2)
     # After this, the pool sends calls together.
     assert pool.map(abs, range(500), chunksize=1) == list(range(500))
     before = [pool.apply_async(abs, (-i,)) for i in range(20)]
-    task = pool.apply_async(write_to_the_parent, (garbage,))
+    task = pool.apply_async(hostile.write_to_the_parent, (garbage, gate.path))
     after = [pool.apply_async(abs, (-i,)) for i in range(20)]
+    assert [r.get(WAIT) for r in before] == list(range(20))
+    gate.open()
     with pytest.raises(InternalError, match="because it sent an invalid message"):
         task.get(WAIT)
-    assert [r.get(WAIT) for r in before + after] == [*range(20), *range(20)]
+    assert [r.get(WAIT) for r in after] == list(range(20))
     # In `apply`, the caller receives the answer.
     with pytest.raises(InternalError, match="write_to_the_parent"):
-        pool.apply(write_to_the_parent, (garbage,))
+        pool.apply(hostile.write_to_the_parent, (garbage,))
     assert pool.map(abs, range(100), chunksize=1) == list(range(100))
     eventually(lambda: pool.statistics()["deaths"] == 2, "both workers are replaced")
 
@@ -278,7 +279,7 @@ WORDS = {"began": 0, "tail": 8, "limit": 16, "head": 24, "since": 32, "stop": 40
 def test_an_invalid_word_in_the_shared_page(make_pool, word, value):
     """An invalid word in the shared page fails only the task that wrote it."""
     pool = make_pool(Pool, 1)
-    task = pool.apply_async(scribble, (WORDS[word], value))
+    task = pool.apply_async(hostile.scribble, (WORDS[word], value))
     rest = [pool.apply_async(abs, (-i,)) for i in range(20)]
     with pytest.raises((InternalError, xpool.WorkerDied)) as caught:
         task.get(WAIT)
@@ -289,37 +290,13 @@ def test_an_invalid_word_in_the_shared_page(make_pool, word, value):
     assert [r.get(WAIT) for r in rest] == list(range(20))
 
 
-def scribble(word: int, value: int) -> None:
-    """Store a number in the page, and die."""
-    import gc
-
-    (box,) = (obj for obj in gc.get_objects() if isinstance(obj, Outbox))
-    box.words[word] = value
-    os._exit(5)
-
-
 @pytest.mark.exhaustive
 def test_a_task_that_moves_its_own_clock(make_pool):
     """A task that claims to begin in the future still has its time limit."""
     pool = make_pool(Pool, 1)
-    # Without a limit, because it imports this module and hypothesis.
-    pool.apply(imports_this)
     with pytest.raises(InternalError, match=r"its task began \d+ s in the future"):
-        pool.apply(scribble_and_wait, (WORDS["since"], 2**63), timeout=2.0)
+        pool.apply(hostile.scribble_and_wait, (WORDS["since"], 2**63), timeout=2.0)
     assert pool.apply(abs, (-1,)) == 1
-
-
-def imports_this() -> None:
-    """Make a worker import this module."""
-
-
-def scribble_and_wait(word: int, value: int) -> None:
-    """Store a number in the page, and wait for ever."""
-    import gc
-
-    (box,) = (obj for obj in gc.get_objects() if isinstance(obj, Outbox))
-    box.words[word] = value
-    threading.Event().wait()
 
 
 def test_files_of_a_spawn_cannot_be_truncated():
@@ -344,10 +321,11 @@ def test_part_of_a_message_after_the_answer(make_pool, tmp_path, receiver, verb)
     pool.apply(abs, (-1,))
     written = tmp_path / "written"
     if receiver == "caller":
-        pool.apply(write_later, (str(written),))
+        pool.apply(hostile.write_later, (str(written),))
         await_bytes(pool, written)
     else:  # the engine's thread receives it
-        pool.apply_async(write_later, (str(written),)).get(WAIT)
+        result = pool.apply_async(hostile.write_later, (str(written),))
+        eventually(result.ready, "it is answered")
         eventually(lambda: pool.statistics()["deaths"] == 1, "the worker is ended")
     # In a separate thread, because `apply` would wait for ever if the answer were lost.
     later: list[object] = []
@@ -369,7 +347,7 @@ def test_bytes_after_the_check_of_the_pipe(make_pool, tmp_path, stray, verb):
     pool = make_pool(Pool, 1)
     pool.apply(abs, (-1,))
     written = tmp_path / "written"
-    pool.apply(write_later, (str(written), stray))
+    pool.apply(hostile.write_later, (str(written), stray))
     await_bytes(pool, written)
     if pool.statistics()["deaths"]:  # the engine's thread was the first
         assert pool.apply(abs, (-4,)) == 4
@@ -401,19 +379,6 @@ def test_bytes_after_the_check_of_the_pipe(make_pool, tmp_path, stray, verb):
     assert pool.apply(abs, (-4,)) == 4
 
 
-def write_later(written: str, stray: bytes | None = None) -> None:
-    """Write part of a message after the answer. Then make a file."""
-    replies = replies_of_this_worker()
-
-    def write() -> None:
-        threading.Event().wait(0.3)  # the answer goes first
-        part = message(replies, (ANSWER, 0, 2**20, 1, 0, 0)) if stray is None else stray
-        os.write(pipe_of(replies), part)
-        os.close(os.open(written, os.O_CREAT))
-
-    threading.Thread(target=write, daemon=True).start()
-
-
 def await_bytes(pool: Pool, written: Path) -> None:
     """Wait until the thread of `write_later` has written.
 
@@ -425,46 +390,11 @@ def await_bytes(pool: Pool, written: Path) -> None:
     )
 
 
-def replies_of_this_worker() -> Replies:
-    """Return the object that owns the pipe of answers, as a hostile task could."""
-    import gc
-
-    (replies,) = (obj for obj in gc.get_objects() if isinstance(obj, Replies))
-    return replies
-
-
-def pipe_of(replies: Replies) -> int:
-    fd: int = replies._write.args[0]  # type: ignore[attr-defined]
-    return fd
-
-
-def message(replies: Replies, fields: tuple[int, ...]) -> bytes:
-    """Return the worker's next head."""
-    return TO_PARENT.pack(replies._sent + 1, *fields)
-
-
 def test_retries_after_an_invalid_message(make_pool, tmp_path):
     """An invalid message counts as the worker's death, so `retries` runs the task again."""
     pool = make_pool(Pool, 1)
     flag = str(tmp_path / "flag")
-    assert pool.apply(invalid_once, (flag,), retries=1) == "second"
-
-
-def invalid_once(flag: str) -> str:
-    """Send an invalid message the first time."""
-    if os.path.exists(flag):
-        return "second"
-    os.close(os.open(flag, os.O_CREAT))
-    write_to_the_parent(b"\xff" * 64)
-    return "first"
-
-
-def write_to_the_parent(garbage: bytes | tuple[int, ...]) -> None:
-    """Write to the pipe of the answers, and wait for ever."""
-    replies = replies_of_this_worker()
-    data = garbage if isinstance(garbage, bytes) else message(replies, garbage)
-    os.write(pipe_of(replies), data)
-    threading.Event().wait()
+    assert pool.apply(hostile.invalid_once, (flag,), retries=1) == "second"
 
 
 NO_LISTENER = """

@@ -19,6 +19,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from xpool._wire.wire import ANSWER, TO_PARENT, WANTED
+from xpool.testing._test_tasks import pass_gate
 
 WAYS = ("garbage", "empty", "closed", "truncated", "replayed")
 DESCRIPTORS = (
@@ -126,14 +127,12 @@ def _answer() -> bytes:
 
 def _long_answer() -> bytes:
     """Return the first bytes of an answer that has no end."""
-    return TO_PARENT.pack(_sent() + 1, ANSWER, 0, 10**6, 0, 0, 0) + JUNK[:100]
+    return _head(ANSWER, 0, 10**6, 0, 0, 0) + JUNK[:100]
 
 
 def _sent() -> int:
     """Return the number of the worker's last message."""
-    from xpool._worker.protocol import Replies
-
-    return next(one for one in gc.get_objects() if type(one) is Replies)._sent
+    return _own("Replies")._sent
 
 
 def _record() -> bytes:
@@ -163,6 +162,58 @@ def _index() -> int:
     from xpool import current_worker
 
     return current_worker().index
+
+
+def _own(kind: str) -> Any:
+    """Return the worker's only object of this class."""
+    (found,) = (one for one in gc.get_objects() if type(one).__name__ == kind)
+    return found
+
+
+def scribble(word: int, value: int) -> None:
+    """Store a number in the page, and die."""
+    _own("Outbox").words[word] = value
+    os._exit(5)
+
+
+def scribble_and_wait(word: int, value: int) -> None:
+    """Store a number in the page, and wait for ever."""
+    _own("Outbox").words[word] = value
+    threading.Event().wait()
+
+
+def write_to_the_parent(garbage: bytes | tuple[int, ...], gate: str | None = None) -> None:
+    """Write bytes, or a head with these fields, to the pipe of the answers, and wait for ever."""
+    if gate is not None:
+        pass_gate(gate)
+    os.write(descriptor("answers"), garbage if isinstance(garbage, bytes) else _head(*garbage))
+    threading.Event().wait()
+
+
+def _head(*fields: int) -> bytes:
+    """Return the head of the worker's next message."""
+    return TO_PARENT.pack(_sent() + 1, *fields)
+
+
+def write_later(written: str, stray: bytes | None = None) -> None:
+    """Write part of a message after the answer. Then make a file."""
+    fd = descriptor("answers")
+
+    def write() -> None:
+        threading.Event().wait(0.3)  # the answer goes first
+        os.write(fd, _head(ANSWER, 0, 2**20, 1, 0, 0) if stray is None else stray)
+        os.close(os.open(written, os.O_CREAT))
+
+    threading.Thread(target=write, daemon=True).start()
+
+
+def invalid_once(flag: str) -> str:
+    """Send an invalid message the first time."""
+    if os.path.exists(flag):
+        return "second"
+    os.close(os.open(flag, os.O_CREAT))
+    write_to_the_parent(b"\xff" * 64)
+    return "first"
 
 
 def log(text: str) -> str:
