@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from xpool._engine import monitor
 from xpool._engine import worker_process as worker
 from xpool._engine.worker_process import processor_times
 
-from .__main__ import WORLDS
+from .__main__ import WORLDS, main
 from .draws import Draws
 from .engine import EngineWorld
 from .mutants import MUTANTS, PINNED, Mutant
@@ -118,7 +116,7 @@ def test_no_history_depends_on_a_process_of_this_machine(monkeypatch):
 
     for module in monitor, worker:
         monkeypatch.setattr(module, "processor_times", times)
-    assert search(EngineWorld, range(60)) is None
+    assert search(EngineWorld, range(15)) is None
     assert found == {(0.0, 0.0, False)}
 
 
@@ -176,13 +174,11 @@ def test_a_caught_verdict_counts(seed):
     assert found.__cause__ is None
 
 
-@pytest.mark.starts
-def test_the_command_line():
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["3"], "all is well"), (["--seeds", "20"], "20 histories, all is")],
+)
+def test_the_command_line(monkeypatch, capsys, arguments, says):
     """The command line replays a seed and searches seeds."""
-    command = [sys.executable, "-m", "tests.simulation", "scheduler"]
-    root = Path(__file__).resolve().parents[2]
-    options = {"capture_output": True, "text": True, "check": True, "timeout": 60, "cwd": root}
-    one = subprocess.run([*command, "3"], **options)
-    assert one.stdout.rstrip().endswith("all is well")
-    many = subprocess.run([*command, "--seeds", "20"], **options)
-    assert many.stdout.startswith("20 histories")
+    monkeypatch.setattr(sys, "argv", ["", "scheduler", *arguments])
+    assert main() == 0 and says in capsys.readouterr().out
