@@ -278,8 +278,9 @@ def in_modules(
         inside = vars(module)
         if origin_of(module.__name__) == INSTALLED:
             for name in use.attributes & inside.keys() if expand else ():
-                below = sys.modules.get(f"{module.__name__}.{name}")
-                if below is inside.get(name) and issubclass(type(below), ModuleType):
+                below: Any = inside.get(name)
+                known = sys.modules.get(f"{module.__name__}.{name}")
+                if issubclass(type(below), ModuleType) and below is known:
                     yield module, name, False
                     todo.append((below, False))
             continue
