@@ -287,7 +287,7 @@ def test_two_jobs_at_once(on_terminal, gate):
     lines = program.end()
     assert lines[-1].startswith("done")  # tqdm leaves the rest of the line of its second bar
     assert not any(line.startswith("task") for line in lines)
-    assert sorted(lines[:2]) == ["line 0", "line 1"]
+    assert {"line 0", "line 1"} <= {*lines}  # the bar of a job that has ended may be above
 
 
 def test_a_bar_of_the_program_around_it(on_terminal, gate):

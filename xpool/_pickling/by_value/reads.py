@@ -282,7 +282,7 @@ def in_modules(
                 known = sys.modules.get(f"{module.__name__}.{name}")
                 if issubclass(type(below), ModuleType) and below is known:
                     yield module, name, False
-                    todo.append((below, False))
+                    todo.append((below, False))  # type: ignore[arg-type]
             continue
         names = set(inside) if held and expand else use.attributes & inside.keys()
         names |= ({"__getattr__", "__name__"} if expand else {"__getattr__"}) & inside.keys()
