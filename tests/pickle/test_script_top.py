@@ -249,6 +249,19 @@ probe.show()
     assert show(text)[0] == ["effects.late", "engine"]
 
 
+def test_an_import_of_a_submodule_beside_uses_of_its_package(show: Show) -> None:
+    """`import a.b` is for its effect if code uses `a`, but not `b`."""
+    text = """
+import engine.backends, effects.late
+import effects.late as unused
+def function():
+    return engine.Field, effects.late
+probe.show()
+"""
+    assert show(text)[0] == ["engine.backends", "effects.late"]
+    assert show(text.replace("import effects.late as unused", ""))[0] == ["engine.backends"]
+
+
 def test_an_import_for_an_annotation(show: Show) -> None:
     """A name that is used in an annotation is used."""
     text = """

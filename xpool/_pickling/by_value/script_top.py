@@ -255,15 +255,24 @@ def _unused(code: CodeType) -> tuple[tuple[int, str, _Chain, _Chain], ...]:
                 bound = tuple(value for value, _ in zip(stores, inside or (name,)))
                 found.append((values[n - 2], name, inside, bound))
     wanted = {name for *_, bound in found for name in bound}
-    loaded = set[str]()
+    loaded, attributes = set[str](), set[str]()
     for one in inner(code):
         # The names of attributes are among these, too.
+        attributes.update(one.co_names)
         if not wanted.isdisjoint(one.co_names):
             loaded.update(
                 name for kind, name in zip(*_steps(one)) if kind in LOADS and name in wanted
             )
             wanted -= loaded
-    return tuple(one for one in found if loaded.isdisjoint(one[3]))
+    unused = []
+    for one_import in found:
+        _, name, inside, bound = one_import
+        root, _, last = name.rpartition(".")
+        # `import a.b` binds `a`, which has other uses: it has none itself if no code says `b`.
+        of_root = root != "" and not inside and bound == (name.partition(".")[0],)
+        if loaded.isdisjoint(bound) or (of_root and last not in attributes):
+            unused.append(one_import)
+    return tuple(unused)
 
 
 # -- calls for their effect ------------------------------------------------------------------------
