@@ -338,8 +338,9 @@ class IMapIterator(Iterator[T]):
         # Counted before the answer can be taken, so that `bytes_out` is never larger.
         self.buffer.bytes_in += weight
         self._arrived[place] = ok, value, weight, index
-        # Wake last, here and below, because woken threads check the fields that were set.
-        if self._waiters.copy():  # as in `Waiters.wake`, to save a call for most results
+        # Wake last, here and below, because woken threads check the fields that were set.  They
+        # wait for the next answer in order: `_move` sets `_next` before they check and wait.
+        if place == self._next and self._waiters.copy():
             self._waiters.wake()
 
     def finish(self, length: int) -> None:
