@@ -135,9 +135,8 @@ def check_args(
 
     A string is refused if ``func`` cannot take its characters.
     """
-    hint = f"for one argument write {name}=({reprlib.repr(args)},)"
     if not hasattr(args, "__iter__"):
-        raise TypeError(f"{name} must be iterable, not {reprlib.repr(args)}; {hint}")
+        raise TypeError(f"{name} must be iterable, not {reprlib.repr(args)}; {_hint(name, args)}")
     values = tuple(args)
     if isinstance(args, (str, bytes)) and func is not None:
         import inspect  # here, because it takes longer to import than this module
@@ -147,11 +146,15 @@ def check_args(
         except TypeError as exc:
             raise TypeError(
                 f"{name} is a string, so each of its {len(values)} characters would be an argument "
-                f"of {label(func)} ({exc}); {hint}"
+                f"of {label(func)} ({exc}); {_hint(name, args)}"
             ) from None
         except ValueError:
             return values  # a function without a signature
     return values
+
+
+def _hint(name: str, args: Any) -> str:
+    return f"for one argument write {name}=({reprlib.repr(args)},)"
 
 
 def check_iterable(name: str, value: Any) -> tuple[Any, ...]:
