@@ -5,7 +5,6 @@ Names are resolved when they are first used, so ``import xpool`` imports neither
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -92,14 +91,10 @@ __all__ = [*_where, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name in _where:
-        # A garbage collection would find nothing, and take a twentieth of the import.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
+        from xpool._python.uncollected import uncollected
+
+        with uncollected():
             value = getattr(importlib.import_module(_where[name]), name)
-        finally:
-            if collects:
-                gc.enable()
         globals()[name] = value  # Python then no longer calls `__getattr__` for this name
         return value
     try:

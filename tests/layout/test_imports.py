@@ -249,6 +249,19 @@ def test_importing_pool_is_light():
     assert not (loaded & late) - run_python("")
 
 
+@pytest.mark.starts
+def test_no_collection_visits_the_objects_of_imports():
+    """They belong to the oldest generation.  What the program has frozen stays frozen."""
+    run_python(
+        "import gc; from xpool import ThreadPool\n"
+        "assert len(gc.get_objects(0)) + len(gc.get_objects(1)) < 1000"
+    )
+    run_python(
+        "import gc; gc.freeze(); frozen = gc.get_freeze_count(); from xpool import ThreadPool\n"
+        "assert gc.get_freeze_count() > frozen / 2"
+    )
+
+
 _DOCUMENTED = {"sys._getframe", "sys._current_frames", "os._exit"}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import multiprocessing
 import os
 import queue
@@ -30,6 +29,7 @@ from xpool._pools.pool_options import REFUSED_OVER_HOSTS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
 from xpool._python.interrupt import shielded
 from xpool._python.starting import interpreter, occupy_streams
+from xpool._python.uncollected import uncollected
 from xpool._worker.worker_context import imported_by_worker
 from xpool.errors import OptionError
 
@@ -143,16 +143,10 @@ class Pool(BasePool):
         launcher = _find_launcher(self.context)
         if isinstance(launcher, ForkServer):
             launcher.start()
-        # After the server has started, so that both import at the same time.  Without garbage
-        # collection, which takes 150 ms if torch has made many objects.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
+        # After the server has started, so that both import at the same time.
+        with uncollected():
             _import_parts()
             import_for_arrays()
-        finally:
-            if collects:
-                gc.enable()
         options, token = self._options, os.urandom(8).hex()
         arena, limit, layout = assembly.find_arena(
             options.is_copy_tensor, options.share_method, options.memory_limit, token

@@ -7,7 +7,6 @@ in a thread.  The loader's own worker processes are forks of the program or of t
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 import multiprocessing
 import queue
@@ -36,6 +35,7 @@ from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
 from xpool._pools.preloading import preload
 from xpool._pools.process import P2PPool, Pool
 from xpool._pools.thread import ThreadPool
+from xpool._python.uncollected import uncollected
 from xpool.data._loader_worker import (
     AtStart,
     WorkerCopy,
@@ -76,10 +76,7 @@ def prepare(context: Any) -> None:
     """
     if context == "forkserver" or (context is None and not _will_fork()):
         preload()
-    # With the objects of torch, a garbage collection would take 150 ms.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         import_for_arrays()
         for name in _NEEDED:
             importlib.import_module(name)
@@ -87,9 +84,6 @@ def prepare(context: Any) -> None:
             importlib.import_module("numpy.random")  # `generators` seeds it and reads its state
         # This call fills caches.  Forks inherit them.
         pickle.loads(pickle.dumps(torch.empty(1)))
-    finally:
-        if collects:
-            gc.enable()
 
 
 def find_context(context: Any, size: int) -> Any:
