@@ -48,7 +48,6 @@ REFUSED = [
     (["ThreadPool"], "worker_memory", ValueError, BAD_SIZES),
     (["Pool", "ThreadPool"], "worker_memory", EITHER, [0, []]),
     (["Pool", "ThreadPool"], "memory_high", EITHER, [1.5, 0, "half"]),
-    (PLAIN, "initargs", EITHER, [3]),
     (PLAIN, "name", TypeError, [5]),
     *((PLAIN, flag, TypeError, ["no"]) for flag in ("is_copy_tensor", "is_daemon", "is_recursive")),
     (PROCESS, "on_worker_end", TypeError, [3]),
@@ -92,9 +91,9 @@ def test_context_that_does_not_pickle():
 
 
 REFUSED_BY_VERBS: dict[str, list[Any]] = {
-    "retries": [-1, "1", 1.5, False, None],
+    "retries": [-1, "1", 1.5, True, False, None],
     "priority": [None, "1", b"1", [1], True, 1j, float("nan"), Fraction(10**400)],
-    "timeout": BAD_SECONDS,
+    "timeout": [*BAD_SECONDS, True, 10**400],
     "retry_on": [3, "OSError", [OSError], OSError(), (OSError, int)],
 }
 

@@ -59,14 +59,6 @@ def test_a_slow_consumer_stops_the_drawing(kind, make_pool, verb):
     assert source.drawn >= 2 * most
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_late_results_are_complete(kind, make_pool, verb):
-    """Results that are taken late are complete."""
-    pool = make_pool(kind, 2)
-    results = getattr(pool, verb)(work.large, Counting(600), 3)
-    assert [len(x) for x in results] == [SIZE] * 600
-
-
 def test_a_dropped_iterator_sets_no_limit(kind, make_pool):
     """When the results are dropped, the input is drawn to its end, and all tasks run."""
     pool = make_pool(kind, 2)
@@ -79,11 +71,12 @@ def test_a_dropped_iterator_sets_no_limit(kind, make_pool):
     pool.join()
 
 
-def test_join_does_not_wait_for_the_consumer(kind, make_pool):
+@pytest.mark.parametrize(("verb", "chunksize"), [("imap", 1), ("imap_unordered", 3)])
+def test_join_does_not_wait_for_the_consumer(kind, make_pool, verb, chunksize):
     """After `close` and `join`, the caller can still take all results."""
     pool = make_pool(kind, 2)
     source = Counting(600)
-    results = pool.imap(work.large, source)
+    results = getattr(pool, verb)(work.large, source, chunksize)
     _until_full(pool, source)
     pool.close()
     pool.join()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 from support import scripts
 from support.tiers import also
@@ -128,9 +130,14 @@ def test_globals_of_each_process(tmp_path):
     assert out.splitlines() == ["2", "(1, False) True", "['model', 'model']", "KeyError('model')"]
 
 
-POOLS = """
+EXPLAINED = """
+import functools
+import os
+import timeit
+import traceback
 import xpool
 
+PROGRAM = os.getpid()
 pool = None
 class Config:
     pool = None
@@ -144,30 +151,77 @@ def of_class(x):
 def of_other(x):
     return [x].map
 
-def main():
-    global pool
-    pool = Config.pool = xpool.Pool(2)
-    for func in of_global, of_class, of_other:
-        try:
-            pool.apply(func, (-1,))
-        except AttributeError as error:
-            print(*error.args, *getattr(error, "__notes__", ()))
-    pool.terminate()
+def make(pid):
+    if os.getpid() != pid:
+        raise ValueError("made in the program alone")
+    return Odd()
+
+class Odd:
+    def __reduce__(self):
+        return make, (PROGRAM,)
+
+def wrap(func):
+    @functools.wraps(func)
+    def wrapper(*args):
+        return func(*args)
+    wrapper.odd = odd
+    return wrapper
+
+odd = Odd()
+
+@wrap
+def wrapped(x):
+    return x
+
+def reads(x):
+    return odd
+
+def calls(x):
+    return wrapped(x)
+
+def hit():
+    pass
+
+def measures(x):
+    return timeit.timeit("hit()", setup="from __main__ import hit", number=1)
+
+def misses(x):
+    return next(rows)
 
 if __name__ == "__main__":
-    main()
+    rows = (row for row in range(3))
+    pool = Config.pool = xpool.Pool(1)
+    for func in of_global, of_class, of_other, reads, wrapped, calls, measures, misses:
+        try:
+            pool.map(func, [7])
+        except Exception as error:
+            # Python 3.10 has no notes in its tracebacks.
+            said = *traceback.format_exception(error), *getattr(error, "__notes__", ())
+            print(repr("".join(said)))
+    pool.terminate()
+    pool.join()
 """
 
+ALONE = "ValueError while it was loaded: made in the program alone"
+SAID = {
+    "of_global": ("'map'", "The global 'pool' of __main__ is None in this worker", "of its own"),
+    "of_class": ("'map'", "The global 'Config.pool' of __main__ is None in this worker"),
+    "of_other": ("'map'",),
+    "reads": (ALONE,),
+    "wrapped": (ALONE,),
+    "calls": (ALONE,),
+    "measures": ("has 'hit', it was not sent to this worker",),
+    "misses": ("item 0 of misses(): 7", "was not sent to this worker"),
+}
 
-def test_a_pool_that_is_a_global_is_explained(tmp_path):
-    """If a task uses the program's pool, which is None there, the error says why and what to do."""
-    out = scripts.run_ok([scripts.write(tmp_path / "pools.py", POOLS)])
-    first, second, third = out.splitlines()
-    assert "'map'" in first and "'map'" in second
-    assert "The global 'pool' of __main__ is None in this worker" in first
-    assert "The global 'Config.pool' of __main__ is None in this worker" in second
-    assert "makes a pool of its own" in first
-    assert "None in this worker" not in third
+
+def test_an_error_says_why_a_global_is_not_there(tmp_path):
+    """So it does for the program's pool, for a value that a worker cannot load, also if the message
+    itself needs it, for a name that no function names, and for what cannot be sent."""
+    out = scripts.run_ok([scripts.write(tmp_path / "explained.py", EXPLAINED)])
+    for (name, texts), said in zip(SAID.items(), out.splitlines(), strict=True):
+        assert all(text in ast.literal_eval(said) for text in texts), (name, said)
+        assert ("None in this worker" in said) is (name in ("of_global", "of_class"))
 
 
 LARGE = """
@@ -321,33 +375,7 @@ def test_slow_checks_warn_once(tmp_path):
     assert all(part in line for part in parts), line
 
 
-def test_the_item_is_noted_beside_a_missing_global(tmp_path):
-    """If a global cannot be sent, the exception still has the note that names the item."""
-    text = """
-import xpool
-
-def locked(x):
-    return next(rows)
-
-if __name__ == "__main__":
-    rows = (row for row in range(3))
-    with xpool.Pool(1) as pool:
-        try:
-            pool.map(locked, [7])
-        except NameError as error:
-            item, *missing = error.__notes__
-            print(item)
-            # Python 3.10 has no notes in its tracebacks: this one is in the message there.
-            print("was not sent to this worker" in "".join([*missing, str(error)]))
-"""
-    out = scripts.run_ok([scripts.write(tmp_path / "missing.py", text)])
-    assert out == "item 0 of locked(): 7\nTrue\n"
-
-
-@pytest.mark.parametrize(("kind", "times"), [("Pool", 1), ("ThreadPool", 0)])
-def test_a_lock_of_the_script_warns_once(tmp_path, kind, times):
-    """A task that uses the script's lock warns once in a process pool, never in a thread pool."""
-    text = f"""
+LOCKED = """
 import threading
 import warnings
 import xpool
@@ -359,16 +387,21 @@ def locked(x):
         return x
 
 if __name__ == "__main__":
-    with warnings.catch_warnings(record=True) as seen, xpool.{kind}(2) as pool:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            assert pool.map(locked, range(3)) == [0, 1, 2]
-            assert pool.apply(locked, (1,)) == 1
-        said = [one for one in seen if "the lock 'LOCK' of __main__" in str(one.message)]
-        print(len(said), {{one.filename == __file__ for one in said}})
+    for kind in xpool.ThreadPool, xpool.Pool:
+        with warnings.catch_warnings(record=True) as seen, kind(2) as pool:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                assert pool.map(locked, range(3)) == [0, 1, 2]
+                assert pool.apply(locked, (1,)) == 1
+            said = [one for one in seen if "the lock 'LOCK' of __main__" in str(one.message)]
+            print(len(said), {one.filename == __file__ for one in said})
 """
-    out = scripts.run_ok([scripts.write(tmp_path / "lock.py", text)])
-    assert out == ("1 {True}\n" if times else "0 set()\n")
+
+
+def test_a_lock_of_the_script_warns_once(tmp_path):
+    """A task that uses the script's lock warns once in a process pool, never in a thread pool."""
+    out = scripts.run_ok([scripts.write(tmp_path / "lock.py", LOCKED)])
+    assert out == "0 set()\n1 {True}\n"
 
 
 OF_A_SCRIPT = '''
@@ -455,59 +488,6 @@ def test_imports_for_a_message_warn_of_nothing(tmp_path, context):
     out = scripts.run_ok([scripts.write(tmp_path / "warns.py", text)])
     errors = "UserWarning('import latest')\nUserWarning('of the task')\n"
     assert out == f"4 2\nKind\nKind\n{errors}"
-
-
-UNLOADABLE = """
-import functools
-import os
-import traceback
-import xpool
-
-PROGRAM = os.getpid()
-
-def make(pid):
-    if os.getpid() != pid:
-        raise ValueError("made in the program alone")
-    return Odd()
-
-class Odd:
-    def __reduce__(self):
-        return make, (PROGRAM,)
-
-def wrap(func):
-    @functools.wraps(func)
-    def wrapper(*args):
-        return func(*args)
-    wrapper.odd = odd
-    return wrapper
-
-odd = Odd()
-
-@wrap
-def wrapped(x):
-    return x
-
-def reads(x):
-    return odd
-
-def calls(x):
-    return wrapped(x)
-
-if __name__ == "__main__":
-    with xpool.Pool(1) as pool:
-        for func in reads, wrapped, calls:
-            try:
-                pool.apply(func, (1,))
-            except Exception as error:
-                print("ValueError while it was loaded: made in the program alone" in
-                      "".join(traceback.format_exception(error)))
-"""
-
-
-def test_a_global_that_a_worker_cannot_load_says_why(tmp_path):
-    """The error has the reason, also if the message itself is what needs the global."""
-    out = scripts.run_ok([scripts.write(tmp_path / "unloadable.py", UNLOADABLE)])
-    assert out == "True\n" * 3
 
 
 NESTED = """
@@ -747,32 +727,6 @@ def test_variables_in_texts_for_pandas(tmp_path):
     pytest.importorskip("pandas", reason="pandas is not installed")
     out = scripts.run_ok([scripts.write(tmp_path / "frames.py", FRAMES)])
     assert out == "True\n" + "True True\n" * 3
-
-
-SETUP = """
-import timeit
-import xpool
-
-def hit():
-    pass
-
-def measure(x):
-    return timeit.timeit("hit()", setup="from __main__ import hit", number=1)
-
-if __name__ == "__main__":
-    with xpool.Pool(1) as pool:
-        try:
-            pool.apply(measure, (1,))
-        except ImportError as error:
-            said = "".join([*getattr(error, "__notes__", ()), str(error.__cause__)])
-            print("has 'hit', it was not sent to this worker" in said)
-    pool.join()
-"""
-
-
-def test_an_import_from_the_script_in_a_text_says_why_it_fails(tmp_path):
-    """A note names the global that no function names."""
-    assert scripts.run_ok([scripts.write(tmp_path / "setup.py", SETUP)]) == "True\n"
 
 
 NEW = """

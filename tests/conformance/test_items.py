@@ -93,13 +93,10 @@ def test_an_item_without_a_repr(pool):
 
 @pytest.mark.parametrize("chunksize", [1, 3])
 def test_with_index(pool, chunksize):
-    """With ``with_index=True``, each result comes with the index of its item."""
+    """With ``with_index=True``, each result, also a returned exception, comes with the index of its
+    item."""
     found = list(pool.imap_unordered(work.square, range(5, 15), chunksize, with_index=True))
     assert sorted(found) == [(i, (i + 5) ** 2) for i in range(10)]
-
-
-def test_with_index_and_errors(pool):
-    """A returned exception comes with its index too."""
     results = pool.imap_unordered(work.fail_on_three, [3, 4], with_index=True, on_error="return")
     (zero, error), other = sorted(results, key=operator.itemgetter(0))
     assert zero == 0 and type(error) is ValueError and other == (1, 4)

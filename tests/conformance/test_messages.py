@@ -207,22 +207,6 @@ def test_coroutines_of_threads(make_pool):
     assert asyncio.run(one) == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"worker": True}, TypeError),
-        ({"timeout": True}, TypeError),
-        ({"retries": True}, TypeError),
-        ({"timeout": 10**400}, OptionError),
-    ],
-    ids=str,
-)
-def test_options_that_are_no_numbers(make_pool, options, error):
-    """True is refused as a worker, a time and a count. So is a time too large for a float."""
-    with pytest.raises(error, match=next(iter(options))):
-        make_pool(P2PPool, 2).apply(work.square, (2,), **options)
-
-
 @pytest.mark.parametrize("seconds", [3e6, 1e18, 1e300, sys.float_info.max])
 def test_very_long_limits(kind, make_pool, seconds):
     """Very long limits work for a call, for a pool and for `join`."""

@@ -55,14 +55,10 @@ def test_the_async_forms_too(pool):
     assert _told(result.get()) == [(ValueError, (1,)), 2]
 
 
-def test_the_error_has_the_workers_traceback(pool):
-    """A returned exception shows the worker's traceback."""
+def test_what_a_returned_exception_is(pool):
+    """It shows the worker's traceback. One that a task returns is a result like any other."""
     (error,) = pool.map(_fail_on_odd, [1], on_error="return")
     assert "_fail_on_odd" in "".join(traceback.format_exception(error))
-
-
-def test_a_returned_exception_is_a_result(pool):
-    """An exception that a task returns is a result like any other."""
     assert _told(pool.map(work.same, [KeyError(1)], on_error="return")) == [(KeyError, (1,))]
 
 

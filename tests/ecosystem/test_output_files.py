@@ -12,8 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from xpool import CtxPool, OptionError, P2PPool, Pool, TaskTimeout, ThreadPool, WorkerDied
-from xpool._calls.results import Job
-from xpool._worker.task_output import TaskFiles
 from xpool.devices._device_context import PROCESS
 
 
@@ -45,7 +43,8 @@ def speak_in_all_ways(x):
 
 
 def test_each_verb():
-    """A file's name has the number of the call, the function's name and the item's number."""
+    """A file's name has the number of the call, the function's name without invalid characters, and
+    the item's number."""
     with Pool(2, output="files") as pool:
         pool.map(speak, range(3), chunksize=2)
         list(pool.imap(speak, range(3), chunksize=2))
@@ -55,10 +54,12 @@ def test_each_verb():
         pool.submit(speak, 10).result()
         pool.map(speak, [11], seed=1)
         pool.map(speak, [12], progress=lambda done, total: None)
+        pool.apply(lambda: speak(13))
     want = [*((1, i, i) for i in range(3)), *((2, i, i) for i in range(3)), (3, 0, 7), (5, 0, 9),
             (7, 0, 11), (8, 0, 12)]  # fmt: skip
     expected = {f"{job:04}-speak-{i:06}": f"out {x}\nerr {x}\n" for job, i, x in want}
     expected |= {f"{job:04}-speak": f"out {x}\nerr {x}\n" for job, x in ((4, 8), (6, 10))}
+    expected["0009-test_each_verb.-locals-.-lambda"] = "out 13\nerr 13\n"
     assert texts(pool) == expected
 
 
@@ -211,15 +212,10 @@ def test_the_folder_is_new_and_may_go(monkeypatch):
         assert list(texts(pool)) == ["0001-speak-000000"]
     folder = os.path.abspath("xpool-output/now-a-b-c")
     assert pool.output_folder == folder
-    assert TaskFiles("a/b: c").folder == f"{folder}-2"
-    assert TaskFiles("/").folder.endswith("now-task")
-
-
-def test_names_of_files():
-    """A function's name is part of the file's name, without invalid characters."""
-    job = Job(12, "outer.<locals>.<lambda>()", None)
-    path, end = TaskFiles("x").of(job, job.label)
-    assert (os.path.basename(path), end) == ("0012-outer.-locals-.-lambda", "")
+    with Pool(1, output="files", name="a/b: c") as pool:
+        assert pool.output_folder == f"{folder}-2"
+    with Pool(1, output="files", name="/") as pool:
+        assert pool.output_folder.endswith("now-task")
 
 
 def test_refused():
