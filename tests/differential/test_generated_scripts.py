@@ -10,7 +10,6 @@ show the shortest script with a fault.
 """
 
 import os
-from collections import Counter
 
 import pytest
 from support.tiers import also
@@ -57,32 +56,21 @@ def test_more_scripts(first, tmp_path):
 
 @pytest.mark.pure
 def test_seeds_reach_everything():
-    """A seed always gives the same script, and two thousand have all statements in all ways."""
-    found = [script(seed) for seed in range(2000)]
-    assert found[:200] == [script(seed) for seed in range(200)]
+    """A seed always gives the same script, which is a program, and a thousand have all statements
+    in all ways. Each statement has a probe. At most five are excused, with a reason of the
+    documentation."""
+    found = [script(seed) for seed in range(1000)]
+    assert found[:100] == [script(seed) for seed in range(100)]
+    for one in found[:100]:
+        compile(one.text(), "a script", "exec")
+    assert all(one.probes for one in STATEMENTS.values())
+    assert len([one for one in STATEMENTS.values() if one.differs]) <= 5
     assert {one.mode for one in found} == set(MODES)
     parts = [part for one in found for part in one.parts]
     assert {part.statement.name for part in parts} == {*STATEMENTS, *LINKS}
     places = {change[1:] for part in parts for change in part.changes}
     assert places == {(a, b) for a in ("top", "guard", "between") for b in (False, True)}
     assert any(one.needs_torch for one in found)
-
-
-@pytest.mark.pure
-def test_every_script_compiles():
-    """Each script is a program, and each statement has a probe."""
-    for seed in range(300):
-        one = script(seed)
-        compile(one.text(), f"seed {seed}", "exec")
-    assert len(STATEMENTS) >= 70
-    assert all(one.probes for one in STATEMENTS.values())
-    assert len(Counter(one.kind for one in STATEMENTS.values())) >= 10
-
-
-@pytest.mark.pure
-def test_few_statements_may_differ():
-    """At most five statements are excused, each with a reason of the documentation."""
-    assert len([one for one in STATEMENTS.values() if one.differs]) <= 5
 
 
 BROKEN = {

@@ -19,7 +19,7 @@ from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually
 
-from xpool import OptionError, Pool, WorkerDied, current_worker
+from xpool import Pool, WorkerDied, current_worker
 from xpool._engine import relay
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,7 +193,7 @@ def _log_long(_):
     logger.info("many", extra={f"field_{i}": "\N{SNOWMAN}" * 100 for i in range(3000)})
     logger.info("text " + "y" * 10**6)
     odd = {"number": 10**5000, "level": Level.HIGH, "surrogate": "\udcff"}
-    logger.info("odd", extra=odd)
+    logger.info("odd", extra={**odd, "bad": Bad(), "path": Path("/x"), "nan": -0.0})
 
 
 class Level(enum.IntEnum):
@@ -203,7 +203,8 @@ class Level(enum.IntEnum):
 
 
 def test_long_records_are_cut(kept):
-    """A record of any size arrives. Long texts are cut, and omitted fields are named."""
+    """A record of any size arrives. Long texts are cut, and omitted fields are named. Extras arrive
+    as plain data or as their repr, so no object of a user's class is made."""
     _run(_log_long, 1)
     failed, extra, many, text, odd = kept
     assert "_log_long" in failed.exc_text
@@ -218,6 +219,9 @@ def test_long_records_are_cut(kept):
     assert odd.surrogate == "\udcff"
     assert (odd.level, type(odd.level)) == (3, int)
     assert "ValueError" in odd.number
+    assert odd.bad == "<Bad, whose repr raised RuntimeError>"
+    assert odd.path == "PosixPath('/x')"
+    assert str(odd.nan) == "-0.0"
 
 
 class Bad:
@@ -225,19 +229,6 @@ class Bad:
 
     def __repr__(self):
         raise RuntimeError
-
-
-def _log_odd(_):
-    logging.getLogger("tasks").info("odd", extra={"bad": Bad(), "path": Path("/x"), "nan": -0.0})
-
-
-def test_extras_are_plain_data_or_their_repr(kept):
-    """Extras arrive as plain data or as their repr, so no object of a user's class is made."""
-    _run(_log_odd, 1)
-    (record,) = kept
-    assert record.bad == "<Bad, whose repr raised RuntimeError>"
-    assert record.path == "PosixPath('/x')"
-    assert str(record.nan) == "-0.0"
 
 
 class Slow(Keeping):
@@ -425,12 +416,6 @@ def test_prefix_cuts_only_at_ends_of_lines(capfd):
     assert lines == (
         "> a\fb\x1cc\u2028d\x85e\vf\n> one\r> two\r\n> three\n> mine own\n> a thread's>  rest\n"
     )
-
-
-def test_output_is_checked():
-    """An unknown value of `output` is refused."""
-    with pytest.raises(OptionError, match="output"):
-        Pool(1, output="quiet")
 
 
 def test_logging_is_not_imported_for_it():

@@ -131,13 +131,3 @@ def test_a_custom_pool():
 
     with QueueThreadPool(1) as pool, pytest.raises(OptionError, match="stacks"):
         pool.stacks()
-
-
-def test_errors_of_waiting_name_it(make_pool, kind, mailbox, gate):
-    """The error of a wait that timed out mentions `stacks`."""
-    pool = make_pool(kind, 1)
-    result = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, 1))
-    with pytest.raises(TimeoutError, match=r"print\(pool.stacks\(\)\)"):
-        result.get(timeout=0.01)
-    gate.open()
-    result.get()
