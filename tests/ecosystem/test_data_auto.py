@@ -4,7 +4,6 @@ import itertools
 import multiprocessing
 import os
 import random
-import signal
 import time
 from collections import deque
 
@@ -19,6 +18,7 @@ pytestmark = [
 ]
 
 import torch.utils.data as theirs  # noqa: E402
+from support.datasets import Stream, die_once, initialize  # noqa: E402
 
 from xpool import OptionError, ThreadPool  # noqa: E402
 from xpool.data import DataLoader, _loader  # noqa: E402
@@ -147,9 +147,8 @@ class Noisy(theirs.Dataset):
     def __getitem__(self, i):
         info = theirs.get_worker_info()
         assert 0 <= info.id < info.num_workers == 3
-        if i == self.deadly and not os.path.exists(self.flag):
-            open(self.flag, "x").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if i == self.deadly:
+            die_once(self.flag)
         rng = getattr(info, "rng", None)
         if rng is not None:
             return i, rng.random_generator.random()
@@ -280,13 +279,6 @@ def test_a_program_that_only_waits():
     assert loader.report().workers == loader._size() == 3
 
 
-class Stream(theirs.IterableDataset):
-    """The numbers below ten."""
-
-    def __iter__(self):
-        return iter(range(10))
-
-
 class Stateful(Slow):
     """Has a state."""
 
@@ -295,10 +287,6 @@ class Stateful(Slow):
 
     def load_state_dict(self, state):
         assert state == {}
-
-
-def initialize(worker):
-    """Do nothing."""
 
 
 def test_where_the_number_must_be_given():

@@ -5,8 +5,6 @@ The batch of a dead worker is requested again after a pause, in which other batc
 
 import contextlib
 import functools
-import os
-import signal
 
 import pytest
 from support.tiers import also
@@ -15,20 +13,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.torch
 
 import torch.utils.data as theirs  # noqa: E402
+from support.datasets import die_once  # noqa: E402
 
 from xpool import Pool, pickle  # noqa: E402
 from xpool.data import DataLoader  # noqa: E402
 from xpool.data._epoch import PendingBatch  # noqa: E402
 from xpool.data._loader_worker import Base, EpochSpec, WorkerCopy  # noqa: E402
-
-
-def die_once(flag):
-    """Kill this process, unless the file ``flag`` exists."""
-    try:
-        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Once(theirs.IterableDataset):

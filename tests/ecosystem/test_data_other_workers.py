@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import os
 import random
-import signal
 
 import pytest
 from support.tiers import also
@@ -17,6 +15,7 @@ pytestmark = [
 ]
 
 import torch.utils.data as theirs  # noqa: E402
+from support.datasets import Falling, Stream, die_once, initialize  # noqa: E402
 
 from xpool import OptionError, P2PPool, ThreadPool  # noqa: E402
 from xpool.data import DataLoader  # noqa: E402
@@ -39,28 +38,6 @@ class Drawing(theirs.Sampler):
         return COUNT
 
 
-class Falling(theirs.Sampler):
-    """The numbers from the highest one down, with a state."""
-
-    def __init__(self):
-        self.left = COUNT
-
-    def __iter__(self):
-        while self.left:
-            self.left -= 1
-            yield self.left
-        self.left = COUNT
-
-    def __len__(self):
-        return COUNT
-
-    def state_dict(self):
-        return {"left": self.left}
-
-    def load_state_dict(self, state):
-        self.left = state["left"]
-
-
 KINDS = {
     "in order": lambda: {"batch_size": 4},
     "shuffled": lambda: {"batch_size": 4, "shuffle": True, "generator": torch.Generator()},
@@ -69,7 +46,7 @@ KINDS = {
     },
     "single items": lambda: {"batch_size": None, "sampler": Drawing()},
     "a sampler that draws at once": lambda: {"batch_size": 4, "sampler": Drawing()},
-    "a sampler with a state": lambda: {"batch_size": 4, "sampler": Falling()},
+    "a sampler with a state": lambda: {"batch_size": 4, "sampler": Falling(COUNT)},
     "batches": lambda: {
         "batch_sampler": theirs.BatchSampler(
             theirs.WeightedRandomSampler(torch.arange(COUNT) + 1.0, COUNT), 4, True
@@ -145,9 +122,8 @@ class Noisy(theirs.Dataset):
         return COUNT
 
     def __getitem__(self, i):
-        if i == self.deadly and not os.path.exists(self.flag):
-            open(self.flag, "x").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if i == self.deadly:
+            die_once(self.flag)
         return torch.rand(1).item() + random.random()
 
 
@@ -166,10 +142,6 @@ def test_random_numbers_of_the_dataset(tmp_path, before):
         again = made("shuffled", {"num_workers": size}, Noisy())
         again.load_state_dict(state)
         assert values(again) == wanted
-
-
-def initialize(worker):
-    """Do nothing, in place of opening a file."""
 
 
 @pytest.mark.parametrize(
@@ -211,13 +183,6 @@ def test_a_pool_of_another_size():
         again = made("shuffled", {"pool": pool})
         again.load_state_dict(state)
         assert values(again) == wanted
-
-
-class Stream(theirs.IterableDataset):
-    """The numbers below ten."""
-
-    def __iter__(self):
-        return iter(range(10))
 
 
 class Counting(theirs.Dataset):

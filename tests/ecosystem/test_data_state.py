@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import os
 import random
 
 import pytest
@@ -11,6 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.torch
 
 import torch.utils.data as theirs  # noqa: E402
+from support.datasets import Falling, die_once  # noqa: E402
 from support.tiers import also  # noqa: E402
 
 from xpool import OptionError  # noqa: E402
@@ -245,26 +245,6 @@ def test_before_the_first_snapshot_of_an_epoch(workers, taken, epochs):
 @pytest.mark.parametrize(("interval", "drawn"), [(1, 12), *also((0, 30), (4, 18))])
 def test_a_sampler_with_a_state(interval, drawn):
     """A sampler with a state resumes from its last snapshot. With interval 0 it starts again."""
-
-    class Falling(theirs.Sampler):
-        def __init__(self):
-            self.left, self.drawn = 30, 0
-
-        def __iter__(self):
-            while self.left:
-                self.left -= 1
-                self.drawn += 1
-                yield self.left
-
-        def __len__(self):
-            return 30
-
-        def state_dict(self):
-            return {"left": self.left}
-
-        def load_state_dict(self, state):
-            self.left = state["left"]
-
     options = {"num_workers": 2, "workers": "thread", "snapshot_every_n_steps": interval}
     loader = DataLoader(Numbers(), 3, sampler=Falling(), **options)
     batches = iter(loader)
@@ -283,11 +263,7 @@ def test_a_worker_dies(tmp_path):
         def __iter__(self):
             for row in super().__iter__():
                 if row[0] == 33:
-                    try:
-                        os.close(os.open(tmp_path / "died", os.O_CREAT | os.O_EXCL))
-                        os._exit(1)
-                    except FileExistsError:
-                        pass
+                    die_once(tmp_path / "died")
                 yield row
 
     got = values(DataLoader(Dying(), 1, num_workers=2))
@@ -359,28 +335,6 @@ def test_objects_passed_at_the_start(tmp_path, method):
         dataset.file.close()
 
 
-class Order(theirs.Sampler):
-    """The numbers below n, with a state. It begins again at its end."""
-
-    def __init__(self, n):
-        self.n, self.at = n, 0
-
-    def __iter__(self):
-        while self.at < self.n:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def __len__(self):
-        return self.n
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
 @pytest.mark.parametrize("options", [{}, *ALL], ids=str)
 @pytest.mark.parametrize("kind", ["dataset", "sampler"])
 @pytest.mark.parametrize("n", [5, *also(1, 4, 11)])
@@ -390,7 +344,7 @@ def test_after_the_last_batch(options, kind, n):
     def make():
         if kind == "dataset":
             return DataLoader(Counting(n), 2, collate_fn=list, **options)
-        return DataLoader(range(n), 2, sampler=Order(n), collate_fn=list, **options)
+        return DataLoader(range(n), 2, sampler=Falling(n), collate_fn=list, **options)
 
     loader = make()
     batches = iter(loader)
