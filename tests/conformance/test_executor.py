@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures as futures
+import contextlib
 import functools
 import inspect
 import itertools
@@ -26,19 +27,36 @@ import xpool
 from xpool import CtxPool, Executor, Pool, ThreadPool, WorkerDied, WorkerStartFailed
 
 
-@pytest.fixture(params=["own", "over processes", "over threads"])
-def executor(request):
-    """An executor with its own pool, and one for an existing pool of processes and of threads."""
-    if request.param == "own":
+@contextlib.contextmanager
+def executor_of(kind):
+    """An executor with its own pool, or one for an existing pool of processes or of threads."""
+    if kind == "own":
         with Executor(2) as made:
             yield made
         return
-    with (Pool if "processes" in request.param else ThreadPool)(2) as pool:
+    with (Pool if "processes" in kind else ThreadPool)(2) as pool:
         with pool.executor() as made:
             yield made
         assert pool.apply(work.square, (3,)) == 9  # still open
         pool.close()
         pool.join()
+
+
+KINDS = ["own", "over processes", "over threads"]
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def executor(request, warm):
+    """Executors of each kind, which tests share."""
+    with executor_of(request.param) as made:
+        yield made
+
+
+@pytest.fixture(params=KINDS)
+def to_end(request):
+    """Executors of each kind, which a test may shut down."""
+    with executor_of(request.param) as made:
+        yield made
 
 
 def test_submit(executor):
@@ -130,15 +148,15 @@ def test_executor_has_the_standard_methods():
     assert "buffersize" in inspect.signature(Executor.map).parameters
 
 
-def test_shutdown(executor):
+def test_shutdown(to_end):
     """`shutdown` waits for submitted calls. Afterwards the executor refuses calls."""
-    made = [executor.submit(work.square, n) for n in range(8)]
-    executor.shutdown()
+    made = [to_end.submit(work.square, n) for n in range(8)]
+    to_end.shutdown()
     assert [future.result(0) for future in made] == [n**2 for n in range(8)]
-    for again in (lambda: executor.submit(work.square, 1), lambda: executor.map(abs, [1])):
+    for again in (lambda: to_end.submit(work.square, 1), lambda: to_end.map(abs, [1])):
         with pytest.raises(RuntimeError, match="after shutdown"):
             again()
-    executor.shutdown()
+    to_end.shutdown()
 
 
 def test_cancel():
@@ -269,14 +287,14 @@ def pool(request):
         yield made
 
 
-def test_maps_at_a_shutdown(executor):
+def test_maps_at_a_shutdown(to_end):
     """After `shutdown`, `map` with a buffersize yields the items already drawn, then raises if the
     input has more."""
-    whole = executor.map(work.square, range(6), chunksize=2, buffersize=4)
-    half = executor.map(work.square, range(100), buffersize=4)
+    whole = to_end.map(work.square, range(6), chunksize=2, buffersize=4)
+    half = to_end.map(work.square, range(100), buffersize=4)
     for got in whole, half:
         assert [next(got), next(got)] == [0, 1]
-    executor.shutdown()
+    to_end.shutdown()
     assert list(whole) == [next(half) for _ in range(4)] == [4, 9, 16, 25]
     with pytest.raises(RuntimeError, match="after shutdown"):
         next(half)
@@ -295,19 +313,19 @@ def test_the_error_of_the_input_of_a_map(executor):
         next(got)
 
 
-def test_shutdown_waits_for_maps(executor, tmp_path):
+def test_shutdown_waits_for_maps(to_end, tmp_path):
     """`shutdown` waits for all tasks of `map`, even if the caller takes no results."""
     log = tmp_path / "log"
-    executor.map(work.logged, [str(log)] * 20, range(20))
-    executor.shutdown()
+    to_end.map(work.logged, [str(log)] * 20, range(20))
+    to_end.shutdown()
     assert sorted(map(int, log.read_text().split())) == list(range(20))
 
 
 @pytest.mark.parametrize("buffersize", [None, 4])
-def test_cancel_futures_ends_maps(executor, gate, buffersize):
+def test_cancel_futures_ends_maps(to_end, gate, buffersize):
     """`shutdown(cancel_futures=True)` cancels a `map` that has not finished."""
-    got = executor.map(work.gated, [str(gate.path)] * 20, range(20), buffersize=buffersize)
-    executor.shutdown(wait=False, cancel_futures=True)
+    got = to_end.map(work.gated, [str(gate.path)] * 20, range(20), buffersize=buffersize)
+    to_end.shutdown(wait=False, cancel_futures=True)
     with pytest.raises(futures.CancelledError):
         next(got)
     gate.open()
@@ -558,9 +576,9 @@ def test_a_forked_child():
     assert scripts.run_ok(["-W", "ignore", "-c", code]) == "BrokenExecutor\n"
 
 
-def test_the_timeout_of_map(executor, gate):
+def test_the_timeout_of_map(to_end, gate):
     """The error of `map(timeout=)` names the limit."""
-    got = executor.map(work.gated, [str(gate.path)], timeout=0.2)
+    got = to_end.map(work.gated, [str(gate.path)], timeout=0.2)
     with pytest.raises(futures.TimeoutError, match=r"0\.2 s"):
         next(got)
     gate.open()
