@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,10 +97,9 @@ def test_variables_are_set_before_any_import(
 def test_binding_precedes_imports(tmp_path: Path):
     """A fresh process is bound before it imports its first module outside the standard library; an
     import hook records this."""
-    hook = tmp_path / "sitecustomize.py"
-    hook.write_text(
-        textwrap.dedent(
-            """
+    scripts.write(
+        tmp_path / "sitecustomize.py",
+        """
             import os, sys
 
             class Recorder:
@@ -120,16 +117,14 @@ def test_binding_precedes_imports(tmp_path: Path):
                     return None
 
             sys.meta_path.insert(0, Recorder())
-            """
-        )
+        """,
     )
     # The fork server may have imported everything else that this worker needs.
     (tmp_path / "imported_when_bound.py").touch()
     log = tmp_path / "seen"
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
+    script = scripts.write(
+        tmp_path / "script.py",
+        """
             import os
             from xpool import CtxPool
 
@@ -142,15 +137,10 @@ def test_binding_precedes_imports(tmp_path: Path):
                 os.environ["XPOOL_TEST_SEEN"] = os.environ["XPOOL_TEST_LOG"]
                 with CtxPool(worker_contexts=[Bound()], context="forkserver") as pool:
                     print(pool.apply(lambda c: (os.getpid(), os.environ["XPOOL_TEST_DEVICE"])))
-            """
-        )
+        """,
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    env = {**os.environ, "PYTHONPATH": path, "XPOOL_TEST_LOG": str(log)}
-    out = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=True, env=env
-    )
-    pid, device = eval(out.stdout)
+    pid, device = eval(scripts.run_ok([script], PYTHONPATH=path, XPOOL_TEST_LOG=str(log)))
     assert device == "7"
     lines = [line.split() for line in log.read_text().splitlines()]
     worker = [(name, bound) for number, name, bound in lines if int(number) == pid]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -224,11 +222,7 @@ def test_enter_sets_torchs_threads():
         "c = DeviceContext('cpu', 0, 3, {'OMP_NUM_THREADS': '3'}); c.enter()\n"
         "print(torch.get_num_threads(), c.device)"
     )
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
-    )
-    assert out.stdout == "3 cpu\n"
+    assert scripts.run_ok(["-c", code], OMP_NUM_THREADS="1") == "3 cpu\n"
 
 
 def test_contexts_do_not_share_their_environment():

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import work
+from support import scripts, work
 from support.limits import WAIT
 from support.waiting import Gate, Mailbox
 
@@ -21,8 +19,6 @@ from xpool.devices import DeviceContext, devices
 from xpool.xla import MpModelWrapper, MpSerialExecutor
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("cpu_client")]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -243,11 +239,10 @@ def test_spawn_has_torch_xlas_ordinals(monkeypatch: pytest.MonkeyPatch, tmp_path
     """Replicas have the ordinals and devices of torch_xla's own launcher, and return results."""
     monkeypatch.setenv("CPU_NUM_DEVICES", str(count))
     ours = xla.spawn(ordinals, (10,))
-    script = tmp_path / "theirs.py"
-    script.write_text(THEIRS)
-    subprocess.run([sys.executable, str(script), str(tmp_path / "out")], check=True)
-    theirs = sorted(line.split() for line in (tmp_path / "out").read_text().splitlines())
-    assert [[str(fact) for fact in one[:5]] for one in ours] == theirs
+    theirs = scripts.run([scripts.write(tmp_path / "theirs.py", THEIRS), str(tmp_path / "out")])
+    assert theirs.returncode == 0, theirs.stderr
+    found = sorted(line.split() for line in (tmp_path / "out").read_text().splitlines())
+    assert [[str(fact) for fact in one[:5]] for one in ours] == found
     assert [one[5] for one in ours] == [[2.0 * (i + 10)] * 2 for i in range(count)]
 
 
@@ -299,14 +294,7 @@ def test_a_model_on_every_device(monkeypatch: pytest.MonkeyPatch):
 
 def run(code: str, **env: str) -> str:
     """Run code as a separate program, because it may start a runtime."""
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = scripts.run(["-c", code], **env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-import os
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.limits import PROGRAM_LIMIT
+from support import scripts
 
 pytestmark = pytest.mark.pure
 
@@ -89,10 +87,7 @@ def inner_imports() -> list[tuple[str, str, str]]:
 def run_python(code: str) -> set[str]:
     """Run code in a fresh interpreter and return the names in its ``sys.modules``."""
     code += "\nimport sys; print('\\n'.join(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
-    )  # fmt: skip
+    done = scripts.run(["-c", code])
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -294,8 +289,8 @@ def test_private_names_of_python_are_in_one_place():
 @pytest.mark.starts
 def test_a_first_map_imports_no_more_than_it_needs(tmp_path: Path):
     """Rarely needed modules are not imported for a first map."""
-    program = tmp_path / "program.py"
-    program.write_text(
+    program = scripts.write(
+        tmp_path / "program.py",
         "import sys\nfrom xpool import Pool\n"
         "def square(x): return x * x\n"
         "def there(x): return sorted(sys.modules)\n"
@@ -305,9 +300,8 @@ def test_a_first_map_imports_no_more_than_it_needs(tmp_path: Path):
         "        found, = pool.map(there, [1])\n"
         "        print(sorted(sys.modules))\n"
         "        print(found)\n"
-        "    pool.join()\n"
+        "    pool.join()\n",
     )
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     begun = run_python("")  # with what an installed `.pth` file imports
     late = {"multiprocessing.pool", "tempfile", "shutil", "lzma", "bz2", "random", "traceback"}
     late |= {"dataclasses", "inspect", "pathlib", "urllib.parse", "unicodedata"}
@@ -316,11 +310,8 @@ def test_a_first_map_imports_no_more_than_it_needs(tmp_path: Path):
     late -= begun
     # A slow program makes the fork server wait 0.2 s and then import more: run the program again.
     for _ in range(5):
-        done = subprocess.run(
-            [sys.executable, str(program)],
-            capture_output=True, text=True, check=True, env=environment,
-        )  # fmt: skip
-        ours, workers = map(set, map(ast.literal_eval, done.stdout.splitlines()))
+        done = scripts.run_ok([program])
+        ours, workers = map(set, map(ast.literal_eval, done.splitlines()))
         assert not late & ours
         if not late & workers:
             break

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from support.limits import PROGRAM_LIMIT
@@ -45,15 +45,17 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
 
 
-def popen(arguments: Sequence[str], **options: object) -> subprocess.Popen[str]:
-    """Start this interpreter in a new session, with captured output."""
+def popen(
+    arguments: Sequence[str], more: Mapping[str, str] | None = None, **options: object
+) -> subprocess.Popen[str]:
+    """Start this interpreter in a new session, with captured output; ``more``: variables."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=environment(**(more or {})),
         start_new_session=True,
         **options,  # type: ignore[call-overload]
     )
@@ -64,9 +66,11 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def run(arguments: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run to the end; `text` is the standard input, for ``python -``."""
-    process = popen(arguments)
+def run(
+    arguments: Sequence[str], text: str | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end; `text` is the standard input, for ``python -``; ``more`` are variables."""
+    process = popen(arguments, more)
     try:
         out, err = process.communicate(
             None if text is None else textwrap.dedent(text), PROGRAM_LIMIT
@@ -80,9 +84,9 @@ def run(arguments: Sequence[str], text: str | None = None) -> subprocess.Complet
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def run_ok(arguments: Sequence[str], text: str | None = None) -> str:
+def run_ok(arguments: Sequence[str], text: str | None = None, **more: str) -> str:
     """Run to the end, expect exit code 0 and an empty stderr; return the output."""
-    done = run(arguments, text)
+    done = run(arguments, text, **more)
     assert done.returncode == 0 and not done.stderr, (
         f"exit code {done.returncode}\n--- out\n{done.stdout}\n--- err\n{done.stderr}"
     )
