@@ -8,6 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from support import gpu
+from support.work import pid, same
+
+__all__ = ["pid", "same"]
 
 kept: dict[str, Any] = {}
 """Objects that tasks keep in this worker."""
@@ -44,10 +47,6 @@ def make_model() -> Any:
     model.weight = torch.nn.Parameter(put(torch.ones(2, 3)))
     model.weight.label = "weights"
     return model
-
-
-def same(x: Any) -> Any:
-    return x
 
 
 def keep(name: str, x: Any) -> None:
@@ -101,10 +100,6 @@ def waited() -> int:
 
 def set_variable(name: str, value: str) -> None:
     os.environ[name] = value
-
-
-def pid(*_: Any) -> int:
-    return os.getpid()
 
 
 def kill_oneself(*_: Any) -> None:

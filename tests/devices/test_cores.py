@@ -307,7 +307,7 @@ def end_at(core: int, box: str, once: str) -> None:
         signal.pause() if threading.current_thread() is threading.main_thread() else spin()
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("which", [1, *also(0, 2)])
 def test_killed_while_it_starts(
     start: Any, mailbox: Mailbox, gate: Gate, tmp_path: Path, which: int
 ):

@@ -8,6 +8,7 @@ import threading
 import pytest
 from support import work
 from support.limits import WAIT
+from support.tiers import also
 from support.waiting import eventually
 
 from xpool import TaskCancelled
@@ -25,7 +26,7 @@ def cancelled(result):
     return not result.successful()
 
 
-@pytest.mark.parametrize("how", STUCK)
+@pytest.mark.parametrize("how", ["stubborn", *also("counts", "in C")])
 def test_a_running_task(process_kind, make_pool, how, log, mailbox, gate):
     """A stuck task is stopped. The tasks behind it are done, and all workers are usable."""
     pool = make_pool(process_kind, 2)

@@ -263,7 +263,7 @@ OPEN_AT_EXIT = """
 """
 
 
-@pytest.mark.parametrize("how", ["ignored", "handled"])
+@pytest.mark.parametrize("how", ["ignored", *also("handled")])
 @pytest.mark.parametrize("context", ["fork", *also("spawn", "forkserver")])
 def test_an_open_pool_where_sigterm_ends_nothing(tmp_path, context, how):
     """At the exit, `multiprocessing` sends SIGTERM to the workers that it has started, and waits

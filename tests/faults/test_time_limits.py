@@ -13,6 +13,7 @@ import time
 import pytest
 from support import scripts, work
 from support.limits import WAIT
+from support.tiers import also
 from support.waiting import eventually, wait_gone
 
 from xpool import Pool, PoolClosed, TaskTimeout, ThreadPool, WorkerStartFailed, XPoolError
@@ -246,7 +247,7 @@ def test_the_default_of_the_pool(process_kind, make_pool):
     assert pool.apply(work.square, (3,)) == 9
 
 
-@pytest.mark.parametrize("how", STUCK)
+@pytest.mark.parametrize("how", ["stubborn", *also("counts", "in C")])
 def test_terminate_while_a_task_is_being_stopped(process_kind, make_pool, mailbox, how):
     """`terminate` does not wait for the grace period, and every result raises an error."""
     pool = make_pool(process_kind, 2)

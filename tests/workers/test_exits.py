@@ -156,8 +156,13 @@ def hang(what, limit):
         atexit.register(ctypes.PyDLL(None).pause)  # holds the interpreter's lock
 
 
-@pytest.mark.parametrize("method", [None, "fork"])
-@pytest.mark.parametrize("what", ["finalizer", "thread", "callback in C"])
+@pytest.mark.parametrize(
+    ("what", "method"),
+    [
+        *(("finalizer", None), ("thread", "fork"), ("callback in C", None)),
+        *also(("finalizer", "fork"), ("thread", None), ("callback in C", "fork")),
+    ],
+)
 def test_an_end_that_hangs(make_pool, capfd, what, method):
     """A worker whose end hangs is killed and prints its stack, and `join` returns."""
     from xpool import Pool
