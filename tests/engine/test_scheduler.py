@@ -36,35 +36,6 @@ def ready(workers, lifetime=None):
     return sched
 
 
-def jobs_in_order(sched):
-    """Let worker 0 run what waits, one task after the other; return the jobs."""
-    order = []
-    while sched.waiting() or sched.in_flight[0].size:
-        order += [batch.job for _, batch in sched.next_batches()]
-        sched.answered(0, 1, seconds=1.0)
-    return order
-
-
-def test_streams_without_room_let_lower_priorities_go_first():
-    """Tasks of 2,000 streams that have no room for results hold up none of a lower priority."""
-    sched, room = ready(1), []
-    for job in range(1, 2001):
-        stream = task_range(job, priority=job)
-        stream.may_run = lambda first: bool(room)
-        sched.put(stream)
-    sched.put(task_range(2001, priority=0.5))
-    sched.put(task_range(2002))
-    order = []
-    for _ in range(2):
-        ((_, batch),) = sched.next_batches()
-        order.append(batch.job)
-        sched.answered(0, 1)
-    assert order == [2001, 2002] and sched.next_batches() == []
-    sched.put(task_range(2003))
-    room.append(1)
-    assert jobs_in_order(sched) == [*range(2000, 0, -1), 2003]
-
-
 class Counted(float):
     """A priority that counts comparisons."""
 

@@ -8,7 +8,7 @@ import pytest
 from support import work
 from support.waiting import eventually, pass_gate, post
 
-from xpool import CtxPool, P2PPool, Pool, WorkerDied
+from xpool import P2PPool, Pool, WorkerDied
 from xpool._engine import memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it takes /proc")
@@ -146,26 +146,6 @@ def test_the_kernel_kills_a_worker(mailbox, gate, kills):
             lost = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
             _killed(mailbox, kills)
             lost.get()
-
-
-def _with_context(context, box, gate):
-    return context, work.post_and_gate(box, gate)
-
-
-def test_workers_with_contexts(mailbox, gate, kills):
-    """The next try of a task of a `CtxPool` is alone, too."""
-    with CtxPool(2, worker_contexts=["a", "b"]) as pool:
-        heavy = pool.apply_async(_with_context, (mailbox.path, gate.path), retries=1)
-        _killed(mailbox, kills)
-        mailbox.line()
-        other = pool.apply_async(_with_context, (mailbox.path, gate.path))
-        assert pool.statistics()["running"] == 1
-        assert pool.statistics()["waiting"] == 1
-        gate.open()
-        heavy.get()
-        mailbox.line()
-        gate.open()
-        assert other.get()[0] in ("a", "b")
 
 
 def test_another_kill_is_no_lack_of_memory(mailbox, gate, kills):

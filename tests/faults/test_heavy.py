@@ -142,60 +142,6 @@ def test_as_many_as_fit_run_at_a_time(machine, mailbox, gate, tight, begun, verb
         assert pool.report().deaths == 1
 
 
-def test_one_runs_whatever_is_free(machine, mailbox, gate, tight, begun):
-    """Without free memory, one task runs at a time, and others begin when there is some."""
-    with Pool(4) as pool:
-        tight(pool, free=0)
-        found = pool.map_async(_heavy, _items(mailbox, gate, 5), chunksize=1)
-        late = pool.apply_async(work.square, (3,))
-        for left in (2, 1, 0):
-            begun(pool, 1)
-            assert pool.statistics()["running"] == 1 and not late.ready()
-            if left:
-                gate.open()
-        machine.free = 1000 * MB
-        _running(pool, 2)
-        machine.free = 0
-        begun(pool, 1)
-        assert pool.statistics()["running"] == 2 and not late.ready()
-        machine.free = 4000 * MB  # enough for all
-        mailbox.line()
-        assert late.get() == 9
-        eventually(lambda: not _heavy_of(pool).needs, "the function is as others")
-        gate.open(3)
-        assert found.get() == list(range(5))
-
-
-def test_the_expected_memory_falls(mailbox, gate, tight):
-    """After one large task among small ones, all workers soon run tasks again."""
-    with Pool(3) as pool:
-        tight(pool, free=1000)
-        gate.open(50)
-        assert pool.map(_heavy, _items(mailbox, gate, 50), chunksize=1) == list(range(50))
-        eventually(lambda: not _heavy_of(pool).needs, "the function is as others")
-        mailbox.lines(50)
-        found = pool.map_async(_heavy, _items(mailbox, gate, 3), chunksize=1)
-        assert len(set(mailbox.lines(3))) == 3
-        gate.open(3)
-        found.get()
-
-
-def test_other_functions_and_bound_tasks(mailbox, gate, tight):
-    """Tasks of other functions, and those of `run_all`, begin beside a heavy one."""
-    with Pool(3) as pool:
-        tight(pool, free=0)
-        first = pool.apply_async(_heavy, ((mailbox.path, gate.path, 1),))
-        mailbox.line()
-        assert pool.map(work.square, range(40), 1) == [x * x for x in range(40)]
-        assert [pool.apply(work.square, (x,)) for x in range(5)] == [0, 1, 4, 9, 16]
-        everywhere = ThreadPoolExecutor(1)
-        every = everywhere.submit(pool.run_all, _heavy, (mailbox.path, gate.path, 2))
-        mailbox.lines(2)
-        gate.open(4)
-        assert first.get() == 1 and every.result() == [2] * 3
-        everywhere.shutdown()
-
-
 def test_without_retries_nothing_changes(machine, mailbox, gate):
     """A task that is not retried makes its function no heavy one."""
     with Pool(2) as pool:

@@ -121,17 +121,6 @@ def stay_once(flag, x=None):
     return x
 
 
-def test_others_run_in_the_pause(kind, make_pool, log):
-    """During the pause before a retry, the only worker runs hundreds of other tasks."""
-    pool = make_pool(kind, 1)
-    again = pool.apply_async(
-        work.raise_times, (str(log), 4, OSError, "fifth"), retries=4, retry_on=OSError
-    )
-    assert pool.map(work.square, range(500), 1) == [i * i for i in range(500)]
-    assert not again.ready()
-    assert again.get(WAIT) == "fifth"
-
-
 def test_a_task_that_kills_every_worker(process_kind, make_pool, log):
     """A task that kills every worker runs at most five times. The error has this number."""
     pool = make_pool(process_kind, 1)

@@ -225,18 +225,6 @@ def test_an_import_that_ends_in_time(process_kind, make_pool, mailbox, gate):
     assert pool.apply(work.import_plugin) == ["plugin"]
 
 
-def test_time_in_the_queue_does_not_count(process_kind, make_pool, mailbox, gate):
-    """The time limit starts when a worker begins the task."""
-    pool = make_pool(process_kind, 1)
-    held = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
-    mailbox.line()
-    waiting = pool.apply_async(work.square, (3,), timeout=LONG)
-    waiting.wait(LONG + 0.1)
-    assert not waiting.ready()
-    gate.open(1)
-    assert waiting.get(WAIT) == 9 and held.get(WAIT) is None
-
-
 def test_the_default_of_the_pool(process_kind, make_pool):
     """`task_timeout=` is the limit for every verb that gives no other limit."""
     pool = make_pool(process_kind, 1, work.nothing, task_timeout=LIMIT)

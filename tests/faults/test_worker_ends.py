@@ -260,19 +260,6 @@ def freeing(ends):
     return hook
 
 
-def test_before_the_replacement_starts(tmp_path, ends, freeing):
-    """With a process for each task, each lock of an ended worker is free before the next one: its
-    worker takes the lock file in `enter()`, and only the hook removes it."""
-    contexts = [Locked(tmp_path, i) for i in range(2)]
-    with CtxPool(worker_contexts=contexts, on_worker_end=freeing, maxtasksperchild=1) as pool:
-        pids = set(pool.map(work.pid, range(12), chunksize=1))
-        pool.close()
-        pool.join()
-    assert len(pids) == 12 and pids <= {end.pid for end in ends}
-    assert {end.exitcode for end in ends} == {0} and list(tmp_path.iterdir()) == []
-    assert [end.reason for end in ends].count("recycled") >= 10
-
-
 def test_a_hook_that_raises(monkeypatch, ends):
     """An exception of the hook goes to `threading.excepthook`, and the worker is replaced."""
     caught: list[Any] = []

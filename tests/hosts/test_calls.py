@@ -85,63 +85,12 @@ def answers(engine):
     return found
 
 
-def test_the_host_used_last_is_used_again(engine, fleet):
-    """One call after the other goes to one host, whose processes are warm; a second one beside it
-    goes to the other."""
-    for number in 1, 2, 3:
-        engine.call(number, b"%d" % number, None, ONCE)
-        assert answers(engine) == [(number, b"%d" % number)]
-    assert len(set(fleet.received)) == 1
-    warm = fleet.received[0]
-    # The first of two goes to the host used last, and the host that answers last is used next.
-    engine.submit(call_of(4))
-    engine.submit(call_of(5))
-    assert [host for host, _, _ in fleet.calls] == [warm, 1 - warm]
-    fleet.tell(fleet.reply())
-    engine.wait(0)
-    fleet.tell(fleet.reply())
-    engine.wait(0)
-    assert answers(engine) == [(4, b"4"), (5, b"5")]
-    engine.call(6, b"6", None, ONCE)
-    assert fleet.received[-1] == 1 - warm
-
-
 def test_an_idle_host_is_not_late(engine):
     """A host that was late and has nothing to do may hold as much as before, and has no timer."""
     sched = engine.service.sched
     host = sched.hosts[0]
     host.pace = 3
     assert sched.look(0) == [] and host.pace is None and not host.watched
-
-
-@pytest.mark.parametrize("how", ["error", "cancelled"])
-def test_a_host_that_gave_no_value_is_not_used_next(engine, fleet, how):
-    """Its worker may be busy or gone."""
-    engine.call(1, b"1", None, ONCE)
-    warm = fleet.received[0]
-    engine.submit(call_of(2))
-    assert fleet.calls[0][0] == warm
-    if how == "cancelled":
-        engine.withdraw(CALLS, 2)
-    else:
-        fleet.tell(fleet.reply()._replace(messages=[m.Answer(2, 0, 1, False, b"")]))
-        engine.wait(0)
-    fleet.calls.clear()
-    engine.submit(call_of(3))
-    assert [host for host, _, _ in fleet.calls] == [1 - warm]
-
-
-def test_a_retry_goes_to_another_host(engine, fleet):
-    engine.call(1, b"1", None, ONCE)
-    warm = fleet.received[0]
-    engine.submit(TaskRange(CALLS, 0, 2, (b"2",), None, Terms(1)))
-    assert fleet.calls[0][0] == warm
-    fleet.tell(fleet.reply()._replace(messages=[m.Again(2, 0, False)]))
-    engine.wait(0)
-    fleet.calls.clear()
-    while not fleet.calls:  # the retry is due after a pause
-        engine.wait(10)
-    assert [host for host, _, _ in fleet.calls] == [1 - warm]
 
 
 def test_a_call_that_is_too_large_for_one_message_leaves_at_once(engine, fleet):

@@ -196,11 +196,6 @@ def strides_lost(sent: Any, back: Any) -> list[Any]:
     return lost
 
 
-def echo(obj: Any) -> tuple[Any, list[Any]]:
-    """A task: return the object and its fingerprint in the worker."""
-    return obj, fingerprint(obj)
-
-
 # -- drawing --------------------------------------------------------------------------------------
 
 Draw = Callable[..., Any]

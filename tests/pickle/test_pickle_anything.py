@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import gc
-import logging
 import pickle
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.waiting import eventually
 
-from xpool import Pool
 from xpool._memory.arena import Arena
 from xpool._pickling.frame import Layout
 from xpool._pickling.tensors import extents
@@ -117,32 +113,6 @@ def test_sent_on_repeatedly(sent: Any) -> None:
         back = decode(bytearray(encode(back)))
         gc.collect(0)
     assert anything.fingerprint(back) == before
-
-
-@pytest.fixture(scope="module", params=["copy", "share"])
-def pool(request: pytest.FixtureRequest, warm: None) -> Iterator[Any]:
-    with Pool(1, is_copy_tensor=request.param == "copy") as one:
-        # The worker runs and its log is read before the leak check.
-        one.apply(anything.echo, (1,))
-        one.apply(logging.getLogger("tests").error, ("begin",))
-        reader = f"{one.name}-logs"
-        eventually(lambda: reader in [thread.name for thread in threading.enumerate()], reader)
-        yield one
-    one.join()
-
-
-@pytest.mark.exhaustive
-@FEW
-@given(data=st.data())
-def test_through_a_pool(pool: Any, data: Any) -> None:
-    """The structure is the same in the worker and after its return."""
-    copies = pool._options.is_copy_tensor
-    sent = data.draw(anything.structures(arrays=copies))
-    before = anything.fingerprint(sent)
-    back, there = pool.apply(anything.echo, (sent,))
-    assert there == before
-    check(sent, back, before)
-    assert copies or anything.shared(sent, back)
 
 
 # -- the arithmetic -------------------------------------------------------------------------------
