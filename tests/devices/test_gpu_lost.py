@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from support.tiers import also
 
 from xpool import CtxPool, P2PPool, Pool, ResultNotPicklable
 from xpool.devices import devices
@@ -62,7 +63,7 @@ def outcome(result: Any) -> Any:
         return type(exc), str(exc)
 
 
-@pytest.mark.parametrize(("kind", "count"), [(Pool, 1), (P2PPool, 2)])
+@pytest.mark.parametrize(("kind", "count"), [(Pool, 1), *also((P2PPool, 2))])
 def test_no_other_task_fails(make_pool: Callable[..., Any], kind: type[Pool], count: int):
     """Also tasks that were sent to the worker before it was lost are run."""
     pool = make_pool(kind, count, stand_in)

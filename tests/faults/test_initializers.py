@@ -15,7 +15,7 @@ from support import work
 from support.kinds import STDLIB
 from support.limits import WAIT
 
-from xpool import Pool, PoolClosed, WorkerDied, WorkerStartFailed, XPoolError
+from xpool import Pool, PoolClosed, WorkerStartFailed, XPoolError
 
 from .after_faults import story
 
@@ -73,25 +73,6 @@ def test_initializers_that_fail_in_many_threads(thread_kind, make_pool):
     finally:
         over.set()
     assert error.attempts == 3 and isinstance(error.__cause__, RuntimeError)
-
-
-def test_initializer_that_fails_once(process_kind, make_pool, tmp_path):
-    """If a start fails once, the pool starts another worker."""
-    pool = make_pool(process_kind, 1, work.end_once, ("raise", str(tmp_path / "flag")))
-    assert pool.apply_async(work.square, (3,)).get(WAIT) == 9
-
-
-def test_replacement_that_cannot_start(process_kind, make_pool, tmp_path):
-    """If a replacement cannot start, the pool stops with the reason."""
-    flag = tmp_path / "broken"
-    pool = make_pool(process_kind, 1, work.fail_if_exists, (str(flag),))
-    assert pool.apply(work.square, (3,)) == 9
-    flag.touch()
-    with pytest.raises(WorkerDied):
-        pool.apply(work.end, ("SIGKILL",))
-    with pytest.raises(XPoolError) as caught:
-        pool.apply_async(work.square, (3,)).get(WAIT)
-    assert "broken" in story(caught.value)
 
 
 def fail_and_stay() -> None:
@@ -217,11 +198,3 @@ def test_initargs_that_do_not_unpickle(process_kind, make_pool):
         make_pool, process_kind, 1, work.remember, (work.EndsWhenUnpickled("raise"),)
     )
     assert "sabotage" in story(error)
-
-
-def test_terminate_while_starting(process_kind, make_pool, mailbox, gate):
-    """A pool can be terminated while its initializers still run."""
-    pool = make_pool(process_kind, 2, work.post_and_gate, (mailbox.path, gate.path))
-    mailbox.line()
-    pool.terminate()
-    pool.join()

@@ -248,14 +248,6 @@ def test_terminate_while_a_task_is_being_stopped(process_kind, make_pool, mailbo
             result.get(0)
 
 
-def test_results_larger_than_a_pipe_are_not_too_late(process_kind, make_pool):
-    """The time to send a result does not count, because the task has ended."""
-    pool = make_pool(process_kind, 2)
-    assert [len(x) for x in pool.map(work.large, [20_000_000] * 4, 1, timeout=30)] == [
-        20_000_000
-    ] * 4
-
-
 # Threads -----------------------------------------------------------------------------------------
 
 
@@ -338,14 +330,6 @@ def test_an_initializer_that_does_not_end(process_kind, make_pool):
     error = caught.value
     assert "stay_on_three" in story(error) and error.attempts >= 2
     assert isinstance(error.__cause__, TaskTimeout) and error.__cause__.seconds == LONG
-
-
-def test_an_initializer_that_does_not_end_at_first(process_kind, make_pool, tmp_path):
-    """If a start hangs once, the pool tries again and works."""
-    pool = make_pool(
-        process_kind, 1, work.stay_once, (str(tmp_path / "flag"),), initializer_timeout=LONG
-    )
-    assert pool.apply_async(work.square, (3,)).get(WAIT) == 9
 
 
 def test_initializers_that_do_not_end_in_a_closed_pool(thread_kind, make_pool, gate):

@@ -164,11 +164,6 @@ def recall(*_: Any) -> list[Any]:
     return list(initialised)
 
 
-def post_pid(path: str, *_: Any) -> int:
-    post(path, str(os.getpid()))
-    return os.getpid()
-
-
 def gated(gate: str, x: Any = None) -> Any:
     pass_gate(gate)
     return x
@@ -384,11 +379,6 @@ def post_and_sleep(box: str) -> None:
     """Post the worker's pid, then sleep longer than any test waits."""
     post(box, str(os.getpid()))
     time.sleep(120)
-
-
-def fail_if_exists(path: str) -> None:
-    if os.path.exists(path):
-        raise RuntimeError(f"{os.path.basename(path)}!")
 
 
 def sleep_long(*_: Any) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import weakref
 from multiprocessing import util
+from typing import Any
 
 import pytest
 from support import scripts, work
@@ -297,23 +298,25 @@ def test_exit_of_a_worker_that_dies(make_pool, log, how):
 
 
 def test_exit_in_a_thread(make_pool):
-    """In a pool of threads, `exit()` is called in the thread of `enter()`."""
+    """In a pool of threads, `exit()` is called in the thread of `enter()`. A context needs no
+    `enter()`."""
 
-    class Where:
-        def enter(self):
-            self.entered = threading.get_ident()
-
+    class Leaves:
         def exit(self):
             ended.append((self, threading.get_ident()))
 
-    ended: list[tuple[Where, int]] = []
-    contexts = [Where(), Where()]
+    class Where(Leaves):
+        def enter(self):
+            self.entered = threading.get_ident()
+
+    ended: list[tuple[Any, int]] = []
+    contexts = [Where(), Where(), Leaves()]
     pool = make_pool(xpool.CtxThreadPool, worker_contexts=contexts)
     pool.map(lambda context, x: x, range(10))
     pool.close()
     pool.join()
     assert {id(context) for context, _ in ended} == set(map(id, contexts))
-    assert all(context.entered == thread for context, thread in ended)
+    assert all(getattr(context, "entered", thread) == thread for context, thread in ended)
 
 
 def test_exit_of_an_abandoned_thread(make_pool, log):
@@ -334,23 +337,3 @@ def test_exit_of_an_abandoned_thread(make_pool, log):
     pool.close()
     pool.join()
     assert log.read_text().split().count("exit:0") == 1
-
-
-class Leaves:
-    """A context without `enter`."""
-
-    def __init__(self, log):
-        self.log = str(log)
-
-    def exit(self):
-        work.log_line(self.log, "exit")
-
-
-@pytest.mark.parametrize("kind", ["CtxPool", "CtxThreadPool"])
-def test_a_context_needs_no_enter(make_pool, log, kind):
-    """`exit()` is called for a context that has no `enter()`."""
-    pool = make_pool(getattr(xpool, kind), worker_contexts=[Leaves(log)])
-    pool.apply(work.same)
-    pool.close()
-    pool.join()
-    assert log.read_text().split() == ["exit"]

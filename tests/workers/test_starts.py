@@ -265,27 +265,3 @@ ENDED = """
 def test_a_pool_that_ends_while_the_server_imports(tmp_path):
     """Its end does not wait for the import, which never ends here."""
     assert run(tmp_path, ENDED) == "closed\n" * 3
-
-
-KILLED = """
-    if __name__ == "__main__":
-        import signal
-        from needy import where
-        from support import leaks
-        with xpool.Pool(1) as pool:
-            pool.apply(note, (7,))
-            (server,) = leaks.servers()
-            os.kill(server, signal.SIGKILL)
-            imported, worker, _ = pool.apply_async(where, (0,)).get()
-            assert imported == server
-            assert pool.apply(noted, (0,)) == (7, worker)
-            os.kill(worker, signal.SIGKILL)
-            imported, _, server = pool.apply_async(where, (0,), retries=3).get()
-            assert imported == server
-        pool.join()
-"""
-
-
-def test_a_server_that_is_killed(tmp_path):
-    """Its workers continue. New workers come from a new server, which imports torch."""
-    assert run(tmp_path, KILLED) == ""
