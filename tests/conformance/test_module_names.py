@@ -170,12 +170,15 @@ class Parser:
         return xml.etree.ElementTree.fromstring(text).tag
 
 def main():
+    import email.message, urllib.parse
     trees = xml
     functions = (
         lambda _: logging.handlers.BufferingHandler.__name__,
         lambda _: Parser().parse("<a/>"),
         lambda _: trees.etree.ElementTree.__name__,
         lambda _: [one for one in sys.modules if one in ("xml.dom", "wsgiref.simple_server")],
+        lambda _: urllib.parse.quote("/ "),
+        lambda _, given=email: given.message.Message.__name__,
     )
     with xpool.Pool(1, context=CONTEXT) as pool:
         print(*(pool.apply(one, (0,)) for one in functions))
@@ -191,7 +194,7 @@ def test_submodules_of_packages(tmp_path, context):
     """Workers import those that functions use by the name of the package (`import xml.etree`)."""
     text = SUBMODULES.replace("CONTEXT", repr(context))
     out = scripts.run_ok([scripts.write(tmp_path / "submodules.py", text)])
-    assert out == "BufferingHandler a xml.etree.ElementTree []\n"
+    assert out == "BufferingHandler a xml.etree.ElementTree [] /%20 Message\n"
 
 
 INSTALLED = """

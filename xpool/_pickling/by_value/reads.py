@@ -168,6 +168,8 @@ def keys_of(function: FunctionType) -> set[Key]:
         for name in use.names
         if isinstance(value := values.get(name), ModuleType)
     ]
+    given = *variables_of(function), *(function.__defaults__ or ())
+    modules += [(one, False) for one in given if name_of(one) is not None]
     for level, name, inside in use.imports:
         absolute = absolute_name(level, name, values.get("__package__"))
         if not absolute:
