@@ -810,6 +810,60 @@ def test_objects_in_globals_arrive_without_effects_of_their_classes(tmp_path):
     assert scripts.run_ok([scripts.write(tmp_path / "new.py", NEW)]).split() == ["True"] * 3
 
 
+LIBRARY = """
+import threading
+
+OPTIONS, SEEN, LOCK, FILE = {"rate": 1}, [], threading.Lock(), open(__file__)
+
+class Store:
+    items = ()
+
+STORE = Store()
+
+def fit(x, options=OPTIONS, lock=LOCK, *, store=STORE, file=FILE):
+    return options["rate"], options is OPTIONS, lock is LOCK, store.items, store is STORE, file.name
+
+def note(x, seen=SEEN):
+    seen.append(x)
+    return len(seen)
+
+class Model:
+    def __init__(self, options=OPTIONS):
+        self.options = options
+
+    @staticmethod
+    def rate(options=OPTIONS):
+        return options["rate"]
+"""
+
+DEFAULTS = """
+import library
+import xpool
+
+def use(x):
+    model = library.Model()
+    same = model.options is library.OPTIONS
+    return library.fit(x), model.options["rate"], same, library.Model.rate()
+
+if __name__ == "__main__":
+    library.OPTIONS["rate"], library.STORE.items = 2, ["a"]
+    with xpool.Pool(1) as pool:
+        for function in use, library.fit, use:
+            print(pool.apply(function, (0,)) == function(0), end=" ")
+            library.OPTIONS["rate"] += 1
+        library.SEEN.append(0)
+        print(pool.map(library.note, [1, 2]))
+    pool.join()
+"""
+
+
+def test_defaults_that_are_globals_of_a_module(tmp_path):
+    """A default of a function that a worker imports changes with the global that it is."""
+    scripts.write(tmp_path / "library.py", LIBRARY)
+    out = scripts.run_ok([scripts.write(tmp_path / "defaults.py", DEFAULTS)])
+    assert out == "True True True [2, 3]\n"
+
+
 RECURSIVE = """
 import xpool
 

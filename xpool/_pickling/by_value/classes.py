@@ -383,7 +383,7 @@ def _is_of_statement(cls: type, name: str, value: Any) -> bool:
     return False
 
 
-def _methods(cls: type) -> Iterator[tuple[str, Any, FunctionType]]:
+def methods(cls: type) -> Iterator[tuple[str, Any, FunctionType]]:
     """Yield the path, the attribute and the function of each method, also of inner classes."""
     for path, owner in with_nested(cls.__qualname__, cls):
         for name, value in list(vars(owner).items()):
@@ -396,7 +396,7 @@ def own_methods(cls: type) -> dict[str, Any]:
     """Return by path what tells whether methods that a class got by its statement have changed."""
     return {
         path: (value, one.__code__)
-        for path, value, one in _methods(cls)
+        for path, value, one in methods(cls)
         if one.__qualname__ == path and not is_patch(one, cls.__module__)
     }
 
@@ -436,7 +436,7 @@ def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
     other parts that may be changed in place."""
     functions = [
         (one, one.__code__, one.__defaults__, one.__kwdefaults__)
-        for _, _, one in _methods(cls)
+        for _, _, one in methods(cls)
         if not one.__dict__
     ]
     definition = _entry_of(cls).definitions.get(False)

@@ -17,7 +17,7 @@ import functools
 import importlib.machinery
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -219,6 +219,8 @@ def place_of(key: Key) -> tuple[Any, str]:
         made = any(hasattr(type(vars(one).get(name)), "__set__") for one in type(owner).__mro__)
         if made and origin_of(key[0]) == INSTALLED:
             holder = _Properties(owner)
+    elif name.startswith("="):
+        holder = Defaults(owner)
     return holder, name
 
 
@@ -260,6 +262,39 @@ class _Properties:
 
     def __contains__(self, name: str) -> bool:
         return True
+
+
+class Defaults(dict[str, Any]):
+    """The defaults of a function, also of a static method, by "=" and the name of the parameter."""
+
+    def __init__(self, owner: Any) -> None:
+        self._function = function = getattr(owner, "__func__", owner)
+        if type(function) is FunctionType:
+            code, given = function.__code__, function.__defaults__ or ()
+            names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+            named = (function.__kwdefaults__ or {}).items()
+            self.update((f"={name}", value) for name, value in (*zip(names, given), *named))
+
+    def set(self, name: str, value: Any) -> None:
+        function, self[name] = self._function, value
+        if function.__defaults__:
+            function.__defaults__ = (*list(self.values())[: len(function.__defaults__)],)
+        if function.__kwdefaults__:
+            function.__kwdefaults__ = {one: self[f"={one}"] for one in function.__kwdefaults__}
+
+
+def shared_defaults(module: str, path: str, function: Any, shared: Collection[int]) -> set[Key]:
+    """Return the keys of a function's defaults that are globals with these ids.
+
+    In `def fit(options=OPTIONS)`, the import of a worker has made the default, and the program may
+    have changed it since: it goes with the global.
+    """
+    return {
+        (module, f"{path}.{name}")
+        for name, value in Defaults(function).items()
+        if id(value) in shared
+        and (type(value) in (dict, list, set) or origin_of(type(value).__module__) != INSTALLED)
+    }
 
 
 def value_of(key: Key) -> Any:

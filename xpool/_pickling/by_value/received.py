@@ -50,6 +50,7 @@ from xpool._pickling.by_value.origin import (
     MISSING,
     MODULES,
     SENT,
+    Defaults,
     key_of_alias,
     namespace,
     origin_of,
@@ -295,7 +296,9 @@ def _set(key: Key, value: Any) -> None:
             _incoming.originals[key] = holder.get(name, MISSING)
     if "." in path:
         owner, attribute = owner_of(key), path.rpartition(".")[2]
-        if isinstance(owner, type):
+        if attribute.startswith("="):
+            Defaults(owner).set(attribute, value)
+        elif isinstance(owner, type):
             type.__setattr__(owner, attribute, value)
         elif attribute == "registry" and isinstance(
             getattr(owner, attribute, None), MappingProxyType

@@ -79,6 +79,7 @@ from xpool._pickling.by_value.origin import (
     renew_origins,
     send_edited,
     send_from_now,
+    shared_defaults,
     value_of,
     with_origin,
 )
@@ -133,6 +134,7 @@ class Book:
         self._noted: Any = None
         self._compared: Compared | None = None
         self._tuples: set[int] = set()  # ids of globals that are tuples
+        self._shared: set[int] = set()  # of globals with a state, of modules that workers import
         # By id: the objects without state that are globals of modules which workers import.
         self._named: dict[int, tuple[Any, ...]] = {}
         self._made: set[tuple[Key, ...]] = set()  # the large groups that are as they are now
@@ -355,7 +357,7 @@ class Book:
         """Look at all globals again, as far as they have changed, and at those that they use."""
         nodes, todo = dict[Key, Node](), set(wanted)
         shared, named = globals_of_modules(SHARED_BY_ALL)
-        self._named = {**named}
+        self._shared, self._named = shared.keys() - named.keys(), {**named}
         spaces = {module: namespace(module) for module, _ in wanted}.values()
         every = (value for space in spaces for value in list(space.values()))
         self._tuples = {id(value) for value in every if type(value) is tuple}
@@ -422,7 +424,7 @@ class Book:
                 else:
                     node.names |= {
                         (module, f"{path}.{name}") for name in classes.data_of_function(value)
-                    }
+                    } | shared_defaults(module, path, value, self._shared)
                 return node
             own = own and origin == SENT
             if own and is_class and classes.is_defined_by_statement(value):
@@ -486,6 +488,8 @@ class Book:
         for inner, owner in classes.with_nested(path, cls):
             found.update((module, f"{inner}.{name}") for name in classes.data_attributes(owner))
             found |= of_annotations(annotations_of(owner), module)
+        for one, method, _ in classes.methods(cls) if origin_of(module) == IMPORTED else ():
+            found |= shared_defaults(module, one, method, self._shared)
         node.names |= found
 
     def _call(self, key: Key, call: tuple[Any, ...]) -> Node:
