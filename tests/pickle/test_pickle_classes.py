@@ -407,6 +407,19 @@ def delegating() -> Any:
     return Recorder(Slots(3))
 
 
+def numbering() -> Any:
+    class Words(collections.defaultdict[str, int]):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(self.number, *given[1:])
+            self.plain: Any = collections.defaultdict()
+            self.plain.default_factory = self.plain.__len__
+
+        def number(self) -> int:
+            return len(self)
+
+    return Words()
+
+
 CHECKS: dict[Callable[[], Any], Callable[[Any], bool]] = {
     plain: lambda x: x.x == 1 and x.kind == "plain" and x.me() is type(x),
     derived: lambda x: x.who() == "derived from base" and x.others()[1] is type(x),
@@ -445,6 +458,7 @@ CHECKS: dict[Callable[[], Any], Callable[[Any], bool]] = {
     typed_dict: lambda x: x.kind(name="a") == {"name": "a"},
     date_enum: lambda x: x.year == 2020 and type(x)(x.value) is x,
     delegating: lambda x: x.inner.real == 3 and x.calls[0] is x and x.anything() == "anything",
+    numbering: lambda x: (x["a"], x["b"], x.plain["c"], x.plain["d"]) == (0, 1, 0, 1),
     newtype: lambda x: x.get(x.kind(3)) == 3,
 }
 

@@ -15,6 +15,7 @@ import os
 import struct
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -253,6 +254,32 @@ def _show_items(obj: Any, _: bool) -> None:
 
 
 FOR_SUBCLASSES[dict] = _reduce_dict
+
+
+@register(defaultdict)
+def _reduce_defaultdict(pickler: Context, obj: Any) -> Any:
+    """Pickle a dict whose factory is a method of its own (`words.default_factory = words.__len__`).
+
+    `pickle` writes the factory, and so the dict, before it has made the dict.
+    """
+    kind: Any = type(obj)
+    is_own = getattr(obj.default_factory, "__self__", None) is obj
+    if not is_own:
+        return NotImplemented if kind is defaultdict else _reduce_dict(pickler, obj)
+    new = copyreg.__newobj__  # type: ignore[attr-defined]
+    state = obj.default_factory.__name__, getattr(obj, "__dict__", {})
+    return new, (kind,), state, None, iter(dict.items(obj)), _set_factory
+
+
+@builder
+def _set_factory(obj: Any, state: tuple[str, dict[str, Any]]) -> None:
+    name, attributes = state
+    if attributes:
+        vars(obj).update(attributes)
+    obj.default_factory = getattr(obj, name)
+
+
+FOR_SUBCLASSES[defaultdict] = _reduce_defaultdict
 
 LAZY["weakref"] = LAZY["_weakrefset"] = _lazy_weak
 LAZY["_struct"] = _lazy_struct
