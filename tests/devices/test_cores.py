@@ -373,8 +373,11 @@ if __name__ == "__main__":
 @pytest.mark.exhaustive
 def test_the_parent_is_killed(tmp_path: Path):
     """Busy and idle processes die with their parent."""
-    script = scripts.write(tmp_path / "parent.py", PARENT)
-    assert scripts.kill_parent([script], 2) == []
+    with scripts.popen([scripts.write(tmp_path / "parent.py", PARENT)]) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 2 and wait_gone(pids) == []
 
 
 def fail_at(core: int) -> None:

@@ -131,9 +131,12 @@ def test_tensors_arrive_on_the_worker_s_own_device(four: CtxPool):
     """A pickled device tensor arrives on the receiver's device, or on the CPU in this process."""
     import torch
 
+    from xpool import pickle
+
     made = four.run_all(ordinal_on_device)
     assert [(t.device.type, t.item()) for t in made] == [("cpu", float(i)) for i in range(4)]
     data = four.apply(dumped)
+    assert pickle.loads(data).device.type == "cpu"
     assert four.run_all(loaded, data) == ["xla:0", "xla:1"] * 2
     assert four.run_all(look, torch.ones(1)) == [("cpu", [1.0])] * 4
 

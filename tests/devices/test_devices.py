@@ -30,18 +30,14 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xpool.devices._host.usable_cpus", lambda: tuple(range(8)))
 
 
-@pytest.mark.parametrize(("n", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
-def test_cores_are_shared_out(eight_cores: None, n: int, threads: int):
-    """Each of n workers on 8 cores gets 8 // n threads, but at least one."""
+@pytest.mark.parametrize(("n", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1), (None, 1)])
+def test_cores_are_shared_out(eight_cores: None, n: int | None, threads: int):
+    """Each of n workers on 8 cores gets 8 // n threads, but at least one. Without ``n`` each usable
+    core has a context."""
     contexts = devices("cpu", n=n)
-    assert [context.ordinal for context in contexts] == list(range(n))
+    assert [context.ordinal for context in contexts] == list(range(n or 8))
     assert {context.threads for context in contexts} == {threads}
     assert {context.env["OMP_NUM_THREADS"] for context in contexts} == {str(threads)}
-
-
-def test_one_worker_for_each_core_by_default(eight_cores: None):
-    """Without ``n`` each usable core has a context."""
-    assert len(devices()) == 8
 
 
 @pytest.mark.starts
@@ -55,20 +51,16 @@ def test_usable_cores_are_those_of_the_mask():
     assert scripts.run_ok(["-c", code]) == "[DeviceContext(cpu:0, threads=1)]\n"
 
 
-@pytest.mark.parametrize(("value", "threads"), [("3", 3), (" 6 ", 6), ("5,2", 5)])
+@pytest.mark.parametrize(
+    ("value", "threads"),
+    [("3", 3), (" 6 ", 6), ("5,2", 5), *((invalid, 1) for invalid in ("", "0", "many"))],
+)
 def test_the_users_number_wins(monkeypatch: pytest.MonkeyPatch, value: str, threads: int):
-    """The user's ``OMP_NUM_THREADS`` is kept."""
+    """The user's ``OMP_NUM_THREADS`` is kept, unless it is invalid."""
     monkeypatch.setenv("OMP_NUM_THREADS", value)
-    context = devices("cpu", n=2)[1]
+    context = devices("cpu", n=10_000)[1]
     assert context.threads == threads
-    assert context.env == {}
-
-
-@pytest.mark.parametrize("value", ["", "0", "many"])
-def test_an_invalid_number_is_ignored(monkeypatch: pytest.MonkeyPatch, value: str):
-    """An invalid ``OMP_NUM_THREADS`` counts as unset."""
-    monkeypatch.setenv("OMP_NUM_THREADS", value)
-    assert devices("cpu", n=10_000)[0].threads == 1
+    assert threads == 1 or context.env == {}
 
 
 EIGHT = Host(cpus=tuple(range(8)))
@@ -99,10 +91,13 @@ def test_workers_of_a_mac_share_its_gpu():
 
 
 @pytest.mark.parametrize("options", [{"per_worker": 2}, {"independent": False}])
-def test_unused_arguments_of_mps(options: dict[str, Any]):
-    """mps refuses arguments that it cannot use."""
-    with pytest.raises(OptionError, match="a Mac has one GPU"):
-        devices("mps", host=MAC, **options)
+@pytest.mark.parametrize(
+    ("kind", "message"), [("mps", "a Mac has one GPU"), ("cpu", "takes no per_worker=")]
+)
+def test_unused_arguments(kind: str, message: str, options: dict[str, Any]):
+    """Arguments that a kind cannot use are refused."""
+    with pytest.raises(OptionError, match=message):
+        devices(kind, host=MAC, **options)
 
 
 def test_mps_is_for_macs():
@@ -155,21 +150,10 @@ def test_a_compilation_cache_for_each_worker(tmp_path: Path):
         devices("cpu", cache=tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"per_worker": 2}, {"independent": False}])
-def test_unused_arguments_of_cpu(options: dict[str, Any]):
-    """cpu refuses arguments that it cannot use."""
-    with pytest.raises(OptionError, match="takes no per_worker="):
-        devices("cpu", **options)
-
-
-def test_unknown_framework():
-    """An unknown framework is refused, and the error lists the known ones."""
+def test_unknown_names():
+    """An unknown kind or framework is refused, and the error lists the known ones."""
     with pytest.raises(OptionError, match="must be 'torch_xla' or 'torch_tpu', not 'jax'"):
         devices("tpu", framework="jax")
-
-
-def test_unknown_kind():
-    """An unknown kind is refused, and the error lists the known ones."""
     known = r"'auto' or \['accelerator', 'cpu', 'cuda', .*, 'tpu', 'xla', 'xpu'\]\.$"
     with pytest.raises(OptionError, match=f"'vulkan'.*{known}"):
         devices("vulkan")
@@ -178,18 +162,17 @@ def test_unknown_kind():
             devices(kind)
 
 
-@pytest.mark.parametrize("n", [0, -1])
-def test_no_workers(n: int):
-    """``n`` must be at least 1."""
-    with pytest.raises(OptionError, match="at least 1"):
+@pytest.mark.parametrize(
+    ("n", "error", "message"),
+    [
+        *((n, OptionError, "at least 1") for n in (0, -1)),
+        *((n, TypeError, "n must be a whole number") for n in (1.0, "2", True)),
+    ],
+)
+def test_wrong_numbers_of_workers(n: Any, error: type[Exception], message: str):
+    """The error names ``n``, and what it must be."""
+    with pytest.raises(error, match=message):
         devices(n=n)
-
-
-@pytest.mark.parametrize("n", [1.0, "2", True])
-def test_number_of_workers_is_an_int(n: object):
-    """``n`` of a wrong type is a TypeError that names it."""
-    with pytest.raises(TypeError, match="n must be a whole number"):
-        devices(n=n)  # type: ignore[arg-type]
 
 
 def test_contexts_can_be_pickled(eight_cores: None):

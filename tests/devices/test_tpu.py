@@ -121,9 +121,13 @@ def test_cores_or_chips_for_a_worker(
         ("v3", XLA, {"per_process": 2, "independent": False}, "and independent=True"),
         ("v3", XLA, {"per_process": 2, "per_worker": 2}, "leave out one of the two"),
         ("v3", XLA, {"n": 9}, "9 workers are too many: there are 8 cores of TPU chips"),
+        ("v4", XLA, {"n": 5}, "5 workers are too many: there are 4 TPU chips"),
+        ("v4", XLA, {"n": 2, "per_worker": 4}, "2 workers of 4 each are too many"),
+        ("v5e", XLA, {"per_worker": 3}, "3 TPU chips form no mesh.*1, 2, 4 or 8"),
+        ("v4", XLA, {"per_worker": 2, "independent": False}, "one worker for each chip"),
     ],
 )
-def test_impossible_cores(
+def test_impossible_options(
     generation: str, packages: dict[str, str], options: dict[str, Any], message: str
 ):
     """Impossible options are refused, and the error names the possible ones."""
@@ -146,12 +150,6 @@ def test_several_chips_for_a_worker(generation: str, each: int, bounds: str, vis
     assert [c.env["TPU_VISIBLE_CHIPS"] for c in contexts] == visible
     assert {c.env["TPU_CHIPS_PER_PROCESS_BOUNDS"] for c in contexts} == {bounds}
     assert {c.env["TPU_PROCESS_BOUNDS"] for c in contexts} == {"1,1,1"}
-
-
-def test_chips_that_form_no_mesh():
-    """Three chips are refused, and the error lists the possible numbers."""
-    with pytest.raises(OptionError, match="3 TPU chips form no mesh.*1, 2, 4 or 8"):
-        devices("tpu", per_worker=3, host=tpu_host("v5e", 8))
 
 
 @pytest.mark.parametrize("stale", [KAGGLE, GKE], ids=["Kaggle", "GKE"])
@@ -348,17 +346,3 @@ def test_torch_tpu_is_kept_out_of_the_parent():
         "devices('tpu', host=host); print(os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'])"
     )
     assert scripts.run_ok(["-c", code]) == "0\n"
-
-
-def test_too_many_workers():
-    """More workers than chips are refused; the error has the number of chips."""
-    with pytest.raises(OptionError, match="5 workers are too many: there are 4 TPU chips"):
-        devices("tpu", 5, host=tpu_host("v4", 4))
-    with pytest.raises(OptionError, match="2 workers of 4 each are too many"):
-        devices("tpu", 2, per_worker=4, host=tpu_host("v4", 4))
-
-
-def test_a_group_has_one_chip_for_each_worker():
-    """A replica group of workers with several chips is refused."""
-    with pytest.raises(OptionError, match="one worker for each chip"):
-        devices("tpu", per_worker=2, independent=False, host=tpu_host("v4", 4))

@@ -71,14 +71,12 @@ def both(pool: CtxPool, mailbox: Mailbox, gate: Gate) -> list[dict[str, Any]]:
     return sorted((a.get() for a in asked), key=lambda f: f["ordinal"])
 
 
-def product(context: DeviceContext, seed: int) -> Any:
-    """Return the result of a compiled graph, and of the same operations on the CPU."""
+def product(context: DeviceContext, seed: int) -> float:
+    """Return the result of a compiled graph."""
     import torch
 
-    a = torch.rand(64, 64, generator=torch.Generator().manual_seed(seed))
-    return ((a.to(context.device) @ a.to(context.device)).relu().sum()).item(), (
-        (a @ a).relu().sum().item()
-    )
+    a = torch.rand(64, 64, generator=torch.Generator().manual_seed(seed)).to(context.device)
+    return float((a @ a).relu().sum().item())
 
 
 def kill_oneself(context: DeviceContext) -> None:
@@ -95,14 +93,6 @@ def test_workers_are_independent(two: CtxPool, mailbox: Mailbox, gate: Gate):
         assert f["global"] == (0, 1)
         assert f["client"] == "CPU"
     assert found[0]["pid"] != found[1]["pid"]
-
-
-def test_compiled_graphs_are_correct(two: CtxPool):
-    """The device computes the same as the CPU."""
-    results = [two.apply_async(product, (seed,)) for seed in range(8)]
-    for result in results:
-        on_device, on_cpu = result.get()
-        assert on_device == pytest.approx(on_cpu, rel=1e-4)
 
 
 def test_a_killed_worker_comes_back_on_its_ordinal(
@@ -158,31 +148,6 @@ def test_xla_tensors_as_results_and_arguments(two: CtxPool):
     devices, value = two.apply(total, (found, model))
     assert devices == ["cpu", "xla:0"]
     assert value == pytest.approx(model(expected).sum().item(), rel=1e-3)
-
-
-def from_another_worker(context: DeviceContext, data: bytes) -> tuple[str, list[float], bool]:
-    from xpool import pickle
-
-    parameter = pickle.loads(data)
-    return str(parameter.device), parameter.tolist(), parameter.requires_grad
-
-
-def to_bytes(context: DeviceContext) -> bytes:
-    import torch
-
-    from xpool import pickle
-
-    return pickle.dumps(torch.nn.Parameter(torch.ones(2, device=context.device)))
-
-
-def test_from_worker_to_worker(two: CtxPool):
-    """A pickled device tensor arrives on the other worker's device, and on the CPU in this
-    process."""
-    from xpool import pickle
-
-    data = two.apply(to_bytes)
-    assert two.apply(from_another_worker, (data,)) == ("xla:0", [1.0, 1.0], True)
-    assert pickle.loads(data).device.type == "cpu"
 
 
 def fail_with_tensor(context: DeviceContext) -> None:

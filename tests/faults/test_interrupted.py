@@ -10,13 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support import scripts
+from support import scripts, work
 
 from xpool import AsyncResult, Pool, TimeoutError
-
-
-def same(x):
-    return x
 
 
 class OpensBadly:
@@ -57,7 +53,7 @@ def test_a_result_that_cannot_be_unpickled_fails_alone(opens_badly, verb, buffer
     """If results are received together, only those that cannot be unpickled fail."""
     opens_badly(ValueError, 50, 51, 250, 499)
     with Pool(2) as pool:
-        pool.map(same, range(4_000), chunksize=1)  # later results are received together
+        pool.map(work.same, range(4_000), chunksize=1)  # later results are received together
         tasks = [(i, os.getpid()) for i in range(500)]
         results = getattr(pool, verb)(wrapped, tasks, buffersize=buffersize)
         good, bad = [], []
@@ -87,8 +83,8 @@ def test_a_signal_handler_uses_the_pool(tmp_path):
     got = []
 
     def handler(signum, frame):
-        got.append(pool.apply(same, (7,)))
-        got.append(sum(pool.imap(same, range(50))))
+        got.append(pool.apply(work.same, (7,)))
+        got.append(sum(pool.imap(work.same, range(50))))
         with open(fifo, "wb") as gate:
             gate.write(b"done")
 
@@ -122,10 +118,10 @@ def test_a_handler_waits_for_a_call_behind_the_awaited_one(call):
             get: Callable[[Any], Any] = Future.result
             if call == "apply_async":
                 submit, get = lambda func, arg: pool.apply_async(func, (arg,)), AsyncResult.get
-            behind = submit(same, -1)  # the handler may run before the next one is submitted
+            behind = submit(work.same, -1)  # the handler may run before the next one is submitted
             for n in range(50):
                 awaited = submit(tell, os.getpid())
-                behind = submit(same, n)
+                behind = submit(work.same, n)
                 assert get(awaited) == os.getpid()
                 assert get(behind) == n
             assert len(got) == 50
@@ -137,14 +133,14 @@ def test_a_get_takes_over_its_answer_in_any_thread():
     """Several threads wait for one call, with and without a time limit: each gets its value."""
     with Pool(2) as pool, ThreadPoolExecutor(4) as threads:
         for n in range(100):
-            result = pool.apply_async(same, (n,))
+            result = pool.apply_async(work.same, (n,))
             waits = [threads.submit(result.get, limit) for limit in (None, None, 60.0, 60)]
             assert [one.result() for one in waits] == [n] * 4
-            assert pool.apply(same, (n,)) == n
+            assert pool.apply(work.same, (n,)) == n
         with pytest.raises(TimeoutError, match="after 0.001 s"):
             pool.apply_async(time.sleep, (60,)).get(0.001)
         with pytest.raises(TypeError, match="timeout"):
-            pool.apply_async(same, (1,)).get("soon")
+            pool.apply_async(work.same, (1,)).get("soon")
 
 
 BLOCKED = """

@@ -8,7 +8,6 @@ import collections
 import functools
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -266,16 +265,6 @@ def test_in_a_lazy_map(process_kind, make_pool, how, verb, log):
     assert sorted(good) == [i for i in range(200) if i != 7]
     assert verb == "imap_unordered" or good == sorted(good)
     assert [cells.named(error) for error in bad] == [matrix.PROCESSES["run"][how]]
-
-
-def test_exit_without_a_code(process_kind, make_pool):
-    """`sys.exit()` in a task ends the worker with exit code 0, and the error has this code."""
-    pool = make_pool(process_kind, 1)
-    with pytest.raises(WorkerDied) as caught:
-        pool.apply(sys.exit)
-    assert caught.value.exitcode == 0
-    assert "raise an exception instead" in str(caught.value)
-    assert pool.apply(work.square, (3,)) == 9
 
 
 def test_calls_of_one_worker_run_in_order(process_kind, make_pool, log):

@@ -30,26 +30,17 @@ def _swell(size):
 
 
 def test_a_worker_beyond_its_limit_is_ended():
-    """A task whose worker exceeds its limit fails with `WorkerDied`. The other tasks are done."""
-    with Pool(2, worker_memory=600 * MB) as pool:
+    """A task whose worker exceeds its limit fails with `WorkerDied`. The other tasks are done. The
+    record of the worker's end has the reason, too."""
+    ends = []
+    with Pool(2, worker_memory=600 * MB, on_worker_end=ends.append) as pool:
         results = pool.map(_swell, [MB, 1000 * MB, MB, MB], 1, on_error="return")
         assert [type(one) for one in results] == [int, WorkerDied, int, int]
         assert "worker_memory= allows 600 MB" in str(results[1])
         assert "retries=n" in str(results[1])
         assert pool.map(_swell, [MB] * 4, 1) == [MB] * 4
         assert pool.report().deaths == 1
-
-
-def _swell_once(path):
-    if work.first(path):
-        _swell(1000 * MB)
-    return 1
-
-
-def test_retries(tmp_path):
-    """With ``retries=``, the task runs again."""
-    with Pool(1, worker_memory=600 * MB) as pool:
-        assert pool.apply(_swell_once, (str(tmp_path / "flag"),), retries=1) == 1
+    assert ends[0].reason == "died" and "worker_memory= allows 600 MB" in ends[0].text
 
 
 _kept = []

@@ -16,8 +16,10 @@ from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually, wait_gone
 
+import xpool
 from xpool import Pool, PoolClosed, TaskTimeout, ThreadPool, WorkerStartFailed, XPoolError
 from xpool._engine import monitor
+from xpool._engine import worker_process as worker
 from xpool._wire.outbox import STOP_SIGNAL
 
 from .after_faults import check_usable, story
@@ -159,9 +161,6 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
     make_pool, monkeypatch, mailbox, gate, runnable
 ):
     """A worker that waits for a processor is not killed, any other stuck worker is."""
-    from xpool._engine import monitor
-    from xpool._engine import worker_process as worker
-
     asked = threading.Semaphore(0)
 
     def processor(pid):
@@ -185,18 +184,16 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
 
 def test_processor_times(make_pool, mailbox, gate):
     """`processor_times` says how long a worker has run and waited, and whether it is runnable."""
-    from xpool._engine.worker_process import processor_times
-
     pool = make_pool(Pool, 1)
     pool.apply(work.pid)
     (slot,) = pool._engine.workers
-    eventually(lambda: not processor_times(slot.pid)[2], "the worker sleeps")
+    eventually(lambda: not worker.processor_times(slot.pid)[2], "the worker sleeps")
     spinning = pool.apply_async(work.post_and_spin, (mailbox.path,))
     mailbox.lines(1)
-    ran, waited, _ = processor_times(slot.pid)
-    eventually(lambda: processor_times(slot.pid)[2], "the worker is runnable")
-    eventually(lambda: processor_times(slot.pid)[0] > ran, "its run time grows")
-    assert processor_times(slot.pid)[1] >= waited
+    ran, waited, _ = worker.processor_times(slot.pid)
+    eventually(lambda: worker.processor_times(slot.pid)[2], "the worker is runnable")
+    eventually(lambda: worker.processor_times(slot.pid)[0] > ran, "its run time grows")
+    assert worker.processor_times(slot.pid)[1] >= waited
     spinning.cancel()
 
 
@@ -309,9 +306,6 @@ def pass_gate_at(gate, bad, x):
 
 def test_a_starting_worker_that_waits_for_a_processor(make_pool, monkeypatch):
     """A starting worker that waits for a processor is not killed before it can send its stack."""
-    from xpool._engine import monitor
-    from xpool._engine import worker_process as worker
-
     monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
     monkeypatch.setattr(monitor, "STOP_GRACE_SECONDS", 0.001)  # no grace period
     for module in monitor, worker:  # the worker waits for a processor
@@ -349,23 +343,16 @@ def test_initializers_that_do_not_end_in_a_closed_pool(thread_kind, make_pool, g
         pool.apply(work.square, (2,))
 
 
-def test_join_with_a_limit(pool_of_its_own, mailbox, gate):
+def test_join_with_a_limit(kind, make_pool, mailbox, gate):
     """While tasks run, `join(timeout)` raises TimeoutError. A later `join` may succeed."""
-    from xpool import TimeoutError
-
-    pool = pool_of_its_own
+    pool = make_pool(kind, 2)
     held = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, 3))
     mailbox.line()
     pool.close()
-    with pytest.raises(TimeoutError, match="terminate"):
+    with pytest.raises(xpool.TimeoutError, match="terminate"):
         pool.join(0.05)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(xpool.TimeoutError):
         pool.join(timeout=0)
     gate.open(1)
     pool.join(WAIT)
     assert held.get(0) == 3
-
-
-@pytest.fixture
-def pool_of_its_own(kind, make_pool):
-    return make_pool(kind, 2)

@@ -129,23 +129,6 @@ def test_a_worker_that_the_pool_kills(ends):
         assert pool.apply(work.square, (3,)) == 9
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="worker_memory takes /proc")
-def test_a_worker_with_too_much_memory(ends):
-    """The text of a worker that was ended for its memory says so."""
-    with Pool(1, on_worker_end=ends, worker_memory="400MB") as pool:
-        (pid,) = ready(pool)
-        with pytest.raises(WorkerDied):
-            pool.apply(_swell)
-        end = ends.of(pid)
-    assert end.reason == "died" and "worker_memory= allows 400 MB" in end.text
-
-
-def _swell():
-    kept = bytearray(600_000_000)
-    threading.Event().wait()
-    return kept
-
-
 def test_killed_while_it_starts(mailbox, ends):
     """A worker that is killed in its initializer was not ready: "start failed"."""
     with Pool(1, work.post_and_sleep, (mailbox.path,), on_worker_end=ends) as pool:

@@ -117,13 +117,11 @@ def test_terms_that_cannot_be_kept(make_pool, verb):
 
 def test_cancel(shared, mailbox, gate):
     """A cancelled job fails at once. Its workers finish their tasks."""
-    from xpool import TaskCancelled
-
     victims = [shared.apply_async(work.post_and_gate, (mailbox.path, gate.path)) for _ in range(3)]
     mailbox.lines(2)
     assert all(victim.cancel() for victim in victims)
     for victim in victims:
-        with pytest.raises(TaskCancelled):
+        with pytest.raises(xpool.TaskCancelled):
             victim.get(0)
     gate.open(3)
     assert shared.apply(work.square, (3,)) == 9
@@ -199,39 +197,25 @@ def test_contexts_under_an_own_hook(make_pool):
 
 
 def test_default_worker_loop():
-    """The static `worker` runs tasks until `get` returns None. It puts ``(ok, value)``."""
-    from xpool import BasePool
-
-    tasks = iter(
-        [
-            (1, 0, work.square, (3,), {}),
-            (1, 1, work.fail, ("x",), {}),
-            (2, 0, work.add, (1,), {"b": 1}),
-            None,
-        ]
-    )
-    out: list[tuple] = []
-    BasePool.worker(lambda: next(tasks), out.append, None, (), None)
-    assert out[0] == (1, 0, (True, 9)) and out[2] == (2, 0, (True, 2))
-    assert out[1][:2] == (1, 1) and out[1][2][0] is False and len(out) == 3
-
-
-def test_default_worker_loop_with_a_limit():
-    """With `maxtasks`, the static `worker` returns after that many tasks."""
-    from xpool import BasePool
-
-    tasks = iter([(1, i, work.square, (i,), {}) for i in range(5)])
-    out: list[tuple] = []
-    BasePool.worker(lambda: next(tasks), out.append, None, (), 2)
-    assert [chunk for _, chunk, _ in out] == [0, 1]
+    """The static `worker` runs tasks until `get` returns None, or `maxtasks`. It puts ``(ok,
+    value)``."""
+    tasks = [
+        (1, 0, work.square, (3,), {}),
+        (1, 1, work.fail, ("x",), {}),
+        (2, 0, work.add, (1,), {"b": 1}),
+    ]
+    for maxtasks, n in (None, 3), (2, 2):
+        out: list[tuple] = []
+        xpool.BasePool.worker(iter([*tasks, None]).__next__, out.append, None, (), maxtasks)
+        assert len(out) == n and out[0] == (1, 0, (True, 9))
+        assert out[1][:2] == (1, 1) and out[1][2][0] is False
+        assert out[2:] == [(2, 0, (True, 2))] * (n - 2)
 
 
 def test_incomplete_pool():
     """The error of a `BasePool` without hooks names a missing hook."""
-    from xpool import BasePool
-
     with pytest.raises((NotImplementedError, TypeError)) as caught:
-        BasePool(1)
+        xpool.BasePool(1)
     assert any(name in str(caught.value) for name in ("setup_queues", "repopulate_pool", "hook"))
 
 

@@ -60,7 +60,7 @@ def test_contents(method_kind: Any, make_pool: Callable[..., Any], calm: None, s
         assert torch.equal(back, before.flip(0))
         assert torch.equal(sent, before)
     many = [torch.full((size // 4,), i, dtype=torch.int32) for i, size in enumerate(SIZES)]
-    for i, back in enumerate(pool.map(tasks.same, [many] * 6, chunksize=2)):
+    for i, back in enumerate(pool.map(tasks.same, [many] * 4, chunksize=2)):
         assert all(torch.equal(a, b) for a, b in zip(back, many, strict=True)), i
 
 
@@ -409,7 +409,7 @@ def _private_and_shared(pids: list[int]) -> int:
 def test_stream(
     make_pool: Callable[..., Any], calm: None, share: bool, way: str, buffersize: int | None
 ) -> None:
-    """While 300 tensors of 1 MiB pass, memory stays within 64 MiB of the live results.
+    """While 150 tensors of 1 MiB pass, memory stays within 64 MiB of the live results.
 
     With a buffersize few results are live. Without one, those that the caller has not taken count
     too.
@@ -434,7 +434,7 @@ def test_stream(
     before = begun()
     base_pss, base = _private_and_shared(pids), used()
     most = most_pss = alive = 0
-    results = stream(300)
+    results = stream(150)
     for i, value in enumerate(results):
         found = value if way == "there" else int(value[0])
         assert found == (i if way == "back" else i % 251)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from support import scripts
 
 import xpool
 from xpool._pickling import frame
+from xpool._pickling.pickler import write_group
+from xpool._pickling.reducers import Group
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import decode, dumps, encode, loads
 
@@ -353,6 +356,33 @@ def test_models_and_optimizers() -> None:
     assert not back[1].weight.any()
     assert steps["state"][0]["exp_avg"].shape == net[0].weight_ih_l0.shape
     assert back[0](torch.ones(2, 3))[0].shape == (2, 2)
+
+
+def test_optimizers_in_globals() -> None:
+    """They keep their hooks and attributes, also the one by which a scheduler sees a step."""
+    net = torch.nn.Linear(1, 1)
+    one, two = torch.optim.SGD(net.parameters(), lr=0.5), torch.optim.LBFGS(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.1)
+    one.register_step_pre_hook(lambda optimizer, *_: optimizer.calls.append(1))
+    one.calls = []
+    values = [net, one, two, scheduler]
+    group = Group({id(value): ("__main__", str(id(value))) for value in values}, {})
+    net, one, two, scheduler = pickle.loads(b"".join(write_group(values, group, False).chunks))
+    before = net.weight.item()
+
+    def loss() -> Any:
+        net.zero_grad()
+        value = net(torch.ones(1, 1)).square().sum()
+        value.backward()
+        return value
+
+    loss()
+    one.step()
+    scheduler.step()
+    assert (one.calls, one.param_groups[0]["lr"]) == ([1], pytest.approx(0.05))
+    assert net.weight.item() != before
+    two.step(loss)
+    assert loss().item() < 1e-6
 
 
 def _hook(module: Any, args: Any, out: Any) -> None:

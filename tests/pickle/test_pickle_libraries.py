@@ -184,12 +184,3 @@ def test_polars(receiver: Receiver):
         receiver.call(lambda lazy: lazy.select(double).sum().collect(), frame.lazy()).item() == 12
     )
     assert receiver.call(lambda: frame.height) == 3
-
-
-def test_pyarrow(receiver: Receiver):
-    """Tables, schemas and buffers can be sent."""
-    arrow = _library("pyarrow")
-    table = arrow.table({"a": list(range(100_000))})
-    assert receiver.call(lambda one: one, table) == table
-    assert receiver.call(lambda: table.schema) == table.schema
-    assert receiver.call(lambda one: one.to_pybytes(), arrow.py_buffer(b"abc")) == b"abc"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from xpool._pickling import frame
 from xpool._pickling.frame import INLINE_BELOW
-from xpool.pickle import Pickler, decode, dumps, encode, encode_exception, loads
+from xpool.pickle import Pickler, decode, dumps, encode, loads
 
 pytestmark = pytest.mark.pure
 
@@ -238,8 +238,3 @@ def test_after_fork() -> None:
         finally:
             os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_encode_exception_is_a_message() -> None:
-    """`decode` loads a message of `encode_exception`."""
-    assert isinstance(decode(encode_exception(ValueError(1), "text")), ValueError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpool._pickling import frame
-from xpool._pickling.pickler import write_group
-from xpool._pickling.reducers import Group
 from xpool.pickle import decode, dumps, encode, loads
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
@@ -84,33 +81,6 @@ def test_modules_with_parametrizations() -> None:
     assert (back[0](x) == model(x)).all()
     back[1].parametrizations.weight.original0.data.zero_()
     assert (back[1](x) == layer.bias).all()
-
-
-def test_optimizers_in_globals() -> None:
-    """They keep their hooks and attributes, also the one by which a scheduler sees a step."""
-    net = torch.nn.Linear(1, 1)
-    one, two = torch.optim.SGD(net.parameters(), lr=0.5), torch.optim.LBFGS(net.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.1)
-    one.register_step_pre_hook(lambda optimizer, *_: optimizer.calls.append(1))
-    one.calls = []
-    values = [net, one, two, scheduler]
-    group = Group({id(value): ("__main__", str(id(value))) for value in values}, {})
-    net, one, two, scheduler = pickle.loads(b"".join(write_group(values, group, False).chunks))
-    before = net.weight.item()
-
-    def loss() -> Any:
-        net.zero_grad()
-        value = net(torch.ones(1, 1)).square().sum()
-        value.backward()
-        return value
-
-    loss()
-    one.step()
-    scheduler.step()
-    assert (one.calls, one.param_groups[0]["lr"]) == ([1], pytest.approx(0.05))
-    assert net.weight.item() != before
-    two.step(loss)
-    assert loss().item() < 1e-6
 
 
 def test_limits_of_dtypes() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from support.limits import PROGRAM_LIMIT
-from support.waiting import wait_gone
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
@@ -91,13 +90,3 @@ def run_ok(arguments: Sequence[str], text: str | None = None, **more: str) -> st
         f"exit code {done.returncode}\n--- out\n{done.stdout}\n--- err\n{done.stderr}"
     )
     return done.stdout
-
-
-def kill_parent(arguments: Sequence[str], workers: int) -> list[int]:
-    """Kill a program that printed its workers' pids; return the workers that do not end."""
-    with popen(arguments) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == workers
-        parent.kill()
-        return wait_gone(pids)

@@ -18,7 +18,7 @@ from support.limits import WAIT
 from support.tiers import also
 
 import xpool
-from xpool import current_worker
+from xpool import CtxPool, Pool, WorkerDied, current_worker
 
 pytestmark = pytest.mark.xpool_only
 
@@ -82,8 +82,6 @@ def test_close_and_join(process_kind, make_pool, log, method):
 
 def test_maxtasksperchild(make_pool, log):
     """A worker with `maxtasksperchild` runs its callbacks before another replaces it."""
-    from xpool import Pool
-
     pool = make_pool(Pool, 1, maxtasksperchild=1)
     pids = {pool.apply(register, (str(log),)) for _ in range(3)}
     pool.close()
@@ -92,19 +90,17 @@ def test_maxtasksperchild(make_pool, log):
 
 
 def test_exit_in_a_task(make_pool, log):
-    """A worker that a task ends by `sys.exit` runs its callbacks."""
-    from xpool import Pool, WorkerDied
-
+    """A worker that a task ends by `sys.exit` runs its callbacks. The error has its exit code."""
     pool = make_pool(Pool, 1)
     with pytest.raises(WorkerDied) as caught:
         pool.apply(register_and_exit, (str(log),))
     assert caught.value.exitcode == 0 and ran(log) == (DONE, [])
+    assert "raise an exception instead" in str(caught.value)
+    assert pool.apply(work.square, (3,)) == 9
 
 
 def test_terminate(make_pool, log):
     """A terminated worker runs no callbacks, as in the standard library."""
-    from xpool import Pool
-
     pool = make_pool(Pool, 1)
     pool.apply(register, (str(log), ("finalize", "atexit", "weakref")))
     pool.terminate()
@@ -166,8 +162,6 @@ def hang(what, limit):
 )
 def test_an_end_that_hangs(make_pool, capfd, what, method):
     """A worker whose end hangs is killed and prints its stack, and `join` returns."""
-    from xpool import Pool
-
     pool = make_pool(Pool, 1, hang, (what, 0.3), context=method)
     pool.apply(work.square, (3,))
     pool.close()
@@ -240,8 +234,6 @@ def task(context, x):
 def test_exit_of_a_context(make_pool, log, method):
     """A context's `exit()` is called in its worker, after the last task and what the initializer
     has registered."""
-    from xpool import CtxPool
-
     contexts = [Entered(log)]
     pool = make_pool(CtxPool, None, initialize, (str(log),), context=method,
                      worker_contexts=contexts)  # fmt: skip
@@ -290,8 +282,8 @@ def test_exit_after_a_failure(make_pool, log, kind, fails, capfd, monkeypatch):
 @pytest.mark.parametrize("how", ["SIGKILL", "sys.exit"])
 def test_exit_of_a_worker_that_dies(make_pool, log, how):
     """`exit()` is not called in a worker that is killed; it is called after `sys.exit`."""
-    pool = make_pool(xpool.CtxPool, worker_contexts=[Entered(log)])
-    with pytest.raises(xpool.WorkerDied):
+    pool = make_pool(CtxPool, worker_contexts=[Entered(log)])
+    with pytest.raises(WorkerDied):
         pool.apply(lambda context: work.end(how))
     pool.terminate()
     assert log.read_text().split().count("exit:0") == (how == "sys.exit")

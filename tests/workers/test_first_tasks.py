@@ -160,14 +160,6 @@ ARRAY = """
 """
 
 
-@pytest.mark.parametrize("name", ["numpy", *also("torch")])
-def test_a_first_answer_is_an_array_without_imports(tmp_path, name: str):
-    """The modules that pickle an array are imported together with its library."""
-    pytest.importorskip(name)
-    path = scripts.write(tmp_path / "arrays.py", ARRAY.replace("NAME", name))
-    assert scripts.run_ok([path]) == ""
-
-
 ARGUMENT = """
     import os, resource
     import NAME as library
@@ -189,11 +181,13 @@ ARGUMENT = """
 """
 
 
+@pytest.mark.parametrize("text", [ARRAY, ARGUMENT], ids=["answer", "argument"])
 @pytest.mark.parametrize("name", ["numpy", *also("torch")])
-def test_a_first_argument_is_an_array_without_imports(tmp_path, name: str):
-    """The modules that pickle an array are imported when the pool is made."""
+def test_a_first_array_needs_no_imports(tmp_path, name: str, text: str):
+    """The modules that pickle an array are imported together with its library, or when the pool is
+    made."""
     pytest.importorskip(name)
-    path = scripts.write(tmp_path / "arrays.py", ARGUMENT.replace("NAME", name))
+    path = scripts.write(tmp_path / "arrays.py", text.replace("NAME", name))
     assert scripts.run_ok([path]) == ""
 
 

@@ -8,6 +8,7 @@ import tracemalloc
 
 import pytest
 
+from xpool import Pool
 from xpool._worker.entry import _read
 
 pytestmark = pytest.mark.xpool_only
@@ -31,8 +32,6 @@ def describe(_=None):
 @pytest.mark.parametrize("limit", [None, 0])
 def test_large_initargs(make_pool, limit):
     """All workers get the initargs. With shared memory they do not read them from a pipe."""
-    from xpool import Pool
-
     size = 8 << 20
     given = (b"a" * size, bytearray(b"b" * size))
     pool = make_pool(Pool, 2, keep, given, 1, memory_limit=limit)
@@ -50,8 +49,6 @@ def write_name(index):
 
 def test_each_worker_has_initargs_of_its_own(make_pool):
     """A worker's changes of a large argument are invisible to other workers and replacements."""
-    from xpool import Pool
-
     numpy = pytest.importorskip("numpy")
     pool = make_pool(Pool, 2, keep, (numpy.full(1 << 20, 7),), 1)
     assert pool.map(write_name, range(6), 1) == [7] * 6

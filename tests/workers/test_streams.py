@@ -6,6 +6,8 @@ import pytest
 from support import scripts
 from support.tiers import also
 
+from xpool import Pool
+
 pytestmark = pytest.mark.xpool_only
 
 
@@ -23,8 +25,6 @@ def shout(text):
 @pytest.mark.parametrize("method", [None, *also("spawn", "fork")])
 def test_output_during_a_capture(make_pool, capfd, method):
     """The output of a pool made during a capture is captured."""
-    from xpool import Pool
-
     with capfd.disabled():
         make_pool(Pool, 1).apply(len, ("",))
     pool = make_pool(Pool, 1, context=method)
@@ -112,6 +112,4 @@ def where_stdin_leads():
 @pytest.mark.parametrize("method", [None, *also("spawn", "fork")])
 def test_stdin_is_empty(make_pool, method):
     """Tasks read an empty standard input, as in the standard library."""
-    from xpool import Pool
-
     assert make_pool(Pool, 1, context=method).apply(where_stdin_leads) == ("/dev/null", "")

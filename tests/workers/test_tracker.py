@@ -7,6 +7,8 @@ import pytest
 from support import scripts
 from support.tiers import also
 
+from xpool import Pool, WorkerDied
+
 
 def attach(name):
     """Attach to a block by its name. Return its first byte."""
@@ -116,8 +118,6 @@ def test_a_task_forks_before_anything_is_tracked(tmp_path):
 @pytest.mark.xpool_only
 def test_a_worker_is_killed_while_it_asks(make_pool):
     """If a worker dies after it has asked for the tracker, other workers still use it."""
-    from xpool import Pool, WorkerDied
-
     pool = make_pool(Pool, 2)
     for _ in range(5):
         with pytest.raises(WorkerDied) as caught:
