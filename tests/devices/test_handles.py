@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from support.memory import own_arena
 from support.waiting import Gate, Mailbox
 
 import xpool
@@ -29,7 +30,6 @@ from xpool import (
     WorkerDied,
 )
 from xpool._engine.answers import Answers
-from xpool._memory.arena import Arena
 from xpool._pools.engine_submitter import Packer
 from xpool.devices import devices
 from xpool.queue import SimpleQueue
@@ -331,9 +331,7 @@ class Counted:
 
 def used() -> int:
     """Shared memory in use by this program, in bytes."""
-    arena = Arena.own()
-    assert arena is not None
-    return arena.statistics()["bytes"]
+    return own_arena().statistics()["bytes"]
 
 
 def test_no_bytes_of_the_tensor_move(make_two: Any, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import cells, hostile, scripts, work
-from support.limits import PROGRAM_LIMIT, WAIT
+from support.limits import WAIT
 from support.tiers import also
 
 from xpool import InternalError, P2PPool, Pool
@@ -90,16 +90,11 @@ def test_mischief(make_pool, name, way, expected, context, mailbox, gate, record
 @pytest.mark.parametrize("way", ["garbage", "truncated", *also("empty", "closed", "replayed")])
 def test_mischief_with_the_arena(way):
     """The program survives, and tasks with small values work. This runs in a separate program."""
-    program = scripts.popen([hostile.__file__, way])
-    try:
-        out, err = program.communicate(timeout=PROGRAM_LIMIT)
-    finally:
-        program.kill()
-        program.communicate()
-    said, small, large, later = out.splitlines()
-    assert (said, small, later) == (matrix.HOSTILE["arena"][way], "True", "True"), err
-    assert large == "True" or way in ("garbage", "empty", "replayed"), err
-    assert program.returncode == 0, err
+    done = scripts.run([hostile.__file__, way])
+    said, small, large, later = done.stdout.splitlines()
+    assert (said, small, later) == (matrix.HOSTILE["arena"][way], "True", "True"), done.stderr
+    assert large == "True" or way in ("garbage", "empty", "replayed"), done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_log_record_runs_no_code(make_pool, tmp_path, records):

@@ -17,6 +17,7 @@ from support.clusters import address, agent, parent, raylet, workers
 from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually, wait_gone
+from support.work import log_line
 
 import xpool
 import xpool._hosts.hosts_engine
@@ -76,10 +77,7 @@ def stage(hosts):
 
 
 def write(path, *words):
-    """Append a line in one system call."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(fd, f"{' '.join(map(str, words))}\n".encode())
-    os.close(fd)
+    log_line(path, " ".join(map(str, words)))
 
 
 def work(path, seconds, i):

@@ -21,28 +21,22 @@ pytest.importorskip("torch")
 
 import torch
 from support import tensor_work as tasks
+from support.memory import own_arena
 from support.scripts import run_ok, write
 from support.waiting import eventually
 
 import xpool
-from xpool._memory.arena import Arena
 from xpool._python.interrupt import keeps_clear, may_raise
 from xpool._worker.stopping import again
 
 MIB = 1 << 20
 
 
-def arena() -> Arena:
-    found = Arena.own()
-    assert found is not None
-    return found
-
-
 @pytest.fixture(autouse=True)
 def let_go(warm: None) -> Iterator[None]:
     yield
     gc.collect()
-    eventually(lambda: arena().statistics()["held"] == 0, "blocks released")
+    eventually(lambda: own_arena().statistics()["held"] == 0, "blocks released")
 
 
 # -- deaths ----------------------------------------------------------------------------------------
@@ -52,7 +46,7 @@ def let_go(warm: None) -> Iterator[None]:
 @pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
 def test_storm(make_pool: Callable[..., Any], share: bool) -> None:
     """Workers die at random moments. Every value that arrives is right, and no block stays."""
-    before = arena().file.used()  # tables of workers that other tests have had
+    before = own_arena().file.used()  # tables of workers that other tests have had
     pool = make_pool(xpool.Pool, 2, is_copy_tensor=not share)
     rng = random.Random(5)
     held: list[tuple[int, Any]] = []
@@ -79,7 +73,7 @@ def test_storm(make_pool: Callable[..., Any], share: bool) -> None:
     held.clear()
     pool.close()
     pool.join()
-    assert arena().file.used() <= before + 2 * MIB
+    assert own_arena().file.used() <= before + 2 * MIB
 
 
 # -- forks -----------------------------------------------------------------------------------------
@@ -93,7 +87,7 @@ def test_child_keeps_its_view(make_pool: Callable[..., Any]) -> None:
     held = [pool.apply(tasks.filled, (i, MIB)) for i in range(4)]
     unopened = pool.apply_async(tasks.filled, (9, MIB))
     unopened.wait()
-    parents = arena()
+    parents = own_arena()
     go_r, go_w = os.pipe()
     said_r, said_w = os.pipe()
     child = os.fork()
@@ -123,14 +117,14 @@ def test_child_keeps_its_view(make_pool: Callable[..., Any]) -> None:
         new = pool.apply(tasks.filled, (i, MIB))
         assert new.data_ptr() not in names
         del new
-    assert arena().statistics()["held"] == 5
+    assert own_arena().statistics()["held"] == 5
     os.write(go_w, b".")
     assert os.read(said_r, 1) == b"y"
     os.close(go_w)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(said_r)
     os.close(said_w)
-    assert arena().statistics()["held"] == 0
+    assert own_arena().statistics()["held"] == 0
     places = {pool.apply(tasks.filled, (1, MIB)).data_ptr() for _ in range(20)}
     assert len(places) <= 10
 
@@ -149,7 +143,7 @@ def test_child_that_executes(make_pool: Callable[..., Any]) -> None:
     os.close(read)
     del held
     try:
-        eventually(lambda: arena().statistics()["held"] == 0, "the block is released")
+        eventually(lambda: own_arena().statistics()["held"] == 0, "the block is released")
     finally:
         os.close(write_end)
         os.waitpid(child, 0)
@@ -172,7 +166,7 @@ def test_forks_from_many_threads(make_pool: Callable[..., Any]) -> None:
                 finally:
                     os._exit(2)
             codes.append(os.waitpid(child, 0)[1])
-            assert arena().lease(100_000) is not None
+            assert own_arena().lease(100_000) is not None
 
     threads = [threading.Thread(target=fork) for _ in range(4)]
     for thread in threads:
@@ -250,7 +244,7 @@ def test_dropped_in_many_threads(make_pool: Callable[..., Any]) -> None:
     del value
     for thread in threads:
         thread.join()
-    assert arena().statistics()["held"] == 0
+    assert own_arena().statistics()["held"] == 0
 
 
 def test_dropped_by_the_collector(make_pool: Callable[..., Any]) -> None:
@@ -277,7 +271,7 @@ def test_dropped_by_the_collector(make_pool: Callable[..., Any]) -> None:
     del value, circle
     kept.clear()
     gc.collect()
-    assert arena().statistics()["held"] == 0
+    assert own_arena().statistics()["held"] == 0
 
 
 @contextlib.contextmanager
@@ -308,7 +302,7 @@ def signals(handler: Callable[[int, Any], None], seconds: float) -> Iterator[Non
 def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> None:
     """A handler that drops, leases and adopts blocks may run between any two instructions."""
     make_pool(xpool.Pool, 1)  # keeps free blocks' memory
-    one = arena()
+    one = own_arena()
     kept: list[Any] = []
     wrong: list[Any] = []
     calls = [0]
@@ -346,7 +340,7 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
 def test_postponed_exceptions(make_pool: Callable[..., Any]) -> None:
     """A handler that raises only where `may_raise` allows it loses no block."""
     make_pool(xpool.Pool, 1)  # keeps free blocks' memory
-    one = arena()
+    one = own_arena()
     armed: list[bool] = []
     postponed: list[int] = []
     came: list[int] = []
@@ -394,6 +388,6 @@ def test_a_subprocess_holds_nothing(make_pool: Callable[..., Any]) -> None:
     held = pool.apply(tasks.filled, (1, MIB))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         del held
-        assert arena().statistics()["held"] == 0
+        assert own_arena().statistics()["held"] == 0
         assert child.stdin is not None
         child.stdin.close()

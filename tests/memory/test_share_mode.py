@@ -24,21 +24,15 @@ import torch
 from support import scripts
 from support import tensor_work as tasks
 from support.leaks import descriptors
+from support.memory import own_arena
 from support.tiers import also
 from support.waiting import eventually
 
 import xpool
-from xpool._memory.arena import Arena
 from xpool._pickling.tensors import mapped
 from xpool._pickling.tensors import sharing as sharing_module
 
 MIB = 1 << 20
-
-
-def held() -> int:
-    found = Arena.own()
-    assert found is not None
-    return found.statistics()["held"]
 
 
 @pytest.fixture
@@ -50,7 +44,7 @@ def sharing(make_pool: Callable[..., Any], warm: None) -> Any:
 def let_go(warm: None) -> Iterator[None]:
     yield
     gc.collect()
-    eventually(lambda: held() == 0, "blocks released")
+    eventually(lambda: own_arena().statistics()["held"] == 0, "blocks released")
 
 
 def test_both_ways(sharing: Any) -> None:
@@ -300,8 +294,7 @@ def test_memory_outlives_an_operation(sharing: Any) -> None:
         thread.start()
         begun.wait()
         sharing.apply(id, (tensor,))
-        arena = Arena.own()
-        assert arena is not None
+        arena = own_arena()
         block = arena.holding(tensor.data_ptr())
         assert block is not None and tensor.data_ptr() != address
         moved.append(any(mapping_of(address)))
@@ -497,8 +490,7 @@ def test_a_second_send_takes_nothing(sharing: Any) -> None:
     """Sending a tensor again takes no memory and no descriptor, because only its name is sent."""
     tensor = torch.zeros(64 * MIB, dtype=torch.uint8)
     sharing.apply(tasks.same, (tensor,), worker=0)
-    arena = Arena.own()
-    assert arena is not None
+    arena = own_arena()
     used, fds = arena.file.used(), len(descriptors())
     for _ in range(50):
         back = sharing.apply(tasks.same, (tensor,), worker=0)
@@ -508,8 +500,7 @@ def test_a_second_send_takes_nothing(sharing: Any) -> None:
 
 def test_memory_is_freed(sharing: Any) -> None:
     """The memory is freed when the last user in any process drops it."""
-    arena = Arena.own()
-    assert arena is not None
+    arena = own_arena()
     tensor = torch.zeros(32 * MIB, dtype=torch.uint8)
     sharing.apply(tasks.keep, ("x", tensor), worker=0)
     number = arena._number_at(tensor.data_ptr())

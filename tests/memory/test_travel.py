@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support import tensor_work as tasks
 from support.leaks import descriptors
-from support.memory import block_bytes
+from support.memory import block_bytes, own_arena
 from support.tiers import also
 from support.waiting import Gate, Mailbox, eventually
 
@@ -28,24 +28,18 @@ MIB = 1 << 20
 SIZES = [0, 1, 4, 5, 16383, 16384, 65535, 65536, 65537, 100_001, MIB - 1, MIB, MIB + 1, 20 * MIB]
 
 
-def arena() -> Arena:
-    found = Arena.own()
-    assert found is not None
-    return found
-
-
 def used() -> int:
-    return block_bytes(arena())
+    return block_bytes(own_arena())
 
 
 @pytest.fixture
 def calm(warm: None) -> Iterator[None]:
     """After the test, no more blocks are held than before."""
     gc.collect()
-    before = arena().statistics()["held"]  # the traceback of a failed test may hold some
+    before = own_arena().statistics()["held"]  # the traceback of a failed test may hold some
     yield
     gc.collect()
-    eventually(lambda: arena().statistics()["held"] <= before, "blocks released")
+    eventually(lambda: own_arena().statistics()["held"] <= before, "blocks released")
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
@@ -100,14 +94,14 @@ def test_what_arrives_can_be_written(make_pool: Callable[..., Any], calm: None) 
 def test_blocks_are_reused(make_pool: Callable[..., Any], calm: None) -> None:
     """A stream of values of the same size uses a few blocks again and again."""
     pool = make_pool(xpool.Pool, 1)
-    before = arena().statistics()["blocks"]
+    before = own_arena().statistics()["blocks"]
     places = set()
     for i in range(100):
         back = pool.apply(tasks.same, (torch.full((MIB,), i, dtype=torch.uint8),))
         assert (back == i).all()
         places.add(back.data_ptr())
         del back
-    assert arena().statistics()["blocks"] - before <= 3
+    assert own_arena().statistics()["blocks"] - before <= 3
     assert len(places) <= 3
 
 
@@ -188,7 +182,7 @@ def test_memory_limit(make_pool: Callable[..., Any], calm: None, limit: int) -> 
 
 def test_memory_limit_in_share_mode(make_pool: Callable[..., Any], calm: None) -> None:
     """A tensor beyond the limit cannot be shared. Freed memory can be used again."""
-    base = arena().file.used()  # the limit includes tables
+    base = own_arena().file.used()  # the limit includes tables
     pool = make_pool(xpool.Pool, 1, memory_limit=base + 8 * MIB, is_copy_tensor=False)
     held = [torch.zeros(2 * MIB, dtype=torch.uint8) for _ in range(3)]
     for tensor in held:
@@ -208,11 +202,11 @@ def test_refused_reservation(
 ) -> None:
     """If the system refuses memory, values go through the pipe."""
     pool = make_pool(xpool.Pool, 1)
-    monkeypatch.setattr(arena().file, "reserve", lambda start, length: False)
-    blocks = arena().statistics()["out"]
+    monkeypatch.setattr(own_arena().file, "reserve", lambda start, length: False)
+    blocks = own_arena().statistics()["out"]
     back = pool.apply(tasks.same, (torch.arange(3 * MIB),))
     assert torch.equal(back, torch.arange(3 * MIB))
-    assert arena().statistics()["out"] <= blocks
+    assert own_arena().statistics()["out"] <= blocks
     monkeypatch.undo()
 
 
@@ -234,7 +228,7 @@ def test_refused_in_the_middle(
     monkeypatch.undo()
     assert all(torch.equal(a, b) for a, b in zip(sent, back, strict=True))
     del back
-    assert arena().statistics()["held"] == 0
+    assert own_arena().statistics()["held"] == 0
 
 
 def test_worker_that_cannot_map_it(
@@ -260,9 +254,9 @@ def test_worker_that_cannot_map_it(
 def test_more_workers_than_attachments(make_pool: Callable[..., Any], calm: None) -> None:
     """Workers without an attachment use the pipe."""
     attachments = []
-    while (attachment := arena().take_attachment()) is not None:
+    while (attachment := own_arena().take_attachment()) is not None:
         attachments.append(attachment)
-    arena().reclaim(attachments.pop())
+    own_arena().reclaim(attachments.pop())
     try:
         pool = make_pool(xpool.Pool, 2)
         sent = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(20)]
@@ -273,7 +267,7 @@ def test_more_workers_than_attachments(make_pool: Callable[..., Any], calm: None
             make_pool(xpool.Pool, 2, is_copy_tensor=False).apply(abs, (1,))
     finally:
         for attachment in attachments:
-            arena().reclaim(attachment)
+            own_arena().reclaim(attachment)
 
 
 # -- failed and dropped jobs -----------------------------------------------------------------------
@@ -285,9 +279,9 @@ def test_results_without_get(make_pool: Callable[..., Any], calm: None) -> None:
     results = [pool.apply_async(tasks.filled, (i, MIB)) for i in range(10)]
     for result in results:
         result.wait()
-    assert arena().statistics()["held"] == 10
+    assert own_arena().statistics()["held"] == 10
     del results, result
-    assert arena().statistics()["held"] == 0
+    assert own_arena().statistics()["held"] == 0
     stream = pool.imap(tasks.numbered, range(50))
     assert (next(stream) == 0).all()
     del stream
@@ -302,7 +296,7 @@ def test_pickling_fails_after_blocks_were_leased(make_pool: Callable[..., Any], 
             pool.apply(tasks.same, ([big, threading.Lock()],))
         with pytest.raises(xpool.ResultNotPicklable):
             pool.apply(tasks.with_lock, (MIB,))
-    assert arena().statistics()["held"] == 0
+    assert own_arena().statistics()["held"] == 0
     assert pool.apply(tasks.held_here)[0] == 0
 
 
@@ -324,7 +318,7 @@ def test_job_fails_half_way(make_pool: Callable[..., Any], calm: None) -> None:
     with pytest.raises(ValueError, match="7"):
         list(stream)
     del stream, use
-    eventually(lambda: arena().statistics()["held"] == 0, "all blocks released")
+    eventually(lambda: own_arena().statistics()["held"] == 0, "all blocks released")
 
 
 def test_terminate_during_large_transfers(make_pool: Callable[..., Any], calm: None) -> None:
@@ -336,7 +330,7 @@ def test_terminate_during_large_transfers(make_pool: Callable[..., Any], calm: N
         pool.terminate()
         pool.join()
         del results
-        eventually(lambda: arena().statistics()["held"] == 0, "all blocks released")
+        eventually(lambda: own_arena().statistics()["held"] == 0, "all blocks released")
     assert used() <= MIB
 
 
@@ -429,7 +423,7 @@ def test_stream(
 
     for _ in stream(60):  # loads and allocates what is needed once
         pass
-    arena().trim(float("inf"))
+    own_arena().trim(float("inf"))
     pids = [os.getpid(), *pool.statistics()["pids"]]
     before = begun()
     base_pss, base = _private_and_shared(pids), used()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import struct
 import sys
@@ -15,11 +16,22 @@ from template import Template
 from xpool._pickling.by_value import main
 from xpool._pickling.by_value.sent import Book
 from xpool._pickling.frame import BY_PIPE
-from xpool.pickle import decode, encode, encode_exception
+from xpool.pickle import decode, dumps, encode, encode_exception
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 _SIZE = struct.Struct("<Q")
+
+
+def trip(obj: Any) -> Any:
+    """Return the object after its trip in a message that its buffers use in place."""
+    return decode(bytearray(encode(obj)))
+
+
+def again(obj: Any) -> Any:
+    """Return the object after its trip in a message; as a plain pickle, it has the same type."""
+    assert type(pickle.loads(dumps(obj))) is type(obj)
+    return decode(encode(obj))
 
 
 def code() -> str:

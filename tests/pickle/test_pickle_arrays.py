@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from receiver import trip
 
 from xpool._pickling import frame
 from xpool._pickling.frame import INLINE_BELOW
@@ -19,10 +20,6 @@ from xpool.pickle import decode, dumps, encode, loads
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 BIG = 50_000
-
-
-def trip(obj: Any) -> Any:
-    return decode(bytearray(encode(obj)))
 
 
 def trips(obj: Any) -> list[Any]:

@@ -10,7 +10,6 @@ import datetime
 import enum
 import functools
 import gc
-import pickle
 import threading
 import time
 import typing
@@ -19,17 +18,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from receiver import Receiver
+from receiver import Receiver, again
 
 from xpool._pickling import pickler, reducers
 from xpool._pickling.by_value import registry
-from xpool.pickle import decode, dumps, encode
-
-
-def again(obj: Any) -> Any:
-    plain = pickle.loads(dumps(obj))
-    assert type(plain) is type(obj)
-    return decode(encode(obj))
+from xpool.pickle import decode, encode
 
 
 @pytest.fixture

@@ -15,18 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from receiver import Receiver
+from receiver import Receiver, again
 
 from xpool._pickling.by_value.reads import is_open
 from xpool.errors import TaskNotPicklable
-from xpool.pickle import decode, dumps, encode, loads, mark_static_module
-
-
-def again(obj: Any) -> Any:
-    plain = pickle.loads(dumps(obj))
-    assert type(plain) is type(obj)
-    return decode(encode(obj))
-
+from xpool.pickle import dumps, encode, loads, mark_static_module
 
 # -- functions --------------------------------------------------------------------------------
 

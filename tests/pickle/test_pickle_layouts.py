@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from receiver import Receiver
+from receiver import Receiver, trip
 from support import scripts
 
 import xpool
@@ -16,7 +16,7 @@ from xpool._pickling import frame
 from xpool._pickling.pickler import write_group
 from xpool._pickling.reducers import Group
 from xpool.errors import TaskNotPicklable
-from xpool.pickle import decode, dumps, encode, loads
+from xpool.pickle import dumps, encode, loads
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 anything = pytest.importorskip("anything", reason="needs numpy and hypothesis")
@@ -33,10 +33,6 @@ pytestmark = [
 ]
 
 EYE = [[1.0, 0, 0, 2], [0, 0, 0, 0], [0, 3, 0, 0], [4, 0, 0, 5]]
-
-
-def trip(obj: Any) -> Any:
-    return decode(bytearray(encode(obj)))
 
 
 def quantized(dtype: Any, channels: bool) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from receiver import trip
 
 from xpool._pickling import frame
 from xpool.pickle import decode, dumps, encode, loads
@@ -18,10 +19,6 @@ NAMES = ["float64", "float32", "float16", "bfloat16", "complex64", "complex128",
 NAMES += ["int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
 NAMES += ["float8_e4m3fn", "float8_e5m2"]
 DTYPES = [name for name in NAMES if hasattr(torch, name)]
-
-
-def trip(obj: Any) -> Any:
-    return decode(bytearray(encode(obj)))
 
 
 def same(one: Any, two: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import parts
 import pytest
+from support.memory import own_arena
 from support.waiting import LIMIT, eventually
 
 from xpool._memory import foreign
@@ -18,12 +19,6 @@ from xpool._memory.foreign import ForeignArena
 from xpool._memory.layout import HOLDS
 
 LARGE = 100_000
-
-
-def _arena() -> Arena:
-    arena = Arena.own()
-    assert arena is not None
-    return arena
 
 
 @pytest.mark.parametrize("nbytes", [10, LARGE])
@@ -68,7 +63,7 @@ def test_readers_are_killed(make_queue: Any, start: Any, nbytes: int):
     assert set(got) <= set(range(count)), seed
     assert len(got) >= count - kills, f"{count - len(got)} lost by {kills} deaths, seed {seed}"
     parts.settled()
-    assert _arena().statistics()["out"] == 0
+    assert own_arena().statistics()["out"] == 0
 
 
 @pytest.mark.parametrize("nbytes", [10, LARGE])
@@ -129,7 +124,7 @@ def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
     assert results.get(LIMIT) == 2
     q.put(None)
     parts.settled()
-    eventually(lambda: not _arena().statistics()["out"], "blocks are free")
+    eventually(lambda: not own_arena().statistics()["out"], "blocks are free")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +162,7 @@ def test_a_reader_is_stopped_with_a_message(make_queue: Any, start: Any):
         q.put((i, bytearray([i]) * LARGE))
         assert results.get(LIMIT) == i
     foreign.tidy(float("inf"))
-    assert 1 <= _arena().statistics()["out"] <= 3  # blocks of the same in-flight lease
+    assert 1 <= own_arena().statistics()["out"] <= 3  # blocks of the same in-flight lease
     os.kill(stopped.pid, signal.SIGCONT)
     assert results.get(LIMIT) == 1
     q.put(None)
@@ -203,10 +198,10 @@ def test_a_reader_dies_with_a_tensor(make_queue: Any, start: Any):
     there.put(torch.zeros(LARGE))
     assert back.get(LIMIT) == "kept"
     foreign.tidy(float("inf"))
-    assert _arena().statistics()["out"] == 1
+    assert own_arena().statistics()["out"] == 1
     victim.kill()
     victim.join()
-    assert _arena().statistics()["out"] == 0
+    assert own_arena().statistics()["out"] == 0
 
 
 def test_closing_frees_messages(make_queue: Any):
@@ -215,10 +210,10 @@ def test_closing_frees_messages(make_queue: Any):
     for _ in range(5):
         q.put(bytearray(LARGE))
     foreign.reclaim_arrived()
-    assert _arena().statistics()["out"] == 5
+    assert own_arena().statistics()["out"] == 5
     q.close()
     foreign.reclaim_arrived()
-    assert _arena().statistics()["out"] == 0
+    assert own_arena().statistics()["out"] == 0
 
 
 def test_kills_do_not_leak(make_queue: Any, start: Any):

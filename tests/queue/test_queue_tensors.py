@@ -11,7 +11,7 @@ import parts
 import pytest
 from support import scripts
 from support.leaks import descriptors
-from support.memory import block_bytes
+from support.memory import block_bytes, own_arena
 from support.tiers import also
 from support.waiting import LIMIT, eventually
 
@@ -22,12 +22,6 @@ from xpool.queue import SimpleQueue
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
-
-
-def _arena() -> Arena:
-    arena = Arena.own()
-    assert arena is not None
-    return arena
 
 
 @pytest.mark.parametrize("count", [20_000, *also(1, 3)])
@@ -113,19 +107,19 @@ def test_aliases(make_queue: Any, copy: bool):
 
 def test_limit_of_memory(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
     """A writer waits when the arena's limit is reached."""
-    monkeypatch.setattr(_arena(), "limit", 16 << 20)
+    monkeypatch.setattr(own_arena(), "limit", 16 << 20)
     q, results = make_queue(copy_tensor=True), make_queue()
     start("fork", parts.sums, q, results)
     for i in range(40):
         q.put(torch.full((4 << 20,), i, dtype=torch.uint8))
-        assert block_bytes(_arena()) <= 17 << 20
+        assert block_bytes(own_arena()) <= 17 << 20
     q.put(None)
     assert [results.get(LIMIT) for _ in range(40)] == [(i, True, 4 << 20) for i in range(40)]
 
 
 def test_more_than_the_limit(make_queue: Any, monkeypatch: pytest.MonkeyPatch):
     """A tensor larger than the arena is copied through a file; sharing it is refused."""
-    monkeypatch.setattr(_arena(), "limit", 1 << 20)
+    monkeypatch.setattr(own_arena(), "limit", 1 << 20)
     tensor = torch.ones(1 << 20)
     q = make_queue(copy_tensor=True)
     q.put(tensor)
@@ -141,7 +135,7 @@ def test_more_than_the_limit(make_queue: Any, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("copy", [True, False])
 def test_nothing_is_left(make_queue: Any, start: Any, copy: bool):
     """When tensors and queues are gone, descriptors, holds and memory are freed on both sides."""
-    arena = _arena()
+    arena = own_arena()
     parts.settled()
     before = arena.statistics(), set(descriptors().values())
     there, back = (make_queue(copy_tensor=copy) for _ in range(2))
@@ -383,7 +377,7 @@ def _put_made() -> int:
 def test_a_worker_dies_after_it_put(make_queue: Any):
     """A block that only a dead worker held is kept for the message that the worker put."""
     q = make_queue()
-    arena = _arena()
+    arena = own_arena()
     with Pool(1, parts.remember, (q,), is_copy_tensor=False) as pool:
         pool.apply(_make_and_remember, (7.0,))
         os.kill(pool.apply(_put_made), signal.SIGKILL)

@@ -6,6 +6,13 @@ from xpool._memory.arena import Arena
 from xpool._memory.layout import HOLDS
 
 
+def own_arena() -> Arena:
+    """Return this process's arena."""
+    found = Arena.own()
+    assert found is not None
+    return found
+
+
 def block_bytes(arena: Arena) -> int:
     """Return the bytes of blocks; the tables keep 512 bytes for each block that ever existed."""
     file = arena.file
