@@ -16,11 +16,18 @@ from xpool._engine.replacement import Replacement
 pytestmark = pytest.mark.xpool_only
 
 
+WAYS = ("poll", "handle", "run_timers")
+OTHERS = (SystemExit, MemoryError, KeyboardInterrupt)
+
+
 @pytest.mark.parametrize(
-    ("where", "again"),
-    [("poll", False), ("handle", False), ("run_timers", False), ("handle", True)],
+    ("where", "error", "again"),
+    [
+        *((where, OSError, False) for where in WAYS),
+        ("handle", OSError, True),
+        *also(*((where, error, False) for where in WAYS for error in OTHERS)),
+    ],
 )
-@pytest.mark.parametrize("error", [OSError, *also(SystemExit, MemoryError, KeyboardInterrupt)])
 def test_the_thread_can_do_nothing_any_more(make_pool, monkeypatch, where, error, again):
     """The reason fails all calls, the workers end, and `join` returns, also if the error comes
     again when the workers should be stopped."""
