@@ -8,7 +8,7 @@
 #   make check      ruff, mypy, and the tests that start no process: about a minute
 #   make test-all   all tests there are: make test, make rest, make cores, Ray, real torch_xla and torch_tpu
 #   make rest       the exhaustive tests, which make test leaves out: more kinds, methods and faults
-#   make suites     the tests of joblib and CPython over xpool's pools: ten minutes
+#   make suites     the tests of joblib, loky and CPython over xpool's pools: ten minutes
 #   make cores      the core without torch, on every other Python from 3.10 on that is found here
 #   make nightly    many seeds, the slow tests, all of tests/conformance on a Ray cluster, mixed load
 #                   while workers are killed, the benchmark
@@ -89,10 +89,11 @@ check: $(venv)/.lint
 rest: $(venv)/.test
 	$(PYTEST) --all -m exhaustive $(ARGS)
 
-# joblib's tests are in its wheel.
-suites: $(venv)/.test
+# loky's tests are in its source package alone; joblib's are in its wheel.
+suites: $(venv)/.test .suites/.loky
 	$(call PIP,$(VENV)) --editable ".[joblib]"
-	XPOOL_TEST_SLOW=1 XPOOL_TEST_TIMEOUT=1200 $(PYTEST) --all tests/suites tests/cpython $(ARGS)
+	XPOOL_TEST_SLOW=1 XPOOL_TEST_TIMEOUT=1200 XPOOL_LOKY="$(CURDIR)/.suites/loky" \
+		$(PYTEST) --all tests/suites tests/cpython $(ARGS)
 
 # What another version may change: syntax, pickling, multiprocessing.  The oldest runs more.
 SOME = tests/layout tests/pickle tests/cpython tests/faults/test_alarms.py \
@@ -184,7 +185,7 @@ dist: $(DIST_VENV)/.dist
 
 clean:
 	rm -rf "$(VENV)" .venv-core .venv-bench "$(DIST_VENV)" "$(DOCS_VENV)" "$(RAY_VENV)" "$(XLA_VENV)" \
-		"$(TPU_SITE)" "$(TORCHDATA)" examples/out \
+		"$(TPU_SITE)" "$(TORCHDATA)" examples/out .suites \
 		docs/_build
 
 # Environments.  A stamp says what has been installed, so the second time is quick.
@@ -240,6 +241,13 @@ $(xla_venv)/.xla:
 $(tpu_site)/.tpu: $(venv)/.torch
 	$(call PIP,$(VENV)) --target "$(TPU_SITE)" --no-deps torch_tpu==0.2.0 libtpu==0.0.51 \
 		absl-py immutabledict frozendict portpicker pyzmq
+	touch "$@"
+
+.suites/.loky: $(venv)/.test
+	rm -rf .suites && mkdir .suites
+	"$(VENV)/bin/python" -m pip download --quiet --no-deps --no-binary loky --dest .suites loky
+	tar --extract --directory=.suites --file="$$(ls .suites/loky-*.tar.gz)"
+	mv .suites/loky-*/ .suites/loky
 	touch "$@"
 
 .venv-bench/.bench: bench/requirements.txt pyproject.toml

@@ -18,13 +18,12 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-import select
 import sys
 import time
-import types
 import unittest
 from typing import Any
 
+from support.executor_names import PrivateNames
 from telling import Told, tell
 
 import xpool
@@ -73,27 +72,8 @@ class Executor(xpool.Executor):
         super().shutdown(wait, cancel_futures=cancel_futures)
 
 
-class Process:
-    """A worker with the methods that other executors' tests use."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._fd = os.pidfd_open(pid)
-
-    def join(self, timeout: float | None = None) -> None:
-        select.select([self._fd], [], [], timeout)
-
-    def terminate(self) -> None:
-        os.kill(self.pid, 15)
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-
-class LookedInto(Executor):
+class LookedInto(Executor, PrivateNames):
     """An executor with the private names of CPython's that have a counterpart."""
-
-    _call_queue = types.SimpleNamespace(join_thread=lambda: None)
 
     def __init__(
         self, max_workers: int | None = None, mp_context: Any = None, *args: Any, **kwds: Any
@@ -110,16 +90,6 @@ class LookedInto(Executor):
     @property
     def _broken(self) -> Any:
         return self._pool._life.failure
-
-    @property
-    def _processes(self) -> dict[int, Process]:
-        while None in (pids := self._pool.statistics()["pids"]):
-            time.sleep(0.001)  # the server has not forked it yet
-        return {pid: Process(pid) for pid in pids}
-
-    @property
-    def _executor_manager_thread(self) -> Any:
-        return self._pool._life.thread
 
 
 LookedInto.__name__ = "Executor"  # the name that the scripts import

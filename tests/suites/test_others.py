@@ -1,6 +1,7 @@
-"""The tests of joblib pass with xpool, except tests of its own internals.
+"""The tests of joblib and loky pass with xpool, except tests of their own internals.
 
-They are in its wheel. They run in a separate folder, and are no part of this project.
+joblib's tests are in its wheel. loky's are in its source package, whose folder XPOOL_LOKY names
+(``make suites`` fetches it). They run in a separate folder, and are no part of this project.
 """
 
 from __future__ import annotations
@@ -44,14 +45,39 @@ JOBLIB = {
     "test_memmap_returned_as_regular_array": _FILES,
 }
 
+_NAMES = "its script imports an executor from loky"
+_DEATH = "a death breaks loky's executor, but fails one future of xpool's"
+LOKY = {
+    "test_shutdown_with_sys_exit_at_pickle": "xpool's `submit` raises an argument's SystemExit",
+    "test_interpreter_shutdown": _NAMES,
+    "test_hang_gh94440": _NAMES,
+    "test_hang_issue39205": _NAMES,
+    "test_processes_terminate_on_executor_gc": "xpool's executor lives until its work is done",
+    "test_processes_crash_handling_after_executor_gc": "as above",
+    "test_exited_child": _DEATH,
+    "test_max_workers_negative": "xpool's message is different: it has the value",
+    "test_serialization": "only loky's executors have reducers",
+    "test_child_env_executor": "only loky's executors have variables",
+}
+# Not run, because they wait for long before they fail.
+LOKY_NOT_RUN = {
+    "test_killed_child": _DEATH,
+    "test_killed_child_with_cancelled_work_items": _DEATH,
+    "test_max_depth": "xpool does not limit the nesting of executors",
+    "test_memory_leak_protection": "xpool ends leaking workers by `worker_memory=`",
+    "test_worker_timeout": "xpool keeps idle workers",
+    "test_manager_thread_crash_breaks_executor": "it breaks a private thread",
+    "test_feeder_error_hook_crash_breaks_executor": "it breaks a private queue",
+}
 
-def run(folder: Path, names: list[str]) -> dict[str, list[str]]:
+
+def run(folder: Path, names: list[str], *paths: str, deselect: str = "") -> dict[str, list[str]]:
     """Run tests in a new process; return each test's failures with their reasons."""
-    path = str(Path(next(iter(xpool.__path__))).parent)
+    path = os.pathsep.join([str(Path(next(iter(xpool.__path__))).parent), *paths])
     report = folder / "report.xml"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-W", "ignore",
-         "-o", "faulthandler_timeout=120", f"--junitxml={report}", *names],
+         "-o", "faulthandler_timeout=120", f"--junitxml={report}", "-k", deselect, *names],
         cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
@@ -62,6 +88,18 @@ def run(folder: Path, names: list[str]) -> dict[str, list[str]]:
         for kind in ("failure", "error"):
             failures += [f"{case.attrib['name']}: {found.text}" for found in case.iter(kind)]
     return outcomes
+
+
+def check(outcomes: dict[str, list[str]], excluded: dict[str, str]) -> None:
+    """Fail if a test failed without being excluded, or passed although it is excluded."""
+    story = [why for name in outcomes.keys() - excluded for why in outcomes[name]]
+    story += [
+        f"{name} passes although it is excluded ({excluded[name]})"
+        for name in excluded
+        if name in outcomes and not outcomes[name]
+    ]
+    if story:
+        pytest.fail("\n\n".join(story), pytrace=False)
 
 
 def test_joblib(tmp_path: Path) -> None:
@@ -78,15 +116,7 @@ def test_joblib(tmp_path: Path) -> None:
     for name in names:
         path = folder / name
         path.write_text(with_backend(path.read_text(encoding="utf-8")), encoding="utf-8")
-    outcomes = run(folder, names)
-    story = [why for name in outcomes.keys() - JOBLIB for why in outcomes[name]]
-    story += [
-        f"{name} passes although it is excluded ({JOBLIB[name]})"
-        for name in JOBLIB
-        if name in outcomes and not outcomes[name]
-    ]
-    if story:
-        pytest.fail("\n\n".join(story), pytrace=False)
+    check(run(folder, names), JOBLIB)
 
 
 def with_backend(text: str) -> str:
@@ -100,3 +130,20 @@ def with_backend(text: str) -> str:
     needed = r"\1import xpool.joblib\n\1\2"
     found = r"^( *)(from joblib import .*Parallel.*|import joblib)$"
     return re.sub(found, needed, text, flags=re.MULTILINE)
+
+
+def test_loky(tmp_path: Path) -> None:
+    """loky's tests of its executor pass with `xpool.Executor`."""
+    source = os.environ.get("XPOOL_LOKY")
+    if not source:
+        pytest.skip("set XPOOL_LOKY to loky's source package, as make suites does")
+    shutil.copytree(Path(source) / "tests", tmp_path / "tests")
+    shutil.copy(HERE / "loky_over_xpool.py", tmp_path / "tests" / "test_over_xpool.py")
+    outcomes = run(
+        tmp_path,
+        ["tests/test_over_xpool.py", "--skip-high-memory"],
+        source,
+        str(HERE.parent),  # for `support`
+        deselect=" and ".join(f"not {name}" for name in LOKY_NOT_RUN),
+    )
+    check(outcomes, LOKY)
