@@ -67,11 +67,6 @@ def test_submit(executor):
     assert failed.done() and not failed.running() and not failed.cancelled()
 
 
-def test_futures_have_the_fields_of_the_standard_ones(executor):
-    """Other libraries may read them."""
-    assert vars(executor.submit(abs, -1)).keys() >= vars(futures.Future()).keys()
-
-
 def test_as_completed_and_wait(executor):
     """`as_completed` and `wait` of `concurrent.futures` accept these futures."""
     made = {executor.submit(work.square, n): n for n in range(20)}
@@ -169,9 +164,6 @@ def test_cancel():
     with ThreadPool(1) as pool:
         executor, gate, began = pool.executor(), threading.Event(), threading.Event()
         running = executor.submit(lambda: (began.set(), gate.wait(WAIT)))
-        for limit in 0, 0.01:
-            with pytest.raises(futures.TimeoutError):
-                running.result(limit)
         waiting = [executor.submit(work.square, n) for n in range(3)]
         assert began.wait(WAIT)
         assert running.running() and not running.cancel()

@@ -21,7 +21,6 @@ from xpool._engine.jobs.states import PoolStates
 from xpool._pools.job_table import JobTable
 from xpool._pools.verbs import PLAIN, PublicVerbs, options_of, submit_call
 from xpool._python.interrupt import shielded
-from xpool._python.light_future import LightFuture
 from xpool._python.waiters import Waiters, deadline_of
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
 
@@ -63,23 +62,22 @@ class _Call(AsyncResult[Any]):
         if future._job is None:
             return
         future._job = None
-        error: BaseException | None = None
+        error: BaseException
         try:
             if not self._opened:
                 self._open()
-            if not self._success:
-                error = self._value
         except BaseException as exc:  # unpickling may raise anything, for example `SystemExit`
             error = exc
-        try:
-            if error is None:
-                future.set_result(self._value)
-            elif isinstance(error, TaskCancelled):
-                future._end_cancelled()
-            else:
-                future.set_exception(_as_broken(error) if self._pool_ended else error)
-        except concurrent.futures.InvalidStateError:
-            future._end_cancelled()  # it was cancelled meanwhile, so the outcome is dropped
+        else:
+            if self._success:
+                future._end(future.set_result, self._value)
+                return
+            error = self._value
+        if isinstance(error, TaskCancelled):
+            future._end_cancelled()
+        else:
+            error = _as_broken(error) if self._pool_ended else error
+            future._end(future.set_exception, error)
 
     def open_plain(self) -> bool:
         """Unpickle the value if no code of the program takes part; return whether this was done."""
@@ -139,7 +137,7 @@ def _call_back(
         func(future)
 
 
-class _Future(LightFuture[T]):
+class _Future(concurrent.futures.Future[T]):
     """A future of a call in a pool."""
 
     # The unanswered call.  Set once by `_Call`; cleared by the pool's thread that completes the
@@ -188,6 +186,12 @@ class _Future(LightFuture[T]):
         job = self._job
         pool = None if job is None or self.done() else job._pool
         return pool is not None and job is not None and pool._submitter.runs(job)
+
+    def _end(self, set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        try:
+            set_outcome(outcome)
+        except concurrent.futures.InvalidStateError:
+            self._end_cancelled()  # it was cancelled meanwhile, so the outcome is dropped
 
     def _end_cancelled(self) -> None:
         """Cancel this future.  `cancel` and the pool's answer may both call this."""
