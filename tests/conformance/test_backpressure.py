@@ -75,12 +75,12 @@ def test_a_dropped_iterator_sets_no_limit(kind, make_pool):
 def test_join_does_not_wait_for_the_consumer(kind, make_pool, verb, chunksize):
     """After `close` and `join`, the caller can still take all results."""
     pool = make_pool(kind, 2)
-    source = Counting(600)
+    source = Counting(600 * chunksize)  # more than the tasks that wait for workers
     results = getattr(pool, verb)(work.large, source, chunksize)
     _until_full(pool, source)
     pool.close()
     pool.join()
-    assert [len(x) for x in results] == [SIZE] * 600
+    assert [len(x) for x in results] == [SIZE] * 600 * chunksize
 
 
 def test_close_does_not_lift_the_limit(kind, make_pool):
