@@ -730,6 +730,7 @@ def test_variables_in_texts_for_pandas(tmp_path):
 
 
 NEW = """
+import threading
 import xpool
 
 class Job:
@@ -786,12 +787,16 @@ class Options(dict):
     def __getattr__(self, name):
         return self[name]
 
+class Local(threading.local):
+    def __init__(self, name):
+        self.name = name
+
 job, table, frame, ordered, cached = Job("x"), Table({}), Frame(1), Ordered(), Cached()
-wrapper, options = Wrapper(job), Options(rate=1)
+wrapper, options, local = Wrapper(job), Options(rate=1), Local("own")
 
 def use():
     order = len(ordered), type(ordered.order), cached.cache
-    answers = wrapper.name, options.path, options.rate
+    answers = wrapper.name, options.path, options.rate, local.name
     made = Job.count, job.name, Table.made, dict(table), frame.a, len(vars(frame)), Frame.columns
     return made, order, answers
 

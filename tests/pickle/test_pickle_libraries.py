@@ -155,6 +155,21 @@ def test_attrs(receiver: Receiver):
     assert (error, text) == ("x", Child(2).text())
 
 
+@pytest.mark.parametrize(
+    ("library", "make", "shown"),
+    [
+        ("numpy", lambda numpy: numpy.finfo("f4"), "bits"),
+        ("jinja2", lambda jinja2: jinja2.Template("a"), "name"),
+        ("tqdm.utils", lambda utils: utils.ObjectWrapper(3), "real"),
+        ("unittest.mock", lambda mock: mock.MagicMock(total=3), "total"),
+    ],
+)
+def test_objects_that_pickle_cannot_load(receiver: Receiver, library: str, make: Any, shown: str):
+    """Objects whose `__new__` needs arguments, or that delegate by `__getattr__`, can be sent."""
+    one = make(_library(library))
+    assert receiver.call(lambda: getattr(one, shown)) == getattr(one, shown)
+
+
 def test_numba(receiver: Receiver):
     """Compiled local functions can be sent, also those that call each other."""
     numba = _library("numba")

@@ -15,7 +15,7 @@ from typing import Any
 
 from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
-from xpool._pickling.by_value.names import name_for
+from xpool._pickling.by_value.names import found_by_name, name_for
 from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
@@ -24,6 +24,7 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     program_modules,
 )
+from xpool._pickling.by_value.reads import required_of
 from xpool._pickling.reducers import LAZY, Context, builder, of_module, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
@@ -103,23 +104,30 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     is pickled by a token, with its attributes.  In globals, it arrives without a call of its
     ``__new__``, which may count the objects.
     """
-    if type(obj).__module__ == reducers.PARAMETRIZE:
-        return _NEW, (type(obj),), vars(obj)
-    origin = origin_of(type(obj).__module__)
-    # `pickle` would ask an object that is still empty for its `__setstate__`.
-    answers = hasattr(type(obj), "__getattr__") and not hasattr(type(obj), "__setstate__")
-    if origin == INSTALLED or (origin == IMPORTED and pickler.group is None and not answers):
+    kind = type(obj)
+    if kind.__module__ == reducers.PARAMETRIZE:
+        return _NEW, (kind,), vars(obj)
+    origin = origin_of(kind.__module__)
+    # `pickle` would ask an object that is still empty for its `__setstate__`, and call a `__new__`
+    # without its arguments.
+    answers = hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__")
+    incomplete = type(kind.__new__) is FunctionType and len(required_of(kind.__new__)) > 1
+    as_usual = origin == INSTALLED or (origin == IMPORTED and pickler.group is None)
+    if as_usual and not (answers or incomplete):
+        return NotImplemented
+    if origin == INSTALLED and not found_by_name(kind):  # a class that each mock makes for itself
         return NotImplemented
     reduced = obj.__reduce_ex__(5)
     if type(reduced) is not str:
         if answers and len(reduced) < 6:
             reduced = (*reduced, *(None,) * (5 - len(reduced)), set_state)
         # `__new__` may make what a state leaves out, or what these methods use during the load.
-        own = any(type(getattr(type(obj), name, None)) is FunctionType for name in _USES_NEW)
-        if pickler.group is None or own or reduced[0] is not _NEW or len(reduced[1]) != 1:
-            return reduced
-        return empty_object, *reduced[1:]
-    if origin == IMPORTED:
+        own = any(type(getattr(kind, name, None)) is FunctionType for name in _USES_NEW)
+        plain = reduced[0] is _NEW and len(reduced[1]) == 1
+        if plain and (incomplete or not (own or as_usual or pickler.group is None)):
+            return empty_object, *reduced[1:]
+        return reduced
+    if origin != SENT:
         return NotImplemented
     made = _make_object, (registry.token_of(obj), type(obj))
     if pickler.home:  # the program keeps its own attributes

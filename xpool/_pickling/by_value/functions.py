@@ -24,7 +24,7 @@ from xpool._pickling.by_value.origin import (
     module_of,
     origin_of,
 )
-from xpool._pickling.by_value.reads import classes_of, is_open, keys_of, use_of
+from xpool._pickling.by_value.reads import classes_of, is_open, keys_of, required_of, use_of
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,
@@ -358,7 +358,13 @@ def _lazy_locks() -> None:
         return (threading.RLock if type(obj) is rlock else threading.Lock), ()
 
     def reduce_local(pickler: Context, obj: Any) -> Any:
-        return NotImplemented if pickler.group is None else (type(obj), ())
+        if pickler.group is None:
+            return NotImplemented
+        init: Any = type(obj).__init__
+        needed = required_of(init)[1:] if type(init) is FunctionType else ()
+        if not vars(obj).keys() >= {*needed}:
+            raise Refused(f"cannot make a {type(obj).__name__!r} without its arguments", obj)
+        return type(obj), tuple(vars(obj)[name] for name in needed)
 
     rlock = type(threading.RLock())
     register(type(threading.Lock()), rlock)(reduce_lock)

@@ -349,6 +349,14 @@ def in_python(cls: type, name: str) -> bool:
     return isinstance(getattr(found, "__func__", found), FunctionType)
 
 
+def required_of(function: FunctionType) -> tuple[str, ...]:
+    """Return the names of the parameters of a function that have no default."""
+    code, keywords = function.__code__, function.__kwdefaults__ or {}
+    end = code.co_argcount - len(function.__defaults__ or ())
+    named = code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
+    return *code.co_varnames[:end], *(name for name in named if name not in keywords)
+
+
 def classes_of(obj: Any) -> tuple[type, ...]:
     """Return the classes in which an attribute of a class or another object is looked up."""
     return obj.__mro__ if isinstance(obj, type) else type(obj).__mro__
