@@ -42,7 +42,8 @@ _FAMILIES = (by_token, classes, exceptions, functions, sent, standard)
 
 # The modules of reducers that a program without torch or numpy never needs.
 LATE = {"torch": "xpool._pickling.tensors.dense", "numpy": "xpool._pickling.tensors.arrays"}
-lazily(LATE["torch"], "torch", "torch.storage")  # modules of the classes, or of their bases
+# Modules of the classes, or of their bases.
+lazily(LATE["torch"], "torch", "torch.storage", "torch.jit", "torch.jit._script")
 lazily(LATE["numpy"], "numpy")
 
 

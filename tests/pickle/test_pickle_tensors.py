@@ -122,3 +122,18 @@ def test_views_of_any_shape(data: Any) -> None:
                 one.fill_(-5)
                 assert (two == -5).sum() == len(elements)
                 one.copy_(saved)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", ["script", "trace", "function"])
+def test_torchscript(make: str) -> None:
+    """Modules and functions of TorchScript arrive, with their weights and mode."""
+    x = torch.ones(1, 200)
+    if make == "function":
+        one = torch.jit.trace(lambda x: x * 0.5, x)  # a ScriptFunction
+    else:
+        module = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Dropout()).eval()
+        one = torch.jit.script(module) if make == "script" else torch.jit.trace(module, x)
+    first, second = trip([one, one])
+    assert first is second and first(x).equal(one(x))
+    assert encode(one) == encode(one), "a global would be sent again at each call"

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import io
 import sys
+import warnings
 from functools import partial
 from pickle import PickleBuffer
 from typing import Any
@@ -108,6 +110,28 @@ def _lazy_optimizer() -> None:
 
 
 LAZY["torch.optim.optimizer"] = _lazy_optimizer
+
+
+def _lazy_script() -> None:
+    """Register a reducer for functions and modules of TorchScript, which `pickle` refuses."""
+    jit = sys.modules["torch.jit"]
+
+    def reduce(pickler: Context, script: Any) -> Any:
+        return _load_script, (PickleBuffer(script.save_to_buffer()),)
+
+    REDUCERS[jit.ScriptFunction] = FOR_SUBCLASSES[jit.ScriptModule] = reduce
+
+
+@builder
+def _load_script(written: Any) -> Any:
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer torch says so of `load`
+        return torch.jit.load(io.BytesIO(written))
+
+
+LAZY["torch.jit"] = LAZY["torch.jit._script"] = _lazy_script
 
 
 def _learn(torch: Any) -> None:
