@@ -785,6 +785,8 @@ class Options(dict):
         super().__init__(options)
         vars(self)["path"] = "o.json"
     def __getattr__(self, name):
+        if name == "__getstate__":  # Python 3.10 asks for it in the program
+            raise AttributeError(name)
         return self[name]
 
 class Local(threading.local):
