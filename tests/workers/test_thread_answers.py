@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
 from support.limits import WAIT
 
 from xpool import ThreadPool
-from xpool._calls.streams import Stream
+from xpool._calls.results import PickledResult
+from xpool._calls.streams import IMapIterator, Stream
 from xpool.errors import WorkerDied
 
 pytestmark = pytest.mark.xpool_only
@@ -202,3 +204,59 @@ def test_the_thread_of_a_task_completes_its_future() -> None:
         future._condition.notify_all = notify_all  # type: ignore[method-assign]
         go_on.set()
         assert callers.get(timeout=WAIT) == name
+
+
+class _Arrived(dict[int, object]):
+    """The answers of an iterator; before one is looked for, and after one is stored, it calls."""
+
+    before_look: Callable[[], object] | None = None
+    after_store: Callable[[], object] | None = None
+
+    def __contains__(self, place: object) -> bool:
+        call, self.before_look = self.before_look, None
+        if call is not None:
+            call()
+        return super().__contains__(place)
+
+    def __setitem__(self, place: int, answer: object) -> None:
+        super().__setitem__(place, answer)
+        call, self.after_store = self.after_store, None
+        if call is not None:
+            call()
+
+
+class _Values(PickledResult):
+    """The answer of several tasks."""
+
+    nbytes = 1
+
+    def __init__(self, *values: int) -> None:
+        self.values, self.count = values, len(values)
+
+    def open(self) -> list[int]:
+        return [*self.values]
+
+
+@pytest.mark.pure
+def test_consumers_of_one_iterator_at_the_same_time() -> None:
+    """A consumer that waits is woken, and sees what is there, while another takes an answer."""
+    results: IMapIterator[int] = IMapIterator("task", object(), False)
+    arrived = results._arrived = _Arrived()  # type: ignore[assignment]
+
+    # Another takes the first of three values before the thread that delivers looks who waits.
+    arrived.after_store = results.next
+    waiter = threading.Lock()
+    waiter.acquire()
+    with results._waiters.listening(waiter):
+        results.arrive(0, True, _Values(0, 1, 2), 0, 1)
+        assert not waiter.locked()
+    assert [results.next(), results.next()] == [1, 2]
+
+    # While a consumer looks for an answer, the next one arrives, and another takes the former.
+    def take() -> None:
+        results.arrive(4, True, 4, 4, 1)
+        assert results.next() == 3
+
+    results.arrive(3, True, _Values(3), 3, 1)
+    arrived.before_look = take
+    assert results._movable()

@@ -220,13 +220,18 @@ class IMapIterator(Iterator[T]):
         self.cancel()
 
     def _movable(self) -> bool:
-        # Checked in this order, because `_move` fills the buffer before it empties the dict.
-        return bool(
-            self._next in self._arrived
-            or self.buffer.values
-            or self._failure is not None
-            or self._next == self._length
-        )
+        first = -1
+        while first != self._next:  # else another thread has moved answers since
+            first = self._next
+            # Checked in this order, because `_move` fills the buffer before it empties the dict.
+            if (
+                first in self._arrived
+                or self.buffer.values
+                or self._failure is not None
+                or first == self._length
+            ):
+                return True
+        return False
 
     def _move(self) -> bool:
         """Move the next answers to the buffer.  Return False if none has arrived."""
@@ -339,8 +344,9 @@ class IMapIterator(Iterator[T]):
         self.buffer.bytes_in += weight
         self._arrived[place] = ok, value, weight, index
         # Wake last, here and below, because woken threads check the fields that were set.  They
-        # wait for the next answer in order: `_move` sets `_next` before they check and wait.
-        if place == self._next and self._waiters.copy():
+        # wait for the next answer in order: `_move` sets `_next` before they check and wait.  Wake
+        # them also if one of them has moved this answer already, which may be of several values.
+        if place <= self._next and self._waiters.copy():
             self._waiters.wake()
 
     def finish(self, length: int) -> None:
