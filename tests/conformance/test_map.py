@@ -8,6 +8,8 @@ import pytest
 from support import work
 from support.limits import WAIT
 
+from xpool._worker.callables import has_state
+
 
 class StopHere(Exception):
     """Raised by the iterables of these tests."""
@@ -236,6 +238,16 @@ def test_a_function_with_a_state_is_new_for_each_task(process_kind, make_pool, f
     assert pool.map(func, range(4), 2) == [1, 2, 1, 2]
     assert list(pool.imap(func, range(3))) == [1] * 3
     assert pool.starmap(func, [(1,), (2,)], 1) == [1, 1]
+
+
+@pytest.mark.pure
+def test_a_function_that_is_found_by_its_name_is_kept():
+    """A worker does not unpickle numpy's functions again for each task: it would get the same."""
+    numpy = pytest.importorskip("numpy")
+    assert not any(map(has_state, [numpy.sqrt, numpy.sum, functools.partial(numpy.power, 2)]))
+    named = Trainer()
+    vars(named).update(__module__="numpy", __name__="sqrt")
+    assert has_state(named)
 
 
 def test_large_items(pool):

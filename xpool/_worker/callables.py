@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property, partial
@@ -338,7 +339,17 @@ def has_state(func: Any) -> bool:
         return any(map(has_state, (func.func, *func.args, *func.keywords.values())))
     if kind in (MethodType, BuiltinFunctionType):
         return has_state(func.__self__)
-    return not (issubclass(kind, type) or kind in _WITHOUT_STATE)
+    return not (issubclass(kind, type) or kind in _WITHOUT_STATE or _is_global(func))
+
+
+def _is_global(func: Any) -> bool:
+    """Whether unpickling finds a function by its name, as `numpy.sqrt`: it is always the same."""
+    get = object.__getattribute__  # a class may have a `__getattr__` that answers all names
+    try:
+        module, name = get(func, "__module__"), get(func, "__name__")
+    except AttributeError:
+        return False
+    return getattr(sys.modules.get(str(module)), str(name), None) is func
 
 
 _WITHOUT_STATE = frozenset(
