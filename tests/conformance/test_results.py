@@ -113,16 +113,17 @@ def test_timeout_errors_are_pythons_too(pool, gate, mailbox, caught):
 
 
 @pytest.mark.xpool_only
-@pytest.mark.parametrize("verb", ["apply_async", "map_async"])
+@pytest.mark.parametrize("verb", ["apply_async", "map_async", "submit"])
 def test_a_failed_result_is_in_no_cycle(pool, verb):
     """After `get` has raised, the result is freed without the garbage collector."""
-    result = getattr(pool, verb)(work.fail, ((),) if verb == "apply_async" else [()])
+    args = {"apply_async": (((),),), "map_async": ([()],), "submit": ((),)}[verb]
+    result = getattr(pool, verb)(work.fail, *args)
     reference = weakref.ref(result)
     gc.collect()
     gc.disable()
     try:
         with contextlib.suppress(KeyError):
-            result.get(WAIT)
+            (result.result if verb == "submit" else result.get)(WAIT)
         del result
         eventually(lambda: reference() is None, "it is freed")
     finally:

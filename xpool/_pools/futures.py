@@ -147,11 +147,15 @@ class _Future(concurrent.futures.Future[T]):
     _forked: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        if (job := self._job) is not None:  # unanswered
-            timeout = _await(job, timeout)
-        if self._forked is not None:
-            raise _as_broken(self._forked)
-        return _result(self, timeout)
+        job = self._job
+        try:
+            if job is not None:  # unanswered
+                timeout = _await(job, timeout)
+            if self._forked is not None:
+                raise _as_broken(self._forked)
+            return _result(self, timeout)
+        finally:
+            del self, job  # breaks a reference cycle: the error's traceback keeps this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if (job := self._job) is not None:
