@@ -785,8 +785,6 @@ class Options(dict):
         super().__init__(options)
         vars(self)["path"] = "o.json"
     def __getattr__(self, name):
-        if name == "__getstate__":  # Python 3.10 asks for it in the program
-            raise AttributeError(name)
         return self[name]
 
 class Local(threading.local):
@@ -794,11 +792,11 @@ class Local(threading.local):
         self.name = name
 
 job, table, frame, ordered, cached = Job("x"), Table({}), Frame(1), Ordered(), Cached()
-wrapper, options, local = Wrapper(job), Options(rate=1), Local("own")
+wrapper, over, options, local = Wrapper(job), Wrapper(cached), Options(rate=1), Local("own")
 
 def use():
     order = len(ordered), type(ordered.order), cached.cache
-    answers = wrapper.name, options.path, options.rate, local.name
+    answers = wrapper.name, over.cache, options.path, options.rate, local.name
     made = Job.count, job.name, Table.made, dict(table), frame.a, len(vars(frame)), Frame.columns
     return made, order, answers
 
@@ -813,7 +811,7 @@ if __name__ == "__main__":
 
 def test_objects_in_globals_arrive_without_effects_of_their_classes(tmp_path):
     """`__new__` is not called, `__setstate__` finds attributes that its class shares with the
-    object's state, and `__getattr__` is not asked for a `__setstate__`."""
+    object's state, and `__getattr__` is not asked for `__getstate__` or `__setstate__`."""
     assert scripts.run_ok([scripts.write(tmp_path / "new.py", NEW)]).split() == ["True"] * 3
 
 

@@ -7,6 +7,7 @@ Functions, arguments and globals, which refer to them, arrive in separate pickle
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import sys
 import typing
@@ -117,7 +118,7 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         return NotImplemented
     if origin == INSTALLED and not found_by_name(kind):  # a class that each mock makes for itself
         return NotImplemented
-    reduced = obj.__reduce_ex__(5)
+    reduced = _reduced(obj) if answers else obj.__reduce_ex__(5)
     if type(reduced) is not str:
         if answers and len(reduced) < 6:
             reduced = (*reduced, *(None,) * (5 - len(reduced)), set_state)
@@ -132,11 +133,37 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     made = _make_object, (registry.token_of(obj), type(obj))
     if pickler.home:  # the program keeps its own attributes
         return made
-    members = (one for base in type(obj).__mro__ for one in vars(base).items())
-    slots = (name for name, member in members if type(member) is MemberDescriptorType)
-    names = *getattr(obj, "__dict__", ()), *slots
+    names = *getattr(obj, "__dict__", ()), *_slots(type(obj))
     state = {name: value for name in names if (value := getattr(obj, name, made)) is not made}
     return (*made, state, None, None, _set_attributes)
+
+
+def _slots(kind: type) -> list[str]:
+    members = (one for base in kind.__mro__ for one in vars(base).items())
+    return [name for name, member in members if type(member) is MemberDescriptorType]
+
+
+def _reduced(obj: Any) -> Any:
+    """Return what ``__reduce_ex__`` returns.
+
+    Python 3.10 would ask the object for `__getstate__`, and not its class.
+    """
+    kind: Any = type(obj)
+    own = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    if not own or hasattr(kind, "__getstate__") or hasattr(kind, "__getnewargs_ex__"):
+        return obj.__reduce_ex__(5)
+    args = kind.__getnewargs__(obj) if hasattr(kind, "__getnewargs__") else ()
+    state: list[dict[str, Any]] = [{}, {}]
+    for name in "__dict__", *_slots(kind):
+        with contextlib.suppress(AttributeError):
+            value = object.__getattribute__(obj, name)
+            if name == "__dict__":
+                state[0] = value
+            else:
+                state[1][name] = value
+    items = iter(obj) if isinstance(obj, list) else None
+    pairs = iter(obj.items()) if isinstance(obj, dict) else None
+    return _NEW, (kind, *args), (*state,), items, pairs
 
 
 def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
