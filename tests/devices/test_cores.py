@@ -417,7 +417,7 @@ def test_python_code_is_interrupted(start: Any, mailbox: Mailbox, gate: Gate, en
     before = backend(pool, mailbox, gate)
     beside = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(2)]
     mailbox.lines(2)
-    limit = 0.4 if end == "timeout" else None
+    limit = 1.0 if end == "timeout" else None
     result = pool.apply_async(post_and_run, (mailbox.path, "counts"), timeout=limit)
     worker = int(mailbox.line())
     if end == "timeout":
