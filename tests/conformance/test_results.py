@@ -122,7 +122,7 @@ def test_a_failed_result_is_in_no_cycle(pool, verb):
     gc.collect()
     gc.disable()
     try:
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError, TypeError):
             (result.result if verb == "submit" else result.get)(WAIT)
         del result
         eventually(lambda: reference() is None, "it is freed")
