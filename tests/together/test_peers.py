@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="most messages have tensors")
 
 import torch
 from support import work
+from support.limits import WAIT
 from support.tensor_work import arena_here
 from support.tiers import also
 from support.waiting import eventually, pass_gate, post, wait_gone
@@ -33,6 +34,7 @@ from xpool import (
     WorkerDied,
     current_worker,
 )
+from xpool._engine import monitor
 from xpool._python.interrupt import may_raise
 from xpool._wire import packets
 from xpool._wire.wire import Spin
@@ -425,9 +427,11 @@ def start_threads() -> None:
 
 
 @pytest.mark.parametrize("rounds", [8, pytest.param(150, marks=pytest.mark.exhaustive)])
-def test_stopped_anywhere(make_pool, mailbox, rounds):
+def test_stopped_anywhere(make_pool, mailbox, rounds, monkeypatch):
     """Tasks cancelled in the middle of a message leave workers and channels usable, also in workers
     with more threads, one of which may get the signal."""
+    # On a busy machine, a worker that gets no processor is otherwise killed after half a second.
+    monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
     pool = make_pool(P2PPool, 2)
     pool.run_all(start_threads)
     pids = pool.run_all(work.pid)
