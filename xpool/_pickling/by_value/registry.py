@@ -7,6 +7,7 @@ the token.  So a class that was sent comes back, or arrives a second time, as th
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -102,7 +103,10 @@ def enter(obj: Any, token: str, *, own: bool) -> ClassEntry:
     _sweep()
     key = id(obj)
 
-    def forget(_: weakref.ref[Any]) -> None:
+    # `ending` is a parameter, since the globals may be None at the end of Python.
+    def forget(_: weakref.ref[Any], ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():
+            return
         _gone.append((key, entry))
         # This may run at any moment, so it must not wait.  The next `enter` sweeps, too.
         if lock.acquire(blocking=False):
