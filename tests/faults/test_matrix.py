@@ -6,7 +6,6 @@ start method.
 
 import collections
 import functools
-import gc
 import os
 import signal
 from pathlib import Path
@@ -122,7 +121,6 @@ def test_the_matrix_is_complete():
 @pytest.mark.parametrize(CELLS, IN_WORKERS)
 def test_in_a_worker(make_pool, kind, method, stage, how, expected, log, mailbox, gate):
     """The task ends as the matrix says. Each other task is done once, and the pool stays usable."""
-    gc.collect()  # a pool of an earlier test may be in a cycle with tensors in shared memory
     _, used = shared_memory()
     pool = make_pool(kind, 2, **options(method, stage))
     before = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]

@@ -43,6 +43,24 @@ def calm(warm: None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
+def test_initargs_are_freed_with_their_pool(share: bool) -> None:
+    """The memory of initargs is free when the pool is gone, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = own_arena().statistics()["held"]
+        pool = xpool.Pool(1, len, (torch.ones(MIB),), is_copy_tensor=not share)
+        assert pool.apply(abs, (-1,)) == 1
+        assert own_arena().statistics()["held"] > before
+        pool.close()
+        pool.join()
+        del pool
+        eventually(lambda: own_arena().statistics()["held"] == before, "the block is released")
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
 def test_contents(method_kind: Any, make_pool: Callable[..., Any], calm: None, share: bool) -> None:
     """Arguments and results of every size arrive unchanged, with every start method."""
     pool = make_pool(method_kind, 2, is_copy_tensor=not share)

@@ -327,6 +327,9 @@ class Engine:
             self._replacement.end_unseen()
             self._reactor.close()
         self._tell_ends()
+        self._recipe = self._recipe.ended()
+        for worker in self.workers:
+            worker.starts_no_more()
         # Do not hold the lock: the arena's end is slow, and the relay waits for log handlers, which
         # may use this pool.
         self._maintenance.end()

@@ -154,6 +154,18 @@ class Recipe(NamedTuple):
     relay: Relay | None = None
     has_control: bool = False
 
+    def ended(self) -> "Recipe":
+        """Return the recipe of an engine that starts no more workers.
+
+        It does not hold the blocks of the first messages.  The parts of an engine refer to each
+        other, so they live until the next garbage collection.
+        """
+        return self._replace(config=_refuse, inherited=None)
+
+
+def _refuse(index: int, generation: int, attachment: int | None) -> bytes:
+    raise RuntimeError(f"worker {index} cannot start: its engine is closed")
+
 
 class Asked(NamedTuple):
     """When a worker was asked to stop its task, and its `processor_times` then."""
@@ -410,6 +422,9 @@ class WorkerProcess:
         if all(one.handle is None for one in self.workers):
             disown(handle.sentinel)
             handle.close()
+
+    def starts_no_more(self) -> None:
+        self.recipe = self.recipe.ended()
 
     def forget_process(self) -> None:
         """Forget the process: it belongs to the parent of this forked child."""
