@@ -28,6 +28,9 @@ from xpool._pickling.frame import Layout
 from xpool._python import at_fork
 from xpool._python import hidden as registered
 
+NEW: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+"""Reducers return it to have ``cls.__new__(cls, *args)`` called."""
+
 
 class Blob:
     """The state of a pickler that writes a class definition or, if ``is_mark``, a mark of it.

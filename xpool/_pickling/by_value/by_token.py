@@ -8,7 +8,6 @@ Functions, arguments and globals, which refer to them, arrive in separate pickle
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import sys
 import typing
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
@@ -26,7 +25,7 @@ from xpool._pickling.by_value.origin import (
     program_modules,
 )
 from xpool._pickling.by_value.reads import required_of
-from xpool._pickling.reducers import LAZY, Context, builder, of_module, register
+from xpool._pickling.reducers import LAZY, NEW, Context, builder, of_module, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 
@@ -107,7 +106,7 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     """
     kind = type(obj)
     if kind.__module__ == reducers.PARAMETRIZE:
-        return _NEW, (kind,), vars(obj)
+        return NEW, (kind,), vars(obj)
     origin = origin_of(kind.__module__)
     # `pickle` would ask an object that is still empty for its `__setstate__`, and call a `__new__`
     # without its arguments.
@@ -124,7 +123,7 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
             reduced = (*reduced, *(None,) * (5 - len(reduced)), set_state)
         # `__new__` may make what a state leaves out, or what these methods use during the load.
         own = any(type(getattr(kind, name, None)) is FunctionType for name in _USES_NEW)
-        plain = reduced[0] is _NEW and len(reduced[1]) == 1
+        plain = reduced[0] is NEW and len(reduced[1]) == 1
         if plain and (incomplete or not (own or as_usual or pickler.group is None)):
             return empty_object, *reduced[1:]
         return reduced
@@ -163,7 +162,7 @@ def _reduced(obj: Any) -> Any:
                 state[1][name] = value
     items = iter(obj) if isinstance(obj, list) else None
     pairs = iter(obj.items()) if isinstance(obj, dict) else None
-    return _NEW, (kind, *args), (*state,), items, pairs
+    return NEW, (kind, *args), (*state,), items, pairs
 
 
 def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
@@ -180,7 +179,6 @@ def set_state(obj: Any, state: Any) -> None:
     _set_attributes(obj, slots or {})
 
 
-_NEW = copyreg.__newobj__  # type: ignore[attr-defined]
 _USES_NEW = ("__getstate__", "__setstate__", "__setitem__", "append", "extend")
 
 

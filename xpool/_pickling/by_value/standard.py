@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import copyreg
 import io
 import os
 import struct
@@ -28,7 +27,7 @@ from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.by_value.reads import in_python
 from xpool._pickling.frame import INLINE_BELOW
-from xpool._pickling.reducers import FOR_SUBCLASSES, LAZY, Context, builder, register
+from xpool._pickling.reducers import FOR_SUBCLASSES, LAZY, NEW, Context, builder, register
 
 _KINDS: dict[tuple[str, str], Callable[[Any, int], Any]] = {
     ("random", "Random"): lambda random, seed: random.Random(seed),
@@ -241,8 +240,7 @@ def _reduce_dict(pickler: Context, obj: Any) -> Any:
         own = any(in_python(kind, one) for one in ("__reduce__", "__new__", "__getattr__"))
         reduce = reducers.own if own else None
         return NotImplemented if reduce is None else reduce(pickler, obj)
-    new = copyreg.__newobj__  # type: ignore[attr-defined]
-    return new, (kind,), True, None, iter(kind.items(obj)), _show_items
+    return NEW, (kind,), True, None, iter(kind.items(obj)), _show_items
 
 
 _OF_STATE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
@@ -266,9 +264,8 @@ def _reduce_defaultdict(pickler: Context, obj: Any) -> Any:
     is_own = getattr(obj.default_factory, "__self__", None) is obj
     if not is_own:
         return NotImplemented if kind is defaultdict else _reduce_dict(pickler, obj)
-    new = copyreg.__newobj__  # type: ignore[attr-defined]
     state = obj.default_factory.__name__, getattr(obj, "__dict__", {})
-    return new, (kind,), state, None, iter(dict.items(obj)), _set_factory
+    return NEW, (kind,), state, None, iter(dict.items(obj)), _set_factory
 
 
 @builder

@@ -15,7 +15,6 @@ because `_lazy_torch` is called only for an object of torch.
 
 from __future__ import annotations
 
-import copyreg
 import ctypes
 import io
 import sys
@@ -29,6 +28,7 @@ from xpool._pickling.frame import INLINE_BELOW
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,
+    NEW,
     REDUCERS,
     SHORT,
     Context,
@@ -104,7 +104,7 @@ def _lazy_optimizer() -> None:
         methods = "__reduce__", "__reduce_ex__", "__getstate__"
         if pickler.group is None or any(getattr(kind, n) is not getattr(base, n) for n in methods):
             return NotImplemented
-        return copyreg.__newobj__, (kind,), vars(optimizer)  # type: ignore[attr-defined]
+        return NEW, (kind,), vars(optimizer)
 
     FOR_SUBCLASSES[base] = reduce
 
