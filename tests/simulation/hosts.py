@@ -406,14 +406,16 @@ class HostWorld(World):
             self.jobs += 1
             self.submit_one(kind, n, retries, takes, bound, large)
 
+    def priority_of(self, job: int) -> float:
+        return (0, 2, -1, 0.5)[job // 3 * 7 % 4] if self.ranked else 0
+
     def submit_one(
         self, kind: str, n: int, retries: int, takes: float, bound: int | None, large: bool
     ) -> None:
         """Submit a job."""
         job = self.jobs
         items = [self.new_task(job, i, retries, takes, bound, large) for i in range(n)]
-        priority = (0, 2, -1, 0.5)[job // 3 * 7 % 4] if self.ranked else 0
-        terms = Terms(retries, priority=priority)
+        terms = Terms(retries, priority=self.priority_of(job))
         if kind == "calls":
             self.calls.append(job)
             self.funcs[job] = 0
@@ -591,6 +593,9 @@ class HostWorld(World):
         if batch.terms.tries != task.tries and host.number not in self.buried:
             self.wrong(f"{name} was tried {task.tries} times, not {batch.terms.tries}")
         self.unbegun.pop((host.number, name), None)
+        for number, other in self.unbegun:
+            if number == host.number and self.priority_of(other[0]) < self.priority_of(job):
+                self.unbegun[number, other] = self.now  # it waits for those of higher priorities
         task.runs += 1
         task.where = host
         if task.runs > 1 + task.retries:
