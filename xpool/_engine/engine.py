@@ -129,7 +129,7 @@ class Engine:
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         with self.lock:
-            self._submission.leave_signal_handler()
+            self._direct.end_turns()
             return self._monitor.learn(mode, payload)
 
     def forget(self, func: int) -> None:
@@ -138,6 +138,7 @@ class Engine:
 
     def withdraw(self, job: int, index: int | None = None) -> None:
         with self.lock:
+            self._direct.end_turns()
             self._monitor.withdraw(job, index)
 
     def give_back(self, job: int, items: range) -> None:
@@ -278,7 +279,7 @@ class Engine:
                 if a task was bound to a new one meanwhile, the others start later.
         """
         with self.lock:
-            self._submission.leave_signal_handler()
+            self._direct.end_turns()
             if self._replacement.ending:
                 return
             if self.sched.bound_from(size):
@@ -316,7 +317,7 @@ class Engine:
     def terminate(self, at_once: bool = False) -> None:
         """Stop all workers: ask them first and kill them a moment later, or kill them at once."""
         with self.lock:
-            self._submission.leave_signal_handler()
+            self._direct.end_turns()
             self._replacement.terminate(at_once)
             # If no process was left before, no descriptor wakes the engine's thread.
             self._reactor.wake()

@@ -82,7 +82,7 @@ class DirectReceive:
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
-        # Guarded by the engine's lock, except when `Submission.call` reads `turns`.
+        # All guarded by the engine's lock.
         self.turns: dict[int, tuple[WorkerProcess, int]] = {}  # by job: its worker, its thread
         self._jobs: dict[int, int] = {}  # by worker
         self.muted: set[int] = set()  # workers whose pipe does not wake the engine's thread
@@ -132,14 +132,16 @@ class DirectReceive:
             self._ended.remove(worker.index)
             self.await_end(worker)
 
-    def of_this_thread(self) -> list[int]:
-        """Return the jobs for which the calling thread polls already.
+    def end_turns(self) -> None:
+        """Leave the answers that the calling thread waits for to the engine's thread.
 
-        There are some if this thread runs a signal handler that has interrupted its wait.  Then the
-        engine's thread must receive the answers for the wait and for the handler.
+        There are some if a signal handler has interrupted the wait in `Submission.call`.  If the
+        handler uses the pool, it may itself wait for that worker's answer or end; if it has raised,
+        the call is withdrawn.
         """
         me = threading.get_ident()
-        return [job for job, (_, thread) in self.turns.items() if thread == me]
+        for job in [job for job, (_, thread) in self.turns.items() if thread == me]:
+            self.end(job)
 
     def postpone_exit(self, worker: WorkerProcess) -> bool:
         """Return whether a caller polls this worker's descriptors, so that they must stay open.  If

@@ -13,7 +13,7 @@ from xpool._engine.jobs.scheduler import CALLS, Scheduler, TaskRange, Terms
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.replacement import Replacement
 from xpool._engine.worker_process import WorkerProcess
-from xpool._python.interrupt import deliver, interruptible, pending
+from xpool._python.interrupt import deliver, interruptible, pending, uninterrupted
 from xpool._wire.wire import Spin
 
 
@@ -40,7 +40,7 @@ class Submission:
         """
         with self.lock:
             if self._direct.turns:
-                self.leave_signal_handler()
+                self._direct.end_turns()
             self._put(ranges)
 
     def _put(self, ranges: Iterable[TaskRange], direct_job: int = 0) -> None:
@@ -55,7 +55,7 @@ class Submission:
     def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
         with self.lock:
             if self._direct.turns:
-                self.leave_signal_handler()
+                self._direct.end_turns()
             if self._replacement.ending:
                 return
             self._sched.put_call(number, payload, terms)
@@ -72,33 +72,36 @@ class Submission:
 
     # -- a caller that waits for one answer receives it: see `DirectReceive` -----------------------
 
+    @interruptible
     def call(
         self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
     ) -> None:
         """Submit a call, and receive its answer in this thread if it is sent at once.
 
-        Returns when the answer is among the results, or the engine's thread will receive it.
+        Returns when the answer is among the results, or the engine's thread will receive it.  If a
+        signal handler raises here, `Engine.withdraw` ends the turn.
         """
-        try:
-            worker = self.put_direct(number, payload, bound, terms)
-            if worker is None:
-                return
-            events = self._await_answer(worker, True)
-            while self.receive_direct(worker, number, events):
-                events = self._await_answer(worker, False)
-        finally:
-            # This needs no lock: a turn that has ended does not begin again.
-            if number in self._direct.turns:
-                self.let_go(number)
+        worker = self.put_direct(number, payload, bound, terms)
+        if worker is None:
+            return
+        if pending:
+            deliver()
+        poll = worker.poller.poll
+        # Poll at most a second: if a signal handler takes the call away, no answer comes here.
+        events = self._spin.look(poll) or poll(1000)
+        while self.receive_direct(worker, number, events):
+            if pending:
+                deliver()
+            events = poll(1000)
 
     def await_briefly(self, worker: WorkerProcess, number: int, milliseconds: int) -> None:
         """Receive the answer of a call that `put_direct` has sent, in the same thread; leave it to
         the engine's thread if it takes longer."""
+        poll = worker.poller.poll
         try:
-            self.receive_direct(worker, number, self._await_answer(worker, True, milliseconds))
+            self.receive_direct(worker, number, self._spin.look(poll) or poll(milliseconds))
         finally:
-            if number in self._direct.turns:
-                self.let_go(number)
+            self.let_go(number)
 
     def receive_call(self, number: int, milliseconds: float) -> BaseException | None:
         """Receive the answer of a call that a worker has as its only task, as `await_briefly` does.
@@ -117,27 +120,18 @@ class Submission:
             events = self._spin.look(poll) or poll(milliseconds)
         except BaseException as exc:
             raised = exc
-        if self.receive_direct(worker, number, events) or number in self._direct.turns:
+        if self.receive_direct(worker, number, events):
             self.let_go(number)
         return raised
 
-    @interruptible
-    def _await_answer(
-        self, worker: WorkerProcess, look: bool, milliseconds: int = 1000
-    ) -> list[tuple[int, int]]:
-        if pending:
-            deliver()
-        poll = worker.poller.poll
-        # Poll at most a second: if a signal handler takes the call away, no answer comes here.
-        return (look and self._spin.look(poll)) or poll(milliseconds)
-
+    @uninterrupted
     def put_direct(
         self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
     ) -> WorkerProcess | None:
         """Submit a call; return the worker whose answer this thread receives."""
         with self.lock:
             if self._direct.turns:
-                self.leave_signal_handler()
+                self._direct.end_turns()
             sched, monitor = self._sched, self._monitor
             hindered = self._replacement.ending or monitor.guard.short
             if sched.idle and bound is None and not hindered:
@@ -158,36 +152,28 @@ class Submission:
             self._put((TaskRange(CALLS, 0, number, (payload,), bound, terms),), number)
             return self._direct.worker_of(number)
 
+    @uninterrupted
     def receive_direct(
         self, worker: WorkerProcess, job: int, events: list[tuple[int, int]]
     ) -> bool:
-        """Receive what has come; return whether the caller must poll again."""
+        """Receive what has come; return whether the caller must poll again, or its turn is over."""
         with self.lock:
-            # If the turn is over, or the sentinel is ready, the engine's thread does the rest.
             if job not in self._direct.turns:
                 return False
-            if events and (len(events) > 1 or events[0][0] != worker.reader.fd):
-                return False
-            if worker.protocol_error is not None:
-                return False  # the engine's thread handles its death
-            if events:
-                self._monitor.receive(worker)
-            held = worker.in_flight.held
-            # The call is still the worker's oldest task, so it has no answer yet.
-            if held and held[0].name(held[0].first) == (job, 0):
-                return True
-            # Answered: another thread may receive from this worker from now on.
+            # If the sentinel is ready, or the worker is to die, the engine's thread does the rest.
+            ends = events and (len(events) > 1 or events[0][0] != worker.reader.fd)
+            if not ends and worker.protocol_error is None:
+                if events:
+                    self._monitor.receive(worker)
+                held = worker.in_flight.held
+                # The call is still the worker's oldest task, so it has no answer yet.
+                if held and held[0].name(held[0].first) == (job, 0):
+                    return True
+            # From now on, another thread may receive from this worker.
             self._direct.end(job)
             return False
 
     def let_go(self, job: int) -> None:
         """Leave the answer of this job to the engine's thread."""
         with self.lock:
-            self._direct.end(job)
-
-    def leave_signal_handler(self) -> None:
-        """Under the lock: leave the answers that this thread waits for to the engine's thread."""
-        # A signal handler has interrupted this thread's wait in `call`.  The wait continues only
-        # after the handler, but the handler may itself wait for that worker's answer or end.
-        for job in self._direct.of_this_thread():
             self._direct.end(job)

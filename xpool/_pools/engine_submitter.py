@@ -248,8 +248,10 @@ class EngineSubmitter(HookSubmitter):
         if not options.waits:
             engine.submit(TaskRange(CALLS, 0, job.number, (payload,), worker, terms))
             return
-        engine.call(job.number, payload, worker, terms)
-        self.take(engine.results)
+        try:
+            engine.call(job.number, payload, worker, terms)
+        finally:  # also if a signal handler has raised: there may be answers to others
+            self.take(engine.results)
 
     @shielded
     def receive(self, job: Job, timeout: float | None) -> None:
