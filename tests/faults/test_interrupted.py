@@ -98,6 +98,33 @@ def test_a_signal_handler_uses_the_pool(tmp_path):
         pool.join()
 
 
+class Late(Exception):
+    """What a signal handler raises."""
+
+
+def tell_and_hang(pid):
+    os.kill(pid, signal.SIGUSR1)
+    while True:
+        signal.pause()
+
+
+def test_an_interrupted_call_leaves_its_worker_to_others():
+    """If a handler raises in the wait of an `apply`, the next task may be another thread's."""
+
+    def handler(signum, frame):
+        raise Late
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with Pool(1) as pool, ThreadPoolExecutor(1) as thread:
+            assert pool.apply(work.same, (1,)) == 1
+            with pytest.raises(Late):
+                pool.apply(tell_and_hang, (os.getpid(),))
+            assert thread.submit(pool.apply, work.same, (2,)).result() == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def tell(pid):
     os.kill(pid, signal.SIGUSR1)
     return pid
