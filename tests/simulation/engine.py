@@ -153,8 +153,10 @@ class _Call:
             events = self.slot.poller.poll(0)
             if not engine._submission.receive_direct(self.slot, job, events):
                 self.slot = None
-        if self.slot is None or (self.impatient and self.world.draw.callers.chance(0.5)):
+        if self.slot is not None and self.impatient and self.world.draw.callers.chance(0.5):
             engine._submission.let_go(job)
+            self.slot = None
+        if self.slot is None:
             self.world.calls.remove(self)
             self.world.deliver()
 
@@ -183,8 +185,7 @@ class _Getter:
                 turns[job] = turns[job][0], -job
                 return
         else:
-            engine._submission.receive_direct(self.slot, job, self.slot.poller.poll(0))
-            if job in engine._direct.turns:
+            if engine._submission.receive_direct(self.slot, job, self.slot.poller.poll(0)):
                 engine._submission.let_go(job)
         self.world.getters.remove(self)
         self.world.deliver()
