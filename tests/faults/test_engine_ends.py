@@ -1,6 +1,7 @@
 """Whatever ends an engine's thread, its pool fails with the reason, and nothing waits for it."""
 
 import os
+import select
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from support.waiting import wait_gone
 from xpool import InternalError, Pool, PoolClosed
 from xpool._engine.reactor import Reactor
 from xpool._engine.replacement import Replacement
+from xpool._wire.wire import Spin
 
 pytestmark = pytest.mark.xpool_only
 
@@ -49,6 +51,30 @@ def test_the_thread_can_do_nothing_any_more(make_pool, monkeypatch, where, error
     assert wait_gone(pids) == []
     with pytest.raises(PoolClosed, match="the reason"):
         pool.apply(abs, (-1,))
+
+
+def test_a_caller_that_receives_its_answer_when_the_thread_ends(make_pool, monkeypatch):
+    """It gets the reason, also if the workers could not be stopped, and were killed unseen."""
+    pool = make_pool(Pool, 1)
+    pool.run_all(os.getpid)
+    waiting = pool.apply_async(time.sleep, (1e4,))
+    worker = pool._engine.workers[0]
+
+    def fail(*args):
+        raise KeyboardInterrupt("the reason")
+
+    def look(self, poll):
+        with monkeypatch.context() as patch:
+            patch.setattr(Reactor, "handle", fail)
+            patch.setattr(Replacement, "terminate", fail)
+            pool._engine.wake()
+            pool._life.finished.wait(WAIT)
+        return [(worker.reader.fd, select.POLLIN)]
+
+    monkeypatch.setattr(Spin, "look", look)
+    with pytest.raises(InternalError, match="the reason"):
+        waiting.get(WAIT)
+    pool.join(WAIT)
 
 
 LIMITED = """

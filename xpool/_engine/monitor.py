@@ -152,8 +152,11 @@ class DirectReceive:
         return True
 
     def gone(self, worker: WorkerProcess) -> None:
-        """Forget a process that has ended: the pipe of the next one is not muted."""
+        """Forget a process that has ended: no caller receives from it, and the pipe of the next one
+        is not muted."""
         self.muted.discard(worker.index)
+        self._ended.discard(worker.index)
+        self.turns.pop(self._jobs.pop(worker.index, 0), None)
 
     def _mute(self, worker: WorkerProcess, muted: bool) -> None:
         # The reactor removes a pipe that has reached its end, and ends with the engine's thread.

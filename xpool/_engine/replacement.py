@@ -363,9 +363,11 @@ class Replacement:
 
     def end_unseen(self) -> None:
         """Kill and release the workers whose end the engine's thread cannot await."""
+        self.ending = True  # `terminate` may have failed
         for worker in self._workers:
             if worker.handle is not None:
                 self._note_end(worker, None)
+                self._direct.gone(worker)
                 worker.ended(seen=False)
 
     def _note_end(self, worker: WorkerProcess, end: End | None) -> None:
