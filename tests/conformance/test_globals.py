@@ -869,6 +869,78 @@ def test_defaults_that_are_globals_of_a_module(tmp_path):
     assert out == "True True True [2, 3]\n"
 
 
+TOOLS = """
+import sys
+
+def fit(x, rate=1, log=sys.stdout, *, seen={}, power=1):
+    return rate * x ** power, log is sys.stdout, sorted(seen)
+
+def plain(x):
+    return x
+
+def guarded(x, lock=iter([1]), rate=1):
+    return rate
+
+class Job:
+    def run(self, rate=1, *, power=1):
+        return rate, power, getattr(Job.run, "note", None)
+
+    @staticmethod
+    def of(x, rates=(1,)):
+        return rates
+
+    class Inner:
+        def get(self, rows=[]):
+            return rows
+
+    def code(self):
+        return 1
+"""
+
+CHANGED = """
+import tools
+import xpool
+
+def tell(_):
+    job = tools.Job()
+    parts = tools.fit(3), tools.plain(3), tools.guarded(3), job.run(), job.of(3), job.code()
+    return *parts, tools.Job.Inner().get()
+
+def other(x):
+    return x + 1
+
+def change(n):
+    tools.fit.__defaults__ = n, *tools.fit.__defaults__[1:]
+    tools.fit.__kwdefaults__["seen"][n] = n
+    tools.fit.__kwdefaults__["power"] = n
+    tools.plain.__code__ = (lambda x: x + 5).__code__ if n == 3 else other.__code__
+    tools.guarded.__defaults__ = *tools.guarded.__defaults__[:1], n
+    tools.Job.run.__defaults__, tools.Job.run.__kwdefaults__["power"] = (n,), n
+    tools.Job.run.note = n
+    tools.Job.of.__defaults__ = ((n,),)
+    tools.Job.Inner.get.__defaults__[0].append(n)
+    tools.Job.code.__code__ = (lambda self: 7).__code__ if n == 2 else (lambda self: 8).__code__
+
+if __name__ == "__main__":
+    change(2)
+    with xpool.Pool(1) as pool:
+        for n in 2, 3:
+            print(pool.apply(tell, (0,)) == tell(0), pool.apply(tools.fit, (3,)) == tools.fit(3))
+            change(n + 1)
+            print(pool.apply(tell, (0,)) == tell(0), pool.apply(tools.fit, (3,)) == tools.fit(3))
+    pool.join()
+"""
+
+
+@pytest.mark.parametrize("context", [None, *also("spawn", "fork")])
+def test_what_the_program_sets_in_functions_of_a_module(tmp_path, context):
+    """Defaults, code, and attributes of functions and methods, before and after the first task."""
+    scripts.write(tmp_path / "tools.py", TOOLS)
+    text = CHANGED.replace("Pool(1)", f"Pool(1, context={context!r})")
+    out = scripts.run_ok([scripts.write(tmp_path / "changed.py", text)])
+    assert out.split() == ["True"] * 8
+
+
 RECURSIVE = """
 import xpool
 

@@ -16,10 +16,12 @@ from typing import Any
 from xpool._pickling import Key
 from xpool._pickling.by_value import checks, classes
 from xpool._pickling.by_value.entries import LEFT_NONE, PLACED, REFUSED, SentGroup
+from xpool._pickling.by_value.functions import parts_of_function
 from xpool._pickling.by_value.origin import (
     INSTALLED,
     MISSING,
     MODULES,
+    Parts,
     namespace,
     origin_of,
     place_of,
@@ -49,6 +51,9 @@ class Node:
         self.objects: set[int] = set()  # ids of the objects that another global may refer to, too
         self.serial = 0
         self.entry: tuple[Any, ...] = ()
+        # Of a function or class that workers import: the paths of it, or of its methods, and their
+        # defaults that are constant.
+        self.defaults: list[tuple[str, tuple[Any, ...]]] = []
         self.large, self.alive = False, list[Any]()
         self.group: SentGroup | None = None  # the group in which it was sent
 
@@ -94,6 +99,7 @@ class Compared:
             ):
                 self.if_used.append((group, [place_of(key) for key in group.keys]))
         small, functions = [], list[tuple[Any, Any, Any, Any]]()
+        imported = list[Any]()  # functions and methods that workers import
         same = [(sys.modules, "__main__", sys.modules.get("__main__"))]
         for key, node in nodes.items():
             holder, name = place_of(key)
@@ -108,10 +114,14 @@ class Compared:
                 if node.written is not None and key not in apart and not is_generator(value):
                     small.append((key, holder, name))
                 continue
+            if type(holder) is Parts:
+                continue  # compared with its function
             same.append((holder, name, node.value))
-            has_parts = type(node.value) is FunctionType and node.parts is not None
-            if has_parts and (node.kind == FUNCTION or not node.value.__dict__):
-                functions.append((node.value, *node.parts[:3]))
+            if type(node.value) is FunctionType and node.parts is not None:
+                if node.kind == FUNCTION:
+                    functions.append((node.value, *node.parts[:3]))
+                else:
+                    imported.append(node.value)
             elif isinstance(node.value, type) and node.kind in (CLASS, NAMED):
                 for _, owner in classes.with_nested(key[1], node.value):
                     self._classes.append((owner, [*map(id, vars(owner).values())], owner.__bases__))
@@ -120,12 +130,20 @@ class Compared:
                     functions += methods
                     if changes:
                         self._changing.append((node.value, node.parts))
+                else:
+                    imported += (one for _, one in classes.plain_methods(node.value))
         self._small = [one[1:] for one in sorted(small, key=lambda one: one[0])]
         # If they cannot be pickled, b"" equals no later pickle, and all is looked at again.
         self._small_bytes = (self._write_small() if small else None) or b""
-        more = self._stateless or self._gone or self._data or self._classes or self._changing
+        parts = [(one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in imported]
+        functions += (one for one in parts if not one[0].__dict__)
         # With the copy, the values are alive, and no other object has the id of one.
         whole = [(*one, _named(one[3]), one[3] and dict(one[3])) for one in functions]
+        self._with_attributes = [
+            (one, parts_of_function(one), len(one.__dict__)) for one in imported if one.__dict__
+        ]
+        more = self._stateless or self._gone or self._data or self._classes or self._changing
+        more = more or self._with_attributes
         self.at_once = self._spaces, main, len(main), same, whole, bool(more or self.if_used)
 
     def has_grown(self) -> bool:
@@ -146,6 +164,10 @@ class Compared:
                 return False
         if self._classes and get_cache_token() != self._registrations:
             return False
+        for function, parts, count in self._with_attributes:
+            same = same_parts(parts, parts_of_function(function))
+            if not same or len(function.__dict__) != count:
+                return False
         for cls, definition in self._changing:
             if classes.definition_of(cls) is not definition:
                 return False

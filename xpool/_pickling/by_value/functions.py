@@ -14,10 +14,12 @@ from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xpool._pickling.by_value.names import by_name, is_simple, name_for, static_modules
+from xpool._pickling.by_value.names import ATOMS, by_name, is_simple, name_for, static_modules
 from xpool._pickling.by_value.origin import (
+    CODE,
     INSTALLED,
     SENT,
+    Parts,
     adopt,
     canonical,
     find_module,
@@ -109,6 +111,29 @@ def parts_of_function(function: Any) -> tuple[Any, ...]:
         None if kwdefaults is None else dict(kwdefaults),
         is_simple(function),
     )
+
+
+def is_constant(value: Any) -> bool:
+    """Whether it is a number, a text or such, or a tuple of these."""
+    return type(value) in ATOMS or (type(value) is tuple and all(map(is_constant, value)))
+
+
+def set_since_import(function: FunctionType) -> tuple[list[str], tuple[tuple[str, Any], ...]]:
+    """Return the parts of a function that its module's import, in a worker, may make otherwise.
+
+    These are its defaults, and code of another file or of another function.  The second value has
+    the defaults that are constant.
+    """
+    parts, code = Parts(function), function.__code__
+    del parts[CODE]
+    constant = tuple(one for one in parts.items() if is_constant(one[1]))
+    others = [name for name, value in parts.items() if not is_constant(value)]
+    file, name = code.co_filename, code.co_name
+    # Code that `exec` has compiled, as for methods of data classes, has no file.
+    moved = file[:1] != "<" and file != function.__globals__.get("__file__", file)
+    if moved or (name != function.__name__ and name[:1] != "<" and not function.__closure__):
+        others.append(CODE)
+    return others, constant
 
 
 def annotations_of(obj: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import functools
 import importlib.machinery
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -207,7 +207,7 @@ def owner_of(key: Key) -> Any:
     owner = find_module(module)
     for name in path.split(".")[:-1]:
         owner = getattr(owner, "__dict__", {}).get(name)
-    return owner
+    return owner.__func__ if type(owner) in (staticmethod, classmethod) else owner
 
 
 def place_of(key: Key) -> tuple[Any, str]:
@@ -219,8 +219,8 @@ def place_of(key: Key) -> tuple[Any, str]:
         made = any(hasattr(type(vars(one).get(name)), "__set__") for one in type(owner).__mro__)
         if made and origin_of(key[0]) == INSTALLED:
             holder = _Properties(owner)
-    elif name.startswith("="):
-        holder = Defaults(owner)
+    elif is_part(key):
+        holder = Parts(owner)
     return holder, name
 
 
@@ -264,37 +264,38 @@ class _Properties:
         return True
 
 
-class Defaults(dict[str, Any]):
-    """The defaults of a function, also of a static method, by "=" and the name of the parameter."""
+class Parts(dict[str, Any]):
+    """The parts of a function: its defaults by "=" and the name of the parameter, and its code."""
 
-    def __init__(self, owner: Any) -> None:
-        self._function = function = getattr(owner, "__func__", owner)
-        if type(function) is FunctionType:
-            code, given = function.__code__, function.__defaults__ or ()
-            names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
-            named = (function.__kwdefaults__ or {}).items()
-            self.update((f"={name}", value) for name, value in (*zip(names, given), *named))
+    def __init__(self, function: FunctionType) -> None:
+        self._function = function
+        code, given = function.__code__, function.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+        named = (function.__kwdefaults__ or {}).items()
+        self.update((f"={name}", value) for name, value in (*zip(names, given), *named))
+        self[CODE] = code
 
     def set(self, name: str, value: Any) -> None:
-        function, self[name] = self._function, value
-        if function.__defaults__:
-            function.__defaults__ = (*list(self.values())[: len(function.__defaults__)],)
-        if function.__kwdefaults__:
-            function.__kwdefaults__ = {one: self[f"={one}"] for one in function.__kwdefaults__}
+        function, code = self._function, self._function.__code__
+        positional = code.co_varnames[: code.co_argcount]
+        self[name] = value
+        if name == CODE:
+            function.__code__ = value
+        elif name[1:] not in positional:
+            function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), name[1:]: value}
+        else:
+            values = [self.get(f"={one}", MISSING) for one in positional]
+            first = next(n for n, one in enumerate(values) if one is not MISSING)
+            function.__defaults__ = (*(None if one is MISSING else one for one in values[first:]),)
 
 
-def shared_defaults(module: str, path: str, function: Any, shared: Collection[int]) -> set[Key]:
-    """Return the keys of a function's defaults that are globals with these ids.
+CODE = "__code__"
 
-    In `def fit(options=OPTIONS)`, the import of a worker has made the default, and the program may
-    have changed it since: it goes with the global.
-    """
-    return {
-        (module, f"{path}.{name}")
-        for name, value in Defaults(function).items()
-        if id(value) in shared
-        and (type(value) in (dict, list, set) or origin_of(type(value).__module__) != INSTALLED)
-    }
+
+def is_part(key: Key) -> bool:
+    """Whether it is the key of a part of a function."""
+    name = key[1].rpartition(".")[2]
+    return (name == CODE or name[:1] == "=") and type(owner_of(key)) is FunctionType
 
 
 def value_of(key: Key) -> Any:

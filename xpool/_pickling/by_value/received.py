@@ -30,6 +30,7 @@ from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.entries import (
     CALL,
     CLASS,
+    DEFAULTS,
     FUNCTION,
     HEAD,
     IMPORTED_AS,
@@ -46,11 +47,12 @@ from xpool._pickling.by_value.entries import (
 )
 from xpool._pickling.by_value.names import received
 from xpool._pickling.by_value.origin import (
+    CODE,
     IMPORTED,
     MISSING,
     MODULES,
     SENT,
-    Defaults,
+    Parts,
     key_of_alias,
     namespace,
     origin_of,
@@ -78,6 +80,9 @@ class _Incoming:
         self.serials: dict[Key, int] = {}
         self.idents: dict[Key, int] = {}  # which object of the program a function stands for
         self.called: set[Key] = set()
+        # Constant defaults of functions to set, by module and path, and the text of the last ones.
+        self.defaults: dict[str, dict[str, tuple[tuple[str, Any], ...]]] = {}
+        self.was: dict[Key, str] = {}
         # What imports have made of globals that were set: `MISSING` if there was none.
         self.originals: dict[Key, Any] = {}
         self.waiting: dict[Key, Any] = {}  # attributes of installed modules to set at their import
@@ -172,7 +177,15 @@ def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
         if kind == PLACED:
             token = data[1]
             data = (None if token is None else buffers.pop(0)), data
-        if kind in (SETTINGS, IMPORTS, MODULE):
+        if kind == DEFAULTS and ours:
+            for module, path, defaults in data:
+                if module not in _incoming.defaults:
+                    _incoming.defaults[module] = {}
+                    when_imported(module, lambda module: _set_defaults(module.__name__))
+                _incoming.defaults[module][path] = defaults
+            for module in {one[0] for one in data}.intersection(sys.modules):
+                _set_defaults(module)
+        if kind in (SETTINGS, IMPORTS, MODULE, DEFAULTS):
             continue
         # No generator: a signal handler may raise in it after it has ended.
         if {serial} == {*map(_incoming.serials.get, keys)} if ours else all(map(_has, keys)):
@@ -296,8 +309,8 @@ def _set(key: Key, value: Any) -> None:
             _incoming.originals[key] = holder.get(name, MISSING)
     if "." in path:
         owner, attribute = owner_of(key), path.rpartition(".")[2]
-        if attribute.startswith("="):
-            Defaults(owner).set(attribute, value)
+        if type(place := place_of(key)[0]) is Parts:
+            place.set(attribute, value)
         elif isinstance(owner, type):
             type.__setattr__(owner, attribute, value)
         elif attribute == "registry" and isinstance(
@@ -319,6 +332,21 @@ def _set(key: Key, value: Any) -> None:
         return
     there[name] = value
     main.forget_initial(module, path)
+
+
+def _set_defaults(module: str) -> None:
+    """Set the defaults of functions that the program has changed; a worker's own ones stay."""
+    new = _incoming.defaults[module]
+    while new:  # another thread may import the module
+        path, defaults = new.popitem()
+        key, text = (module, f"{path}.{CODE}"), repr(defaults)
+        parts = place_of(key)[0]
+        if type(parts) is not Parts or _incoming.was.get(key) == text:
+            continue
+        _incoming.was[key] = text
+        for name, value in defaults:
+            if repr(parts.get(name, MISSING)) != repr(value):
+                parts.set(name, value)
 
 
 def _set_waiting(key: Key, waiting: dict[Key, Any]) -> None:

@@ -35,6 +35,7 @@ from xpool._pickling.by_value.compared import Compared, Node, attempt, same_byte
 from xpool._pickling.by_value.entries import (
     CALL,
     CLASS,
+    DEFAULTS,
     FUNCTION,
     HEAD,
     IMPORTED_AS,
@@ -53,7 +54,12 @@ from xpool._pickling.by_value.entries import (
     serials,
     write_values,
 )
-from xpool._pickling.by_value.functions import annotations_of, marshalled, parts_of_function
+from xpool._pickling.by_value.functions import (
+    annotations_of,
+    marshalled,
+    parts_of_function,
+    set_since_import,
+)
 from xpool._pickling.by_value.names import ATOMS, SHARED_BY_ALL, found_by_name, is_simple
 from xpool._pickling.by_value.origin import (
     IMPORTED,
@@ -71,6 +77,7 @@ from xpool._pickling.by_value.origin import (
     is_importable_again,
     is_imported,
     is_of_workers,
+    is_part,
     is_patch,
     name_of,
     namespace,
@@ -79,7 +86,6 @@ from xpool._pickling.by_value.origin import (
     renew_origins,
     send_edited,
     send_from_now,
-    shared_defaults,
     value_of,
     with_origin,
 )
@@ -134,9 +140,9 @@ class Book:
         self._noted: Any = None
         self._compared: Compared | None = None
         self._tuples: set[int] = set()  # ids of globals that are tuples
-        self._shared: set[int] = set()  # of globals with a state, of modules that workers import
         # By id: the objects without state that are globals of modules which workers import.
         self._named: dict[int, tuple[Any, ...]] = {}
+        self._constants: dict[str, tuple[Any, ...]] = {}  # defaults of functions, by their text
         self._made: set[tuple[Key, ...]] = set()  # the large groups that are as they are now
         self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use
         _books.add(self)
@@ -357,7 +363,7 @@ class Book:
         """Look at all globals again, as far as they have changed, and at those that they use."""
         nodes, todo = dict[Key, Node](), set(wanted)
         shared, named = globals_of_modules(SHARED_BY_ALL)
-        self._shared, self._named = shared.keys() - named.keys(), {**named}
+        self._named = {**named}
         spaces = {module: namespace(module) for module, _ in wanted}.values()
         every = (value for space in spaces for value in list(space.values()))
         self._tuples = {id(value) for value in every if type(value) is tuple}
@@ -422,9 +428,11 @@ class Book:
                         node.parts = {**old.parts, **node.parts}  # those that others replace, too
                     self._note_class(node, value, module, path)
                 else:
-                    node.names |= {
-                        (module, f"{path}.{name}") for name in classes.data_of_function(value)
-                    } | shared_defaults(module, path, value, self._shared)
+                    self._note_function(node, value, module, path)
+                if old.kind == compared.NAMED and repr(old.defaults) == repr(node.defaults):
+                    node.serial = old.serial
+                elif node.defaults:
+                    node.serial = next(serials)
                 return node
             own = own and origin == SENT
             if own and is_class and classes.is_defined_by_statement(value):
@@ -432,8 +440,10 @@ class Book:
             if own and type(value) is FunctionType and is_simple(value):
                 return self._function(key, value)
         node = self._data(key, value)
-        if node.error and "." in path and origin == IMPORTED and hasattr(type(value), "__get__"):
-            return Node(compared.NAMED, value)  # the descriptor that the import has made
+        if node.error and "." in path and origin == IMPORTED:
+            of_method = type(owner_of(key)) is FunctionType and path.count(".") > 1
+            if is_part(key) or of_method or hasattr(type(value), "__get__"):
+                return Node(compared.NAMED, value)  # what the import has made
         return node
 
     def _plain(self, key: Key, value: Any) -> Node:
@@ -488,9 +498,21 @@ class Book:
         for inner, owner in classes.with_nested(path, cls):
             found.update((module, f"{inner}.{name}") for name in classes.data_attributes(owner))
             found |= of_annotations(annotations_of(owner), module)
-        for one, method, _ in classes.methods(cls) if origin_of(module) == IMPORTED else ():
-            found |= shared_defaults(module, one, method, self._shared)
+        for one, method in classes.plain_methods(cls) if origin_of(module) == IMPORTED else ():
+            self._note_function(node, method, module, one)
         node.names |= found
+
+    def _note_function(self, node: Node, function: Any, module: str, path: str) -> None:
+        """Add the attributes, defaults and code of a function or method, which workers import, that
+        their import may make otherwise."""
+        names = classes.data_of_function(function)
+        if type(function) is FunctionType:
+            parts, constant = set_since_import(function)
+            names += parts
+            if constant:  # most are equal, and are written once
+                constant = self._constants.setdefault(repr(constant), constant)
+                node.defaults.append((path, constant))
+        node.names |= {(module, f"{path}.{name}") for name in names}
 
     def _call(self, key: Key, call: tuple[Any, ...]) -> Node:
         written = write_group(call, Group({id(call): key}, self._named), False)
@@ -687,6 +709,9 @@ class Book:
         ]
         rest += [group.entry() for group in groups]
         entries += sorted(rest, key=lambda one: first.isdisjoint(one[3]))
+        defaults = [(key[0], *one) for key, node in nodes.items() for one in node.defaults]
+        if defaults:
+            entries.append((DEFAULTS, 0, False, (), defaults))
         entries += [
             (VALUES, node.serial, False, ((key[0], f"{key[1]}.__annotations__"),), node.entry[2])
             for key, node in functions
