@@ -197,6 +197,68 @@ def test_submodules_of_packages(tmp_path, context):
     assert out == "BufferingHandler a xml.etree.ElementTree [] /%20 Message\n"
 
 
+HOOKS = """
+HOOKS = []
+COUNT = 0
+
+def hook(function):
+    global COUNT
+    COUNT += 1
+    HOOKS.append(function.__name__)
+    return function
+"""
+
+HOOK = """
+from hooks import hook
+
+@hook
+def NAME(x):
+    return x
+"""
+
+REGISTERED = """
+import importlib
+import hooks, first, second
+import xpool
+
+def seen(x):
+    return hooks.HOOKS, hooks.COUNT
+
+def run(x):
+    return first.first(x), hooks.HOOKS, hooks.COUNT
+
+def run_later(x):
+    import second
+    return second.second(x), hooks.HOOKS
+
+def run_by_name(name):
+    return importlib.import_module(name).third(0), hooks.HOOKS
+
+def set_here(x):
+    hooks.HOOKS.append("task")
+
+if __name__ == "__main__":
+    importlib.import_module("third")
+    every = (seen, 0), (run, 0), (run_later, 0), (run_by_name, "third")
+    for orders in every, every[::-1]:
+        with xpool.Pool(1) as pool:
+            print([pool.apply(function, (x,)) == function(x) for function, x in orders])
+            pool.apply(set_here, (0,))
+            print(pool.apply(seen, (0,)))
+    pool.join()
+"""
+
+
+def test_modules_that_register_something_when_they_are_imported(tmp_path):
+    """What the program's imports have registered is not registered again by those of a worker."""
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    for name in "first", "second", "third":
+        (tmp_path / f"{name}.py").write_text(HOOK.replace("NAME", name))
+    out = scripts.run_ok([scripts.write(tmp_path / "registered.py", REGISTERED)])
+    seen = "(['first', 'second', 'third', 'task'], 3)"
+    assert out.splitlines() == [str([True] * 4), seen] * 2
+
+
 INSTALLED = """
 import importlib
 

@@ -15,8 +15,8 @@ from xpool._pickling.reducers import Group, builder
 
 (
     SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED, CALL,
-    IMPORTED_AS, DEFAULTS,
-) = range(13)  # fmt: skip
+    IMPORTED_AS, USED, DEFAULTS,
+) = range(14)  # fmt: skip
 """Kinds of entries."""
 
 Entry = tuple[Any, ...]

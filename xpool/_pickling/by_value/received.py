@@ -41,6 +41,7 @@ from xpool._pickling.by_value.entries import (
     REFUSED,
     REMOVED,
     SETTINGS,
+    USED,
     VALUES,
     Entry,
     write_values,
@@ -185,7 +186,7 @@ def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
                 _incoming.defaults[module][path] = defaults
             for module in {one[0] for one in data}.intersection(sys.modules):
                 _set_defaults(module)
-        if kind in (SETTINGS, IMPORTS, MODULE, DEFAULTS):
+        if kind in (SETTINGS, IMPORTS, MODULE, USED, DEFAULTS):
             continue
         # No generator: a signal handler may raise in it after it has ended.
         if {serial} == {*map(_incoming.serials.get, keys)} if ours else all(map(_has, keys)):
@@ -392,18 +393,41 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
     """Whether the imports of modules have made values with the same bytes here."""
     if any(origin_of(module) != IMPORTED for module, _ in keys) or not all(map(_has, keys)):
         return False
-    holders = [place_of(key) for key in keys]
-    values = [holder[name] for holder, name in holders]
+    values = [*map(_value, keys)]
     if type(data) is list:
         pairs = zip(values, data, strict=True)
         return all(type(one) is type(two) and repr(one) == repr(two) for one, two in pairs)
     if any(map(is_generator, values)):
         return False  # its seed is the program's
+    return kind == VALUES and _written(keys) == data
+
+
+def _written(keys: tuple[Key, ...]) -> bytes | None:
+    """Return what is sent of globals with these values; None: they are large or not pickled."""
     try:
-        written = write_values(keys, values, {}, True)
+        written = write_values(keys, [*map(_value, keys)], {}, True)
     except Exception:  # an object's `__reduce__` can raise any error
-        return False
-    return kind == VALUES and b"".join(written.chunks) == data and not written.buffers
+        return None
+    return None if written.buffers else b"".join(written.chunks)
+
+
+def _value(key: Key) -> Any:
+    holder, name = place_of(key)
+    return holder[name]
+
+
+def _data_of_imported() -> list[tuple[tuple[Key, ...], bytes]]:
+    """Return the globals that were set in modules that workers import, and their pickles."""
+    groups: dict[int, list[Key]] = {}
+    for key, serial in _incoming.serials.items():
+        groups.setdefault(serial, []).append(key)
+    found = []
+    for keys in map(tuple, groups.values()):
+        if any(origin_of(module) == IMPORTED for module, _ in keys) and all(map(_has, keys)):
+            written = _written(keys)
+            if written is not None:
+                found.append((keys, written))
+    return found
 
 
 # -- kinds without values ------------------------------------------------------------------------
@@ -415,6 +439,15 @@ def _import_modules(entries: list[Entry]) -> None:
         if name not in _incoming.imported:
             _import(name)
             _incoming.imported.add(name)
+    used = [name for name in _all_of(USED, entries) if name not in sys.modules]
+    data = _data_of_imported() if used else []
+    for name in used:
+        _try_import(name)
+    # The program's are as after its own imports.
+    for keys, written in data:
+        if _written(keys) != written:
+            for key, value in zip(keys, _load(VALUES, keys, written), strict=True):
+                _set(key, value)
     for kind, _, _, keys, _ in entries:
         if kind in (VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED):
             for module, _ in keys:
@@ -450,11 +483,8 @@ def _make_module(name: str, package: Any, is_package: bool, has_file: bool) -> N
 
     ``has_file``: import it first, for the other effects of its import.
     """
-    if has_file and name not in sys.modules:
-        try:
-            import_module(name)
-        except Exception as exc:  # its file has changed, perhaps in the middle of an edit
-            pass_on(exc)
+    if has_file:
+        _try_import(name)
     if name in sys.modules:
         return
     module = ModuleType(name)
@@ -465,6 +495,15 @@ def _make_module(name: str, package: Any, is_package: bool, has_file: bool) -> N
     parent, _, last = name.rpartition(".")
     if parent in sys.modules:
         setattr(sys.modules[parent], last, module)
+
+
+def _try_import(name: str) -> None:
+    """Import a module, unless this raises: it may not be needed, or its file has changed."""
+    if name not in sys.modules:
+        try:
+            import_module(name)
+        except Exception as exc:
+            pass_on(exc)
 
 
 # -- errors of tasks -------------------------------------------------------------------------------

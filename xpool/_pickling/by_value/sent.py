@@ -46,6 +46,7 @@ from xpool._pickling.by_value.entries import (
     REFUSED,
     REMOVED,
     SETTINGS,
+    USED,
     VALUES,
     Entry,
     SentGroup,
@@ -145,6 +146,7 @@ class Book:
         self._constants: dict[str, tuple[Any, ...]] = {}  # defaults of functions, by their text
         self._made: set[tuple[Key, ...]] = set()  # the large groups that are as they are now
         self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use
+        self._own: tuple[set[str], tuple[str, ...]] = set(), ()  # modules for workers to import
         _books.add(self)
 
     def forget(self) -> None:
@@ -717,6 +719,12 @@ class Book:
             for key, node in functions
             if node.entry[2]
         ]
+        used = {key[0] for key in nodes if key[1] not in OF_MODULES}
+        own = {name for name in used if origin_of(name) == IMPORTED}
+        if own != self._own[0]:  # in the order in which the program has begun their imports
+            self._own = own, tuple(name for name in [*sys.modules] if name in own)
+        if own:
+            entries.append((USED, 0, False, (), self._own[1]))
         return entries, [group.data for group in groups if group.kind == PLACED]
 
     def _write(self, layout: Layout, names: frozenset[Key]) -> State:
