@@ -185,6 +185,13 @@ def test_a_keyword_of_another_library(name, given, meant):
             _class("Executor")(**{given: 1})
 
 
+def test_an_executor_lists_the_keywords_that_it_takes():
+    """The error for an unknown keyword does not name `processes`, which an executor refuses."""
+    with pytest.raises(TypeError, match="it has max_workers, ") as got:
+        _class("Executor")(unheard_of=1)
+    assert "processes" not in str(got.value)
+
+
 def test_a_failed_constructor_leaves_nothing(warm):
     """A constructor that refuses its arguments starts nothing. The leak check would report it."""
     for kind in KINDS:

@@ -61,7 +61,8 @@ class Executor(PoolExecutor):
                     raise OptionError(f"{theirs} and {ours} mean the same: pass one of them")
                 options[ours] = given
         known = names_of(Executor.__init__.__code__, PoolOptions.__init__.__code__)
-        unknown = [name for name in options if name not in known or name == "processes"]
+        known.remove("processes")
+        unknown = [name for name in options if name not in known]
         if unknown:
             refuse_unknown("Executor", known, unknown)
         pool = Pool(max_workers, initializer, initargs, **options)
