@@ -22,9 +22,12 @@
     `-- xpool ---------------------------------------------------------------------
         `-- InternalError       a bug in xpool, described in the message
 
-The exceptions of tasks are not among these: callers get them unchanged, with the worker's traceback
-as ``__cause__`` (a `RemoteTraceback`).  `TaskStopped` is not among these either: xpool raises it in
-a task to interrupt the task.
+Three kinds of exceptions are not among these:
+
+* The exceptions of tasks: callers get them unchanged, with the worker's traceback as ``__cause__``
+  (a `RemoteTraceback`).
+* `TimeoutError`, of a `get`, `next` or `join` whose own ``timeout`` is over.
+* `TaskStopped`, which xpool raises in a task to interrupt the task.
 
 All errors can be pickled and then keep their attributes.  Each job gets its own instance, so that
 two callers do not add their frames to the same traceback.

@@ -35,7 +35,7 @@ _WITHDRAWN = object()
 
 
 class Handle:
-    """A process as the parent sees it (`workers.launch.Handle`); the world decides its reports."""
+    """A process as the parent sees it (a `Handle` of `launch`); the world decides its reports."""
 
     def __init__(self, world: Any, worker: Worker) -> None:
         self._world = world

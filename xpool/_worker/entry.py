@@ -76,7 +76,7 @@ def main(
     for channel in channels:
         die_with_parent(channel[2])
     configs = [_read_config(channel[0]) for channel in channels]
-    # Workers that share a process have equal environments in their contexts (`_pools/context`).
+    # Workers that share a process have equal environments in their contexts (`_pools/ctx_pools`).
     _bind(configs[0], known)
     # Done before backends, the initializer and tasks, which may register callbacks.
     from xpool._python import exits
