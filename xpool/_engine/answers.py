@@ -47,7 +47,7 @@ class Encoded(PickledResult):
         self.count = count
 
     def __reduce__(self) -> Any:
-        """Pickle it for another host; contents of blocks are out-of-band buffers, not copied."""
+        """Pickle the answer for another host; contents of blocks are out-of-band buffers."""
         if type(self._data) is Leased:
             pickled, buffers = unpack(self._data)
             return BufferedResult, ([PickleBuffer(part) for part in (pickled, *buffers)],)
@@ -264,7 +264,7 @@ class Answers:
         if boxed:
             data = worker.box.take(mark)
             self._ledger.bytes_in += len(data)
-            # If an item was interrupted, take the answers one by one, because `_answer` handles it.
+            # If an item was interrupted, the answers are taken one by one: `_answer` handles that.
             plain = not errors & OUTBOX_MIXED and worker.interrupted is None
             job, together = self._sched.next_answers(worker.index)
             if plain and boxed <= together and job != CALLS:
@@ -316,12 +316,12 @@ class Answers:
         """
         if worker.box.limit == NO_LIMIT:
             raise ValueError(f"it skipped {count} tasks that it had to begin")
-        # It has seen the limit, so all that it will skip is queued at once, in order.
+        # The worker has seen the limit, so the items that it will skip are queued now, in order.
         self._sched.take_back(worker.index, worker.box.limit)
         self._sched.skipped(worker.index, count)
         item = worker.interrupted
         if item is not None and worker.in_flight.answered > item:
-            # It has skipped the item that it was asked to stop.
+            # The worker has skipped the item that it was asked to stop.
             worker.broken_off()
 
     def _answer(
@@ -365,7 +365,7 @@ class Answers:
         stack = worker.broken_off()
         limit = batch.terms.limit
         if batch.withdrawn or limit is None:
-            return  # it was cancelled, and its job is answered
+            return  # the item was cancelled, and its job is answered
         if limit.again and batch.terms.retries > 0:
             self._again(batch, position, killed=False)
             return
@@ -396,7 +396,7 @@ class Answers:
         invalid message: it is unknown whether they were completed."""
         in_flight = worker.in_flight
         began = worker.begun(in_flight.answered)
-        if began > in_flight.sent:  # this number is invalid, too: assume one
+        if began > in_flight.sent:  # this number is invalid, too, so assume one begun item
             began = in_flight.answered + 1
         while in_flight.held and in_flight.answered < began:
             batch = in_flight.held[0]

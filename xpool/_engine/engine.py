@@ -142,8 +142,11 @@ class Engine:
             self._monitor.withdraw(job, index)
 
     def give_back(self, job: int, items: range) -> None:
-        """Hand back these items, except those that a worker has begun, as ranges in results whose
-        ``ok`` is None: waiting items at once, items in flight if their worker makes no progress."""
+        """Give back these items, except those that a worker has begun.
+
+        The pool gets them as ranges, in results whose ``ok`` is None.  Waiting items come back at
+        once.  Items in flight come back if their worker makes no progress.
+        """
         with self.lock:
             self._monitor.give_back(job, items)
 
@@ -294,7 +297,7 @@ class Engine:
             self.start_missing()
         except BaseException:
             with self.lock:
-                # Dismiss those that have started, unless another call has set another size, or has
+                # End the new workers that have started, unless another call has set another size or
                 # bound a task to one of them.
                 if self.sched.bound_from(before):
                     self._replacement.start_later()

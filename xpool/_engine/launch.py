@@ -62,7 +62,7 @@ class Forked:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None while it is unknown."""
+        """The process id; None while it is unknown."""
         if self._pid is None:
             self._read()
         return self._pid
@@ -126,7 +126,7 @@ class Forked:
         return self._ended
 
     def signal(self, signum: int) -> None:
-        """Send it a signal; do nothing if it has ended."""
+        """Send the process a signal; do nothing if it has ended."""
         pid = self.pid
         self._read()
         if self._ended:
@@ -134,7 +134,8 @@ class Forked:
         if pid is None:
             if signum == signal.SIGKILL:
                 # The server may import for long before it sees this, so count the worker as ended.
-                # If the server forks it meanwhile, it ends at its first line: its lifeline is cut.
+                # If the server forks the worker meanwhile, the worker ends at its first line,
+                # because its lifeline is cut.
                 self._called_off = True
                 with descriptors.borrowed(self.sentinel, socket.SOCK_SEQPACKET) as sock:
                     sock.shutdown(socket.SHUT_RDWR)
@@ -144,13 +145,13 @@ class Forked:
         try:
             fd = os.pidfd_open(pid)
         except OSError:
-            return  # it has ended; or no descriptor is free, then only the lifeline can end it
+            return  # ended; or no descriptor is free, and only the lifeline can end it
         try:
             self._read()
             if not self._ended:
                 signal.pidfd_send_signal(fd, signum)
         except (ProcessLookupError, PermissionError):
-            return  # it has ended, or runs as an earlier user: the lifeline ends it
+            return  # ended, or runs as an earlier user: the lifeline ends it
         finally:
             os.close(fd)
 
@@ -344,7 +345,7 @@ class ForkServer:
                 try:
                     self._ask(boot.fileno(), theirs.fileno())
                 except (BrokenPipeError, ConnectionResetError):
-                    self._stop()  # it died meanwhile
+                    self._stop()  # the server died meanwhile
                     self._start()
                     # A second death is noticed as one after the request is: no status arrives.
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -379,7 +380,7 @@ class ForkServer:
             self._sock = None
         if self._process is not None:
             # Kill it, since it may be importing.
-            with contextlib.suppress(PermissionError):  # it has an earlier identity
+            with contextlib.suppress(PermissionError):  # the server has an earlier identity
                 self._process.kill()
             self._process.wait(_LAST_IMPORT)
             self._process = None
@@ -518,7 +519,7 @@ class Process:
         # The sentinel of multiprocessing is a pipe whose other end the child has.  A process that
         # another thread forks meanwhile inherits that end, and hides the child's death.
         if own_child and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):  # another thread has reaped it
+            with contextlib.suppress(OSError):  # another thread has reaped the process
                 self._pidfd = os.pidfd_open(process.pid)
         self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
         self.exitcode: int | None = None
@@ -537,15 +538,15 @@ class Process:
             try:
                 os.kill(self.pid, signum)
             except ProcessLookupError:
-                return  # it has ended; the sentinel tells
+                return  # the process has ended, and the sentinel reports that
             except PermissionError:
-                return  # it has another user; the lifeline ends it
+                return  # the process has another user; the lifeline ends it
 
     def close(self) -> None:
         if self._pidfd is not None:
             os.close(self._pidfd)
         if self.exitcode is not None:  # else the program ignores SIGCHLD, so there is no status
-            self._process.join()  # multiprocessing forgets it
+            self._process.join()  # multiprocessing then forgets the process
         # Its descriptors are closed with its last reference.  `Process.close` would take its
         # parts away a moment too early, when a thread that starts a process may look at it.
         self._process = None

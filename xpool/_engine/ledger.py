@@ -42,7 +42,7 @@ class Account:
         self.deaths = 0
         self.ready_at: float | None = None  # when the present process became ready
         self.lived = 0.0  # seconds that earlier processes were ready
-        self.counts = [0] * len(COUNTERS)  # of earlier processes
+        self.counts = [0] * len(COUNTERS)  # counts of earlier processes
 
 
 class WorkerReport(NamedTuple):

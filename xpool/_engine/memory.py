@@ -76,7 +76,7 @@ class ArenaMaintenance:
     def free_attachment(self, attachment: int | None) -> None:
         """Record that the process with this attachment has ended, or was not started."""
         if attachment is not None:
-            # Clear its holds later: that takes milliseconds, and the engine's lock is held here.
+            # Clear the holds later: this takes milliseconds, and the engine's lock is held here.
             self._pending_reclaim.append(attachment)
 
     def later(self) -> None:

@@ -351,16 +351,15 @@ class WorkerMonitor:
             self._multi_item.pop(w, None)
         if worker.state is not WorkerStates.READY:
             if worker.interrupted is None and self._overdue.cancel(worker):
-                # It has stopped the task that it was asked to.  Its current task may have to stop,
-                # too.
+                # The worker has stopped that task.  Its current task may have to stop, too.
                 self._checks.schedule_by(worker, self._reactor.now())
-            # It has answered or skipped all that it held when it was recalled.
+            # The worker has answered or skipped all that it held when it was recalled.
             if in_flight.paused and not size:
                 self._recalls.cancel(worker)
                 if worker.emptied():
                     self._sched.resume(w)
         if worker.state is not WorkerStates.READY:
-            # It continues with what it holds, and its next answers may wait in its outbox.
+            # The worker goes on with the tasks that it holds; answers may wait in its outbox.
             if w in self._multi_item and worker.state is not WorkerStates.CONDEMNED:
                 self._looks.schedule_by(worker, self._reactor.now() + OUTBOX_POLL_SECONDS)
             if self._sched.holds_back:
@@ -379,7 +378,7 @@ class WorkerMonitor:
             if worker.state is not WorkerStates.READY:
                 return
             size = in_flight.sent - in_flight.answered
-        # It has run all tasks that a process may run (`maxtasksperchild`).
+        # The process has run all tasks that it may run (`maxtasksperchild`).
         if not size and in_flight.left == 0:
             self.retire(worker)
         elif w in self._multi_item:
@@ -538,19 +537,19 @@ class WorkerMonitor:
         if w not in self._multi_item:
             self._give_back_requests.pop(w, None)
             return
-        if worker in self._direct:  # a caller receives its messages
+        if worker in self._direct:  # a caller receives the worker's messages
             self._looks.schedule_by(worker, now + OUTBOX_POLL_SECONDS)
             return
         box = worker.box
-        # Read these before draining the pipe: the next check takes what this one has seen.  An
-        # answer since the last check is a change, too: a task may have ended just after it.
+        # These words are read before the pipe: the next check takes answers up to this mark.  An
+        # answer since the last check is a change, too: a task may have ended just after that check.
         now_seen = began, tail, _ = box.began, box.tail, worker.in_flight.answered
         seen = worker.look(*now_seen)
         # Messages first: an answer in the pipe may precede those in the outbox.
         self.drain(worker)
         if seen[1] > box.head and not worker.reader.partial:
             worker.took_early(self.take_early(worker, seen[1]))
-            if worker.protocol_error is None:  # else it gets no more tasks
+            if worker.protocol_error is None:  # else the worker gets no more tasks
                 self._after_answers(worker)
         sits = w in self._give_back_requests and seen == now_seen
         serves, sched = worker.state is WorkerStates.READY, self._sched
@@ -575,14 +574,14 @@ class WorkerMonitor:
 
     def _take_back(self, worker: WorkerProcess) -> None:
         box = worker.box
-        # It may have begun more before it saw the limit.
+        # The worker may have begun more items before it saw the limit.
         self._sched.take_back(worker.index, max(box.limit, box.began))
         self.give_idle()
         for job, items in self._give_back_requests.pop(worker.index, ()):
             self.give_back(job, items)  # other workers may just have got some of them
 
     def give_back(self, job: int, items: range) -> None:
-        """Hand back those of these items that no worker has begun, now or after a recall."""
+        """Give back the items among ``items`` that no worker has begun, now or after a recall."""
         holds_back = self._sched.holds_back
         # In reverse order, because the receiver puts each range in front of all others.
         for one in reversed(self._sched.take_out(job, items)):
@@ -593,7 +592,7 @@ class WorkerMonitor:
                 self._give_back_requests.setdefault(w, []).append((job, items))
                 self._looks.schedule_by(self.workers[w], self._reactor.now() + PAGE_SETTLE_SECONDS)
         if holds_back:
-            self.give_idle()  # others may have waited for one of these
+            self.give_idle()  # other items may have waited for one of these
 
     # -- deadlines ---------------------------------------------------------------------------------
 
@@ -606,7 +605,7 @@ class WorkerMonitor:
             if worker.state is not WorkerStates.CONDEMNED:
                 self.recall(worker, worker.box.began)
                 self._check(worker)
-                # It may have been about to begin another task of the job.
+                # The worker may have been about to begin another task of the job.
                 self._checks.schedule_by(worker, self._reactor.now() + PAGE_SETTLE_SECONDS)
         if holds_back:
             self.give_idle()  # others may have waited for a dropped task
@@ -668,14 +667,14 @@ class WorkerMonitor:
             # Without its last line, the stack may be half written.
             due = TASK_LINE in stack or not is_starved(worker, now)
         elif worker.interrupted is not None:
-            # It still runs that item after the grace period.
+            # The worker still runs that item after the grace period.
             due = worker.box.began == worker.interrupted + 1 and not is_starved(worker, now)
         else:
             return
-        if not due:  # it has left the item and will answer, or it lacked processor time
+        if not due:  # the worker has left the item, or lacked processor time
             self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
             return
-        if starts and worker.reason is None:  # else its initializer has failed
+        if starts and worker.reason is None:  # else the initializer has failed
             # Record it first: the pool reads the reason when the process has ended.
             task, limit = "The start of the worker, with its initializer,", self._start_limit or 0.0
             worker.failed(TaskTimeout(limit, worker.index, worker.pid, task, own_part(stack)))

@@ -60,7 +60,7 @@ class Timer:
         return self._call is not None
 
     def cancel(self) -> None:
-        # The entry stays in the heap until its time: searching it would cost more.
+        # The entry stays in the heap until its time: a search in the heap would cost more.
         self._call, self._args = None, ()
 
     def run(self) -> None:

@@ -55,9 +55,9 @@ class LogSocket:
 
     def __init__(self, worker: int, fd: int, box: Outbox) -> None:
         self.worker, self.fd, self._box = worker, fd, box
-        self.told = 0  # dropped notices that the program is told of
+        self.told = 0  # how many dropped notices were reported to the program
         self.ended = False  # no more packets will come
-        self.invalid = False  # it has sent an invalid packet
+        self.invalid = False  # the worker has sent an invalid packet
 
     def dropped_since(self) -> int:
         """Return how many notices the worker has dropped since the last call."""
@@ -81,7 +81,7 @@ class Relay:
         self._waiting = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._handled = 0
-        self._places: set[tuple[Any, ...]] = set()  # of warnings that were shown
+        self._places: set[tuple[Any, ...]] = set()  # places of warnings that were shown
 
     def pair(self, worker: int, box: Outbox) -> tuple[LogSocket, int]:
         """Return the two ends of a socket for one worker: the parent's, and the worker's."""
@@ -244,12 +244,12 @@ class _Shown:
                 category = Warning
         try:
             return Warning.__new__(category, self.text)
-        except TypeError:  # its base is another built-in class, such as `OSError`
+        except TypeError:  # the class has another built-in base, such as `OSError`
             return Warning(self.text)
 
     def _category(self) -> type[Warning]:
-        # Filters can name its class only if this program has it.  Read from the dictionary, since
-        # `getattr` may run code of the module.
+        # A filter can name the warning's class only if the program has imported the class's module.
+        # The dictionary is read, because `getattr` may run code of the module.
         module = sys.modules.get(self._module)
         found = vars(module).get(self._name) if isinstance(module, types.ModuleType) else None
         if isinstance(found, type) and issubclass(found, Warning):

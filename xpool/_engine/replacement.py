@@ -7,7 +7,7 @@ started for all of them.
 
 A start is decided under the engine's lock, carried out without it, and recorded under it again
 (`Launch`), so no caller waits for a fork or for the start of a fork server.  If the pool ends or
-shrinks meanwhile, the new process is told so when it is recorded.
+shrinks meanwhile, the new process is told to end when it is recorded.
 
 Called with the engine's lock held.
 """
@@ -45,8 +45,8 @@ class End(NamedTuple):
 
     kind: EndKind
     exitcode: int | None
-    worker: WorkerProcess  # the one that could not start, or represents all
-    served: tuple[WorkerProcess, ...] = ()  # its workers that were ready
+    worker: WorkerProcess  # could not start, or stands for all of its process
+    served: tuple[WorkerProcess, ...] = ()  # workers of the process that were ready
     story: str = ""  # for error texts: the workers, the pid, and why
 
     @classmethod
@@ -158,7 +158,7 @@ class Replacement:
         """Decide to start a process whose time has come, if there is one."""
         while self.due:
             worker = self.due.popleft()
-            # It may be here twice.  If the first start was refused, it starts after a pause.
+            # A worker may be here twice.  If its first start was refused, it starts after a pause.
             if any(self._restarts.pending(one) for one in worker.workers):
                 continue
             launch = self._decide(worker)
@@ -171,7 +171,7 @@ class Replacement:
         if self.ending or self._left_over(worker) or worker.state is not WorkerStates.ABSENT:
             return None
         if not self._untold.isdisjoint(worker.workers):
-            return None  # `told` has it started
+            return None  # `told` makes the place due later
         arena, attachment = self._maintenance.take_attachment()
         for one in worker.workers:
             one.launching()
@@ -213,7 +213,7 @@ class Replacement:
     def refused(self, launch: Launch, exc: BaseException, *, again: bool) -> None:
         """Record that a process could not be started; ``again``: try again after a pause."""
         worker = launch.worker
-        if worker.state is WorkerStates.LAUNCHING:  # else it was put away by `launched`
+        if worker.state is WorkerStates.LAUNCHING:  # else `launched` has put the worker away
             self._maintenance.free_attachment(launch.attachment)
         for one in worker.workers:
             one.failed(exc if isinstance(exc, Exception) else None)
@@ -334,7 +334,7 @@ class Replacement:
                 )
             else:
                 self._lost(end)
-        # Its tasks wait again, and others may be idle.
+        # The tasks of this worker wait again, and other workers may be idle.
         self._monitor.give_idle()
 
     def _check_page(self, worker: WorkerProcess) -> None:
@@ -373,7 +373,7 @@ class Replacement:
     def _note_end(self, worker: WorkerProcess, end: End | None) -> None:
         """Have the pool told how a process has ended."""
         pid = worker.pid
-        # Without a pid, there was no process, or it was called off before its first line.
+        # Without a pid, there was no process, or the server ended it before its first line.
         if not self._tells or pid is None:
             return
         exitcode, text = None, f"worker {worker.index} (pid {pid}), killed by the pool"
@@ -457,7 +457,7 @@ def _failure(end: End, policy: RestartPolicy) -> XPoolError | StartFailure:
         reason = _line(cause)
     else:
         reason = f"its process ended before it was ready, {exit_reason(exitcode)}"
-        # It ended by itself, as when it imports a script that makes a pool at its top level.
+        # The process ended itself: it may have imported a script with a pool at its top level.
         if exitcode is None or exitcode >= 0:
             reason += (
                 "; look at its output on stderr. A script must keep its own work behind "

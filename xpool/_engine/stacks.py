@@ -36,10 +36,10 @@ class Whereabouts(NamedTuple):
 
     worker: int
     pid: int | None
-    task: str  # the task that it runs; empty: none
+    task: str  # the task that the worker runs; empty: none
     item: str  # the worker's line about its item; empty if it runs C code
     seconds: float | None  # since the task began
-    stack: str  # of its task, most recent call first; empty: it has not answered
+    stack: str  # the task's stack, most recent call first; empty: no answer
     waits: str  # the state of its process, and what it waits for in the kernel
     host: str = ""
 
@@ -70,7 +70,7 @@ def _library(pid: int) -> str:
         pc = int(_read(pid, "syscall").split()[-1], 16)
         maps = _read(pid, "maps").splitlines()
     except (OSError, ValueError, IndexError):
-        return ""  # it runs, or may not be inspected
+        return ""  # the process runs, or may not be inspected
     for line in maps:
         start, _, rest = line.partition("-")
         if int(start, 16) <= pc < int(rest.split()[0], 16):
@@ -93,7 +93,7 @@ def outside(pid: int) -> list[Whereabouts]:
             if worker != pid and (page := _mapped(worker, pages)):
                 found.append(_outside(worker, page, len(found)))
         except OSError:
-            continue  # it has ended, or has another user
+            continue  # the process has ended, or has another user
     return found
 
 
@@ -126,7 +126,7 @@ def _outside(pid: int, page: str, index: int) -> Whereabouts:
                 time.sleep(0.005)
     finally:
         box.close()
-    # It runs a task if the function of the loop that runs tasks is on the stack.
+    # The worker runs a task if the function of the loop that runs tasks is on the stack.
     runs = f"{OURS[0]}, line " in stack and " in _run\n" in stack
     task = "a task" if runs else ""
     item = stack.rpartition(TASK_LINE)[2].strip() if runs and TASK_LINE in stack else ""

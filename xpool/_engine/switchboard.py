@@ -73,7 +73,7 @@ class Switchboard:
                 data = os.read(fd, WANTED.size)
             except BlockingIOError:
                 return
-            # It ended with unread data in its socket (unix_release_sock in af_unix.c).
+            # The worker ended with unread data in its socket (unix_release_sock in af_unix.c).
             except ConnectionResetError:
                 data = b""
             if not data:
@@ -121,7 +121,7 @@ class Switchboard:
         except OSError as exc:
             self._refuse(asker, peer, exc)
             return
-        # Close the ends here once they are sent: otherwise neither would see the other's death.
+        # Close the sent ends here: otherwise neither worker would see the other one's death.
         with ends[0], ends[1]:
             try:
                 # Send to the asker last: it is told if its peer cannot get an end.
@@ -153,4 +153,4 @@ class Switchboard:
                 # Send the reason without a descriptor: otherwise the asker would wait for ever.
                 os.write(control, LINK.pack(peer, exc.errno or errno.EIO, self._serials))
         except OSError:
-            return  # it has ended, or does not read, so it does not wait
+            return  # the worker has ended, or does not read, so it does not wait

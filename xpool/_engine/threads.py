@@ -93,11 +93,11 @@ class PoolThread:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.source: Source | None = None  # from which it takes tasks now
+        self.source: Source | None = None  # from which this thread takes tasks now
         self.thread: threading.Thread | None = None
-        self.job = 0  # whose task it runs; 0: none
-        self.done = 0  # tasks that it has begun
-        self.entered = False  # its context's `enter` has returned
+        self.job = 0  # whose task this thread runs; 0: none
+        self.done = 0  # tasks that this thread has begun
+        self.entered = False  # the context's `enter` has returned
         self.left = False  # abandoned: it ends when its task returns
         self.over = False  # surplus: it ends
 
@@ -135,7 +135,7 @@ class Places:
         """Free the places of threads that continue with their tasks."""
         with self.lock:
             for pool_thread in pool_threads:
-                # It may have ended or been abandoned since the caller looked.
+                # The thread may have ended or been abandoned since the caller looked.
                 if self.threads.get(pool_thread.index) is pool_thread:
                     self.remove(pool_thread)
                     pool_thread.left = True
@@ -185,7 +185,7 @@ class HeldTasks:
     def retried(self, entry: HeldTask, ok: bool, value: Any) -> bool:
         """Have a failed task run again after a pause, if its options say so."""
         options, terms = entry.options, entry.options.terms
-        exc = getattr(value, "exc", value)  # `multiprocessing` may have wrapped it
+        exc = getattr(value, "exc", value)  # `multiprocessing` may have wrapped the exception
         if ok or not terms.retries or not isinstance(exc, (WorkerDied, *options.retry_on)):
             return False
         options = options._replace(terms=terms.after_failure(killed=False))
@@ -381,7 +381,7 @@ class ThreadWorkers:
     def _initialize(self, me: PoolThread, context: Any) -> BaseException | None:
         """Call the context's ``enter`` and the initializer; return what one of them raised.
 
-        If they exceeded their time limit, this thread was abandoned.
+        If the two took longer than `initializer_timeout`, this thread was abandoned.
         """
         options = self._options
         begin = getattr(context, "enter", None)
@@ -417,7 +417,7 @@ class ThreadWorkers:
             while not me.left and me.done != lifetime:
                 # Do not take the lock, because each task runs this; `is_surplus` takes it.
                 if len(threads) > self._size and places.is_surplus(me, self._size):
-                    self.tasks.put(_WAKE)  # another one may be surplus, too
+                    self.tasks.put(_WAKE)  # another thread may be surplus, too
                     return None
                 if me.source is not None:
                     self._run_source(me, me.source)

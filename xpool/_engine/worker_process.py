@@ -38,10 +38,10 @@ def _widen(fd: int) -> None:
 class Channel:
     """The connection between a worker and its parent.
 
-    ``boot``: the socket from which the worker receives its ends.  When it is closed, so are they.
-    ``poller``: of the pipe from the worker and the sentinel, for a caller that receives its answer
-    itself.  ``control``: a socket on which the worker asks for channels to others, if
-    ``has_control``.
+    ``boot``: the socket from which the worker receives its ends of all pipes; the kernel closes
+    ends that are still in it when it is closed.  ``poller``: polls the pipe from the worker and the
+    sentinel, for a caller that receives its own answer.  ``control``: a socket on which the worker
+    asks for channels to other workers, if ``has_control``.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class WorkerProcess:
         # All workers of its process, which are threads there, by index.
         self.workers: tuple[WorkerProcess, ...] = (self,)
         self.timers: dict[Any, Timer] = {}  # by their `Alarms`
-        self.attachment: int | None = None  # its place in the arena
+        self.attachment: int | None = None  # the worker's place in the arena
         self._channel: Channel | None = None
         self._reset()
 
@@ -228,13 +228,14 @@ class WorkerProcess:
         # The error of an invalid message; all later data of this process are ignored.
         self.protocol_error: Exception | None = None
         self.remark = ""  # for the error of its task: too much memory, or overwritten memory
-        self.mapped = True  # it can use blocks of the arena
-        # The functions that it has, by number, and those that its next message lets it drop.
+        self.mapped = True  # the worker can use blocks of the arena
+        # Numbers of the functions that the worker has, and of those that it will forget at its next
+        # message.
         self.functions: set[int] = set()
         self.dropped: list[int] = []
         self.early = 0  # answers taken from the outbox before the message that announces them
         self._seen = (0, 0, 0)
-        self.interrupted: int | None = None  # the item that it was asked to stop
+        self.interrupted: int | None = None  # the item that the worker was asked to stop
         self.asked = Asked(0.0, 0.0, 0.0)
         self.deadlines = Deadlines()
 
@@ -296,13 +297,13 @@ class WorkerProcess:
         self.poller, self.control, self.logs = channel.poller, channel.control, channel.logs
 
     def failed(self, reason: Refusal | Exception | None) -> None:
-        """Record why it cannot start; None: its process is not needed any more."""
+        """Record why the worker cannot start; None: its process is not needed any more."""
         if self.state is WorkerStates.LAUNCHING:
             self._transition(WorkerEvent.REFUSED)
         self.reason = reason
 
     def ready(self, mapped: bool) -> None:
-        """Record its greeting; ``mapped``: it can use blocks of the arena."""
+        """Record the worker's greeting; ``mapped``: it can use blocks of the arena."""
         self.mapped = mapped
         self._transition(WorkerEvent.HELLO)
 
@@ -332,19 +333,19 @@ class WorkerProcess:
     # -- it is told to stop --------------------------------------------------------------------
 
     def recall(self, limit: int) -> None:
-        """Forbid it to begin items from number ``limit`` on."""
+        """Forbid the worker to begin items from number ``limit`` on."""
         self.box.forbid(limit)
         self._transition(WorkerEvent.RECALL)
 
     def emptied(self) -> bool:
-        """End a recall: it has answered all that it held.  Return whether it may get tasks."""
+        """End a recall: the worker has answered all its items.  Return whether it may get tasks."""
         # Lift the limit before it gets a task, which it would skip otherwise.
         self.box.forbid(NO_LIMIT)
         self._transition(WorkerEvent.EMPTIED)
         return self.state is WorkerStates.READY
 
     def interrupt(self, item: int, now: float) -> None:
-        """Ask it to stop an item; it was recalled before."""
+        """Ask the worker to stop an item; the worker was recalled before."""
         assert self.handle is not None
         self._transition(WorkerEvent.INTERRUPT)
         self.interrupted = item
@@ -354,7 +355,7 @@ class WorkerProcess:
         self.handle.signal(STOP_SIGNAL)
 
     def ask_for_stack(self, now: float) -> None:
-        """Ask it for its stack, while it starts."""
+        """Ask a starting worker for its stack."""
         assert self.handle is not None
         self.box.ask(NO_LIMIT)  # no item
         self.asked = Asked(now, *processor_times(self.pid)[:2])
@@ -370,11 +371,11 @@ class WorkerProcess:
         return stack
 
     def retire(self) -> None:
-        """Record that it is told to end after the tasks that it holds."""
+        """Record that the worker is told to end after the tasks that it holds."""
         self._transition(WorkerEvent.RETIRE)
 
     def condemn(self, remark: str = "") -> None:
-        """Kill it; ``remark``: why, for the error of its task."""
+        """Kill the process; ``remark``: why, for the error of its task."""
         self.remark = remark or self.remark
         self._transition(WorkerEvent.CONDEMN)
         # A remaining timer could need a step that the state table lacks for a condemned worker.
@@ -382,14 +383,14 @@ class WorkerProcess:
         self.kill()
 
     def distrust(self, exc: Exception) -> None:
-        """Record its invalid message; read nothing more from it."""
+        """Record an invalid message of the process; read nothing more from it."""
         self.protocol_error = exc
         if self.state is WorkerStates.STARTING:
-            self.reason = exc  # its start has failed
+            self.reason = exc  # the worker's start has failed
         self.reader.ended = True
 
     def found_wrong(self, what: str) -> None:
-        """Record that it has left impossible values in shared memory."""
+        """Record that the process has left impossible values in shared memory."""
         self.remark = f"It had written over memory that it shares with its parent ({what})."
 
     def kill(self) -> None:
@@ -410,7 +411,7 @@ class WorkerProcess:
         if seen:
             self._transition(WorkerEvent.GONE)
         else:
-            with contextlib.suppress(Exception):  # the lifeline is cut first, so it ends
+            with contextlib.suppress(Exception):  # the lifeline is cut first, so the process ends
                 self.kill()
             self.state = WorkerStates.ABSENT
         self.cancel_timers()
@@ -431,6 +432,6 @@ class WorkerProcess:
         self.state, self.handle = WorkerStates.ABSENT, None
 
     def cancel_timers(self, serving: bool = False) -> None:
-        """Cancel its timers; ``serving``: only those of a worker that is not told to end."""
+        """Cancel the worker's timers; ``serving``: only those for a worker that may get tasks."""
         for alarms in [one for one in self.timers if one.serving or not serving]:
             alarms.cancel(self)

@@ -95,7 +95,7 @@ class AgentSession:
         messages = self._link.receive(call.first, call.messages)
         begun = None
         for message in messages:
-            # It must be the last message: the calling thread has to receive the answer at once.
+            # `Go` must be the last message: the calling thread has to receive the answer at once.
             if type(message) is m.Go and message is messages[-1] and not call.beat:
                 begun = self._begin(message.batches)
             else:
@@ -255,7 +255,7 @@ class AgentConfig(NamedTuple):
 
     spec: WorkerSpec
     main: Main
-    modules: tuple[str, ...]  # what the fork server imports
+    modules: tuple[str, ...]  # modules that the fork server imports
     options: EngineOptions
     memory_limit: int | None
     lease: float
@@ -360,7 +360,7 @@ class Agent:
             self._collect()
             self._news.notify_all()
         if begun is not None:
-            # Without the lock: other calls of the driver act meanwhile.
+            # Without the lock, so that other calls of the driver can act meanwhile.
             self._engine.await_briefly(*begun, DIRECT_MILLISECONDS)
         with self._news:
             if begun is not None:

@@ -124,7 +124,7 @@ class HostEngine:
     def receive(self, reply: f.Replied) -> None:
         """Act on a reply in the thread of a caller that waits for its answers."""
         if any(type(message) not in (m.Answer, m.Status) for message in reply.messages):
-            self._events.put(reply)  # it may end the pool, which is done by the engine's thread
+            self._events.put(reply)  # the reply may end the pool, in the engine's thread
             return
         with self.lock:
             self.service.happened(reply)
@@ -148,7 +148,7 @@ class HostEngine:
             self.service.send(self.sched.forget(func))
 
     def broadcast(self, payload: bytes | memoryview) -> str:
-        """Send an object to all hosts, which keep it until the pool ends; return its name there."""
+        """Send an object to all hosts, which keep it until the pool ends; return its name."""
         held = self._fleet.put(payload)
         with self.lock:
             service = self.service

@@ -12,8 +12,8 @@ queue, a host with capacity gets batches that another has staged.  When nothing 
 permitted batch of another host is recalled for it.
 
 A host that has not finished a batch in `Quotas.look_seconds` is asked to give back the surplus
-(`look`).  The surplus is measured by the answers since the last look, not by the cost of a task: on
-a busy machine the time of a few tasks of a millisecond may rise tenfold, and fall again.
+(`look`).  The surplus follows from the number of answers since the last look, not from the measured
+time of a task, because on a busy machine a few tasks of a millisecond may take ten times as long.
 
 Methods return messages, each with its host.  No function here reads a clock.
 """
@@ -64,17 +64,17 @@ class HostState:
     def __init__(self, number: int, first: int, workers: int) -> None:
         self.number = number
         self.first, self.workers = first, workers  # the pool's indices of its workers
-        self.accepting = False  # it has joined and is not leaving
+        self.accepting = False  # the host has joined and is not leaving
         self.leaving = False
-        self.known: set[int] = set()  # numbers of the functions that it has
+        self.known: set[int] = set()  # numbers of the functions that the host has
         # Staged, not permitted batches: the highest priority first, and of one priority the oldest.
         self.staged: deque[StagedBatch] = deque()
         self.staged_items = 0
         self.permitted: dict[tuple[int, int], StagedBatch] = {}  # permitted items, by name
         self.ahead = 0  # number of permitted items that any of its workers may run
-        self.nbytes = 0  # of staged and permitted batches
+        self.nbytes = 0  # bytes of staged and permitted batches
         self.recalled: dict[int, StagedBatch] = {}  # permitted batches that were recalled
-        self.recallable: dict[int, StagedBatch] = {}  # those that can be recalled, oldest first
+        self.recallable: dict[int, StagedBatch] = {}  # permitted ones that can be, oldest first
         # For `HostScheduler.look`: whether the next look is planned, the newest batch and the
         # number of answers at the last look, the number of answers since the host joined, and the
         # most items that may be permitted after it was late (None: the cost decides).
@@ -182,7 +182,7 @@ class HostScheduler(Waiting):
         super().__init__(0)
         self.quotas = Quotas()
         self.hosts: dict[int, HostState] = {}
-        self.workers = 0  # of all accepting hosts
+        self.workers = 0  # number of workers of all accepting hosts
         # Hosts that may be permitted more, in the order in which they get the next batches.  A host
         # that gets a batch goes to the end.  A host whose last task has given a value goes to the
         # front: its processes are warm.  Input readers read without the lock whether it is empty.
@@ -236,8 +236,8 @@ class HostScheduler(Waiting):
     def lost(self, number: int) -> list[TaskRange]:
         """Remove a host that is gone.
 
-        Returns the items that it may have run, oldest first, and then those that waited for one of
-        its workers.  Its staged batches are queued again, in front.
+        Returns the items that the host may have run, oldest first, and then the items that were
+        bound to one of its workers.  Its staged batches are queued again, in front.
         """
         self.drain(number)
         host = self.hosts.pop(number)
@@ -300,7 +300,7 @@ class HostScheduler(Waiting):
         return found
 
     def _next(self, host: HostState, room: int, found: list[Message]) -> StagedBatch | None:
-        """Return the next batch for a host, staged there; None: there is none for it now."""
+        """Return the next batch for a host, which is then staged there; None: there is none."""
         if host.number in self.with_bound:
             batch = self._next_bound(host, found)
             if batch is not None:
@@ -325,7 +325,8 @@ class HostScheduler(Waiting):
         return batch
 
     def _fetch_higher(self, host: HostState, found: list[Message]) -> None:
-        """Queue again what another host has staged, if it goes before all that this one may get."""
+        """Queue a staged batch of another host again, if its priority is higher than that of all
+        batches that ``host`` may get otherwise."""
         hosts, first = self.hosts, self.shared.first()
         waiting = -math.inf if first is None else first.terms.priority
         here = host.staged[0].priority if host.staged else -math.inf
@@ -400,7 +401,7 @@ class HostScheduler(Waiting):
 
     def keep(self, host: HostState, batch: StagedBatch, in_front: bool = False) -> None:
         """Note that a batch is staged at a host and not permitted."""
-        # In front of those of its priority, or behind them.
+        # In front of the batches of the same priority, or behind them.
         place = bisect.bisect_left if in_front else bisect.bisect_right
         index = place(host.staged, -batch.priority, key=lambda one: -one.priority)
         host.staged.insert(index, batch)
@@ -422,7 +423,7 @@ class HostScheduler(Waiting):
         _tell(found, host, Go, batch.number)
 
     def _stage_ahead(self, host: HostState, found: list[Message]) -> None:
-        """Stage items at a host that has no room for more permitted ones."""
+        """Stage items at a host that may have no more permitted items."""
         # The last items stay in the queue, for the hosts that are the first to have room.
         while (
             (most := self.quotas.room_staged(host)) > 0

@@ -89,7 +89,7 @@ class Dead(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The fleet can have no hosts, or it cannot have this one; the pool fails with this error."""
+    """The fleet cannot get any host, or a host that it needs; the pool fails with this error."""
 
     error: BaseException
 

@@ -375,7 +375,7 @@ class RayFleet:
         if not ray.is_initialized():
             self._tell(f.Dead(host, SHUT_DOWN))
             return
-        # In a thread, since `ray.kill` waits for Ray's callback thread, which may be this one.
+        # Another thread calls `ray.kill`, which waits for Ray's callback thread: this one, perhaps.
         kill = threading.Thread(target=_kill, args=(actor,), name="xpool-hosts-stop", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter ends; Ray then ends its actors
             kill.start()

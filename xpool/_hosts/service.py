@@ -59,18 +59,18 @@ class Conversation:
         self.trip = 0.0
         """The fewest seconds from a beat to its reply so far; 0: no beat was answered yet."""
         self._calls: dict[int, int] = {}  # calls under way: number -> number of the first message
-        self._beats: dict[int, float] = {}  # beats among them: number -> when it left
-        self._numbers = itertools.count(1)  # of calls
+        self._beats: dict[int, float] = {}  # beats among these calls: number -> when the beat left
+        self._numbers = itertools.count(1)  # the numbers of calls
         self._lost = False  # a reply was lost: the agent has to send its messages again
-        self._overdue = False  # no earlier call is under way that may still bring them
+        self._overdue = False  # no earlier call is under way that may bring them
         self._replied = 0  # number of the last call that was answered
 
     def flush(self, now: float, expects: bool, hold: bool = False) -> int | None:
         """Send the queued messages, with at most `CALLS_IN_FLIGHT` calls under way.
 
         ``expects``: make a call even without messages, so that the agent can reply with its own.
-        ``hold``: if all messages leave with one call and no other is under way, the fleet holds its
-        reply back for `Fleet.receive`, and the number of the call is returned.
+        ``hold``: let the caller receive the reply by `Fleet.receive`.  This is possible if all
+        messages leave with one call and no other call is under way; then its number is returned.
         """
         while len(self._calls) < CALLS_IN_FLIGHT and self.link.has_unsent:
             first, messages = self.link.take(CALL_BYTES, _weight)
@@ -250,8 +250,9 @@ class HostService:
     def give(self, hold: bool = False) -> tuple[int, int] | None:
         """Permit and stage waiting tasks, and send the queued messages.
 
-        ``hold``: if all of them leave in one call of the fleet, and no other call to its host is
-        under way, return its host and number: the calling thread receives the reply.
+        ``hold``: let the calling thread receive the reply.  This is possible if all messages leave
+        in one call, and no other call to that host is under way; then host and number of the call
+        are returned.
         """
         sched = self.sched
         self.send(sched.give())
@@ -371,7 +372,7 @@ class HostService:
             self.send(self.sched.unbegun(host, *message))
         elif kind is m.Status:
             agent.status = message
-            if message.cost < float("inf"):  # inf: it has answered no task yet
+            if message.cost < float("inf"):  # inf: the host has answered no task yet
                 self.sched.quotas.cost = message.cost
         elif kind is m.WorkerLocations:
             if message.number in self.locations:  # otherwise `stacks` has stopped waiting
@@ -382,7 +383,7 @@ class HostService:
             self._fleet.stop(host)
             if self.retiring or self.failure is not None:
                 agent.ended = True
-            else:  # no call reached it during its lease, so it has ended
+            else:  # no call has reached the agent during its lease, so the agent has ended
                 self._dead(host, "the driver could not reach it during its lease")
 
     def placed(self, host: int, workers: list[Whereabouts] | None) -> list[Whereabouts]:

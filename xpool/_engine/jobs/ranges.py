@@ -95,7 +95,7 @@ class Batch:
         return (index, 0) if self.job == CALLS else (self.job, index)
 
     def cut(self, start: int, stop: int) -> Batch:
-        """Return a part of it as a separate batch of the same worker."""
+        """Return a part of this batch as a separate batch of the same worker."""
         part = Batch()
         vars(part).update(vars(self))
         part.first, part.seq = self.first + start, self.seq + start

@@ -19,9 +19,9 @@ idle.  It also takes back items that a worker has not begun when others of a hig
 Items to be retried wait in a heap until their time; the caller supplies the clock.
 
 An item whose worker has died for lack of memory is retried **alone**.  While it waits, workers get
-only bound items that came before it.  When no worker holds anything, it is given, and nothing else
-is until it has ended.  Later items of its function, and those behind them, wait for memory: see
-`HeavyFunctions`.
+only bound items that came before it.  When no worker holds an item, the scheduler gives this one to
+a worker, and no other item until it has ended.  Later items of the same function, and items behind
+these, wait for memory: see `HeavyFunctions`.
 
 The engine's lock guards all of it, except `TaskRange.items`, to which an input reader appends
 without it.
@@ -90,7 +90,7 @@ class BatchSizes:
     def most_held(self, share: int | None = None) -> int:
         """Return how many batches a worker may hold.
 
-        ``share``: its part of the waiting items; None: all of them are for this worker.
+        ``share``: how many of the waiting items are for this worker; None: all.
         """
         if SHORT_SECONDS < self.cost <= LONG_SECONDS:
             items = self.items
@@ -109,7 +109,8 @@ class InFlight:
 
     def __init__(self) -> None:
         self.accepting = False
-        # Recalled: it skips what it has not begun, and gets nothing new until all is answered.
+        # Recalled: the worker skips items that it has not begun, and gets no new ones until it has
+        # answered all.
         self.paused = False
         self.reset(None)
 
@@ -179,7 +180,7 @@ class Scheduler(Waiting):
         self.extend(size)
 
     def bound_from(self, w: int) -> bool:
-        """Whether something is bound to worker ``w`` or one after it."""
+        """Whether an item is bound to worker ``w`` or to a worker with a higher number."""
         held = (batch.bound for in_flight in self.in_flight[w:] for batch in in_flight.held)
         bounds = itertools.chain(held, self.bounds())
         return any(bound is not None and bound >= w for bound in bounds)
@@ -267,7 +268,7 @@ class Scheduler(Waiting):
 
     def _most_held(self, w: int) -> int:
         if self.own[w].bound:
-            # Only this worker may run bound items, so it leaves no share to others.
+            # Only this worker may run its bound items, so it leaves no share to others.
             return self.sizes.most_held()
         front = self.shared.front()
         return self.sizes.most_held(0 if front is None else len(front.items) // self.size)
@@ -290,7 +291,7 @@ class Scheduler(Waiting):
             task_range = queue.first()
             if task_range is not None:
                 if self.ranked and in_flight.is_below(task_range):
-                    # Another worker may be free before this one has run what it holds.
+                    # Another worker may be free before this one has run the items that it holds.
                     return None
                 n = self._most_items(in_flight, len(task_range.items), queue is self.shared, among)
                 if self.heavy.needs and queue is self.shared:
@@ -307,7 +308,7 @@ class Scheduler(Waiting):
                     self.heavy.given(w, batch)
                 if queue is self.alone:
                     self.lone = w
-                    self.queued.add(queue)  # so that nothing is given without a look at it
+                    self.queued.add(queue)  # so that no item is given without a look at this queue
                 return batch
         return None
 
@@ -341,7 +342,7 @@ class Scheduler(Waiting):
 
     @property
     def holds_back(self) -> bool:
-        """Whether what a worker may get depends on what the others hold."""
+        """Whether the items that a worker may get depend on the items that other workers hold."""
         return self.alone in self.queued or bool(self.heavy.needs)
 
     def ran_out(self, batch: Batch, position: int, peaks: Mapping[str, int]) -> None:
@@ -481,7 +482,7 @@ class Scheduler(Waiting):
     def running(self, w: int, began: int) -> tuple[Batch, int] | None:
         """Return the batch and position of the item that the worker runs; None: it runs none.
 
-        ``began`` counts the items that it has begun; the last of them may have its answer.
+        ``began``: how many items the worker has begun.  It may have answered the last of these.
         """
         for batch in self.in_flight[w].held:
             position = began - 1 - batch.seq
@@ -555,7 +556,7 @@ class Scheduler(Waiting):
             self.put_back(task_range)
         if w == self.lone and not any(batch.done < batch.taken for batch in in_flight.held):
             self.lone = None  # the item that was to run alone waits again
-        # They do not count for `maxtasksperchild`: it never runs them.
+        # These items do not count for `maxtasksperchild`: the worker never runs them.
         if in_flight.left is not None:
             in_flight.left += count
         return count
@@ -617,7 +618,7 @@ def _single_out(held: deque[Batch], batch: Batch, position: int) -> Batch:
     parts = [batch.cut(a, b) for a, b in itertools.pairwise(cuts) if b > a]
     del held[at]
     for part in reversed(parts):
-        if part.done < len(part.items):  # else it is answered
+        if part.done < len(part.items):  # else the item is answered
             held.insert(at, part)
     # Where nothing comes before the item, the item is the first part.
     return parts[position > 0]

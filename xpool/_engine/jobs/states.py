@@ -369,8 +369,8 @@ class Deadlines:
         if now < since + limit:
             return Verdict(Act.NOTHING, when=since + limit)
         if running is not None and running[0].terms.limit is not None:
-            # The running item may have used part of that time.  Its own limit may be longer than
-            # those of the items behind it.
+            # The running item may have used part of that time, and its limit may be longer than the
+            # limits of the items behind it.
             over = since + 2 * running[0].terms.limit.seconds
             if now < over:
                 return Verdict(Act.NOTHING, when=over)

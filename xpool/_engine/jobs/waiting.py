@@ -235,8 +235,9 @@ class Waiting:
     """
 
     def __init__(self, workers: int) -> None:
-        # Those of `shared`, `own` and `alone` that have ranges; `alone` also while its item runs.
-        # `Scheduler.heavy` while a function is heavy, so that no call goes past the queues.
+        # The queues among `shared`, `own` and `alone` that have ranges.  `alone` stays here while
+        # its item runs, and `Scheduler.heavy` is here while a function is heavy, so that no call
+        # goes past the queues.
         self.queued: set[Any] = set()
         self.shared = RangeQueue(self.queued)
         self.alone = RangeQueue(self.queued)
@@ -295,7 +296,7 @@ class Waiting:
 
     def due(self, now: float) -> float | None:
         """Queue the ranges whose time has come; return when the next is due, None: never."""
-        # One by one, because `put_back` of an item that is to run alone looks at those in `later`.
+        # Range by range: `put_back` of an item that is to run alone looks at the rest of `later`.
         while (when := self.later.next()) is not None and when <= now:
             self.put_back(self.later.pop())
         return when
@@ -310,7 +311,7 @@ class Waiting:
         yield from (one.bound for one in self.later if one.bound is not None)
 
     def take_out(self, job: int, items: range) -> list[TaskRange]:
-        """Take out those of these items that wait for any worker."""
+        """Take out the items among ``items`` that wait for any worker."""
         found = []
         for one in self.shared:
             if one.items and one.job == job and one.first in items:
@@ -342,21 +343,21 @@ class HeavyFunctions:
     """Decides how many tasks of a function run at a time after one has died for lack of memory.
 
     Such a function is **heavy**.  A task of it is expected to need as much memory as the latest
-    ones.  It begins if there is enough for it and for the heavy ones that run, and always if none
-    runs.  It is given to a worker that has nothing else, in a batch of its own, because an idle
-    worker would have the rest of a batch taken back.
+    ones.  It begins if there is enough memory for it and for the running heavy tasks, or if no
+    heavy task runs.  It is given to a worker that has no other item, in a batch of its own, because
+    idle workers would take back the rest of a batch.
 
     ``needs``: the expected memory of the tasks of heavy functions, in bytes, by their names.
 
-    ``busy``: the set of what a worker's next tasks depend on; this is in it while a function is
-    heavy.  ``describe(job, WHOLE)`` names the function of a job; "": not known.
+    ``busy``: the set `Scheduler.queued`.  This object is in the set while a function is heavy.
+    ``describe(job, WHOLE)`` names the function of a job; "": not known.
     """
 
     def __init__(self, busy: set[Any], describe: Callable[[int, int], str]) -> None:
         self.needs: dict[str, float] = {}  # 0: not known yet, so tasks begin as others
         self._busy, self._describe = busy, describe
-        # By worker, if its latest task is heavy: the function, what it was expected to need when
-        # the task began, and the most memory that the worker was seen to have meanwhile.
+        # For each worker whose latest task is heavy: the function, the memory that it was expected
+        # to need when the task began, and the most memory that was measured since then.
         self._latest: dict[int, tuple[str, float, float]] = {}
         # As measured: the machine's free memory, the limits of workers that heavy tasks may divide,
         # and what each worker has.
@@ -440,7 +441,8 @@ class HeavyFunctions:
     def limit(self, w: int, each: int, workers: int) -> int:
         """Return how many bytes worker ``w`` may have where each of ``workers`` may have ``each``.
 
-        If fewer tasks of its function fit in the memory of all, those divide it.
+        If fewer than ``workers`` tasks of its function fit in the memory of all workers, these
+        tasks divide that memory.
         """
         start = self._latest[w][1] if w in self._latest else 0.0
         if start <= each:
