@@ -9,8 +9,9 @@ a value into a block once, and the message contains the name of the block.
 **Every byte of the tables has one writer**, so processes need no lock, and a dead process leaves no
 lock behind.  The owner of a block may reuse it when no process holds it.  A sender holds a block
 until it knows that the receiver holds it (a task was answered, or an answer was acknowledged).  So
-a block in transit is always held.  When a process dies, the process that gave it its attachment
-first receives its messages and then clears its holds (`reclaim`), but changes no other holds.
+a block in transit is always held.  When a process dies, the process that gave it an attachment
+first receives the messages of the dead process.  Then it clears the holds of the dead process
+(`reclaim`), and no other holds.
 
 An entry of a table keeps its place and size for ever, so the next process with that attachment can
 read the table.  If a worker has overwritten a table, no other process gets it.  A block's name
@@ -61,7 +62,7 @@ class Arena(Holds):
         self.limit = limit
         # Only the process that made the file uses these.
         self._attachments: list[int] = []  # attachments that new processes can get
-        self._vacant: set[int] = set()  # those in which no process allocates: blocks can be punched
+        self._vacant: set[int] = set()  # attachments without a process: blocks can be punched
         self._left: set[int] = set()  # blocks that were held when their owner ended
         self._pending_reclaim: set[int] = set()  # of dead processes with messages in transit
         self._engines = 0
@@ -229,7 +230,7 @@ class Arena(Holds):
             with self._turn:
                 for number in left[start : start + _AT_ONCE]:
                     if number // ENTRIES not in self._vacant:
-                        self._left.discard(number)  # a new process owns it
+                        self._left.discard(number)  # a new process owns the block
                     else:
                         self._punch_if_free(number)
 

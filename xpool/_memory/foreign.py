@@ -4,9 +4,10 @@ A message with descriptors can name blocks of any arena.  For each arena its sen
 in-flight lease (`InFlightLeases`), which is a descriptor of the arena's file.  A receiver that does
 not have the file opens it as a `ForeignArena`.  `xpool._memory.layout` explains the locks.
 
-The sender holds the blocks until the lease is closed in all processes and messages: the receiver
-holds the blocks and has closed it, or has died, or the message was lost with its queue.  If the
-sender dies first, the open lease protects its attachment, and so its holds.
+The sender holds the blocks as long as a process or a message has the lease open.  The receiver
+closes the lease when it holds the blocks itself, and the kernel closes it when the receiver dies or
+the queue ends with the message in it.  If the sender dies first, the open lease protects the
+sender's attachment, and so its holds.
 
 `tidy` maintains all this.  It runs every few seconds in a thread, which `call` starts and which
 ends when no block is in transit or held.  So a process that sends an object and then computes for
@@ -100,7 +101,7 @@ class ForeignArena(Arena):
         """
         if not is_fixed(fd):
             raise ValueError("a message of xpool names a file that can be cut short by its sender")
-        # This process needs its own description, because the message's has the sender's locks.
+        # This process needs its own description, because the message's one has the sender's locks.
         own = layout.reopen(fd)
         try:
             file = _Part(own, ArenaFile.region_of(own))

@@ -339,7 +339,7 @@ class Block:
         arena.drop(self.number)
 
 
-block_types: dict[int, Any] = {}  # by capacity, of which there are only four an octave
+block_types: dict[int, Any] = {}  # by capacity: there are four between two powers of two
 
 
 def make_block_type(capacity: int) -> Any:
@@ -473,7 +473,7 @@ class Holds:
     def _catch_up(self) -> None:
         """Count the holds that finalizers and signal handlers have listed.  Called after each turn.
 
-        This never waits: if another thread is in its turn, it calls this afterwards.
+        This never waits: a thread that is in a turn meanwhile calls this at the end of that turn.
         """
         turn = self._turn
         while (self._dropped or self._late) and not is_mine(turn) and turn.acquire(False):

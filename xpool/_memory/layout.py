@@ -87,8 +87,8 @@ class ArenaFile:
         self._ledger = whole[: 8 * HOLDS].cast("Q")
         self._tables = whole[_TABLES:_DATA]
         self._address = 0
-        # By attachment, the number of entries of the tables to which no other process writes: its
-        # own and, in the process that made the file, those of processes that have ended.
+        # How many entries a table has, by attachment.  No other process writes to these tables:
+        # they are this process's own and, in the maker of the file, those of ended processes.
         self._counts: dict[int, int] = {}
         # The columns of the tables, by a block's number.
         words, halves = self._tables.cast("Q"), self._tables.cast("I")
@@ -323,7 +323,7 @@ FIRST_FOREIGN = 224
 _SPAN = 1 << 40
 # `struct flock` of a 64-bit system (fcntl(2)): type, whence, start, length, and a pid, always 0.
 _FLOCK = struct.Struct("@hhqqi4x")
-_MARKS = 8 * HOLDS  # after the ledger: a byte for each upper attachment, 1 until it is cleared
+_MARKS = 8 * HOLDS  # after the ledger, a byte for each upper attachment: 1 until that is cleared
 
 
 def reopen(fd: int) -> int:

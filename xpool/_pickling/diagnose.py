@@ -102,7 +102,7 @@ def say_where(error: BaseException, say: Callable[[str], str]) -> None:
         if match:
             where = say(match[2] or "")
             said[i] = f"{match[1]}{where}.{match[3] or ''}"
-            if type(error) is NotImplementedError and len(error.args) == 1:  # a pool in it
+            if type(error) is NotImplementedError and len(error.args) == 1:  # it contains a pool
                 error.args = (f"{error}. It is{where}",)
     if isinstance(notes, list):
         notes[:] = said

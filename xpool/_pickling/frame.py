@@ -7,10 +7,10 @@
     (u64 place, u64 length, u32 which, u32 shared) x (1 + count)  inline bytes
 
 All numbers are little-endian.  The first entry of the table is the pickle, the others are its
-buffers (protocol 5).  A ``place`` is the name of a block in the arena of the token with index
-``which``.  If it is `MISSING`, the bytes are inline: they follow the table, and each buffer begins
-at a multiple of `ALIGN` from the start of the message.  A message without buffers and blocks is a
-plain pickle.  Its first byte is `PLAIN`, the opcode PROTO.
+buffers (protocol 5).  A ``place`` is the name of a block.  ``which`` is the index of the token of
+the block's arena.  If ``place`` is `MISSING`, the bytes are inline: they follow the table, and each
+buffer begins at a multiple of `ALIGN` from the start of the message.  A message without buffers and
+blocks is a plain pickle.  Its first byte is `PLAIN`, the opcode PROTO.
 
 The flag `KEPT` means that the sender keeps the blocks and will send them again, so the receiver
 copies them and does not use them in place.  ``shared`` is 1 if both sides use the block (share

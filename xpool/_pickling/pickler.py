@@ -153,8 +153,8 @@ class Pickled:
 
 
 # Idle picklers, because making one takes longer than pickling a small tuple.  They need no lock,
-# because `list.pop` and `append` are atomic.  A pickler belongs to the thread that has popped it,
-# and if an object's __reduce__ pickles an object, this takes another pickler.
+# because `list.pop` and `append` are atomic.  A pickler belongs to the thread that has popped it.
+# If an object's __reduce__ pickles another object, a second pickler does that.
 _at_rest: list[_FastPickler] = []
 
 
@@ -204,7 +204,7 @@ def encode(
         result = _pickle(obj, layout, recurse=recurse, home=home)
     else:
         try:
-            pickler = _at_rest.pop()  # it belongs to this thread until it is put back
+            pickler = _at_rest.pop()  # belongs to this thread until it is put back
             pickler.layout = layout
         except IndexError:
             pickler = _FastPickler(layout)
@@ -346,7 +346,7 @@ def _pickle(obj: Any, layout: Layout, **options: Any) -> Pickled:
     try:
         return _after(error, obj, layout=layout, **options)
     finally:
-        del error  # its traceback keeps this frame alive, and the data pickled so far
+        del error  # the traceback keeps this frame alive, and the data pickled so far
 
 
 def _run_fast(obj: Any, layout: Layout, **options: Any) -> _FastPickler:
@@ -479,7 +479,7 @@ def _message(
 def encode_alone(obj: Any) -> tuple[bytes, set[Key]]:
     """Pickle an object for any process, as a message without blocks.
 
-    Returns it with the names of the program's globals that it uses, which are not in it.
+    Returns the pickle, and the names of the program's globals that it uses, which it lacks.
     """
     result = _pickle(obj, _COPY)
     if result.buffers:

@@ -40,8 +40,8 @@ class Blob:
 
     def __init__(self, is_mark: bool = False) -> None:
         self.is_mark = is_mark
-        self.codes: list[CodeType] = []  # those that a mark has left out
-        self.versions: dict[Any, int] = {}  # those of the classes written, by `ClassEntry`
+        self.codes: list[CodeType] = []  # code objects that a mark has left out
+        self.versions: dict[Any, int] = {}  # versions of the classes written, by `ClassEntry`
         self.open: list[Any] = []  # functions that may use globals which they do not name
 
 
@@ -73,7 +73,7 @@ class Group:
         objects: list[Any] | None = None,
     ) -> None:
         self.own, self.named, self.objects = own, named, objects
-        self.locks: list[Any] = []  # those in place of which the receiver makes new ones
+        self.locks: list[Any] = []  # locks that the receiver replaces by new ones
 
 
 class Context(Protocol):
@@ -150,8 +150,8 @@ def builder(function: Callable[..., Any]) -> Callable[..., Any]:
 def of_module(module: str, name: str, kind: type | None = None) -> Any:
     """Return a global of a module.
 
-    ``kind``: its class, if it has no state.  Then the program may have put it in the place of what
-    the module's import has made, and the receiver makes one, too.
+    ``kind``: the class of an object without a state.  The program may have replaced the object that
+    the module's import has made by this one, so the receiver makes a new object if its own differs.
     """
     if kind is None:
         return getattr(import_module(module), name)
@@ -241,7 +241,7 @@ _FUNCTIONS = (
     ("xpool._pickling.tensors.arrays", "_array"),
 )
 
-# A message with such a number imports the module, so the module need not be imported before.
+# The receiver of a message with such a number imports the module, if it has not done so before.
 for _number, (_module, _name) in enumerate(_FUNCTIONS, _NUMBERS):
     copyreg.add_extension(_module, f"extension{_name}", _number)
 

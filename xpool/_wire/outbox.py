@@ -23,8 +23,8 @@ does not read them here, because a worker that writes to wrong addresses may hav
 Order between processors: the parent reads answers up to a mark that came through the pipe, because
 the two system calls order the memory, or up to `tail` after the worker's death.  If a worker sends
 nothing during a long task, the parent reads up to the `tail` that it saw some milliseconds earlier.
-It also relies on a new `limit` only some milliseconds after it has set it.  So the worker writes
-`began` before it reads `limit`, and restores `began` if `limit` forbids the item.
+After the parent has set a new `limit`, it waits some milliseconds before it relies on it.  So the
+worker writes `began` before it reads `limit`, and restores `began` if `limit` forbids the item.
 
 faulthandler's signal handler, which is C code, writes the stack.  It needs neither the interpreter
 nor a lock, so it also works for a task that hangs in C code.  It writes into the file, at an offset
@@ -128,7 +128,7 @@ class Outbox:
         return self.words[_STOP] == self.words[_BEGAN]
 
     def has_text(self, end: int) -> bool:
-        """Whether a stack ends at this offset of the file, and the parent has not cleared it."""
+        """Whether the file has a stack that ends at this offset, and was not cleared since."""
         return end > STACK_AT and self._map[min(end, SIZE) - 1] != 0
 
     def count(self, counter: str, n: int = 1) -> None:

@@ -118,7 +118,7 @@ def _plain(value: Any, most: int) -> Any:
     try:
         return _as_json(value, _Room(most))
     except Exception:
-        pass  # it is not plain data or is too long, or another thread has changed it
+        pass  # no plain data, or too long, or changed by another thread
     try:
         text = repr(value)
     except Exception as exc:

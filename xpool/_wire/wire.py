@@ -52,7 +52,7 @@ Parts = list[bytes | memoryview]
 
 WIRE = 3
 
-# `_worker/entry` has a copy of this one, because it may not import this module.
+# `_worker/entry` has a copy of `TO_WORKER`, because it may not import this module.
 TO_WORKER = struct.Struct("<BxxxIQ")
 TO_PARENT = struct.Struct("<IBBxxQIxxxxQQ")
 WANTED = LINK = struct.Struct("<IIQ")

@@ -60,7 +60,7 @@ def _reduce(pickler: Context, obj: Any) -> Any:
 def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) -> Any:
     def build() -> Any:
         made = kind(*args, **options)
-        if kind.__name__ != "TypeAliasType":  # its `__module__` is read-only
+        if kind.__name__ != "TypeAliasType":  # the `__module__` of this type is read-only
             made.__module__ = module
         return made
 

@@ -74,7 +74,7 @@ def _reduce_class(pickler: Context, cls: type) -> Any:
     if pickler.blob.is_mark:
         return str, (registry.token_of(cls),)
     if origin_of(cls.__module__) == SENT and found_by_name(cls):
-        # The receiver sets its data, and its methods may use the class by its name.
+        # The receiver sets attributes of the class, and methods may use the class by its name.
         pickler.names.add((canonical(cls.__module__), cls.__qualname__.partition(".")[0]))
     return _written_out(cls, pickler.recurse, pickler.blob.versions)
 
@@ -155,7 +155,7 @@ class _Mark:
         self.blob = Blob(is_mark=True)
         self.rest: list[Any] = []
         self.changes = False  # whether a part, other than of functions, may be changed in place
-        self.value: Any = object()  # it equals no other, so the class is always written again
+        self.value: Any = object()  # equals no other value, so the class is always written again
         try:
             parts = [*map(self.part, (type(cls), *cls.__bases__))]
             skip = _MADE_BY_PYTHON | _data_of(cls)
@@ -199,7 +199,7 @@ class _Mark:
             self.blob.codes.append(value.__code__)
             named = (value.__kwdefaults__ or {}).items()
             parts = [value.__defaults__, *map(tuple, (variables_of(value), named))]
-            # A function from elsewhere is written by its name, as long as this leads to it.
+            # A function of another module is written by its name, if the name leads to it.
             by_name = value.__qualname__.startswith(self.own) or found_by_name(value)
             return [by_name, *map(self.part, (*parts, value.__dict__ or None))]
         if is_attribute and kind is MemberDescriptorType:
@@ -371,7 +371,7 @@ def is_assigned(cls: type, name: str, value: Any) -> bool:
 
 
 def _is_of_statement(cls: type, name: str, value: Any) -> bool:
-    """Whether the statement of a class makes this function or class under this name."""
+    """Whether the ``class`` statement itself defines this function or class, under this name."""
     path, inside = getattr(value, "__qualname__", ""), f"{cls.__qualname__}."
     if is_patch(value, cls.__module__):
         return False
@@ -511,7 +511,7 @@ def _fill(cls: Any, versioned: tuple[int, tuple[type, ...], dict[str, Any]]) -> 
     if entry is None or entry.own or entry.version >= version:
         return
     if entry.version >= 0:
-        registry.forget_received_definitions()  # they may contain the earlier version
+        registry.forget_received_definitions()  # these may contain the earlier version
     attributes = frozenset(state)
     if cls.__bases__ != bases:
         cls.__bases__ = bases

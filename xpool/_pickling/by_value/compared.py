@@ -37,15 +37,15 @@ GONE, PLAIN, FUNCTION, CLASS, NAMED, DATA, CALL = range(7)
 
 
 class Node:
-    """A global, or an attribute of a class, as it was when it was looked at last."""
+    """A global, or an attribute of a class, as it was when `Book` last compared it."""
 
     def __init__(self, kind: int, value: Any, names: Iterable[Key] = ()) -> None:
         self.kind = kind
         # Not kept alive if it is data, which may be large.
         self.value = None if kind == DATA else value
         self.id = id(value)
-        self.names = frozenset(names)  # what the value uses
-        self.parts: Any = None  # of a function, those that are compared; of a class, likewise
+        self.names = frozenset(names)  # globals that the value uses
+        self.parts: Any = None  # the parts of a function or class that are compared
         self.written: Pickled | None = None
         self.error = ""  # why there is no pickle
         self.objects: set[int] = set()  # ids of the objects that another global may refer to, too
@@ -55,7 +55,7 @@ class Node:
         # defaults that are constant.
         self.defaults: list[tuple[str, tuple[Any, ...]]] = []
         self.large, self.alive = False, list[Any]()
-        self.group: SentGroup | None = None  # the group in which it was sent
+        self.group: SentGroup | None = None  # the group in which the value was sent
 
 
 class Compared:
@@ -151,7 +151,7 @@ class Compared:
         return any(len(space) != size for space, size in self._spaces)
 
     def holds(self) -> bool:
-        """Whether what cannot be compared by identity alone is equal, but for `if_used`."""
+        """Whether the values that need more than identity are unchanged, except `if_used`."""
         if any(map(vars, self._stateless)):
             return False
         if any(name in holder for holder, name in self._gone):
@@ -190,7 +190,7 @@ def attempt(write: Callable[..., Pickled], *args: Any) -> tuple[Pickled | None, 
 
 
 def same_parts(before: Any, now: Any) -> bool:
-    """Whether a function is as it was (`parts_of_function`)."""
+    """Whether the parts of a function (`parts_of_function`) are unchanged."""
     return (
         before is not None
         and all(map(is_, before[:4], now[:4]))

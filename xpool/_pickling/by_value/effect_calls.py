@@ -22,7 +22,7 @@ _FUTURE = functools.reduce(
 
 
 class Call(NamedTuple):
-    """A call for its effect, as a function of ``__main__`` whose body it is."""
+    """A call for its effect, as a function of ``__main__`` that makes this call."""
 
     package: str
     """The large package whose call this is: a worker makes it after its import; "": now."""
@@ -92,7 +92,7 @@ _OUTSIDE = (
 
 
 def _writes(part: ast.AST) -> bool:
-    """Whether it is the mode of a file that is emptied."""
+    """Whether an argument is ``mode="w"``, which empties a file."""
     return isinstance(part, ast.keyword) and part.arg == "mode" and "'w" in ast.unparse(part)
 
 

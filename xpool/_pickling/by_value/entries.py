@@ -51,10 +51,10 @@ class State(bytes):
     """The pickled beginning of messages, with the globals that it brings."""
 
     by_name: bytes  # the same for a receiver without the extension code
-    tokens: list[Block]  # blocks that it names
-    place: Any  # the broadcast, if it is large
+    tokens: list[Block]  # blocks that the state names
+    place: Any  # the broadcast, if the state is large
     brings: frozenset[Key]
-    written: bytes  # its entries
+    written: bytes  # the pickled entries
 
 
 def order(keys: tuple[Key, ...], leads: bool) -> tuple[Any, ...]:

@@ -183,7 +183,7 @@ def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     state = reduced[2] if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
     args = tuple(reduced[1])
     if isinstance(exc, _GROUPS):
-        # The args of its own class may differ from those of the built-in class.
+        # The exception's class may have other args than the built-in class.
         group: Any = exc
         state, args = {"args": args, **state}, (group.message, list(group.exceptions))
     return type(exc), args, {**state, **exc.__dict__}

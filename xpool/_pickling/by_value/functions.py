@@ -42,8 +42,10 @@ from xpool._python.hidden import CachedFunction
 
 
 class _Space:
-    """The globals of functions that do not use a module's (or with `recurse`).  In the receiver,
-    functions with the same globals share a dict."""
+    """The globals of functions if they are not those of a module, or are copied (`recurse`).
+
+    In the receiver, functions with the same globals share a dict.
+    """
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -65,7 +67,7 @@ def _reduce_function(pickler: Context, function: FunctionType) -> Any:
     module: Any = values.get("__name__")
     state: dict[str, Any] = {}
     space: Any
-    known = module in sys.modules or pickler.follow  # others do not find one that was made by hand
+    known = module in sys.modules or pickler.follow  # others do not find a module made by hand
     if not pickler.recurse and known and module_of(values) is not None:
         space = canonical(module)
         pickler.names |= keys_of(function)
@@ -186,7 +188,7 @@ _marshalled: WeakKeyDictionary[CodeType, bytes] = WeakKeyDictionary()
 
 def marshalled(code: CodeType) -> bytes:
     """Return the bytes of code, which are the same each time."""
-    # What `marshal` writes depends on the reference counts of constants.
+    # The bytes that `marshal` writes depend on the reference counts of constants.
     found = _marshalled.get(code)
     if found is None:
         found = _marshalled[code] = marshal.dumps(code)
@@ -249,7 +251,7 @@ def _private_names(owner: Any, name: str) -> Iterator[str]:
 @register(property)
 def _reduce_property(pickler: Context, obj: property) -> Any:
     kind = type(obj)
-    if kind.__module__ == "enum":  # its __new__ and attributes differ between Python's versions
+    if kind.__module__ == "enum":  # `__new__` and attributes differ between Python's versions
         return NotImplemented
     parts = (obj.fget, obj.fset, obj.fdel, obj.__doc__)
     state = getattr(obj, "__dict__", None)  # only an instance of a subclass has it

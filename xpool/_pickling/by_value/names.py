@@ -67,8 +67,8 @@ def goes_by_name(obj: Any) -> bool:
 def by_name(reduce: Reducer) -> Reducer:
     """Let a reducer pickle only functions and classes that the receiver does not find by name.
 
-    Names of the program's modules are recorded: the receiver gets their globals, and definitions
-    that it cannot import, before it loads the pickle.
+    The names of functions and classes of the program are recorded: before the receiver loads the
+    pickle, it gets the globals that they use, and the definitions that it cannot import.
     """
 
     def reduce_by_name(pickler: Context, obj: Any) -> Any:
@@ -113,7 +113,7 @@ def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
         if pickler.recurse or (pickler.blob is not None and not _comes_before(obj)):
             return None
         if pickler.group is not None and not isinstance(obj, type) and not _comes_before(obj):
-            # It belongs to the group of its global, as it may refer to other data.
+            # The function belongs to the group of its global, because it may refer to other data.
             if found_here(module, path) is not obj:
                 return None
             pickler.names.add((canonical(module), path.partition(".")[0]))

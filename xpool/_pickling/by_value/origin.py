@@ -116,7 +116,7 @@ def origin_of(name: Any) -> int:
 
 
 def send_from_now(module: str) -> None:
-    """Treat a module as one that workers cannot import, because theirs may be another one."""
+    """Treat a module as one that workers cannot import, because they may import another version."""
     global _generation
     if module in _changed:
         return
@@ -142,7 +142,7 @@ def _stamp_of(module: Any) -> Any:
 
 
 def is_importable_again(name: str) -> bool:
-    """Whether it is a module of `send_from_now` that workers can import nevertheless."""
+    """Whether workers can import this module of `send_from_now` nevertheless."""
     return _changed.get(name, False)
 
 
@@ -159,7 +159,7 @@ def renew_origins(settings: Any) -> int:
     if settings is not _holds_for[0]:
         try:
             folder = os.getcwd()
-        except OSError:  # it was removed
+        except OSError:  # the file was removed
             folder = ""
         if _holds_for[1:] != (sys.path, folder):
             with_origin.clear()
@@ -169,7 +169,7 @@ def renew_origins(settings: Any) -> int:
     return _generation
 
 
-_of_program: tuple[list[str], tuple[str, ...]] = [], ()  # of these modules: those of the program
+_of_program: tuple[list[str], tuple[str, ...]] = [], ()  # modules; those of the program
 
 
 def program_modules() -> tuple[str, ...]:
@@ -229,7 +229,8 @@ _read: dict[tuple[int, str], Any] = {}
 
 
 class _Properties:
-    """Has the attributes of a module that its class makes, such as ``torch.backends.cudnn``.
+    """Has the attributes of a module that are properties of its class, as those of
+    ``torch.backends.cudnn``.
 
     A property that raises keeps its last value.  A property may return another object each time, so
     an equal simple value is the same object here.
@@ -305,10 +306,10 @@ def value_of(key: Key) -> Any:
 
 
 def is_patch(value: Any, module: str) -> bool:
-    """Whether it is a function that the script has put in the place of one of this module.
+    """Whether a value is a function by which the script has replaced a function of this module.
 
-    `functools.wraps` gives such a function the names of the other one.  One that `exec` has put
-    there has the module's globals, and no file.
+    `functools.wraps` gives such a function the names of the replaced one.  A function that `exec`
+    has made in the module has the module's globals, and no file.
     """
     if type(value) is not FunctionType:
         return False
@@ -483,8 +484,8 @@ def globals_of_modules(
     """Return, by id, the globals of modules that workers import, other than definitions and objects
     of the types ``free``.
 
-    The second dict has those that have no state (``UNSET = Unset()``): by name they are the
-    worker's own objects, which defaults of functions in these modules refer to, too.
+    The second dict has the objects without a state (``UNSET = Unset()``).  They are sent by name,
+    so a worker uses its own object, to which the defaults of functions in its modules refer.
     """
     found: dict[int, list[tuple[str, str]]] = {}
     named: dict[int, tuple[str, str, type]] = {}
@@ -553,7 +554,7 @@ def home_of(key: Key, value: Any) -> Key | None:
 
 
 def is_imported(value: Any) -> bool:
-    """Whether it is a module that the receiver finds by its name."""
+    """Whether a value is a module that the receiver finds by its name."""
     if not isinstance(value, ModuleType):
         return False
     adopt(value)

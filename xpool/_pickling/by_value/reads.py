@@ -128,7 +128,7 @@ def use_of(code: CodeType) -> Code:
 
 
 def is_open(value: Any) -> bool:
-    """Whether a function may use globals that it does not name, also one that is new."""
+    """Whether a function may use globals that its code does not name, also globals that are new."""
     if type(value) is not FunctionType:
         return False
     use = use_of(value.__code__)
@@ -261,13 +261,14 @@ def absolute_name(level: int, name: str, package: Any) -> str:
 def in_modules(
     modules: Iterable[tuple[ModuleType, bool]], use: Code, expand: bool = False
 ) -> Iterator[tuple[ModuleType, str, bool]]:
-    """Yield the globals of the program's modules that code with references to them uses.
+    """Yield the globals that code uses of the program's modules to which it refers.
 
-    With each comes its module, and whether the code does more with it than to use its attributes.
+    An item is a module, the name of a global of it, and whether the code uses the global itself: a
+    module may be used only for its attributes.
 
     Args:
-        modules: those that the code refers to, each with the same fact about it.
-        expand: yield all globals of a module with which the code does more, and the submodules of
+        modules: the modules that the code refers to, each with whether it uses the module itself.
+        expand: yield all globals of a module that the code uses itself, and the submodules of
             installed packages: the import of `xml` does not import `xml.etree`.
     """
     todo, seen = [*modules], set[tuple[int, bool]]()

@@ -1,8 +1,8 @@
 """Sets, in a worker, the definitions and globals that its parent has sent (`sent`).
 
 Only a replica (see `main`) sets them, so a function that a worker sends back does not change the
-program's globals.  Only its parent changes what is there: the state of a message of another process
-adds what is missing here.
+program's globals.  Only a message of the parent changes a global that exists.  The state of a
+message of another process adds the globals that are missing.
 
 A worker keeps a global that its own code has set before the first value for it arrived.  It also
 keeps the object that the import of a module has made, if this has the same bytes as the program's:
@@ -202,7 +202,7 @@ def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
                 _incoming.called.add(key)
                 settings.when_ready(package_of(key), functools.partial(_call, key, data))
         for kind, keys, data in groups if ours else ():
-            # A call may have changed them, as in the program, which went on from there.
+            # Set last: these calls may have changed the globals, as they did in the program.
             for key, value in zip(keys, _load(kind, keys, data), strict=True):
                 _set(key, value)
 
@@ -220,7 +220,7 @@ def _take(
     """Set what an entry brings.  Return the globals that keep the worker's own values."""
     new = {key for key in keys if key not in _incoming.serials}
     if ours:
-        # What code of this worker has set before the program has changed it.
+        # Globals that code of this worker has set, and that the program has not changed since.
         kept = {key for key in new if first and "." not in key[1] and main.was_set_here(*key)}
     else:
         kept = {key for key in keys if _has(key)}
@@ -357,7 +357,7 @@ def _set_waiting(key: Key, waiting: dict[Key, Any]) -> None:
 
 
 def _take_back(key: Key, to_import: bool) -> None:
-    """Remove a global, or let it be what the import of its module has made, as in the program."""
+    """Remove a global; with ``to_import``, set it to the object that the import has made."""
     _incoming.waiting.pop(key, None)
     original = _incoming.originals.get(key, MISSING)
     if to_import and original is not MISSING:
@@ -379,7 +379,7 @@ def _refuse(kind: int, key: Key, reason: str) -> None:
         _set(key, None)  # so that an import does not find another module
     elif kind == REFUSED:
         _remove(key)
-    elif not _has(key):  # what a task has opened here stays
+    elif not _has(key):  # an object that a task has made under this name stays
         _set(key, None)
     _incoming.missing[key] = reason
 
@@ -550,7 +550,7 @@ def _explained(key: Key) -> str:
 
 
 def _remedy(reason: str) -> str:
-    if "inheritance" in reason:  # of multiprocessing: one that a worker makes is its own
+    if "inheritance" in reason:  # a lock made in a worker would be another one
         return "Pass it in initargs= of the pool, and let the initializer set the global."
     return "Make it in the initializer, or pass what it is made from as an argument."
 

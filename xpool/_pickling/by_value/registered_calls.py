@@ -23,13 +23,13 @@ registered: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = vars(loose[
 
 _numbers = itertools.count()
 _of_script: dict[Key, Any] = {}  # the functions among the calls that the script has
-_reducers: dict[tuple[str, type], Any] = {}  # those for which there is a call
+_reducers: dict[tuple[str, type], Any] = {}  # reducers that a registered call registers
 
 
 def register_call(
     function: Any, args: tuple[Any, ...], kwds: dict[str, Any] | None = None, package: str = ""
 ) -> Key:
-    """Make every worker make a call, after those that are registered; return its key.
+    """Register a call that every worker makes, after the earlier ones; return its key.
 
     ``package``: a worker makes it after the import of this package; "": now.
     """

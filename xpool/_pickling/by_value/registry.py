@@ -44,7 +44,7 @@ class ClassEntry:
     """The record of one by-value class (or type variable)."""
 
     loaded = -1  # the version of the definition that was loaded last
-    attributes: frozenset[str] = frozenset()  # those that the last state set
+    attributes: frozenset[str] = frozenset()  # attributes that the last state set
     changes = False  # whether parts of the class may be changed in place
 
     def __init__(self, token: str, ref: Callable[[], Any], own: bool) -> None:

@@ -57,11 +57,11 @@ class _Known(NamedTuple):
     namespace: dict[str, Any]
     code: CodeType
     whole: bool = False  # whether the code is the whole program, and not a cell of a notebook
-    sizes: tuple[int, int] = (0, 0)  # of `sys.modules` and of the namespace
+    sizes: tuple[int, int] = (0, 0)  # the sizes of `sys.modules` and of the namespace
     statements: tuple["ast.stmt", ...] = ()  # the calls that stand alone
-    ended: int = 0  # so many of them have ended
+    ended: int = 0  # how many of these calls have ended
     calls: dict["ast.stmt", "Call"] = {}
-    others: frozenset[tuple[str, str]] = frozenset()  # what the program's modules assign
+    others: frozenset[tuple[str, str]] = frozenset()  # attributes that the program's modules assign
     top: Top = Top()
 
 
@@ -166,12 +166,13 @@ def _frame_of(namespace: dict[str, Any]) -> FrameType | None:
                     if frame.f_code.co_filename == file:
                         of_file = frame
                 frame = frame.f_back
-            # `pdb` is itself a module around the script, which has taken its namespace over.
+            # With `pdb`, there are two such frames: the module of `pdb`, and the script, which runs
+            # in the same namespace.
             if outermost is not None:
                 return of_file or outermost
         return None
     finally:
-        # This function's own frame is among them.  A cycle would keep the variables of all threads.
+        # The frames include this function's own.  A cycle would keep the variables of all threads.
         frames.clear()
         del frame, outermost, of_file
 
@@ -193,7 +194,7 @@ _OPTIMIZED = 0x1  # co_flags of functions, and not of the bodies of modules and 
 
 @functools.lru_cache(maxsize=8)
 def _steps(code: CodeType) -> tuple[list[str], list[Any]]:
-    """Return the names and arguments of the instructions that mean something.
+    """Return the names and arguments of instructions, except those in `_NOISE`.
 
     Two lists, because pairs would count towards the program's next garbage collection.
     """
@@ -297,9 +298,10 @@ def _effect_calls() -> Any:  # imported late, because few scripts need it, and i
 
 
 def _is_installed(root: str, value: Any) -> bool:
-    """Whether it is a module of an installed package, or a function, class or object of one.
+    """Whether a value is a module of an installed package, or a function, class or object of one.
 
-    ``root``: its name in the script, which an object (`loguru.logger`) also has in its package.
+    ``root``: the value's name in the script; an object (`loguru.logger`) has the same name in its
+    package.
     """
     name = name_of(value)
     if name is None and issubclass(type(value), (FunctionType, BuiltinFunctionType, type)):
@@ -318,7 +320,7 @@ def _is_installed(root: str, value: Any) -> bool:
 
 def _nones(code: CodeType, prefix: str = "") -> frozenset[str]:
     found = set[str]()
-    stack: list[Any] = []  # its top part, as far as it is known
+    stack: list[Any] = []  # the part of its stack that is known
     for kind, value in zip(*_steps(code)):
         if kind == "LOAD_CONST":
             stack.append(value)
@@ -371,7 +373,7 @@ _NOT_SENT = frozenset({"sys", "os", "xpool"})
 
 
 def _chains(codes: Iterable[CodeType], roots: Set[str]) -> set[_Chain]:
-    """Return what these codes, and those in them, assign to attributes of these globals."""
+    """Return the attributes of these globals to which code objects, or those in them, assign."""
     found = set[_Chain]()
     for code in codes:
         for one in inner(code):

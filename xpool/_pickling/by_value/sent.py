@@ -98,7 +98,7 @@ from xpool._pickling.reducers import Group, in_place
 from xpool._python import at_fork, hidden
 from xpool._python.hidden import CachedFunction
 
-_MOST_STATES = 256  # that a book keeps
+_MOST_STATES = 256  # states that a book keeps
 
 _NEW = Node(-1, None)
 """Takes the place of the node of a global that was not looked at before."""
@@ -125,19 +125,20 @@ class Book:
         self._nodes: dict[Key, Node] = {}
         self._groups: dict[tuple[Key, ...], SentGroup] = {}
         self._sent: set[Key] = set()
-        # What every message brings, also all that has changed since it was first sent.
+        # Keys of the globals that every message brings: those that have changed since they were
+        # first sent, too.
         self._always: frozenset[Key] = frozenset()
-        self._states: dict[frozenset[Key], State] = {}  # of the epoch, by the names of messages
-        # Those that are as the globals were when `_noted` was made; it has this dict, too.
+        self._states: dict[frozenset[Key], State] = {}  # of this epoch, by the messages' names
+        # The states that match the globals as `_noted` has recorded them; `_noted` has this dict.
         self._fresh: dict[frozenset[Key], State] = {}
         self._epoch = 0
-        self._of_epoch: Any = None  # the serial numbers of all that it has
+        self._of_epoch: Any = None  # the serial numbers of all entries of this epoch
         self._settings: settings.Snapshot | None = None
         self._imports: tuple[str, ...] = ()
-        self._generation = 0  # of the origins of modules
+        self._generation = 0  # the generation of the origins of modules
         self._looked_at: Any = None  # the calls of `registered`, and the reducers of the program
         self._nones: frozenset[str] = frozenset()  # names that `__main__` binds to None
-        # What `preface` compares, and `_fresh`.  None: the last change was not completed.
+        # The values that `preface` compares, and `_fresh`.  None: the last change is incomplete.
         self._noted: Any = None
         self._compared: Compared | None = None
         self._tuples: set[int] = set()  # ids of globals that are tuples
@@ -215,10 +216,10 @@ class Book:
         return state if layout.out_of_band else state.by_name, blocks
 
     def _compare_used(self, names: frozenset[Key]) -> bool:
-        """Whether groups that these use are as they were; forget the others.
+        """Whether the groups that these globals use are unchanged; forget the changed ones.
 
-        Compared are large groups with their copies, and what cannot be sent with the reason: the
-        program may have mended it in place.
+        Large groups are compared with their copies.  A global that could not be sent is pickled
+        again, and the reasons are compared: the program may have mended the object in place.
         """
         if self._compared is None or not self._compared.if_used:
             return True
@@ -270,7 +271,7 @@ class Book:
     ) -> State:
         """Return the state for a message that uses these names.  The caller holds `_lock`.
 
-        ``known``: whether there are no other globals and calls than before.  ``holds``: whether
+        ``known``: whether there are the same globals and calls as before.  ``holds``: whether
         those that are compared without the lock are the same.
         """
         was = self._compared
@@ -288,7 +289,7 @@ class Book:
         if moved or generation != self._generation or grown:
             self._generation, self._noted, known, changed = generation, None, False, True
             for node in self._nodes.values():
-                if node.kind == compared.NAMED:  # it is looked at again
+                if node.kind == compared.NAMED:  # so that the node is made again
                     node.id = 0
                 elif node.kind == compared.FUNCTION:
                     node.parts = None
@@ -362,7 +363,7 @@ class Book:
         return moved
 
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
-        """Look at all globals again, as far as they have changed, and at those that they use."""
+        """Find all nodes again, from these globals on: a changed global may use other ones."""
         nodes, todo = dict[Key, Node](), set(wanted)
         shared, named = globals_of_modules(SHARED_BY_ALL)
         self._named = {**named}
@@ -379,7 +380,7 @@ class Book:
             todo |= node.names - nodes.keys()
         before, self._nodes, self.told = self._nodes, nodes, frozenset(nodes)
         self._regroup(layout)
-        # A worker may have objects that use these, also if the function of its task does not.
+        # A worker may have objects that use these globals, even if the task's function does not.
         some = (key for key, node in nodes.items() if before.get(key, node).serial != node.serial)
         self._always = self._always.union(
             some, *(one.keys for one in self._groups.values() if not one.first)
@@ -419,7 +420,7 @@ class Book:
             if isinstance(owner, type) and not classes.is_assigned(
                 owner, path.rpartition(".")[2], value
             ):
-                return Node(compared.NAMED, value)  # what the import has made
+                return Node(compared.NAMED, value)  # the class statement has made it
         if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
             own = canonical(value.__module__) == module and value.__qualname__ == path
             if own and origin == IMPORTED and not is_patch(value, module):
@@ -427,7 +428,7 @@ class Book:
                 node.parts = _parts_of(value)
                 if is_class:
                     if old.kind == compared.NAMED and old.id == node.id:
-                        node.parts = {**old.parts, **node.parts}  # those that others replace, too
+                        node.parts = {**old.parts, **node.parts}  # parts that were replaced, too
                     self._note_class(node, value, module, path)
                 else:
                     self._note_function(node, value, module, path)
@@ -605,7 +606,7 @@ class Book:
         data: Any
         if node.kind == compared.CALL and node.written is not None:
             return old or SentGroup(keys, CALL, b"".join(node.written.chunks))
-        # What the values refer to by name: these may be other functions and classes now.
+        # Functions and classes to which the values refer by name: others may have these names now.
         defined = {
             name: one.entry[0]
             for key in keys
@@ -732,7 +733,7 @@ class Book:
         brings = frozenset(self._used_by(names | self._always) & self._nodes.keys())
         entries, places = self._entries(brings)
         written = whole = pickle.dumps(entries, 5)
-        if len(written) >= INLINE_BELOW and brings != self.told:  # all large ones are one
+        if len(written) >= INLINE_BELOW and brings != self.told:  # there is one large state
             if self.told not in self._fresh:
                 every = self._write(layout, self.told)
                 self._states[self.told] = self._fresh[self.told] = every
@@ -766,7 +767,7 @@ def _parts_of(obj: Any) -> Any:
         return classes.own_methods(obj)
     if type(obj) is not FunctionType:
         return None
-    return *parts_of_function(obj)[:5], True  # its attributes are other globals
+    return *parts_of_function(obj)[:5], True  # the attributes are globals of their own
 
 
 copyreg.add_extension("xpool._pickling.by_value.received", "prepare", PREPARE)

@@ -213,7 +213,7 @@ def _pandas_defaults() -> dict[str, Any]:
 
 
 TABLE: tuple[Row, ...] = (
-    *OF_PYTHON,  # first, because those of the process are among them
+    *OF_PYTHON,  # first, because the rows of the process are among them
     Line(
         "decimal context",
         "decimal",
@@ -307,7 +307,7 @@ TABLE: tuple[Row, ...] = (
 )
 
 _ROWS = {row.name: row for row in TABLE}
-_STARTED = TABLE[:5]  # those whose values a worker is started with
+_STARTED = TABLE[:5]  # the rows whose values a worker has from its start
 
 
 def _ready(name: str) -> bool:
@@ -327,7 +327,7 @@ class _Source:
         self.peek = row.open(sys.modules.get(row.module))
         self.kept = row.keep(self.peek())
         self.first = self.value = row.value(self.kept)
-        self.serial = 0  # of the value of a fresh worker, until it changes
+        self.serial = 0  # the serial number of a fresh worker's value
         self._serials: dict[Any, int] = {}  # by value
         if not row.is_fresh(self.value):
             self._number()
@@ -429,7 +429,7 @@ def _look() -> Snapshot:
         for row in TABLE:
             source = _sources.get(row.name)
             if source is not None:
-                with contextlib.suppress(Exception):  # it cannot be read now: its value stays
+                with contextlib.suppress(Exception):  # else the row keeps its value
                     source.look()
             elif _ready(row.module):
                 with contextlib.suppress(Exception):  # another module of the library's name
@@ -481,9 +481,9 @@ class _Taken:
     """What is known of a row in a worker."""
 
     def __init__(self) -> None:
-        self.value: Any = None  # of the row received last
+        self.value: Any = None  # the value of the row received last
         self.last: Any = None  # the value set last; None: none
-        self.before: Any = MISSING  # from before the first row
+        self.before: Any = MISSING  # the value before the first row was received
 
 
 class _Worker:
@@ -493,7 +493,7 @@ class _Worker:
         self.reset()
 
     def reset(self) -> None:
-        self.serials: dict[str, int] = {}  # of the rows in the last message
+        self.serials: dict[str, int] = {}  # serial numbers of the rows in the last message
         self.taken: dict[str, _Taken] = {}
         self.waits: set[str] = set()  # rows whose libraries are not imported
 
@@ -509,7 +509,7 @@ class _Thread(threading.local, _Worker):
 _process, _thread = _Worker(), _Thread()
 _begun: int | None = None  # the pid of the worker process
 _hooked: set[str] = set()  # libraries for which `_imported` waits
-_calls: dict[str, list[Callable[[], object]]] = {}  # by library, those for which its import waits
+_calls: dict[str, list[Callable[[], object]]] = {}  # by library: calls to make after its import
 _told: set[str] = set()  # texts of warnings
 _problems: list[str] = []  # texts to warn of, guarded by `_lock`
 
@@ -656,7 +656,7 @@ def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:
     """Set a row to ``taken.value``, now or after the import of its library."""
     if not ready:
         if row.name not in worker.serials:
-            worker.waits.discard(row.name)  # it was never set
+            worker.waits.discard(row.name)  # the row was never set
             return
         worker.waits.add(row.name)
         # If it is being imported now, the next message sets the row.
@@ -665,7 +665,7 @@ def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:
         return
     worker.waits.discard(row.name)
     if row.name not in worker.serials and taken.before is MISSING:
-        return  # it was never set
+        return  # the row was never set
     module = sys.modules.get(row.module)
     try:
         if taken.before is MISSING:

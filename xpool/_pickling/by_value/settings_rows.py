@@ -228,7 +228,7 @@ class Environ(Row):
 def _folder() -> bytes | None:
     try:
         return os.getcwdb()
-    except OSError:  # it was removed
+    except OSError:  # the folder was removed
         return None
 
 
@@ -369,7 +369,7 @@ class Locale(Row):
     name, module = "locale", "locale"
 
     def open(self, module: Any) -> Callable[[], Any]:
-        # One question about all categories takes less time than one about each of six.
+        # One call for all categories takes less time than six calls.
         ask = getattr(sys.modules.get("_locale"), "setlocale", module.setlocale)
         return functools.partial(ask, module.LC_ALL)
 
@@ -442,7 +442,7 @@ class Filters(Row):
     def __init__(self) -> None:
         self.ignores: list[Any] = []  # `IGNORE` while it may be among the filters
         self._set: list[Any] = []  # all filters of the row; None: its category does not exist yet
-        self.missing: dict[int, Any] = {}  # those, by their place
+        self.missing: dict[int, Any] = {}  # filters without a category, by their place
         self._order: list[Any] = []
 
     def open(self, module: Any) -> Callable[[], Any]:
@@ -482,7 +482,7 @@ class Filters(Row):
             del self.missing[at]
             self._set[at] = made
             here = list(_of_warnings())
-            if made in here:  # the module has added it itself
+            if made in here:  # the module has added the filter itself
                 here.remove(made)
             follow = (here.index(one) for one in self._set[at + 1 :] if one in here)
             here.insert(next(follow, len(here)), made)
@@ -490,7 +490,7 @@ class Filters(Row):
 
     @staticmethod
     def _put(filters: list[Any]) -> None:
-        # It also makes modules forget which warnings they have shown.
+        # This call also makes modules show warnings again that they have shown before.
         sys.modules["warnings"].resetwarnings()
         _of_warnings()[:] = filters
 
@@ -507,7 +507,7 @@ class Filters(Row):
         here = _of_warnings()
         here[:] = [one for one in here if one is not self.IGNORE]
         order = iter([one for one in self._order if one in here])
-        # New ones stay where they are.  A filter may be there twice.
+        # New filters stay where they are.  A filter may be there twice.
         now = [next(order, one) if one in self._order else one for one in here]
         if next(order, None) is None and now != here:
             self._put(now)
@@ -535,7 +535,7 @@ class Loggers(Row):
 
     def __init__(self) -> None:
         self._pending: dict[str, tuple[Any, ...]] = {}  # loggers that do not exist yet
-        self.made: dict[str, tuple[Any, ...]] = {}  # those that were made while messages were read
+        self.made: dict[str, tuple[Any, ...]] = {}  # loggers made while messages were read
         # The result, and what the next look compares: the number of loggers, a function that
         # returns the placeholders, these, and the loggers that are looked at each time.
         self._scan: Any = (None, -1, None, None, ())
@@ -604,7 +604,8 @@ class Loggers(Row):
             if way == had.get(name, default):
                 continue
             self._pending.pop(name, None)
-            # Not made here unless loggers below it are: its package may use a class of its own.
+            # A logger is made here only if one below it exists: its package may have a class for
+            # it.
             if not name or name in manager.loggerDict:
                 _set_logger(module.getLogger(name or None), way)
             elif way != default:
@@ -689,7 +690,8 @@ def _stand_in(logging: Any, module: str, name: str, attributes: Any) -> Any:
 
     one = Handler()
     logging._handlers.pop(getattr(one, "name", None), None)
-    # A `NullHandler` has no lock, but this one needs its own, at least in a fork.
+    # Unlike a `NullHandler`, this handler has a lock: its own, because a fork may have inherited
+    # the program's in a locked state.
     one.__dict__.update((key, value) for key, value in attributes if key != "lock")
     return one
 

@@ -174,7 +174,7 @@ def _make_enum(
 
 
 def _reduce_member(pickler: Context, member: Any) -> Any:
-    """Pickle a member by its name: the class may not find it by a copy of its value."""
+    """Pickle a member by its name: a copy of the value may not lead to the member."""
     kind: Any = type(member)
     name = vars(member).get("_name_")
     if kind.__reduce_ex__ is not enum.Enum.__reduce_ex__ or type(name) is not str:
@@ -191,8 +191,8 @@ FOR_SUBCLASSES[enum.Enum] = _reduce_member
 def types_among(namespace: dict[str, Any]) -> dict[str, Any]:
     """Return those local variables of the defining function that a model's annotations may use.
 
-    The model keeps all local variables.  One may be a pool, which cannot be pickled, if the model
-    is defined in its ``with`` block.
+    The model keeps all local variables.  If it is defined in the ``with`` block of a pool, one of
+    them is the pool, which cannot be pickled.
     """
     found = {}
     for name, kept in namespace.items():

@@ -1,8 +1,8 @@
 """Reducers of random generators, and of objects of the standard library that have none.
 
-Each worker has its own of a random generator that is a global, with a seed of its own.  With
-copies, all workers would draw the same numbers.  The seed is derived from the worker's and from the
-global's name, so a pool with ``seed=`` draws the same numbers in each run.
+If a global is a random generator, each worker has a generator of its own in this place, with
+another seed.  With copies, all workers would draw the same numbers.  The seed is derived from the
+worker's seed and the global's name, so a pool with ``seed=`` draws the same numbers in each run.
 """
 
 from __future__ import annotations
@@ -137,14 +137,14 @@ def _lazy_contextlib() -> None:
 
     @register(*(type(make(empty)()) for make in makers))
     def reduce(pickler: Context, obj: Any) -> Any:
-        """Pickle what makes the manager, unless it has been entered.  Decorators have such ones."""
+        """Pickle the call that makes the manager, unless it was entered.  Decorators have these."""
         begun = not hasattr(obj, "func")
         return NotImplemented if begun else (type(obj), (obj.func, obj.args, obj.kwds))
 
 
 @register(contextvars.ContextVar)
 def _reduce_variable(pickler: Context, var: Any) -> Any:
-    """Pickle a variable with its value in this context; in the receiver it is the same one."""
+    """Pickle a context variable with its value; a receiver has one variable for each of ours."""
     if pickler.group is None:
         return NotImplemented
     try:
@@ -234,7 +234,7 @@ def _fill_weak(obj: Any, items: list[Any]) -> None:
 
 
 def _reduce_dict(pickler: Context, obj: Any) -> Any:
-    """Pickle a dict whose attributes are its items (``self.__dict__ = self``) as such a one."""
+    """Pickle a dict whose attributes are its items (``self.__dict__ = self``) as such a dict."""
     kind: Any = type(obj)
     if getattr(obj, "__dict__", None) is not obj or any(in_python(kind, one) for one in _OF_STATE):
         own = any(in_python(kind, one) for one in ("__reduce__", "__new__", "__getattr__"))

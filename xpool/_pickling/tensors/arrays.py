@@ -88,7 +88,7 @@ def _reduce(pickler: Context, array: Any) -> Any:
 
 
 def _may_be_base(base: Any) -> bool:
-    # The elements of an array of objects are loaded before it, also if they are its views.
+    # The elements of an array of objects are loaded before the array, even if they are views of it.
     own = type(base) is sys.modules["numpy"].ndarray and not base.dtype.hasobject
     return own and bool(base.flags.c_contiguous)
 

@@ -212,7 +212,7 @@ def _simple(tensor: Any) -> str | None:
         or tensor.layout is not _strided
         or tensor.is_nested
         or tensor.requires_grad
-        or tensor._backward_hooks  # they remain if it no longer requires a gradient
+        or tensor._backward_hooks  # hooks remain if the tensor no longer requires a gradient
         or tensor.is_neg()
         or not tensor.is_contiguous()
         or tensor.__dict__
@@ -235,7 +235,7 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
         count, odd = divmod(storage.nbytes(), tensor.element_size())
         block = arena.holding(address)
         file: Any = None
-        if block is None and hasattr(storage, "xpool_place"):  # it was sent before
+        if block is None and hasattr(storage, "xpool_place"):  # the storage was sent before
             file = mapped.place_of(pickler, storage)
         known = (block is not None or file is not None) and not odd
         if known and first_user(pickler, address, tensor) is tensor:
@@ -355,7 +355,7 @@ def _into_block(pickler: Context, tensor: Any) -> Any:
         return None
     block.filled = True
     torch, name, shape = sys.modules["torch"], _NAMES[tensor.dtype], tuple(tensor.shape)
-    strides = torch.empty_like(tensor, device="meta").stride()  # those of `tensor.cpu()`
+    strides = torch.empty_like(tensor, device="meta").stride()  # the strides of `tensor.cpu()`
     _shared(memoryview(block), name, count, 0, shape, strides).copy_(tensor)
     return _device_copy, (in_place(pickler, block), name, count, shape, strides)
 
@@ -655,7 +655,7 @@ def _is_wrapper(torch: Any, tensor: Any) -> bool:
         return False
     try:
         return bool(tensor.numel() > 0 and tensor.data_ptr() == 0)
-    except RuntimeError:  # it has no storage, so it has no address
+    except RuntimeError:  # the tensor has no storage, so it has no address
         return True
 
 

@@ -360,7 +360,7 @@ class Keeper:
 def _compute() -> None:
     """Make torch_xla begin to compute the recorded operations.
 
-    Otherwise they would take time in the next task, which would also get their errors, and their
+    Otherwise these operations would run in the next task, which would get their errors, and their
     inputs would stay on the device even without handles.
     """
     torch_xla: Any = sys.modules.get("torch_xla")

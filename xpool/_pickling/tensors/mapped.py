@@ -62,7 +62,7 @@ def place_of(pickler: Context, storage: Any) -> Place | None:
 
     The path is empty if no other process can open the file.
     """
-    # For most storages this returns: torch has allocated their memory, and it is not shared.
+    # This is the way of most storages: torch has allocated their memory, which is not shared.
     if not storage.is_shared() and storage.resizable():
         return None
     address, process = storage.data_ptr(), os.getpid()

@@ -112,7 +112,7 @@ def _reserve(storage: Any, nbytes: int, refused: str) -> None:
 def first_user(pickler: Context, address: int, user: Any) -> Any:
     """Return the first tensor or storage of this message that uses the memory at an address.
 
-    The receiver opens the memory only for this one, so the others share its storage there, too.
+    The receiver opens the memory for this tensor alone, and the other tensors use its storage.
     """
     seen = Seen.of(pickler)
     if seen.users is None:
