@@ -115,7 +115,7 @@ def _memory(root: Path) -> dict[str, Any]:
 def _limits() -> dict[str, int | None]:
     """Return the soft limits of this process.  None means unlimited."""
     if sys.platform == "win32":
-        return {}  # it has no such limits
+        return {}  # this system has no such limits
     soft = {name: resource.getrlimit(getattr(resource, key))[0] for name, key in _LIMITS.items()}
     return {name: None if n == resource.RLIM_INFINITY else n for name, n in soft.items()}
 

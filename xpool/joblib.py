@@ -177,7 +177,7 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
         return workers
 
     def _take(self, workers: int, options: dict[str, Any]) -> None:
-        # joblib's own ``context`` is always set.  This one is None unless the user has chosen it.
+        # joblib always passes a ``context``.  This one is None unless the user has chosen it.
         options["context"] = self.backend_kwargs.get("context", joblib.parallel.DEFAULT_MP_CONTEXT)
         threads = self._prepare_worker_env(workers)
         self._kept = _take(workers, threads, {**self.backend_kwargs, **options})

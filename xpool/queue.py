@@ -154,7 +154,7 @@ class SimpleQueue:
                 message = self._try_get()
             except OSError as exc:
                 if exc.errno == errno.EBADF:
-                    self._check_open()  # another thread has closed it
+                    self._check_open()  # another thread has closed the queue
                 raise
             if message is not None:
                 break
@@ -258,7 +258,7 @@ class SimpleQueue:
             return False
         except OSError as exc:
             if exc.errno == errno.EBADF:
-                self._check_open()  # another thread has closed it
+                self._check_open()  # another thread has closed the queue
             if exc.errno != errno.ETOOMANYREFS:
                 raise
         # Too many of this user's descriptors are in packets (ulimit -n).  No event reports an end.

@@ -1,7 +1,8 @@
 """torch_xla's launchers, but with results: `spawn`, `launch`, `MpModelWrapper`, `MpSerialExecutor`.
 
-Programs that were written for ``torch_xla.launch`` or ``xmp.spawn`` can use them: they run replicas
-that work together, one for each device.  `xpool.devices` is for pools of independent workers.
+These are for programs that were written for ``torch_xla.launch`` or ``xmp.spawn``: such a program
+runs replicas that work together, one for each device.  `xpool.devices` is for pools of independent
+workers.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def launch(
     *,
     cache: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
-    """As `spawn`, but under torchrun, which has made the processes, run ``fn`` only in this one.
+    """As `spawn`.  Under torchrun, which has started the processes, run ``fn`` in this one only.
 
     ``debug_single_process`` is the same as ``nprocs=1``.
     """

@@ -131,7 +131,9 @@ def check_args(
     before: int,
     name: str = "args",
 ) -> tuple[Any, ...]:
-    """Return the ``args`` of a call as a tuple.  The pool passes ``before`` arguments before them.
+    """Return the ``args`` of a call as a tuple.
+
+    The pool itself passes ``before`` more arguments, in front of these.
 
     A string is refused if ``func`` cannot take its characters.
     """
@@ -258,8 +260,9 @@ def label(func: Callable[..., Any]) -> str:
 
 # -- the keywords of the verbs ---------------------------------------------------------------------
 
-# Each is declared with its type and the function that checks it.  Its default is that of the field
-# with its name, in `TaskOptions` if the pool obeys it and in `Terms` if queues and workers do.
+# Each keyword is declared with its type and the function that checks it.  Its default is in the
+# field of the same name: of `TaskOptions` if the pool obeys the keyword, and of `Terms` if queues
+# and workers obey it.
 
 
 class CallOptions(TypedDict, total=False):

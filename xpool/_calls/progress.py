@@ -72,10 +72,10 @@ class Progress:
         self._thread = threading.Thread(target=self._run, name="xpool-progress", daemon=True)
 
     def begin(self, engine: Any = None) -> bool:
-        """Begin to show it; return whether tasks of ``engine`` write to the same terminal."""
+        """Show the progress; return whether tasks of ``engine`` write to the same terminal."""
         beside = engine is not None and self._on_terminal
         try:
-            if beside and hasattr(engine, "bars"):  # those of other hosts are not shown
+            if beside and hasattr(engine, "bars"):  # bars of workers on other hosts are not shown
                 _task_bars[self] = engine.bars
             self._thread.start()
         except RuntimeError:  # the system cannot start a thread

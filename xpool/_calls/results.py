@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class _OfThread(threading.local):
-    """What a thread that runs callbacks has set (see xpool._pools.callbacks).
+    """Attributes that a thread sets if it runs callbacks (see xpool._pools.callbacks).
 
     ``blocking`` is called before the thread waits for a result: another thread then runs the next
-    callbacks.  ``caller`` is the object for which it runs them.
+    callbacks.  ``caller`` is the `_Caller` whose callbacks the thread runs.
     """
 
     # Of the class, because to look up an attribute that is missing takes a microsecond.
@@ -317,7 +317,7 @@ class AsyncResult(Job, Generic[T]):
         return self.label
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
-        if self.settled:  # it was cancelled, or its pool has failed
+        if self.settled:  # the job was cancelled, or its pool has failed
             return False
         self._success, self._value = ok, value
         # The values of threads are not pickled.
@@ -340,7 +340,7 @@ class AsyncResult(Job, Generic[T]):
             self._callback = self._error_callback = None
         if self.progress is not None:
             self.progress.end()
-        if self._waiters.copy():  # as in `Waiters.wake`, to save a call for most results
+        if self._waiters.copy():  # saves a call for most results
             self._waiters.wake()
 
     def complete(self) -> None:

@@ -344,8 +344,9 @@ class IMapIterator(Iterator[T]):
         self.buffer.bytes_in += weight
         self._arrived[place] = ok, value, weight, index
         # Wake last, here and below, because woken threads check the fields that were set.  They
-        # wait for the next answer in order: `_move` sets `_next` before they check and wait.  Wake
-        # them also if one of them has moved this answer already, which may be of several values.
+        # wait for the next answer in order: `_move` sets `_next` before they check and wait.  If
+        # one of them has moved this answer already, wake the others, too: it may have several
+        # values.
         if place <= self._next and self._waiters.copy():
             self._waiters.wake()
 
@@ -389,7 +390,7 @@ class Stream(Job):
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False
-        if type(value) in _SMALL:  # as most answers of threads are: this saves a call
+        if type(value) in _SMALL:  # most answers of threads are small; this saves a call
             tasks, weight = 1, BOOKKEEPING
         else:
             # `tasks_in`, written out to save a call.

@@ -15,18 +15,18 @@ class Limit(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """How long an item may run, how often it may be run again, and how often it was already.
+    """How long an item may run, how often it may run again, and how often it has run again.
 
     The queues obey these.  A field with the name of a keyword of `CallOptions` has its value and
     its default.  ``alone``: its worker has died for lack of memory, so it runs while no other
     worker has an item.
     """
 
-    retries: int = 0  # that are left
+    retries: int = 0  # tries that are left
     limit: Limit | None = None
-    tries: int = 0  # that failed
-    killed: int = 0  # workers that died in these
-    priority: float = 0  # of waiting items, those with the highest are next
+    tries: int = 0  # tries that have failed
+    killed: int = 0  # workers that have died in these tries
+    priority: float = 0  # waiting items with the highest priority are next
     alone: bool = False
 
     def after_failure(self, killed: bool, alone: bool = False) -> "Terms":

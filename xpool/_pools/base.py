@@ -377,7 +377,7 @@ class BasePool(PublicVerbs, Hooks):
         # end of the interpreter, the names of this module no longer exist: hence the parameters.
         life = self.__dict__.get("_life")
         if life is None or life.state is TERMINATE:
-            return  # it has ended, or the constructor has failed
+            return  # the pool has ended, or its constructor has failed
         ended = life.finished.is_set()
         running = life.state == PoolStates.RUN or (self._jobs.unanswered and not ended)
         if running and not self._may_be_dropped:

@@ -61,7 +61,7 @@ class Callbacks:
         """Calls ``on_worker_end=``."""
 
     def runs_here(self) -> bool:
-        """Whether the calling thread is one of them."""
+        """Whether the calling thread is one of these callback threads."""
         return local.caller in (self.program, self.futures, self.ends)
 
     def handles_end(self) -> bool:

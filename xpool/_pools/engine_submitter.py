@@ -240,7 +240,7 @@ class EngineSubmitter(HookSubmitter):
         terms = options.terms
         keep = terms.retries > 0
         payload, worker = self.packer.pack_task((func, args, kwds), keep, options.worker)
-        if type(payload) is not bytes:  # it holds blocks, or is large
+        if type(payload) is not bytes:  # the payload holds blocks, or is large
             engine.sent(payload)
         if not options.waits and worker is None:
             engine.submit_call(job.number, payload, terms)
@@ -320,8 +320,9 @@ class EngineSubmitter(HookSubmitter):
     def learn(self, job: Job, work: Work) -> tuple[TaskRange, int | None, frozenset[Key]]:
         """Have the engine keep the job's function for the workers, until the job is answered.
 
-        Returns an empty range of its tasks, their worker, which has the tensors to which the
-        function has handles, and the globals of the program that come with the function.
+        Returns an empty range for its tasks; the worker to which they are bound, because it has the
+        tensors to which the function has handles, or None; and the globals of the program that come
+        with the function.
         """
         func, options = work.func, job.options
         if options.retry_on:

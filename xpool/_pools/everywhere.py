@@ -40,6 +40,6 @@ def everywhere(func: F, /, *args: Any, **kwds: Any) -> F:
     if not callable(func):
         raise TypeError(f"everywhere takes a function and its arguments, not {func!r}")
     func(*args, **kwds)
-    look_at_script(top_of_main().calls)  # those that were made before this one
+    look_at_script(top_of_main().calls)  # calls that the script has made before this one
     reducers.everyone.add(register_call(func, args, kwds))
     return func

@@ -195,7 +195,7 @@ class _Future(concurrent.futures.Future[T]):
         try:
             set_outcome(outcome)
         except concurrent.futures.InvalidStateError:
-            self._end_cancelled()  # it was cancelled meanwhile, so the outcome is dropped
+            self._end_cancelled()  # cancelled meanwhile, so the outcome is dropped
 
     def _end_cancelled(self) -> None:
         """Cancel this future.  `cancel` and the pool's answer may both call this."""
@@ -295,7 +295,7 @@ class PoolExecutor(concurrent.futures.Executor):
                 future = submit(self._pool, fn, args, kwargs)
             except PoolClosed as error:
                 raise concurrent.futures.BrokenExecutor(str(error)) from error
-            if (job := future._job) is not None:  # else it is completed
+            if (job := future._job) is not None:  # else the future is completed
                 job.owner = self
             return future
 

@@ -77,10 +77,10 @@ class Identity(Values):
     def __init__(self) -> None:
         super().__init__()
         self._nodes: dict[str, _Node] = {}
-        self._held: dict[Any, Any] = {}  # by the keys of nodes; the `id` of these objects is in one
+        self._held: dict[Any, Any] = {}  # by the nodes' keys, which contain the `id` of the object
         self._todo: deque[tuple[_Node, Callable[[_Node], Any]]] = deque()
         self._imports = _Node(_IMPORTS)  # leads to globals of modules that functions import
-        self._imports_told = 0  # those of them that `of_imports` has returned
+        self._imports_told = 0  # how many of these `of_imports` has returned
         # These belong to the current node or item:
         self._leads_to: set[str] = set()
         self._codes: list[tuple[str, str]] = []  # labels and digests of functions without a name
@@ -120,7 +120,7 @@ class Identity(Values):
         self._leads_to = node.leads_to
         try:
             found = fill(node)
-            # These parts only help to name what has changed: the part that led to each has it, too.
+            # These parts only help to name a change: the code is also in the part that led to it.
             for label, digest in sorted(self._codes):
                 place = "" if label == node.label else f" in {node.label}"
                 node.add(f"the code of {label}{place}", digest)
@@ -146,7 +146,7 @@ class Identity(Values):
         return parts
 
     def _is_free(self, key: Any, label: str) -> bool:
-        """Whether no other object has this label, such as one that the program has replaced."""
+        """Whether no other object has this label; the program may have replaced an object."""
         return key in self._held or label not in self._nodes
 
     def _node(self, key: Any, label: str, held: Any, fill: Callable[[_Node], Any]) -> bytes:
@@ -280,8 +280,11 @@ class Identity(Values):
         self._installed(function.__globals__.get("__name__"))
 
     def _global(self, node: _Node, values: dict[str, Any], name: str, held: bool) -> None:
-        """Refer to a global of a function, and if it is a module that the function does more with
-        than to use its attributes, to all of it."""
+        """Refer to a global of a function.
+
+        If the global is a module, refer to the whole module, unless the function only uses its
+        attributes.
+        """
         value, module = values[name], canonical(values.get("__name__"))
         label, key = f"the global {name} of {module}", (id(values), name)
         is_module = _is_module(value)

@@ -100,7 +100,7 @@ class FlowControl:
         self.bytes_in = 0
         self.taken_items = 0
         self.taken_bytes = 0
-        self._buffer = weakref.ref(buffer)  # of an iterator that may be dropped
+        self._buffer = weakref.ref(buffer)  # the buffer of an iterator, which may be dropped
         # Called when there is room again for the results of tasks that `may_run` has held back.  It
         # is called without a lock, and also by finalizers.
         self.resume: Callable[[], object] = int
@@ -185,8 +185,8 @@ class FlowControl:
 
     def wait(self, fact: Callable[[], bool]) -> None:
         """Wait, in the input reader's thread, until ``fact()`` is true."""
-        # Set before it is checked: the engine counts first and then reads this flag, so one of the
-        # two notices the other.
+        # The flag is set before ``fact()`` is called, and the engine counts before it reads the
+        # flag.  So this thread sees the count, or the engine sees the flag.
         self._waiting = True
         try:
             self._waiters.wait(fact, None)
@@ -239,7 +239,7 @@ class FlowControl:
 
 
 class InputReader:
-    """Draws one iterable, in a thread of its own; the first items of a list in the caller's thread.
+    """Draws one iterable, in its own thread.  The caller's thread draws the first items of a list.
 
     ``put(index, task)`` passes on a task: an item, or a list of items if ``chunksize`` is more than
     1.  It returns the size in bytes, and raises if the task cannot be sent.  ``runs`` passes on
@@ -270,7 +270,7 @@ class InputReader:
         self._runs = runs if self._known and chunksize == 1 else None
         self._fail = fail
         self._end = end
-        self._index = 0  # of the next task
+        self._index = 0  # the index of the next task
         self._tasks: Iterator[Any] | None = None
         # The calling thread draws.  It must not wait, since it may be the consumer.
         self._here = False

@@ -111,7 +111,7 @@ class JobTable:
         return None
 
     def advance(self, number: int, step: Callable[[Any], bool]) -> None:
-        """Take a step of a stream, which returns whether the stream is answered then."""
+        """Call ``step`` with an unanswered stream; it returns whether the stream is answered."""
         with self._delivering:
             job = self.unanswered.get(number)
             if job is not None and step(job):
@@ -207,7 +207,7 @@ class JobTable:
 def _own(exc: Failure) -> Failure:
     """Return an error for one of several callers: a copy, so that each gets its own traceback.
 
-    A `PickledResult` makes a copy each time that it is opened.
+    A `PickledResult` needs no copy: it makes a new error each time that it is unpickled.
     """
     if isinstance(exc, XPoolError):
         copy = type(exc)(*exc.args)

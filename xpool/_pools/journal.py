@@ -463,7 +463,7 @@ def _write_all(
 
 
 def _next(arrivals: _Arrivals) -> list[_Answer | int | None]:
-    """Wait for an arrival; return it and those behind it, which share a transaction."""
+    """Wait for an arrival; return it and those that have come since, to store all at once."""
     there = [arrivals.get()]
     while len(there) < AT_ONCE and not arrivals.empty():
         there.append(arrivals.get())

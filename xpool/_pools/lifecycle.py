@@ -111,15 +111,16 @@ class Lifecycle:
         jobs = self._step(PoolEvent.FAILED, exc)
         try:
             terminate_workers()
-        finally:  # what has failed the pool may fail this, too
+        finally:  # the error that has ended the pool may occur here, too
             self._jobs.fail(jobs, exc)
             self._jobs.stop_input_readers()
 
     def drain(self) -> None:
         """End a closed pool whose jobs are all answered."""
         with self._jobs.lock:
-            if self.state is PoolStates.CLOSE:  # else it was terminated meanwhile
-                # Set it first: the engine's thread reads it after it has seen the state.
+            if self.state is PoolStates.CLOSE:  # else the pool was terminated meanwhile
+                # The flag is set before the state, because the engine's thread reads them in the
+                # reverse order.
                 self.drained = True
                 self.state = step(POOL, self.state, PoolEvent.DRAINED)
 
@@ -155,5 +156,5 @@ class Lifecycle:
             "make a pool of your own here"
         )
         self.finished.set()
-        self.thread = None  # it runs in the parent, and may not have begun there
+        self.thread = None  # the thread runs in the parent, and may not have begun there
         self._jobs.after_fork_in_child(self.failure)

@@ -247,7 +247,7 @@ def _sketch(slow: Slow) -> str:
     if slow.item is None:
         return ""
     try:
-        buffers = itertools.repeat(b"")  # they were not kept
+        buffers = itertools.repeat(b"")  # the buffers were not kept
         return _short.repr(_Sketcher(io.BytesIO(slow.item), buffers=buffers).load())
     except Exception:
         return ""  # the item cannot be shown without its classes

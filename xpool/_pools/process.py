@@ -104,7 +104,7 @@ class Pool(BasePool):
     _tasks: EngineSubmitter
     _all: AllWorkers
     _stops_tasks = _seeds_items = True
-    _has_peers = False  # its workers can send messages to each other
+    _has_peers = False  # whether workers can send messages to each other
     # The workers, by index, of each process with several; and whether all start and end together.
     _processes: Sequence[list[int]] = ()
     _is_group = False
@@ -323,8 +323,8 @@ class Pool(BasePool):
         If one call fails, the others are stopped, as by `AsyncResult.cancel`.  When they have left
         the function, the exception is raised here; its ``__cause__`` names the worker.  A worker
         that dies in the call fails it, and is replaced.  If another worker's failure has caused a
-        `PeerLost`, that failure is raised instead.  A broken group of `create_group` is made again
-        first.
+        `PeerLost`, that failure is raised instead.  If the group of `create_group` is broken, a new
+        one is made before the call.
 
         Args:
             timeout: seconds that each call may run in its worker; None: the pool's

@@ -107,7 +107,7 @@ class _Store:
                 piece = bytearray()
                 for n, item in enumerate(some):
                     message = self._encode(item, len(starts))
-                    if message[0] != PLAIN:  # its arrays are used in place
+                    if message[0] != PLAIN:  # the item's arrays are used in place
                         piece += bytes(-(at + len(piece)) % ALIGN)
                     starts.append(at + len(piece))
                     piece += message
@@ -154,7 +154,7 @@ class _Shared:
         return f"<{type(self).__name__} of {size:,} items, {self.nbytes:,} bytes>"
 
     def __copy__(self: S) -> S:
-        return self  # it does not change
+        return self  # a `SharedList` does not change
 
     def __deepcopy__(self: S, memo: Any) -> S:
         return self

@@ -174,7 +174,7 @@ class ProcessContext:
     ) -> None:
         self._pool = pool  # None: there are no processes
         self._ended: list[int] = []  # indices in the order of the ends
-        self._ends = Waiters()  # of those who wait for more of these
+        self._ends = Waiters()  # threads that wait for more ends
         self._running = set(range(len(args)))
         self._values: list[Any] = [None] * len(args)
         self._failure: BaseException | None = None

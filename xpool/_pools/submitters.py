@@ -121,7 +121,7 @@ class HookSubmitter:
             if pool is None or number not in jobs.unanswered:
                 flow.stop()
             else:
-                # Count it before it is put: a pool of threads may answer it at once.
+                # The task is counted before it is put: a pool of threads may answer it at once.
                 flow.added(0)
                 pool.pool_inqueue_put(_task(number, index, work, task))
             return 0

@@ -31,7 +31,7 @@ class ThreadSubmitter(HookSubmitter):
         """Return the pool's `start_call`, which defers no signal handlers: if one raises, the job
         leaves the table, and threads skip its task.
 
-        The given one starts the other calls: those with options, and those that are refused.
+        The given ``start_call`` still starts calls with options, and calls that are refused.
         """
         jobs, tasks = self.jobs, self._threads.tasks
         unanswered, counts, put, remove = jobs.unanswered, jobs.counts, tasks.put, tasks.remove
@@ -57,7 +57,7 @@ class ThreadSubmitter(HookSubmitter):
                     del unanswered[number]
                     counts["submitted"] -= 1
                 except KeyError:
-                    pass  # it is answered
+                    pass  # the job is answered
                 raise
 
         return start

@@ -171,7 +171,7 @@ def wrapped_by(obj: Any) -> FunctionType | None:
 
 def attributes_of(obj: Any) -> dict[str, Any]:
     try:
-        found = object.__getattribute__(obj, "__dict__")  # its class may override attribute access
+        found = object.__getattribute__(obj, "__dict__")  # the class may override attribute access
     except AttributeError:
         return {}
     return found if type(found) is dict else {}
@@ -290,12 +290,12 @@ class Values:
             return hashed(b"bytearray", obj)
         if kind is MethodType:
             return self._values(b"method", (obj.__func__, obj.__self__))
-        if kind is Broadcast:  # by its content, since its reference differs in each run
+        if kind is Broadcast:  # by its content: the reference differs in each run
             return hashed(b"broadcast", obj.content())
-        if kind in _BY_TOKEN:  # its pickle has a token, which differs in each run
+        if kind in _BY_TOKEN:  # the pickle has a token, which differs in each run
             about = [getattr(obj, name, None) for name in _ABOUT_TYPES]
             return self._values(b"type", (kind, *about))
-        if issubclass(kind, enum.Enum):  # its pickle has only its name
+        if issubclass(kind, enum.Enum):  # a member's pickle has only its name
             return self._values(b"member", (kind, *map(vars(obj).get, ("_name_", "_value_"))))
         if isinstance(obj, _WITHOUT_VALUE):
             return self._values(b"one of", (kind,))
@@ -319,7 +319,7 @@ class Values:
         if not isinstance(found, (str, tuple)):
             raise TypeError(f"its __reduce__ returned {type(found).__name__}")
         if found[0] is type(obj) and type(obj).__reduce__ in _OF_SETS:
-            found = (found[0], (frozenset(found[1][0]),), *found[2:])  # it has a list in any order
+            found = (found[0], (frozenset(found[1][0]),), *found[2:])  # the list has no fixed order
         return found
 
 
@@ -383,7 +383,7 @@ def is_plain(obj: Any) -> bool:
 def bare(obj: Any) -> tuple[Any, ...] | None:
     """Return the dtype, shape, device and bytes of a plain array or tensor; None: it is none.
 
-    Its pickle would not do: its form depends on what the process has pickled before.
+    A pickle of it would not serve: its bytes depend on what the process has pickled before.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     content: Any = b""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from xpool._worker.task_output import TaskFiles
 
-    Cs = TypeVarTuple("Cs", default=Unpack[tuple[()]])  # what a function gets before the item
+    Cs = TypeVarTuple("Cs", default=Unpack[tuple[()]])  # arguments of a function before the item
     AnyVerbs: TypeAlias = "PublicVerbs[Unpack[tuple[Any, ...]]]"
 else:
     # At run time nothing is generic: Python 3.10 has no `TypeVarTuple`.
@@ -88,7 +88,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         def __class_getitem__(cls, parameters):
             return cls
 
-    # What the functions below use of their pool.
+    # Attributes of their pool that the functions below use.
     name: str
     initializer: Callable[..., object] | None
     initargs: tuple[Any, ...]

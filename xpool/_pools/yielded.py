@@ -60,10 +60,10 @@ class _Answer(NamedTuple):
 class _Begun:
     """A generator that was begun, as the pool knows it.
 
-    ``given``: number of its values that have arrived; ``asked``: of those that are asked for, since
-    ``since``; ``most_asked``: limit of it.  ``place``: its worker.  ``early``: by the number of
-    the value, answers that came before earlier ones.  ``held``: answers that wait until all earlier
-    generators have ended.
+    ``given``: number of its values that have arrived.  ``asked``: number of values that are asked
+    for, since the time ``since``.  ``most_asked``: the limit of ``asked``.  ``place``: its worker.
+    ``early``: answers that came before the answer of an earlier value, by the value's number.
+    ``held``: answers that wait until all earlier generators have ended.
     """
 
     __slots__ = (
@@ -196,7 +196,7 @@ class YieldStream(Stream):
         self._asks: dict[int, tuple[_Begun, int]] = {}  # by index: and the number of the value
         self._next_ask = 0
         self._begun: dict[int, _Begun] = {}  # not ended or not passed on, in the order of the items
-        self._open = 0  # number of those that have not ended
+        self._open = 0  # number of generators that have not ended
         self._first = 0  # the first item that is not ended and passed on
         self._held = 0  # number of answers in `held`
         self._passed = 0  # number of answers that the iterator has

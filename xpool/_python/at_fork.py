@@ -81,7 +81,7 @@ def notice_fork() -> None:
     if not known[0]:
         import ctypes  # imported here because few programs need it
 
-        _imp.acquire_lock()  # as before a fork; the call releases it
+        _imp.acquire_lock()  # as before a fork; the call releases the lock
         ctypes.pythonapi.PyOS_AfterFork_Child()
 
 
@@ -105,8 +105,8 @@ def renew(namespace: dict[str, Any], **makers: Callable[[], Any]) -> None:
 def fork_unused() -> int:
     """Fork without calling the registered functions.
 
-    A process with one thread that has only imported xpool calls this.  There the functions would
-    have nothing to do, and would take a tenth of a worker's start.
+    Called by a process that has one thread, and has imported xpool but not used it.  In such a
+    process the functions would have nothing to do, and would take a tenth of a worker's start.
     """
     global _unused
     _unused = True

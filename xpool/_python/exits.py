@@ -36,7 +36,7 @@ def begin() -> None:
     for inherited in list(finalize._registry):
         inherited.atexit = False
     finalize._registered_with_atexit = False  # so that the next finalizer registers with atexit
-    # `logging` registers this only when it is imported, and it is not imported again.
+    # `logging` registers its `shutdown` when it is imported, and it is imported only once.
     if "logging" in sys.modules:
         atexit.register(sys.modules["logging"].shutdown)
 

@@ -173,7 +173,7 @@ def note_batch(exc: BaseException, number: int | None, indices: Any) -> None:
 def _notes_of(exc: BaseException) -> list[Any]:
     """Return the list to which a note can be added, or a list of no use if there can be none."""
     if type(exc).__setattr__ is not BaseException.__setattr__:
-        return []  # it may forbid attributes, and unpickling would then fail
+        return []  # the class may forbid attributes; then unpickling would fail
     # `add_note` is missing in Python 3.10, and it calls `__setattr__`.
     notes = exc.__dict__.setdefault("__notes__", [])
     return notes if isinstance(notes, list) and len(notes) < _MOST else []

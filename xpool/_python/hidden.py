@@ -1,9 +1,10 @@
-"""What the standard library has without a public name: some facts, and registered reducers.
+"""Private parts of the standard library that xpool needs: some facts, and registered reducers.
 
 A program registers reducers in the table of `copyreg`, or in that of the pickler with which the
-pools of `multiprocessing` send tasks and results (`multiprocessing.reduction.register`).  They come
-before xpool's own, as they come before ``__reduce__``.  Those of `multiprocessing` itself, for
-connections, sockets and shared memory of ctypes, are used for types without one of xpool's.
+pools of `multiprocessing` send tasks and results (`multiprocessing.reduction.register`).  Such a
+reducer has priority over xpool's own and over ``__reduce__``.  `multiprocessing` itself registers
+reducers for connections, sockets and shared memory of ctypes; these are used only for types for
+which xpool has none.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def module_of(obj: Any, name: str) -> str:
 
 def warning_filters(warnings: Any) -> Callable[[], list[Any]]:
     """Return a function that returns the list of filters that `warnings` uses now."""
-    # From Python 3.14 on, a context may have its own.
+    # From Python 3.14 on, a context may have a list of its own.
     found: Any = getattr(warnings, "_get_filters", None)
     return found or functools.partial(getattr, warnings, "filters")
 
@@ -92,7 +93,7 @@ _OWNERS = ("multiprocessing", "torch.multiprocessing")
 forking: dict[type, Callable[[Any], Any]] = getattr(reduction.ForkingPickler, "_extra_reducers", {})
 """The table of `multiprocessing`."""
 
-_own: set[Any] = set()  # reducers of `multiprocessing` and torch in it
+_own: set[Any] = set()  # reducers of `multiprocessing` and torch in this table
 
 
 def of_program(kind: type) -> Callable[[Any], Any] | None:

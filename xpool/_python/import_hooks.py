@@ -1,7 +1,8 @@
 """Calls functions when a worker first imports a module, for example to seed its generators.
 
-One finder, the first of the import system, finds these modules and wraps their loaders, which call
-the registered functions after the import.  From then on, the finder ignores the module.
+A finder, which is the first one in `sys.meta_path`, finds these modules and wraps their loaders.
+The wrapped loader calls the registered functions after the import.  From then on, the finder
+ignores the module.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class _Shield:
 
     def __init__(self) -> None:
         self.sigaction: Any = None  # the C library's, when it was needed
-        self.address: int | None = None  # of the C function with which Python handles all signals
+        self.address: int | None = None  # of Python's own C function for all signals
         self.main = threading.main_thread().ident
         # The first installed one.  If it still handles its signal, a shielded function is running.
         self.first: Deferred | None = None

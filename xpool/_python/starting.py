@@ -84,8 +84,8 @@ def aside(call: Callable[[], object], name: str) -> bool:
 def spare_in_children(process: Any) -> None:
     """Have forked children of this process leave a process of `multiprocessing` alone.
 
-    A child has a copy of the list of processes.  At its end, `multiprocessing` would send SIGTERM
-    to each daemon in the list, also to those that the child's parent has started.
+    A child has a copy of the list of processes that its parent has started.  When the child ends,
+    `multiprocessing` would send SIGTERM to each daemon in this list.
     """
     process.is_spared = True
     # The last registered function is called first: before that of `multiprocessing.util`, which
@@ -134,7 +134,8 @@ _ORDER = (
     "os._exit(main({fd}, {imports}, {nice}))"
 )
 
-# It closes what the program has left inheritable, but not what `site` has opened in this process.
+# The command closes descriptors that the program has left inheritable, but not those that `site`
+# has opened in the new process.
 _COMMAND = """\
 import os  # xpool._worker.server
 with os.fdopen({file}, "rb") as file: order = file.read()
@@ -157,9 +158,9 @@ class ServerProcess:
 
     def __init__(self, pid: int, path: str) -> None:
         self.pid = pid
-        self.path = path  # of its program
+        self.path = path  # the path of its program
         self.returncode: int | None = None  # as in `subprocess.Popen`
-        self._lock = threading.Lock()  # held while it is reaped or killed: its pid is valid then
+        self._lock = threading.Lock()  # held to reap or kill the process: its pid is valid then
 
     def poll(self) -> int | None:
         """Return its exit code; None: it runs."""
@@ -175,7 +176,7 @@ class ServerProcess:
 
     def wait(self, timeout: float) -> int | None:
         """Wait for its end, at most ``timeout`` seconds; return its exit code; None: it runs."""
-        with contextlib.suppress(OSError):  # it was reaped; or no descriptor is free
+        with contextlib.suppress(OSError):  # the process was reaped; or no descriptor is free
             fd = os.pidfd_open(self.pid)
             try:
                 poller = select.poll()

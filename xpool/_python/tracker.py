@@ -52,7 +52,7 @@ class Borrowed(resource_tracker.ResourceTracker):
         """Make the tracker of `multiprocessing` ask for its descriptor when it is first used.
 
         ``ask`` gets a socket made of the descriptor ``parent``, and returns the descriptor of the
-        program's tracker.  If it returns None, this process starts its own tracker.
+        program's tracker.  If ``ask`` returns None, this process starts its own tracker.
         """
         tracker = module._resource_tracker
         # The class's property takes priority over `_fd` in the instance's dict.

@@ -65,7 +65,7 @@ class Waiters(list[Any]):
                     return False
                 lock.acquire(True, left)
             finally:
-                if self:  # else `wake` has removed it
+                if self:  # else `wake` has removed the lock
                     self._remove(lock)
             if there():
                 return True
@@ -194,15 +194,15 @@ class TaskQueue:
                     elif last:
                         item = last.popleft()
                     else:
-                        # This thread registers before it checks, and `put` appends before it looks
-                        # for a waiter.  So one of the two sees the other.
+                        # This thread registers before it checks, and `put` appends the item before
+                        # it looks for a waiter.  So `put` sees the waiter, or this thread the item.
                         idle.append(lock)
                         if not (first or last or higher or lower):
                             lock.acquire()
                         idle.remove(lock)
                         continue
                 except IndexError:
-                    continue  # another thread has taken it
+                    continue  # another thread has taken the item
                 # Several puts may have woken only this thread.
                 if idle and (first or last or higher or lower):
                     wake_one()

@@ -39,8 +39,8 @@ class TaskFunction:
         group: makes the context in which all members of a group make this call.
         above_bar: the program's terminal shows the progress bar of this job.
         seed: from it and the item's number, the random generators are seeded for the call.
-        states: the program's state that came with the function.  If the task runs late (it was
-            taken back from another worker, or is tried again), later messages may have changed it.
+        states: the program's state that came with the function.  Later messages may have changed
+            the worker's state, if the task runs again or was taken back from another worker.
     """
 
     retry_on: tuple[type[BaseException], ...] = ()
@@ -117,7 +117,7 @@ _AROUND = frozenset({"scope", "file", "group", "above_bar", "seed"})
 
 
 def task_function(func: Callable[..., Any], **fields: Any) -> TaskFunction:
-    """Return a function with these fields, and with those that it has."""
+    """Return a `TaskFunction` with these fields, and with the fields that ``func`` has already."""
     if type(func) is TaskFunction:
         return func.with_fields(**fields)
     return TaskFunction(func, **fields)
@@ -227,7 +227,7 @@ class _Generator:
 
     def __init__(self, iterator: Iterator[Any], item: Any) -> None:
         self.iterator, self.item = iterator, item
-        self.given = 0  # number of values that it has given
+        self.given = 0  # number of values that the generator has given
 
     def __del__(self) -> None:
         # Without a call, a generator in a reference cycle would run its `finally` much later.
@@ -239,8 +239,8 @@ class _Generator:
 class Yielding:
     """The function of an `imap` with ``yields=True``.  A call gives one value of a generator.
 
-    A generator stays in its worker between two calls.  Workers tell by the two marks, which no
-    other value equals, that it has ended, or that this worker does not have it.
+    A generator stays in its worker between two calls.  Two marks, which equal no other value, are
+    the answers "it has ended" and "this worker does not have it".
     """
 
     def __init__(self, func: Callable[..., Any], key: bytes) -> None:
@@ -343,7 +343,7 @@ def has_state(func: Any) -> bool:
 
 
 def _is_global(func: Any) -> bool:
-    """Whether unpickling finds a function by its name, as `numpy.sqrt`: it is always the same."""
+    """Whether unpickling finds a function by its name, and so always the same (`numpy.sqrt`)."""
     get = object.__getattribute__  # a class may have a `__getattr__` that answers all names
     try:
         module, name = get(func, "__module__"), get(func, "__name__")

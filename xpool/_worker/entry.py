@@ -72,7 +72,7 @@ def main(
     channels = [_receive(fd, 7)[1] for fd in fds] if kind == SEVERAL else [fds]
     if not channels or any(len(channel) < 4 for channel in channels):
         return 0  # the parent ended before this worker began
-    # Done first: from here on, this process cannot outlive the parent, even if it hangs.
+    # This comes first: from here on, the process ends when its parent does, even if it hangs.
     for channel in channels:
         die_with_parent(channel[2])
     configs = [_read_config(channel[0]) for channel in channels]
@@ -105,7 +105,8 @@ def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
 
 def _read_config(tasks: int) -> dict[str, Any]:
     head = _read(tasks, _HEAD.size)
-    # It has only built-in types: nothing may be imported before `_bind` sets the environment.
+    # The configuration has only built-in types, because nothing may be imported before `_bind` sets
+    # the environment.
     config: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
     return config
 
@@ -145,7 +146,7 @@ def die_with_parent(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
         try:
-            gone = os.read(fd, 1) == b""  # it may have closed before the signal was enabled
+            gone = os.read(fd, 1) == b""  # closed before the signal was enabled
         except BlockingIOError:
             gone = False
         if gone:

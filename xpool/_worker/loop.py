@@ -215,7 +215,7 @@ class _Worker:
             return BY_PIPE
 
         def lease(nbytes: int) -> Block | None:
-            replies.forget_adopted()  # this may free the block of the last answer for this one
+            replies.forget_adopted()  # this may free the last answer's block, for use here
             try:
                 return arena.lease(nbytes)
             except OSError:
@@ -254,9 +254,9 @@ class _Worker:
                 self._inbox.take(kind, read(size))
 
     def _open(self, closed: _Closed) -> Any:
-        """Unpickle a function, in its first task; if that fails, so do all of its tasks.
+        """Unpickle a function, in its first task.  If this raises, all of its tasks fail.
 
-        One that has a state is unpickled again for each task, as in `multiprocessing`.
+        A function that has a state is unpickled again for each task, as in `multiprocessing`.
         """
         with received.listening() as states:
             try:
@@ -376,7 +376,7 @@ class _Worker:
                 value = star_each(func, task)
             if self._keeper is not None:
                 self._keeper.synchronize()
-        # It ends the worker, with the exit code that `run` returns.
+        # This exception ends the worker, with the exit code that `run` returns.
         except SystemExit:
             raise
         except BaseException as exc:

@@ -9,8 +9,8 @@ A channel is a pair of sockets that only its two workers have (docs/peers.md).  
     TAKEN  nothing follows
 
 ``scope`` is the call of `run_all` to which the message belongs; 0: none.  ``number`` counts the
-packets of kind DATA or FILE from 1.  ``taken`` is the number of the last packet that the sender of
-this one has taken out; it now holds the blocks of all packets up to that number.
+packets of kind DATA or FILE from 1.  ``taken`` acknowledges packets of the other direction: the
+sender holds the blocks of all packets up to this number.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ class Peers:
             peer, error, serial = LINK.unpack(data)
             if error or not fds:
                 self._refused[peer] = error or errno.EMFILE
-                if not error:  # this process had no free descriptor for it
+                if not error:  # this process had no free descriptor for the file
                     self._known[peer] = serial
                 continue
             self._asked.discard(peer)

@@ -121,7 +121,7 @@ class Replies:
             kept.popleft()
 
     def ring(self, payload: bytes | memoryview = b"", error: int = 0) -> None:
-        """Tell the parent of all answers in the outbox, and send it one more, if there is one."""
+        """Tell the parent how many answers are in the outbox; send ``payload``, one more answer."""
         if not self._count and not payload:
             return
         now = self._clock()

@@ -10,7 +10,7 @@ descriptors.  The descriptors are the worker's boot socket; a SOCK_SEQPACKET soc
 and the current stdout and stderr, if bits 0 and 1 of the byte are set.  On the status socket the
 server writes the worker's pid and later its wait status, each as 8 bytes, or the reason why it
 cannot fork; the worker uses it to ask for the program's resource tracker.  The server ends when the
-parent closes its end; its workers have lifelines of their own.
+parent closes the other end of the pair; workers have lifelines of their own.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _take_back() -> None:
 
 
 def _called_off(status: int) -> bool:
-    """Whether the parent has cancelled its request: it has shut down the worker's socket."""
+    """Whether the parent has cancelled the request, by shutting down the worker's socket."""
     poller = select.poll()
     poller.register(status, select.POLLIN)
     return bool(poller.poll(0))
@@ -202,11 +202,11 @@ def _load(backends: Iterable[Any]) -> None:
 
 
 def _take_streams(which: int, streams: list[int]) -> None:
-    """Set stdout and stderr to the parent's current ones, or to the null device if it closed them.
+    """Set stdout and stderr to the parent's current ones; if it has closed one, to the null device.
 
-    This changes the server's own streams, which it does not use between forks, so the server also
-    closes a file that the parent has replaced.  stdin is the null device, as in any worker of
-    `multiprocessing`.
+    This changes the streams of the server itself, which it does not use between forks.  So the
+    server does not keep a file open that the parent has replaced.  stdin is the null device, as in
+    any worker of `multiprocessing`.
     """
     for fd in (1, 2):
         source = streams.pop(0) if which & fd else os.open(os.devnull, os.O_WRONLY)
@@ -287,7 +287,7 @@ def _reap(statuses: dict[int, int]) -> None:
             return
         if info is None:
             return
-        # It is None for a process that a preloaded module has started.
+        # A process that a preloaded module has started has no status socket.
         fd = statuses.pop(info.si_pid, None)
         if fd is not None:
             exited = info.si_code == os.CLD_EXITED

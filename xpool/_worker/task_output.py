@@ -146,7 +146,7 @@ def _divided(stream: Any) -> Any:
         return stream
     if not terminal:
         return stream
-    if isinstance(stream, _Divided):  # of another worker, which is a thread of this process
+    if isinstance(stream, _Divided):  # the stream of another worker in this process
         stream = stream.under
     return _Divided(stream)
 
@@ -189,7 +189,7 @@ class _Divided(Lines):
     def flush(self) -> None:
         me = threading.get_ident()
         if self._is_in_bar and me in self._begun:
-            self._show((self._bar + self._begun.pop(me))[:1000])  # it is written in pieces
+            self._show((self._bar + self._begun.pop(me))[:1000])  # the bar is written in pieces
         super().flush()
 
     def _divide(self, text: str) -> None:

@@ -189,7 +189,8 @@ class _Relay:
         def basicConfig(**options: Any) -> None:
             # `logging.warning` and its like call this too, where the root logger has no handler.
             if sys._getframe(1).f_globals is not vars(logging):
-                # It does nothing if there are handlers; those of the program do not count.
+                # `configure` does nothing if there are handlers, so those that only stand for the
+                # program's handlers are removed.
                 handlers = logging.getLogger().handlers
                 if all(hasattr(one, "_xpool_of_program") for one in handlers):
                     handlers.clear()
@@ -240,8 +241,8 @@ class _Relay:
 def _is_handled(logging: Any, logger: Any) -> bool:
     """Whether this process has a handler for the records of a logger."""
     while logger is not None:
-        # A `NullHandler` does not count: libraries add it to leave handling to the program.  Others
-        # take the place of the program's handlers, which get the records.
+        # A `NullHandler` does not count: libraries add it to leave handling to the program.
+        # Other handlers stand for the program's handlers, which get the records.
         for one in logger.handlers:
             if type(one) is not logging.NullHandler and not hasattr(one, "_xpool_of_program"):
                 return True

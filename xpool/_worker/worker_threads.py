@@ -85,7 +85,7 @@ def run(
         workers.append(WorkerThread(news, all_ready, config, channel, inherited))
         workers[-1].start()
         _, code = _next(news, workers)
-        # It could not start, and `loop.run` has told the parent why.
+        # The worker could not start, and `loop.run` has told the parent why.
         if code is not None:
             os._exit(code)
     all_ready.set()
@@ -127,9 +127,9 @@ class WorkerThread(threading.Thread):
         super().__init__(name=config["name"], daemon=True)
         self._news, self._all_ready = news, all_ready
         self._config, self._channel, self._inherited = config, channel, inherited
-        # This thread writes `_inside`: whether it is in a task.  The main thread writes `_raising`,
-        # whether it is about to raise in that task, and `_raised`, the last item in which it did,
-        # plus 1: it raises only once in an item.
+        # This thread writes `_inside`: whether it is in a task.  The main thread writes two fields.
+        # `_raising`: whether it is about to raise an exception in that task.  `_raised`: the number
+        # of the last item in which it has raised one, plus 1; it raises only once in an item.
         self._inside = False
         self._raising = False
         self._raised = 0
@@ -164,8 +164,8 @@ class WorkerThread(threading.Thread):
             finally:
                 # No lock: an exception that is raised here could leave it held.
                 self._inside = False
-                # The main thread sets `_raising` before it reads `_inside`.  So either it sees that
-                # the task is over, or this waits for it and then withdraws its exception.
+                # The main thread sets `_raising` before it reads `_inside`.  So that thread sees
+                # that the task is over, or this thread waits, and then withdraws the exception.
                 while self._raising:
                     time.sleep(0)
                 if self._raised != raised:

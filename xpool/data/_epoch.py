@@ -334,8 +334,8 @@ class Epoch(Iterator[Any]):
     def _ready_place(self) -> int:
         """Wait for the next batch.  Return its index in `_pending`.
 
-        If not ``in_order``, it may be any batch, but those of one part keep their order: a dead
-        worker's batch comes after later ones, and a state has only a place for each part.
+        Without ``in_order``, this may be any batch, but batches of one part keep their order: a
+        state has one place for each part, and a dead worker's batch is made after later ones.
         """
         timeout = self._loader.timeout or None
         if self._loader.in_order or self._loader.num_workers == 0:

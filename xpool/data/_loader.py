@@ -178,7 +178,7 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         self._progress: EpochProgress | None = None
         self._times: Times | None = None
         self._loaded: dict[str, Any] | None = None
-        self._number = 0  # of the last epoch
+        self._number = 0  # the number of the last epoch
         self._seed: int | None = None
         self._turn = 0  # number of epochs whose seeds come from `_seed`
 

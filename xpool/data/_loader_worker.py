@@ -170,7 +170,7 @@ class Base(NamedTuple):
 
     place: int = 0  # number of batches of this part before this place
     state: bytes | None = None  # pickled; None: the state at the beginning
-    end: int | None = None  # of a state at the end of an epoch: number of batches of this part
+    end: int | None = None  # at the end of an epoch: number of batches of this part
 
 
 class Made(NamedTuple):
@@ -248,16 +248,17 @@ class WorkerCopy:
         self, epoch: EpochSpec, shard: int, base: Base, place: int, taken: int, requests: Any,
         interval: int,
     ) -> Made:  # fmt: skip
-        """Make batch ``place`` of this worker's part; with its state, if ``interval`` divides the
-        number of batches up to this one.
+        """Make batch ``place`` of this worker's part.
+
+        Its state comes with it if ``interval`` divides the number of batches up to this one.
 
         ``requests`` has number and indices of each batch from ``base`` up to this one, or is None
         for a dataset without indices.  If the worker is at another place (it replaces a dead one,
         or an epoch was resumed), it makes all batches from ``base`` on.
 
-        The batch of a dead worker is requested again after a pause, and later batches before it.
-        So the worker keeps those that it makes on the way to a later one, if the program has not
-        taken them: it has taken ``taken`` batches.
+        The batch of a dead worker is requested again after a pause, and later batches may be
+        requested before it.  So if the worker makes earlier batches on the way to a later one, it
+        keeps those that the program has not taken.  ``taken``: how many the program has taken.
         """
         with self._as_worker(epoch, shard):
             self._kept = {at: made for at, made in self._kept.items() if at >= taken}
@@ -432,7 +433,7 @@ class AtStart:
 
 
 def begin() -> None:
-    """Prepare a worker: torch computes in one thread, and the program's signal handlers end.
+    """Prepare a worker: one thread for torch, and none of the program's signal handlers.
 
     In a fork of the program, a signal would run the program's handler and write into the wakeup
     descriptor of the program's event loop.

@@ -76,7 +76,7 @@ class Times:
     """The times of one epoch, measured while the program takes its batches."""
 
     def __init__(self, workers: int) -> None:
-        self.workers = workers  # the number of them now
+        self.workers = workers  # the number of workers now
         self._begun = self._latest = time.perf_counter()
         self._batches = self._ahead = 0
         self._waited = self._made = self._collated = 0.0
@@ -84,8 +84,9 @@ class Times:
     def took(self, asked: float, ahead: int, made: float, collated: float) -> tuple[float, float]:
         """Record a batch that the program has taken.
 
-        The program asked for it at the time ``asked``, when ``ahead`` batches were ready.  Return
-        the seconds from the batch before to ``asked``, and the seconds that the program waited.
+        The program asked for this batch at the time ``asked``; ``ahead`` batches were ready then.
+        Return the seconds from the batch before to ``asked``, and the seconds that the program
+        waited.
         """
         now = time.perf_counter()
         used, waited, self._latest = asked - self._latest, now - asked, now
@@ -134,7 +135,7 @@ class WorkerCount:
 
     def __init__(self, most: int, ahead: int) -> None:
         self.size, self._most, self._ahead = 1, most, ahead
-        self._calm, self._patience = 0, 2  # in decisions
+        self._calm, self._patience = 0, 2  # both counted in decisions
         self._has_shrunk = False
         self.begin(0)
 
@@ -178,7 +179,7 @@ class WorkerCount:
             if self._has_shrunk:
                 self._has_shrunk = False
                 self._patience *= 2
-            # So many workers make a batch in the time in which the program uses one.
+            # With this number of workers, making a batch takes as long as the program uses one.
             wanted = math.ceil(min(self._most, self._made / max(self._used, 1e-9)))
             return min(self._most, max(self.size + 1, min(2 * self.size, wanted)))
         if waits > CALM or self._made > ENOUGH * (self.size - 1) * self._used:

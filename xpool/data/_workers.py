@@ -98,7 +98,7 @@ def find_context(context: Any, size: int) -> Any:
 
 
 def _will_fork() -> bool:
-    """Whether this program may fork now, and cannot start a device before its workers start."""
+    """Whether workers will be forks: the program may fork now, and torch has no device to start."""
     has_device = any(getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
     return sys.platform == "linux" and not has_device and _may_fork()
 

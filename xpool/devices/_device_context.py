@@ -88,7 +88,7 @@ TABLE = {
         bind=masks.cuda_env,
     ),
     "rocm": Row(
-        type="cuda",  # torch's builds for ROCm call HIP's devices so
+        type="cuda",  # torch's builds for ROCm call HIP's devices "cuda", too
         what="AMD GPUs",
         count=_number_of("rocm"),
         packages=("torch",),

@@ -256,7 +256,7 @@ def _spare(nvml: ctypes.CDLL, name: str) -> Spare | None:
 def _gpu(nvml: ctypes.CDLL, index: int, root: Path) -> Gpu:
     device = ctypes.c_void_p()
     if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
-        return Gpu("")  # unusable for this process; it keeps its place, so numbers stay right
+        return Gpu("")  # unusable, but counted, so that the others keep their numbers
     return Gpu(_uuid(nvml, device), _mig(nvml, device), _node(nvml, device, root))
 
 

@@ -132,8 +132,8 @@ class Operations:
         # Collectives that a lost rank has completed may still succeed here: their number.
         self._unharmed = 0
         self._aborted = False  # whether the connections have been closed
-        # The number of collectives that were begun, and how many of them, from the first on, have
-        # succeeded.  All members begin the same ones in the same order, and they end in this order.
+        # How many collectives were begun, and how many of them have succeeded.  All members begin
+        # the same collectives in the same order, and collectives end in this order.
         self._begun = self._succeeded = 0
         # torch completes a collective even if its `Pending` was dropped, but not a message.
         self._works: deque[Any] = deque()
@@ -274,8 +274,8 @@ class Operations:
             self.group = None
         with self._lock:
             self._sent.clear()
-        # If this thread is in torch's code when Python ends, it aborts the process: Python ends the
-        # thread by pthread_exit(3), which unwinds C++ functions that must not throw.
+        # A thread that is in torch's code when Python ends would abort the process: Python ends the
+        # thread by pthread_exit(3), which unwinds its stack, and some C++ functions are `noexcept`.
         if self._closing not in (None, threading.current_thread()):
             self._closing.join(_THREAD_SECONDS)
 
@@ -300,7 +300,7 @@ class Operations:
             try:
                 work.wait()
             except RuntimeError:
-                break  # its own caller gets the error
+                break  # the caller of that operation gets the error
         self._close()
 
     def _retire(self) -> None:
@@ -311,7 +311,7 @@ class Operations:
             try:
                 self._works.popleft().wait()
             except RuntimeError:
-                continue  # it has failed, and no later one counts as a success
+                continue  # failed, and no later operation counts as a success
             if self._succeeded == before:
                 self._succeeded += 1
 
@@ -356,7 +356,7 @@ def _abort(group: Any) -> None:
         else:
             group.abort()
     except RuntimeError:
-        pass  # it timed out, as intended, or the connections were closed already
+        pass  # timed out, as intended, or the connections were closed already
     except ValueError:
         pass  # torch has destroyed the group
 

@@ -368,7 +368,7 @@ def leave(
                 told = peers.me, *farewell(name)
                 rpc.rpc_sync(name, _told, args=told, timeout=FAREWELL_SECONDS)
             except RuntimeError:
-                pass  # it has gone, or is slow and will learn of this by its held call
+                pass  # the peer has left, or is slow and will notice the end of its pending call
     left.set_result(LEFT)
 
 
@@ -407,13 +407,13 @@ class Meetings:
 
     One member of a meeting is its host.  A meeting ends when all members have arrived, or when one
     is lost.  A host that leaves right after a meeting may close a connection before the answer has
-    been sent.  So it keeps each answer until the guest acknowledges it in its next arrival, and
-    repeats the others in its farewell.
+    been sent.  So it keeps each answer until the guest's next arrival acknowledges it.  When the
+    host leaves, it sends the unacknowledged answers again.
     """
 
     def __init__(self) -> None:
-        # Taken before the lock of `Peers`, never after it.  No future is set under it, because a
-        # host is its own guest, too: the answer may call `settle` in this thread.
+        # Taken before the lock of `Peers`, never after it.  No thread sets a future while it holds
+        # this lock: a host is also its own guest, so the future may call `settle` in this thread.
         self._lock = threading.Lock()
         # Guarded by _lock: in a host, its open meetings, and the unacknowledged answers by guest.
         self._open: dict[Any, _Meeting] = {}
@@ -482,7 +482,7 @@ class Meetings:
         with self._lock:
             meeting = self._open.pop(key, None)
         if meeting is None:
-            return []  # it has ended, and the answer was late
+            return []  # the meeting has ended, and the answer was late
         missing = meeting.missing()
         text = f"{name!r} gave up {key[0]} of {key[1]!r}: {', '.join(missing)} did not come."
         meeting.answer(raised(GroupTimeout(text)))

@@ -290,7 +290,7 @@ def _exchange(
         store.wait(keys, timedelta(seconds=max(0.001, timeout)))  # for torch, 0 means no timeout
     except dist.DistNetworkError as exc:
         raise PeerLost(f"{_store_lost(address, exc)} It may have given up on a rank.") from exc
-    except RuntimeError:  # its class depends on the kind of store
+    except RuntimeError:  # the error's class depends on the kind of store
         there = [key for key in keys if store.check([key])]
         missing = ", ".join(key for key in keys if key not in there)
         came = ", ".join(f"{key} ({store.get(key).decode()})" for key in there)

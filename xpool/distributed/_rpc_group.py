@@ -102,7 +102,7 @@ class RpcGroup:
         self.group_members = list(group_members)
         self.destroyed = False
         """Whether the group has been destroyed in this process."""
-        # What this process offers, each in a tuple.  Single operations of a dict need no lock.
+        # The offers of this process, each in a tuple.  Single operations of a dict need no lock.
         self.offers: dict[Kind, dict[Any, tuple[Any]]] = {"service": {}, "value": {}}
         self._barriers = itertools.count()
 
@@ -208,7 +208,8 @@ class RpcGroup:
         new = self.offers[kind].setdefault(key, entry) is entry
         try:
             holder = self._ask("enter", kind, key, me) if new else me
-            # If it is this process, an earlier call has registered it, but its answer was lost.
+            # If this process is the holder, an earlier call has registered the offer, and the
+            # answer to that call was lost.
             if holder is None or (new and holder == me):
                 return
             raise GroupKeyError(

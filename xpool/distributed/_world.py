@@ -236,7 +236,7 @@ class World:
     def create_collective_group(
         self, ranks: Sequence[int], timeout: float = 60, backend: str | None = None
     ) -> CollectiveGroup:
-        """Make a group of these ranks. All of them call this; it returns when all have called it.
+        """Make a group of these ranks.  Each of them must call this; it returns when all have.
 
         torch identifies a group by its ranks and by the number of open groups. So processes that
         make several groups together make them in the same order, and close the same ones. Other
@@ -572,7 +572,7 @@ def _variables(address: str) -> Iterator[None]:
 
 @contextmanager
 def in_group(generation: int) -> Iterator[None]:
-    """Run a block in all members.  If it fails in one, the others do not wait for that one."""
+    """Run a block in all members.  If it fails in one member, the others do not wait for it."""
     world = get_world()
     # A replacement has not joined, and a group of an earlier generation has dead members.
     if world is None or _generation != generation:
@@ -671,13 +671,13 @@ def _transports(world_size: int) -> dict[str, Any]:
 
 
 def shut_down_agent(graceful: bool) -> None:
-    """End the agent, if there is one.  ``graceful``: wait until all ranks end theirs, too."""
+    """End the agent, if there is one.  ``graceful``: wait until all ranks end their agents."""
 
     def end() -> None:
         try:
             rpc.shutdown(graceful, timeout=SHUTDOWN_SECONDS)
         except RuntimeError:
-            pass  # it was not running, or a rank has just died; it has ended now
+            pass  # RPC was not running, or a rank has just died; RPC has ended now
 
     # This thread can be abandoned, because torch's timeout does not limit waits for functions here.
     thread = threading.Thread(target=end, name="xpool-rpc-shutdown", daemon=True)

@@ -176,7 +176,7 @@ def _check_previous(key: Hashable, prev_version: Any, newest: Any) -> None:
     try:
         ahead = bool(prev_version > newest)
     except TypeError:
-        return  # these versions have no order: it may be an old version
+        return  # versions without an order: this may be an old one
     if ahead:
         raise VersionError(
             f"prev_version {prev_version!r} of {key!r} has never existed: the newest is "

@@ -171,8 +171,8 @@ def _name_in_shm(path: str) -> str:
 def descriptors() -> dict[int, str]:
     """Return the open descriptors of this process and their targets.
 
-    Descriptors that are kept until the process ends are left out: that of the shared memory, the
-    one that is reserved for the imports that a failed task needs, and CUDA's own.
+    Descriptors that are kept until the process ends are left out: those of the shared memory and of
+    CUDA, and one that is reserved for imports after a failed task.
     """
     found = {}
     kept = failures.kept_descriptor()
@@ -184,7 +184,7 @@ def descriptors() -> dict[int, str]:
             if not to.startswith(ignored) and int(name) != kept:
                 found[int(name)] = to
         except OSError:
-            continue  # it is closed now: `listdir` used it
+            continue  # the descriptor that `listdir` used, which is closed now
     return found
 
 

@@ -414,7 +414,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                self.model.kills -= 1  # its own task has ended it already
+                self.model.kills -= 1  # the worker's own task has ended it already
 
     @precondition(lambda self: self.running() and self.deaths and _takes(self.pool, "timeout"))
     @rule(what=st.sampled_from(["hang", "spin"]))

@@ -200,7 +200,7 @@ def pass_gate(path: str) -> None:
                 os.read(fd, 1)  # an empty read means that the test has ended
                 return
             except BlockingIOError:
-                # If one byte wakes several tasks, one gets it and the others come here again.
+                # One byte may wake several tasks: one reads it, and the others wait again.
                 _reader(fd).poll()
     finally:
         os.close(fd)
