@@ -207,3 +207,12 @@ def same_bytes(before: Any, now: Any) -> bool:
 def _named(kwdefaults: dict[str, Any] | None) -> list[Any] | None:
     """Return what tells whether the defaults of keywords have changed in place."""
     return None if kwdefaults is None else [*kwdefaults, *map(id, kwdefaults.values())]
+
+
+def parts_of(obj: Any) -> Any:
+    """Return what tells whether a function or class that workers import has been made again."""
+    if isinstance(obj, type):
+        return classes.own_methods(obj)
+    if type(obj) is not FunctionType:
+        return None
+    return *parts_of_function(obj)[:5], True  # the attributes are globals of their own

@@ -355,9 +355,11 @@ class Book:
             if now is not value:
                 again = type(now) is type(value) and not is_patch(now, key[0])
             elif isinstance(now, type):
-                again = any(node.parts.get(one) != has for one, has in _parts_of(now).items())
+                again = any(
+                    node.parts.get(one) != has for one, has in compared.parts_of(now).items()
+                )
             else:
-                again = not same_parts(node.parts, _parts_of(now))
+                again = not same_parts(node.parts, compared.parts_of(now))
             if again and (canonical(now.__module__), now.__qualname__) == key:
                 send_from_now(key[0])
         return moved
@@ -425,7 +427,7 @@ class Book:
             own = canonical(value.__module__) == module and value.__qualname__ == path
             if own and origin == IMPORTED and not is_patch(value, module):
                 node = Node(compared.NAMED, value, reads(value))
-                node.parts = _parts_of(value)
+                node.parts = compared.parts_of(value)
                 if is_class:
                     if old.kind == compared.NAMED and old.id == node.id:
                         node.parts = {**old.parts, **node.parts}  # parts that were replaced, too
@@ -759,15 +761,6 @@ class Book:
         state.tokens, state.brings, state.place = tokens, brings, place
         state.written = whole
         return state
-
-
-def _parts_of(obj: Any) -> Any:
-    """Return what tells whether a function or class that workers import has been made again."""
-    if isinstance(obj, type):
-        return classes.own_methods(obj)
-    if type(obj) is not FunctionType:
-        return None
-    return *parts_of_function(obj)[:5], True  # the attributes are globals of their own
 
 
 copyreg.add_extension("xpool._pickling.by_value.received", "prepare", PREPARE)
