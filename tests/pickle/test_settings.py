@@ -101,7 +101,7 @@ class Pair(NamedTuple):
 
 Sides = Callable[..., contextlib.AbstractContextManager[Pair]]
 
-LIBRARIES = "import decimal, locale, logging, os, socket, time, warnings; import numpy, torch"
+LIBRARIES = "import csv, decimal, locale, logging, os, socket, time, warnings; import numpy, torch"
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +185,12 @@ CASES = {
         "socket.setdefaulttimeout(None)",
         "socket.setdefaulttimeout(1)",
         "socket.getdefaulttimeout()",
+    ),
+    "csv field size": Case(
+        "csv.field_size_limit(10**9)",
+        "csv.field_size_limit(131072)",
+        "csv.field_size_limit(7)",
+        "csv.field_size_limit()",
     ),
     "warning filters": Case(
         "warnings.filterwarnings('error', 'mine', UserWarning, 'some[.]module', 7)",

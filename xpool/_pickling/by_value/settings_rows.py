@@ -723,4 +723,5 @@ OF_PYTHON: tuple[Row, ...] = (
     Line("recursion limit", "sys", 1000, "getrecursionlimit", "setrecursionlimit"),
     Line("digits of int as str", "sys", 4300, lambda _: digits, "set_int_max_str_digits"),
     Line("socket timeout", "socket", None, "getdefaulttimeout", "setdefaulttimeout"),
+    Line("csv field size", "csv", 131072, "field_size_limit", "field_size_limit"),
 )
