@@ -1,5 +1,6 @@
 """Without a buffersize, `imap` limits the memory of results that the caller has not taken."""
 
+import functools
 import itertools
 import threading
 import time
@@ -81,6 +82,22 @@ def test_join_does_not_wait_for_the_consumer(kind, make_pool, verb, chunksize):
     pool.close()
     pool.join()
     assert [len(x) for x in results] == [SIZE] * 600 * chunksize
+
+
+@pytest.mark.parametrize("form", [tuple, list, "dict"])
+def test_results_in_containers_count(kind, make_pool, form):
+    """The limit counts what lists, tuples and dicts have, such as a picture with its label."""
+    pool = make_pool(kind, 2)
+    source = Counting(600)
+    results = pool.imap(functools.partial(_in_a_container, form), source)
+    _until_full(pool, source)
+    assert next(results) is not None
+    results.cancel()
+
+
+def _in_a_container(form, size):
+    value = work.large(size), 1
+    return {"x": value} if form == "dict" else form(value)
 
 
 def test_close_does_not_lift_the_limit(kind, make_pool):

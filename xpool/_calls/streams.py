@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from itertools import count, repeat, starmap
+from itertools import count, islice, repeat, starmap
 from typing import Any, TypeVar
 
 from xpool._calls.progress import Progress
@@ -36,19 +36,35 @@ AT_ONCE = 512
 _SMALL = frozenset((int, float, bool, type(None)))
 
 
+_FEW = 16  # elements of a container that stand for all of it
+
+
 def weigh(value: Any) -> int:
     """Return the approximate size of an answer in bytes.  This runs no code of the user."""
-    kind = type(value)
     if isinstance(value, PickledResult):
         return value.nbytes + value.count * BOOKKEEPING
+    return _size(value, 3) + BOOKKEEPING
+
+
+def _size(value: Any, depth: int) -> int:
+    """Return the size of texts, arrays and tensors, also in lists, tuples and dicts: a chunk has a
+    list of results, and a result is often a tuple of arrays."""
+    kind = type(value)
     if kind in (bytes, bytearray, str):
-        return len(value) + BOOKKEEPING
+        return len(value)
+    if kind in (list, tuple, dict) and depth:
+        try:
+            few = [*islice(value.values() if kind is dict else value, _FEW)]
+        except RuntimeError:  # another thread has changed the dict
+            return 0
+        sizes = sum([_size(one, depth - 1) for one in few])
+        return 8 * len(value) + (sizes * len(value) // len(few) if few else 0)
     if kind.__module__ not in ("numpy", "torch"):
-        return BOOKKEEPING
+        return 0
     # A sparse tensor has no `nbytes`.
     sparse = getattr(value, "is_sparse", False)
     parts = (value._indices(), value._values()) if sparse else (value,)
-    return sum(getattr(part, "nbytes", 0) for part in parts) + BOOKKEEPING
+    return sum(getattr(part, "nbytes", 0) for part in parts)
 
 
 class ResultBuffer:

@@ -76,7 +76,7 @@ class _Begun:
         self.asked = self.given = 0
         self.most_asked, self.since = 1, 0.0
         self.ended = False
-        self.held: deque[_Answer] = deque()
+        self.held: deque[tuple[_Answer, int]] = deque()  # with their weights
         self.early: dict[int, tuple[bool, Any]] = {}
 
 
@@ -364,15 +364,16 @@ class YieldStream(Stream):
     def _take(self, one: _Begun, answer: _Answer | None) -> None:
         """Take an answer of a generator."""
         if answer is not None:
+            weight = weigh(answer.value)  # once: the generator may change a list that it has given
             if answer.ok:
                 one.given += answer.length
-                self._heaviest = max(self._heaviest, weigh(answer.value) // answer.length)
+                self._heaviest = max(self._heaviest, weight // answer.length)
             if self._ordered and one.number != self._first:
-                one.held.append(answer)
+                one.held.append((answer, weight))
                 self._held += answer.length
-                self.hold_back(weigh(answer.value))
+                self.hold_back(weight)
             else:
-                self._pass_on(one, answer)
+                self._pass_on(one, answer, weight)
         if answer is None or not answer.ok:
             one.ended, one.item = True, None
             self._open -= 1
@@ -388,12 +389,11 @@ class YieldStream(Stream):
                 self.asking.close(self._next_ask - 1, one)
             self._go_on()
 
-    def _pass_on(self, one: _Begun, answer: _Answer) -> None:
+    def _pass_on(self, one: _Begun, answer: _Answer, weight: int) -> None:
         place = self._passed
         self._passed += answer.length
         iterator = self._iterator()
         if iterator is not None:
-            weight = weigh(answer.value)
             iterator.arrive(place, answer.ok, answer.value, one.number, weight)
 
     def _go_on(self) -> None:
@@ -403,10 +403,10 @@ class YieldStream(Stream):
         while self._ordered and self._first in self._begun:
             one = self._begun[self._first]
             while one.held:
-                answer = one.held.popleft()
+                answer, weight = one.held.popleft()
                 self._held -= answer.length
-                self.hold_back(-weigh(answer.value))
-                self._pass_on(one, answer)
+                self.hold_back(-weight)
+                self._pass_on(one, answer, weight)
             if not one.ended:
                 break
             del self._begun[self._first]
