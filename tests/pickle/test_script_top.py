@@ -286,6 +286,9 @@ logging.getLogger("x")
 os.getpid()
 own()
 field.register("a method of a value")
+Field().register("a method of what a call returns")
+engine.imwrite = setup
+engine.imwrite("a file")
 kept = setup("assigned")
 setup(walrus := 1)
 [setup("in a list")]

@@ -55,7 +55,7 @@ def alone(code: CodeType, text: str) -> tuple[tuple[str, ast.stmt], ...]:
         (_names_of(one.value)[0], one)
         for one in tree.body
         if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
-        if not _acts_outside(one.value)
+        if _is_of_a_module(one.value.func) and not _acts_outside(one.value)
         if not any(isinstance(part, ast.NamedExpr) or _writes(part) for part in ast.walk(one))
     )
 
@@ -83,12 +83,22 @@ def _is_guard(node: ast.AST) -> bool:
     return False
 
 
+def _is_of_a_module(function: ast.expr) -> bool:
+    """Whether it may be a function of a module: ``a.b.c``, no method of what another call returns."""
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    return isinstance(function, ast.Name)
+
+
 _OUTSIDE = (
     "save", "write", "dump", "to_", "download", "upload", "send", "post", "put", "delete", "remove",
     "show", "run", "main", "Fire", "serve", "start", "set_start_method", "print", "log", "trace",
     "debug", "info", "success", "warn", "error", "critical", "exception",
 )  # fmt: skip
 """The beginnings of names of functions that act on something outside of the process."""
+
+_WRITING = ("write", "save", "dump", "export")
+"""The ends of such names, as of ``imwrite``."""
 
 
 def _writes(part: ast.AST) -> bool:
@@ -100,7 +110,8 @@ def _acts_outside(call: ast.Call) -> bool:
     name = _names_of(call)[-1]
     # ``logger.remove()`` and ``logger.remove(0)`` remove something of the package's own.
     own = all(isinstance(one, ast.Constant) and type(one.value) is int for one in call.args)
-    return name.startswith(_OUTSIDE) and not (name == "remove" and own and not call.keywords)
+    acts = name.startswith(_OUTSIDE) or name.endswith(_WRITING)
+    return acts and not (name == "remove" and own and not call.keywords)
 
 
 def _names_of(call: ast.Call) -> list[str]:
