@@ -941,6 +941,85 @@ def test_what_the_program_sets_in_functions_of_a_module(tmp_path, context):
     assert out.split() == ["True"] * 8
 
 
+IN_FILES = """
+import numpy
+ROWS = numpy.memmap("rows", "f4", "r+", shape=(100, 300))
+"""
+
+MAPPED = """
+import os
+import sys
+import warnings
+import numpy
+import xpool
+
+def prepare():
+    numpy.arange(30000, dtype="f4").tofile("rows")
+    numpy.save("saved.npy", numpy.arange(90000).reshape(300, 300))
+
+prepare()
+import in_files
+
+rows = numpy.memmap("rows", "f4", "r+", shape=(100, 300))
+made = numpy.memmap("made", "i8", "w+", shape=50)
+fixed = numpy.memmap("rows", "f4", "r", offset=1200, shape=(3, 5), order="F")
+own = numpy.memmap("rows", "f4", "c", shape=(100, 300))
+views = {"back": rows[::-2, 5:9], "plain": numpy.asarray(rows)[7:9], "row": rows[3]}
+loaded = numpy.load("saved.npy", mmap_mode="r+")
+gone = numpy.memmap("gone", "i8", "w+", shape=50)
+os.rename("made", "moved")
+os.remove("gone")
+_ = numpy.zeros(50).tofile("gone")
+
+def about(array):
+    mapped = getattr(array, "mode", ""), getattr(array, "offset", 0)
+    return type(array).__name__, *mapped, array.flags.writeable, array.tolist()
+
+def tell(_=None):
+    arrays = rows, fixed, *views.values(), loaded[:5, ::-1], in_files.ROWS[0]
+    return [*map(about, arrays)]
+
+def write(n):
+    rows[50, n] = views["back"][1, 2] = views["plain"][1, 1] = -n
+    loaded[2, n] = in_files.ROWS[9, 9] = -n
+    own[0, 0] = made[0] = gone[0] = 8
+    try:
+        fixed[0] = 8
+    except ValueError:
+        return float(own[1, 1]), type(own).__name__
+
+if __name__ == "__main__":
+    own[1, 1] = 4
+    with warnings.catch_warnings(record=True) as warned, xpool.Pool(1) as pool:
+        warnings.simplefilter("always")
+        print(pool.apply(tell) == tell(), pool.apply(write, (7,)))
+        rows[2, 2] = 88  # without a message to the worker
+        print(pool.apply(tell) == tell(), rows[50, 7], own[0, 0], made[0], gone[0])
+        print(in_files.ROWS[9, 9], loaded[2, 7], pool.apply(lambda: rows[2, 2]))
+        same = pool.apply(lambda: rows[:2]).tolist() == rows[:2].tolist()
+        print(pool.apply(lambda x: type(x).__name__, (rows,)), same)
+    print(*sorted(str(one.message).split()[7] for one in warned))
+    pool.join()
+"""
+
+
+@pytest.mark.parametrize("context", [None, *also("spawn")])
+def test_globals_that_are_mapped_from_files(tmp_path, monkeypatch, context):
+    """A worker maps the same file, as a fork has it, if the file still has a name; otherwise it has
+    a copy, with a warning."""
+    monkeypatch.chdir(tmp_path)  # the files are there
+    scripts.write(tmp_path / "in_files.py", IN_FILES)
+    text = MAPPED.replace("Pool(1)", f"Pool(1, context={context!r})")
+    out = scripts.run_ok([scripts.write(tmp_path / "mapped.py", text)])
+    assert out.splitlines() == [
+        "True (4.0, 'ndarray')",
+        "True -7.0 0.0 8 0",
+        "-7.0 -7 88.0",
+        "ndarray True",
+        "'gone'",
+    ]
+
+
 RECURSIVE = """
 import xpool
 

@@ -64,6 +64,8 @@ class Group:
         own: by id, the globals among them; a random generator is the receiver's own there.
         named: by id, objects that are written by their names: the arguments of `of_module`.
         objects: gets all objects that are written; None: they are not wanted.
+        maps: whether the receiver is on this machine.  Then an array in a file is written by the
+            name of the file, and the receiver maps the file, too.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Group:
         own: dict[int, Key],
         named: dict[int, tuple[Any, ...]],
         objects: list[Any] | None = None,
+        maps: bool = False,
     ) -> None:
-        self.own, self.named, self.objects = own, named, objects
+        self.own, self.named, self.objects, self.maps = own, named, objects, maps
+        self.mapped: list[Any] = []  # arrays that are written by the names of their files
         self.locks: list[Any] = []  # locks that the receiver replaces by new ones
 
 

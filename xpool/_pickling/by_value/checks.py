@@ -65,7 +65,9 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
             "multiprocessing.Lock in initargs=; if it is for the threads of one task, ignore this "
             "warning.",
         )
-    if any(map(_is_shared, arrays_among(group.objects or []))):
+    mapped = set(map(id, group.mapped))
+    copied = (one for one in arrays_among(group.objects or []) if id(one) not in mapped)
+    if any(map(_is_shared, copied)):
         _once(
             key,
             "memory",
@@ -125,7 +127,8 @@ def _is_shared(one: Any) -> bool:
             return False
     while isinstance(one, numpy.ndarray):
         if isinstance(one, numpy.memmap):
-            return bool(one.flags.writeable)  # what a worker writes does not reach the file
+            # What a worker writes does not reach the file.
+            return bool(one.flags.writeable) and one.mode != "c"
         one = one.base
     if isinstance(one, memoryview):
         one = one.obj

@@ -62,6 +62,7 @@ class Compared:
     """What is compared for each message.
 
     ``named``: by id, objects without state that are globals of modules which workers import.
+    ``maps``: as that of `Group`.
 
     Attributes:
         at_once: what `Book.preface` compares without the lock: how many globals other modules and
@@ -77,8 +78,9 @@ class Compared:
         groups: Iterable[SentGroup],
         named: dict[int, Key],
         stateless: list[Any],
+        maps: bool,
     ) -> None:
-        self._named, self._stateless = named, stateless
+        self._named, self._stateless, self._maps = named, stateless, maps
         self._gone: list[tuple[Any, str]] = []
         self._data: list[tuple[Any, str, int]] = []
         self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
@@ -176,7 +178,7 @@ class Compared:
     def _write_small(self) -> bytes | None:
         """Return the pickle of the small data; None: it cannot be pickled now."""
         values = [holder.get(name) for holder, name in self._small]
-        written, _ = attempt(write_group, values, Group({}, self._named), False)
+        written, _ = attempt(write_group, values, Group({}, self._named, maps=self._maps), False)
         return None if written is None else b"".join(written.chunks)
 
 

@@ -84,7 +84,7 @@ def _is_guard(node: ast.AST) -> bool:
 
 
 def _is_of_a_module(function: ast.expr) -> bool:
-    """Whether it may be a function of a module: ``a.b.c``, no method of what another call returns."""
+    """Whether it may be a function of a module, ``a.b.c``: no method of what a call returns."""
     while isinstance(function, ast.Attribute):
         function = function.value
     return isinstance(function, ast.Name)

@@ -67,10 +67,15 @@ def order(keys: tuple[Key, ...], leads: bool) -> tuple[Any, ...]:
 
 
 def write_values(
-    keys: tuple[Key, ...], values: list[Any], named: dict[int, tuple[Any, ...]], out_of_band: bool
+    keys: tuple[Key, ...],
+    values: list[Any],
+    named: dict[int, tuple[Any, ...]],
+    maps: bool,
+    out_of_band: bool,
 ) -> Pickled:
     """Pickle the values of a group: of one global its value, of several a list."""
-    group = Group({id(value): key for key, value in zip(keys, values, strict=True)}, named)
+    own = {id(value): key for key, value in zip(keys, values, strict=True)}
+    group = Group(own, named, maps=maps)
     if len(values) == 1:
         return write_group(values[0], group, out_of_band)
     pairs = zip(keys, values)

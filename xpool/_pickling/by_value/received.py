@@ -405,7 +405,7 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
 def _written(keys: tuple[Key, ...]) -> bytes | None:
     """Return what is sent of globals with these values; None: they are large or not pickled."""
     try:
-        written = write_values(keys, [*map(_value, keys)], {}, True)
+        written = write_values(keys, [*map(_value, keys)], {}, True, True)
     except Exception:  # an object's `__reduce__` can raise any error
         return None
     return None if written.buffers else b"".join(written.chunks)

@@ -144,6 +144,7 @@ class Book:
         self._tuples: set[int] = set()  # ids of globals that are tuples
         # By id: the objects without state that are globals of modules which workers import.
         self._named: dict[int, tuple[Any, ...]] = {}
+        self._maps = False  # whether all receivers are on this machine
         self._constants: dict[str, tuple[Any, ...]] = {}  # defaults of functions, by their text
         self._made: set[tuple[Key, ...]] = set()  # the large groups that are as they are now
         self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use
@@ -229,7 +230,7 @@ class Book:
                 continue
             begun = time.perf_counter()
             values = [holder.get(name) for holder, name in places]
-            written, why = attempt(write_values, group.keys, values, self._named, True)
+            written, why = attempt(write_values, group.keys, values, self._named, self._maps, True)
             if group.kind == PLACED:
                 about = f"{group.data.nbytes:,} bytes pickled"
                 same = written is not None and written.lies_in(group.data.content())
@@ -366,6 +367,7 @@ class Book:
 
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Find all nodes again, from these globals on: a changed global may use other ones."""
+        self._maps = layout.publisher is not None
         nodes, todo = dict[Key, Node](), set(wanted)
         shared, named = globals_of_modules(SHARED_BY_ALL)
         self._named = {**named}
@@ -388,7 +390,8 @@ class Book:
             some, *(one.keys for one in self._groups.values() if not one.first)
         )
         self._used = {}
-        self._compared = Compared(nodes, self._groups.values(), self._named, stateless)
+        groups = self._groups.values()
+        self._compared = Compared(nodes, groups, self._named, stateless, self._maps)
 
     def _look(self, key: Key) -> Node:
         module, path = key
@@ -536,7 +539,7 @@ class Book:
             node.written = write_group(reducers.InModule(home), Group({}, {}), True)
             return node
         node = Node(compared.DATA, value)
-        group = Group({id(value): key}, self._named, [])
+        group = Group({id(value): key}, self._named, [], self._maps)
         assert group.objects is not None
         node.written, node.error = attempt(write_group, value, group, True)
         if node.written is None:
@@ -661,7 +664,7 @@ class Book:
             return PLACED, old.data
         values: Any = [value_of(key) for key in keys]
         if len(keys) > 1:
-            written = write_values(keys, values, self._named, True)
+            written = write_values(keys, values, self._named, self._maps, True)
         large = written.nbytes >= INLINE_BELOW
         for node in nodes:
             node.large = large
@@ -670,9 +673,8 @@ class Book:
                 return PLACED, old.data  # type: ignore[union-attr]
             if layout.publisher is not None:
                 self._made.add(keys)
-                what = type(values[0]).__name__
-                return PLACED, layout.publisher(written.message, what)
-            written = write_values(keys, values, self._named, False)
+                return PLACED, layout.publisher(written.message, type(values[0]).__name__)
+            written = write_values(keys, values, self._named, self._maps, False)
         return VALUES, b"".join(written.chunks)
 
     # -- writing ----------------------------------------------------------------------------------

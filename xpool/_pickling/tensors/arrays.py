@@ -22,6 +22,7 @@ from xpool._pickling.reducers import (
 )
 from xpool._pickling.tensors.dense import Memory, bytes_of
 from xpool._pickling.tensors.extents import Seen, of_array
+from xpool._pickling.tensors.mapped import Place, map_file, place_of_array
 
 # The characters of the dtypes that their string describes fully, in both byte orders.
 _PLAIN = frozenset("?bBhHiIlLqQpPefdgFDGSUVmM")
@@ -70,6 +71,10 @@ def _reduce(pickler: Context, array: Any) -> Any:
     if not size:
         return _array, (bytearray(), kind, array.shape, array.strides, 0, flags.writeable)
     base = array.base
+    if base is not None and pickler.group is not None and pickler.group.maps:
+        file = place_of_array(pickler, array)
+        if file is not None:
+            return _in_file(pickler, array, file)
     if pickler.group is not None and id(base) in pickler.group.own and _may_be_base(base):
         # The base is a global, too: the view is one of it in the receiver.
         address, start = (one.__array_interface__["data"][0] for one in (array, base))
@@ -135,9 +140,26 @@ def _short(array: Any, by_number: bool) -> bytes | None:
 
 
 def _reduce_mapped(pickler: Context, array: Any) -> Any:
-    """Reduce a memory-mapped file to its values, because the receiver may not have the file."""
+    """Reduce a memory-mapped file to its values, as `multiprocessing` does, because the receiver
+    may not have the file.  A global is mapped there from the file, as a fork has it."""
     np = sys.modules["numpy"]
+    if pickler.group is not None and pickler.group.maps and array.size:
+        place = place_of_array(pickler, array)
+        if place is not None:
+            return _in_file(pickler, array, place)
     return _same, (np.ndarray.view(array, np.ndarray),)
+
+
+def _in_file(pickler: Context, array: Any, place: Place) -> Any:
+    pickler.group.mapped.append(array)  # type: ignore[union-attr]
+    address, (start, stop, _), _ = of_array(array)
+    path, device, inode, offset = place
+    where = path, device, inode, offset - (address - start), stop - start
+    about = None
+    if type(array) is not sys.modules["numpy"].ndarray:
+        about = array.mode, array.filename, array.offset
+    shape, strides, writable = array.shape, array.strides, array.flags.writeable
+    return _mapped, (where, address - start, array.dtype, shape, strides, writable, about)
 
 
 def _reduce_subclass(pickler: Context, array: Any) -> Any:
@@ -186,6 +208,21 @@ def _array_view(
     memory: Memory, offset: int, kind: Any, shape: Any, strides: Any, writable: bool
 ) -> Any:
     return _array(memory.buffer, kind, shape, strides, offset, writable)
+
+
+@builder
+def _mapped(
+    where: Any, offset: int, kind: Any, shape: Any, strides: Any, writable: bool, about: Any
+) -> Any:
+    import numpy as np
+
+    pages, skip = map_file(where, writable)
+    cls = np.ndarray if about is None else np.memmap
+    made: Any = np.ndarray.__new__(cls, shape, kind, pages, skip + offset, strides)
+    if about is not None:
+        made._mmap = pages
+        made.mode, made.filename, made.offset = about
+    return made
 
 
 @builder

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from itertools import islice
 from operator import itemgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from xpool._memory.arena import IDLE_SECONDS
 from xpool._memory.holds import Block
@@ -73,18 +74,52 @@ def place_of(pickler: Context, storage: Any) -> Place | None:
         path, device, inode, offset = place
         if _device_of(path, inode, offset + storage.nbytes()) == device:
             return place
-    seen = Seen.of(pickler)
-    if seen.maps is None:
-        seen.maps = _shared_maps()
-    at = bisect_right(seen.maps, address, key=itemgetter(0)) - 1
-    if at < 0 or address >= seen.maps[at][1]:
+    found = _mapping_at(pickler, address)
+    if found is None:
         return None
-    start, _, offset, inode, path = seen.maps[at]
+    start, _, offset, inode, path = found
     offset += address - start
     place = (*_path_of(path, inode, offset + storage.nbytes()), inode, offset)
     if place[0]:
         storage.xpool_place = process, address, place
     return place
+
+
+# By the `mmap` of an array: this process, and the mapping.
+_of_arrays: WeakKeyDictionary[mmap.mmap, tuple[int, _Map]] = WeakKeyDictionary()
+
+
+def place_of_array(pickler: Context, array: Any) -> Place | None:
+    """Return the place of the first element of an array in a file, if it is mapped with writes that
+    reach the file, and the file still has its name; else None."""
+    pages: Any = array
+    while (base := getattr(pages, "base", None)) is not None:
+        pages = base
+    if type(pages) is memoryview:
+        pages = pages.obj
+    if type(pages) is not mmap.mmap:
+        return None
+    address: int = array.__array_interface__["data"][0]
+    process, found = _of_arrays.get(pages, (0, None))
+    if process != os.getpid() or found is None or not found[0] <= address < found[1]:
+        found = _mapping_at(pickler, address)
+        if found is None:
+            return None
+    start, _, offset, inode, path = found
+    now = None if path.endswith(_DELETED) else _device_of(path, inode, 0)
+    if now is None:
+        return None
+    _of_arrays[pages] = os.getpid(), found
+    return path, now, inode, offset + address - start
+
+
+def _mapping_at(pickler: Context, address: int) -> _Map | None:
+    """Return the shared mapping of a file at an address, or None."""
+    seen = Seen.of(pickler)
+    if seen.maps is None:
+        seen.maps = _shared_maps()
+    at = bisect_right(seen.maps, address, key=itemgetter(0)) - 1
+    return seen.maps[at] if at >= 0 and address < seen.maps[at][1] else None
 
 
 def _shared_maps() -> list[_Map]:
@@ -200,8 +235,23 @@ def imported_torch() -> Any:
 
 def _map(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
     gone = f"the file of a tensor is gone ({path}): its sender has ended"
+    pages, skip = map_file((path, device, inode, offset, nbytes), True, gone)
+    return memoryview(pages)[skip:]
+
+
+def map_file(
+    where: tuple[str, int, int, int, int], writable: bool, gone: str = ""
+) -> tuple[mmap.mmap, int]:
+    """Map a part of a file, which begins at an offset; return the mapping, and where the part
+    begins in it.
+
+    Raises:
+        LookupError: it is another file now; ``gone`` says so.
+    """
+    path, device, inode, offset, nbytes = where
+    gone = gone or f"the file of an array is gone ({path})"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as exc:
         raise LookupError(f"{gone}, or {exc}") from exc
     try:
@@ -210,7 +260,7 @@ def _map(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
             raise LookupError(gone)
         skip = offset % mmap.ALLOCATIONGRANULARITY
         # The mapping keeps a descriptor, with which this process can send the tensor to others.
-        pages = mmap.mmap(fd, skip + nbytes, offset=offset - skip)
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        return mmap.mmap(fd, skip + nbytes, access=access, offset=offset - skip), skip
     finally:
         os.close(fd)
-    return memoryview(pages)[skip:]
