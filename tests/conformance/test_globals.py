@@ -1007,6 +1007,7 @@ if __name__ == "__main__":
 def test_globals_that_are_mapped_from_files(tmp_path, monkeypatch, context):
     """A worker maps the same file, as a fork has it, if the file still has a name; otherwise it has
     a copy, with a warning."""
+    pytest.importorskip("numpy", reason="numpy is not installed")
     monkeypatch.chdir(tmp_path)  # the files are there
     scripts.write(tmp_path / "in_files.py", IN_FILES)
     text = MAPPED.replace("Pool(1)", f"Pool(1, context={context!r})")

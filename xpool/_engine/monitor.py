@@ -152,9 +152,12 @@ class DirectReceive:
         return True
 
     def gone(self, worker: WorkerProcess) -> None:
-        """Forget a process that has ended: no caller receives from it, and the pipe of the next one
-        is not muted."""
+        """Forget a process that has ended: the pipe of the next one is not muted."""
         self.muted.discard(worker.index)
+
+    def abandon(self, worker: WorkerProcess) -> None:
+        """End the turn of a caller whose worker the engine kills without awaiting its end."""
+        self.gone(worker)
         self._ended.discard(worker.index)
         self.turns.pop(self._jobs.pop(worker.index, 0), None)
 

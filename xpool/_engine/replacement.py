@@ -367,7 +367,7 @@ class Replacement:
         for worker in self._workers:
             if worker.handle is not None:
                 self._note_end(worker, None)
-                self._direct.gone(worker)
+                self._direct.abandon(worker)
                 worker.ended(seen=False)
 
     def _note_end(self, worker: WorkerProcess, end: End | None) -> None:
