@@ -159,7 +159,7 @@ def renew_origins(settings: Any) -> int:
     if settings is not _holds_for[0]:
         try:
             folder = os.getcwd()
-        except OSError:  # the file was removed
+        except OSError:  # the folder was removed
             folder = ""
         if _holds_for[1:] != (sys.path, folder):
             with_origin.clear()
@@ -265,6 +265,10 @@ class _Properties:
         return True
 
 
+CODE = "__code__"
+"""The name of the part of a function that is its code."""
+
+
 class Parts(dict[str, Any]):
     """The parts of a function: its defaults by "=" and the name of the parameter, and its code."""
 
@@ -288,9 +292,6 @@ class Parts(dict[str, Any]):
             values = [self.get(f"={one}", MISSING) for one in positional]
             first = next(n for n, one in enumerate(values) if one is not MISSING)
             function.__defaults__ = (*(None if one is MISSING else one for one in values[first:]),)
-
-
-CODE = "__code__"
 
 
 def is_part(key: Key) -> bool:

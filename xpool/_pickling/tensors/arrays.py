@@ -22,7 +22,7 @@ from xpool._pickling.reducers import (
 )
 from xpool._pickling.tensors.dense import Memory, bytes_of
 from xpool._pickling.tensors.extents import Seen, of_array
-from xpool._pickling.tensors.mapped import Place, map_file, place_of_array
+from xpool._pickling.tensors.mapped import map_file, place_of_array
 
 # The characters of the dtypes that their string describes fully, in both byte orders.
 _PLAIN = frozenset("?bBhHiIlLqQpPefdgFDGSUVmM")
@@ -71,10 +71,8 @@ def _reduce(pickler: Context, array: Any) -> Any:
     if not size:
         return _array, (bytearray(), kind, array.shape, array.strides, 0, flags.writeable)
     base = array.base
-    if base is not None and pickler.group is not None and pickler.group.maps:
-        file = place_of_array(pickler, array)
-        if file is not None:
-            return _in_file(pickler, array, file)
+    if base is not None and (in_file := _in_file(pickler, array)) is not None:
+        return in_file
     if pickler.group is not None and id(base) in pickler.group.own and _may_be_base(base):
         # The base is a global, too: the view is one of it in the receiver.
         address, start = (one.__array_interface__["data"][0] for one in (array, base))
@@ -143,15 +141,18 @@ def _reduce_mapped(pickler: Context, array: Any) -> Any:
     """Reduce a memory-mapped file to its values, as `multiprocessing` does, because the receiver
     may not have the file.  A global is mapped there from the file, as a fork has it."""
     np = sys.modules["numpy"]
-    if pickler.group is not None and pickler.group.maps and array.size:
-        place = place_of_array(pickler, array)
-        if place is not None:
-            return _in_file(pickler, array, place)
+    if array.size and (in_file := _in_file(pickler, array)) is not None:
+        return in_file
     return _same, (np.ndarray.view(array, np.ndarray),)
 
 
-def _in_file(pickler: Context, array: Any, place: Place) -> Any:
-    pickler.group.mapped.append(array)  # type: ignore[union-attr]
+def _in_file(pickler: Context, array: Any) -> Any:
+    """Reduce an array of a global to its place in a file; None: the receiver cannot map it."""
+    group = pickler.group
+    place = place_of_array(pickler, array) if group is not None and group.maps else None
+    if group is None or place is None:
+        return None
+    group.mapped.append(array)
     address, (start, stop, _), _ = of_array(array)
     path, device, inode, offset = place
     where = path, device, inode, offset - (address - start), stop - start
