@@ -22,6 +22,7 @@ def write(k):
     for name, text in {
         "__init__": "from .first import use as used\n",
         "second": f"K = {k}\ndef helper(x): return x * 1000 * {k}\n",
+        "third": "from .first import Base\nclass Grand(Base): pass\n",
         "first": f"""
 import dataclasses, enum, functools, os
 from . import second
@@ -63,7 +64,8 @@ def task(x):
     return (
         use(x), one.use(x), package.used(x), one.Color.RED.value, p.scaled(), one.Point(x).scaled(),
         one.Child().who(), one.instance.who(), isinstance(one.instance, one.Base), one.cached(x),
-        one.decorated(x), one.late(x), type(p) is Point,
+        one.decorated(x), one.late(x), type(p) is Point, third.Grand().who(),
+        third.Grand.__base__ is one.Base, isinstance(third.Grand(), third.Base),
     )
 
 def same(x):
@@ -80,11 +82,12 @@ def compare(pool, name):
         assert pool.map(function, range(3)) == list(map(function, range(3))), name
 
 def main():
-    global package, use, Point
+    global package, third, use, Point
     sys.dont_write_bytecode = True
     folder.mkdir()
     write(1)
     import edited_package as package
+    from edited_package import third
     from edited_package.first import use, Point
     with xpool.Pool(1) as pool, xpool.Pool(1) as late:
         def check(name):
@@ -111,6 +114,7 @@ def main():
             del sys.modules[name]
         write(3)
         import edited_package as package
+        from edited_package import third
         from edited_package.first import use, Point
         check("imported again")
     for one in pool, late:
@@ -135,6 +139,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 sys.dont_write_bytecode = True
 file = pathlib.Path(__file__).with_name("autoreloaded.py")
+derived = "from autoreloaded import Box\\nclass Small(Box): pass"
+file.with_name("derived_from_it.py").write_text(derived)
 shell = InteractiveShell.instance()
 
 def write(k):
@@ -153,9 +159,11 @@ if __name__ == "__main__":
     run('''
 import xpool, autoreloaded
 from autoreloaded import Box, scaled
+from derived_from_it import Small
 box = Box()
 def task(x):
-    return scaled(x), autoreloaded.scaled(x), Box().go(), box.go(), autoreloaded.Box().go()
+    known = isinstance(Small(), autoreloaded.Box)
+    return scaled(x), Box().go(), box.go(), autoreloaded.Box().go(), Small().go(), known
 pool = xpool.Pool(1)
 ''')
     for k in 1, 2, 3:
@@ -172,4 +180,4 @@ def test_autoreload_in_a_notebook(tmp_path):
     """After an edit of a module, cells and the tasks of an older pool use the new version."""
     pytest.importorskip("IPython", reason="cells are run by IPython")
     out = scripts.run_ok([scripts.write(tmp_path / "cells.py", CELLS)])
-    assert out.splitlines() == ["3 3 1 1 1", "6 6 2 2 2", "9 9 3 3 3"]
+    assert out.splitlines() == ["3 1 1 1 1 True", "6 2 2 2 2 True", "9 3 3 3 3 True"]

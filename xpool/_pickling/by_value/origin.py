@@ -107,12 +107,29 @@ def origin_of(name: Any) -> int:
     if is_program(name):
         is_sent = name == "__main__" or name in _changed or not _is_importable(name)
         found = SENT if is_sent else IMPORTED
-        if found == IMPORTED and name in sys.modules and name not in _stamps:
-            _stamps[name] = _stamp_of(sys.modules[name])
+        if found == IMPORTED and name in sys.modules:
+            if name not in _stamps:
+                _stamps[name] = _stamp_of(sys.modules[name])
+            origins[name], with_origin[name] = found, sys.modules[name]  # bases may lead here again
+            if _extends_sent(name):
+                _changed[name], found = True, SENT
     if name in sys.modules:
         origins[name] = found
         with_origin[name] = sys.modules[name]
     return found
+
+
+def _extends_sent(name: str) -> bool:
+    """Whether classes of a module have base classes of modules that are sent.
+
+    A worker would import the module with other base classes than it gets from the program.
+    """
+    return any(
+        base.__module__ != name and origin_of(base.__module__) == SENT
+        for value in list(namespace(name).values())
+        if issubclass(type(value), type) and value.__module__ == name
+        for base in value.__mro__[1:]
+    )
 
 
 def send_from_now(module: str) -> None:
@@ -121,7 +138,7 @@ def send_from_now(module: str) -> None:
     if module in _changed:
         return
     _changed[module] = _is_importable(module)
-    with_origin.pop(module, None)
+    with_origin.clear()  # others may have classes with bases of this one
     _generation += 1
 
 

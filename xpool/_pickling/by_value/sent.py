@@ -359,8 +359,8 @@ class Book:
                 again = any(
                     node.parts.get(one) != has for one, has in compared.parts_of(now).items()
                 )
-            else:
-                again = not same_parts(node.parts, compared.parts_of(now))
+            else:  # defaults that were set are data
+                again = now.__code__ is not node.parts[0]
             if again and (canonical(now.__module__), now.__qualname__) == key:
                 send_from_now(key[0])
         return moved
