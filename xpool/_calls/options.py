@@ -133,9 +133,10 @@ def check_args(
 ) -> tuple[Any, ...]:
     """Return the ``args`` of a call as a tuple.
 
-    The pool itself passes ``before`` more arguments, in front of these.
+    ``before``: how many arguments the pool itself passes in front of these.
 
-    A string is refused if ``func`` cannot take its characters.
+    Each character of a string would be an argument: a string is refused if ``func`` cannot be
+    called with so many.
     """
     if not hasattr(args, "__iter__"):
         raise TypeError(f"{name} must be iterable, not {reprlib.repr(args)}; {_hint(name, args)}")
@@ -233,7 +234,7 @@ def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return ``value`` as a bool: numpy's would bring numpy into workers before their devices."""
+    """Return ``value`` as Python's bool: a bool of numpy would make workers import numpy."""
     if not isinstance(value, bool) and value not in (0, 1):
         raise TypeError(f"{name} must be True or False, not {value!r}")
     return bool(value)
@@ -319,7 +320,7 @@ class TaskOptions(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether the queues have nothing to obey."""
+        """Whether the options have the default for everything that queues obey."""
         return self.terms is ONCE
 
 

@@ -91,8 +91,9 @@ class ResultBuffer:
     def handed_out(self) -> int:
         """Number of values that the caller has taken.
 
-        It is calculated, because a signal handler could run between taking and counting.  While
-        `_move` stores both operands it may be too low, but never too high.
+        It is the difference of two numbers, and not a counter, because a signal handler could run
+        between taking a value and counting it.  While `_move` stores the two numbers, the
+        difference may be too low, but never too high.
         """
         return self.moved - len(self.values)
 
@@ -428,7 +429,7 @@ class Stream(Job):
         return True
 
     def hold_back(self, weight: int) -> None:
-        """Count the memory of an answer that waits before `deliver`; below 0, stop counting it."""
+        """Count the memory of an answer that is not delivered yet; a negative weight ends this."""
         iterator = self._iterator()
         if iterator is not None:
             iterator.buffer.bytes_in += weight

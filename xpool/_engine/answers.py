@@ -190,11 +190,11 @@ def _chance() -> float:
 class EngineOptions(NamedTuple):
     """Options of an engine.
 
-    ``lifetime``: most tasks of a process; None: no limit.  ``processes``: groups of worker indexes;
-    the workers of a group are threads of one process.  ``together``: all workers end when one dies.
-    ``hands_back``: the engine's caller retries tasks (see `Answers`).  ``on_end(end, told)`` is
-    called after the end of each process, in the engine's thread; the place gets its next process
-    when ``told()`` was called.
+    ``lifetime``: the most tasks that a process runs; None: no limit.  ``processes``: groups of
+    worker indexes; the workers of a group are threads of one process.  ``together``: all workers
+    end when one dies.  ``hands_back``: the engine's caller retries tasks (see `Answers`).
+    ``on_end(end, told)`` is called after the end of each process, in the engine's thread; the place
+    gets its next process when ``told()`` was called.
     """
 
     lifetime: int | None = None

@@ -467,9 +467,10 @@ class ProcessLauncher:
 
 @contextlib.contextmanager
 def _without_script(without: bool) -> Iterator[None]:
-    """Keep `multiprocessing` from running the program's script in processes of this thread.
+    """Keep `multiprocessing` from running the script in processes that this thread starts.
 
-    Objects that can only be inherited are pickled by `multiprocessing`, and need the script.
+    ``without`` is False if `multiprocessing` itself sends them objects (locks and queues in
+    ``initargs``): the classes of these may be in the script.
     """
     if not without:
         yield

@@ -1,7 +1,7 @@
 """Records what the workers have done, for `report`, `trace` and `watch`.
 
 Records are made for each message, not for each task: a message says how long the worker took for
-the answers in it.  Each task of more than a millisecond has its own message.
+the answers in it.  A task that takes more than a millisecond is answered by a message of its own.
 
 Guarded by the engine's lock.
 """
@@ -161,8 +161,9 @@ class Ledger:
         self._numbers = itertools.count()
 
     def remarkable(self, worker: int, batch: Batch, tasks: int, nanos: int) -> None:
-        """Record a message of ``tasks`` answers that took ``floor`` or more, or while there is a
-        trace; ``batch``: of the first of them."""
+        """Record a message of ``tasks`` answers in the trace, if there is a trace; and one answer
+        that took more than ``floor`` as a slow task.  ``batch``: that of the first task.
+        """
         # For several answers in a message, only the total time is known.
         if tasks == 1 and nanos > self.floor:
             self._slow(worker, batch, nanos)

@@ -1,4 +1,4 @@
-"""The memory that workers take: the arena's, their own and the machine's; limits, and its return.
+"""Memory: the arena's attachments and trims; limits for workers' own memory and the machine's.
 
 Guarded by the engine's lock.
 """
@@ -194,7 +194,7 @@ class MemoryGuard:
             self._reactor.call_at(self._reactor.now() + POLL_SECONDS, self._look)
 
     def is_above(self, worker: WorkerProcess) -> bool:
-        """Whether a worker has more than a worker may have."""
+        """Whether a worker has more memory than the limit of one worker."""
         return self._most is not None and private_memory(worker.pid or 0) > self._most
 
     def ran_out(self, ended: Iterable[WorkerProcess], exitcode: int | None) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class WorkerBackend(Protocol):
-    """The workers of a pool.  While the pool's thread waits, it refers to this, not to the pool."""
+    """The workers of a pool.  While the pool's thread waits, it refers to them, not to the pool."""
 
     dropped: bool
     """Whether the pool is gone, so that the workers must end."""

@@ -338,7 +338,7 @@ class Replacement:
         self._monitor.give_idle()
 
     def _check_page(self, worker: WorkerProcess) -> None:
-        """Check that what a worker has left in shared memory is possible."""
+        """Check that the values which a worker has left in shared memory are possible."""
         if worker.protocol_error is not None:
             self._answers.disown(worker, worker.protocol_error)
             return

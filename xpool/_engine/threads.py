@@ -463,9 +463,9 @@ class ThreadWorkers:
         return get, put
 
     def _run_source(self, me: PoolThread, source: Source, taken: bool = False) -> None:
-        """Run and answer tasks of a source; return if it has no more, or if `get` must choose.
+        """Run and answer tasks of a source, until it has no more or other tasks go before them.
 
-        ``taken``: it was taken from the queue just now.
+        ``taken``: the source was taken from the queue just now.
         """
         answer, calls, higher = self._answer, self.tasks.first, self.tasks.higher
         threads, lifetime = self._places.threads, self._options.lifetime

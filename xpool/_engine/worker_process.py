@@ -157,8 +157,8 @@ class Recipe(NamedTuple):
     def ended(self) -> "Recipe":
         """Return the recipe of an engine that starts no more workers.
 
-        It does not hold the blocks of the first messages.  The parts of an engine refer to each
-        other, so they live until the next garbage collection.
+        It does not hold the blocks of the first messages.  The parts of an ended engine refer to
+        each other, so they would keep these blocks until the next garbage collection.
         """
         return self._replace(config=_refuse, inherited=None)
 
@@ -310,10 +310,11 @@ class WorkerProcess:
     # -- it works ------------------------------------------------------------------------------
 
     def begun(self, answered: int) -> int:
-        """Return how many items the worker has begun, ever; it has answered ``answered``.
+        """Return how many items the worker has ever begun; ``answered``: how many it has answered.
 
-        If it has overwritten the page, the next item counts as begun.  Otherwise a task that
-        overwrites the page would seem not to have begun, and would run on one worker after another.
+        If a task has overwritten the page, the item after the answered ones counts as begun.
+        Otherwise such a task would seem not to have begun, and would run on one worker after
+        another.
         """
         began = self.box.began
         return began if self.box.intact else max(began, answered + 1)

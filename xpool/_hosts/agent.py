@@ -52,8 +52,8 @@ class AgentSession:
     Messages of the driver become calls of the engine.  Answers of the engine become messages, which
     leave with the next reply.  A session uses no network.
 
-    The only time limit is the lease: each call of the driver renews it.  It runs from the moment,
-    by the agent's clock, at which the agent sent the last reply that the driver has received.
+    The only time limit is the lease, which each call of the driver renews.  The lease begins when
+    the agent has sent the last reply that the driver has received, by the agent's clock.
 
     A result of ``engine`` with ``ok=None`` is an item to try again, or, if its value is a
     `TaskRange`, the items in this range, which no worker has begun.

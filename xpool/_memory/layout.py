@@ -106,7 +106,9 @@ class ArenaFile:
         return self._address
 
     def pages(self, offset: int) -> tuple[mmap.mmap, int, int]:
-        """Return the mapping with a byte of the file, its address, and the byte's place in it."""
+        """Return the mapping that has a byte of the file, the mapping's address, and the byte's
+        place.
+        """
         return self.map, self.address, offset
 
     def address_at(self, offset: int) -> int:
@@ -398,7 +400,7 @@ def leave(file: ArenaFile, fd: int, attachment: int) -> None:
 
 
 def clear_dead(file: ArenaFile, fd: int, own: int) -> bool:
-    """Clear the attachments of foreign processes that have ended.  Return whether any had.
+    """Clear the attachments of foreign processes that have ended.  Return whether there were any.
 
     ``own`` is the caller's attachment.  Its lock does not prevent the caller's own claim.
     """

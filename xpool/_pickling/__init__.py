@@ -1,8 +1,8 @@
 """Converts objects to messages and back, and decides where large buffers go.
 
-Programs and workers use it.  It runs users' code (`__reduce__`), so the engine's thread never calls
-it, and no caller holds a lock.  `by_value` and `tensors` register the reducers of their kinds of
-objects through `xpool.pickle`.  It imports `xpool._memory` and lower layers.
+Programs and workers use this package.  It runs users' code (`__reduce__`), so the engine's thread
+never calls it, and no caller holds a lock.  `by_value` and `tensors` register the reducers of their
+kinds of objects through `xpool.pickle`.  This package imports `xpool._memory` and lower layers.
 """
 
 Key = tuple[str, str]
@@ -10,7 +10,8 @@ Key = tuple[str, str]
 
 
 class Brought(frozenset[Key]):
-    """Given to a pickler as the globals that the receiver has: none.  ``keys`` gets those that the
-    message brings."""
+    """Tells a pickler that the receiver has no globals of the program.  The pickler sets ``keys``:
+    the globals that the message brings.
+    """
 
     keys: frozenset[Key] = frozenset()

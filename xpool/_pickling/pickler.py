@@ -138,7 +138,7 @@ class Pickled:
         return frame.pack(self.chunks, self.buffers, layout, self.shared)
 
     def lies_in(self, message: memoryview) -> bool:
-        """Whether a message from `message` contains the same bytes."""
+        """Whether an earlier message from `message` has the same bytes as this object."""
         pickled, buffers = frame.unpack(message)
         own = [buffer.raw() for buffer in self.buffers]
         sizes = sum(map(len, self.chunks)), *(one.nbytes for one in own)

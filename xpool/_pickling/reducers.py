@@ -155,7 +155,8 @@ def of_module(module: str, name: str, kind: type | None = None) -> Any:
     """Return a global of a module.
 
     ``kind``: the class of an object without a state.  The program may have replaced the object that
-    the module's import has made by this one, so the receiver makes a new object if its own differs.
+    the module's import has made.  So if the receiver's object is of another class, a new one of
+    this class is made.
     """
     if kind is None:
         return getattr(import_module(module), name)

@@ -258,7 +258,7 @@ class Journal:
         self._base.executemany("INSERT OR IGNORE INTO parts VALUES (?, ?, ?)", rows)
 
     def key(self, item: Any) -> str:
-        """Return the key of an item, as text.  Refuse the item if something of it has changed."""
+        """Return the key of an item, as text.  Refuse the item if one of its parts has changed."""
         if self._key is not None:
             key = _as_text(self._key(item))
             if hash(key) in self._taken:
@@ -489,8 +489,8 @@ def _store(answers: list[_Answer], keys: dict[int, str], journal: Journal) -> li
 def _pickled(
     index: int, value: Any, keys: dict[int, str], rows: list[tuple[str, bytes]]
 ) -> list[Any] | None:
-    """Add the results of an answer to the rows to be stored.  Return None, or if a result cannot
-    be pickled, all of them.
+    """Add the results of an answer to the rows to be stored.  Return None.  If a result cannot be
+    pickled, return all results of the answer, with an `Unopened` in its place.
 
     The answer is unpickled here, and again by the consumer.  If this unpickling raises, nothing is
     stored, and the consumer gets the exception.

@@ -183,7 +183,7 @@ def label_of(obj: Any) -> str:
 
 
 def is_in_c(cls: type) -> bool:
-    """Whether a class is made in C although its module has no file (as Cython's functions)."""
+    """Whether a class is made in C, in a module without a file (as that of Cython's functions)."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return (
         file is None

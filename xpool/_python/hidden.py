@@ -118,7 +118,7 @@ def reducer_tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 
 def reducer_registrations() -> list[tuple[Callable[..., object], type, Any]]:
-    """Return registrations of functions: the function that made it, the type, the reducer."""
+    """Return all reducers that are functions: how each was registered, its type, the reducer."""
     found = (copyreg.pickle, copyreg.dispatch_table), (reduction.register, forking)
     return [
         (register, kind, reduce)

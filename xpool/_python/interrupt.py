@@ -245,8 +245,8 @@ def _make_plan(found: list[Any]) -> tuple[Deferred, ...]:
 def _is_pythons(signum: int, handler: Any) -> bool:
     """Whether Python calls the handler: C code may have set another since, as uWSGI does.
 
-    Without ctypes, whose import takes 2 ms, a program of Python's own is taken to have no such C
-    code.
+    If the program was started by Python and has not imported ctypes, it is assumed that no C code
+    has done so: the import of ctypes takes 2 ms.
     """
     if sys.orig_argv and "ctypes" not in sys.modules:
         return True

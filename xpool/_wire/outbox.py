@@ -217,7 +217,7 @@ class Outbox:
 
     @property
     def bar(self) -> str:
-        """The bar that its task draws, perhaps half of it old; "": none."""
+        """The bar that the worker's task draws, or "".  A part may be of the previous bar."""
         return self._map[BAR_AT:HEADER].split(b"\0", 1)[0].decode(errors="ignore")
 
     def clear_stack(self) -> None:

@@ -107,7 +107,9 @@ _NOTHING = nullcontext()
 
 @cache
 def _contexts() -> tuple[Any, Any, Any]:
-    """Import what the program, which makes the records, does not need."""
+    """Return three functions for calls.  They are imported here, in a worker: the program needs
+    none.
+    """
     from xpool._worker import seeds, task_output
 
     return task_output.above_bar, task_output.output_to, seeds.seeded

@@ -188,8 +188,9 @@ class Peers:
     """The channels of one worker.  Any thread may call the methods.
 
     A task is stopped where it waits, or in code of the program (the marks of
-    `xpool._python.interrupt`).  To block the signal would not do: the system would give it to
-    another thread, such as one of torch's, and Python calls its handler in the main thread.
+    `xpool._python.interrupt`).  Blocking the signal in this thread would not help: the system would
+    give the signal to another thread, such as one of torch's, and Python would call its handler in
+    the main thread.
     """
 
     here: Peers | None = None

@@ -25,7 +25,7 @@ _what: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
 
 def keep(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Store the function.  An initializer: `multiprocessing` passes locks and queues only then."""
+    """Store the function.  Called as initializer: `multiprocessing` sends locks only to that."""
     global _what
     _what = fn, args
 

@@ -179,7 +179,9 @@ class WorkerThread(threading.Thread):
     # -- in the main thread --------------------------------------------------------------------
 
     def tell(self) -> None:
-        """Write its stack, but keep that of a task in which it was told to stop."""
+        """Write this thread's stack, but do not replace the stack of a task that it was told to
+        stop.
+        """
         if self.box.told_to_stop() and self._raised == self.box.began:
             return
         frame = sys._current_frames().get(self.ident or 0)

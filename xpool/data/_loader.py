@@ -217,7 +217,7 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         return Times(self._size()).report() if self._times is None else self._times.report()
 
     def _size(self) -> int:
-        """Return the number of workers that new workers of this loader are."""
+        """Return how many workers this loader starts."""
         return int(self.num_workers) if self._auto is None else self._auto.size
 
     # -- states ------------------------------------------------------------------------------------
@@ -244,9 +244,9 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next epoch begin at the place of ``state``, which `state_dict` returned.
 
-        The dataset, the sampler and all arguments must be the same as at that time.  Only the
-        workers of a dataset with indices and without ``state_dict`` may be others, and more or
-        fewer.  Iterators that were begun before are not changed.
+        The dataset, the sampler and all arguments must be the same as at that time.  One exception:
+        for a dataset with indices and without ``state_dict``, the kind and the number of workers
+        may differ.  Iterators that were begun before are not changed.
 
         Raises:
             OptionError: ``state`` is not a loader's state, or its loader had another batch size or

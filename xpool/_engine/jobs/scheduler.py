@@ -366,7 +366,7 @@ class Scheduler(Waiting):
             self.heavy.forget(self.size)
 
     def had_more(self, w: int) -> bool:
-        """Whether the latest item of a worker may have had more memory than one of others may."""
+        """Whether the latest item of a worker was allowed more memory than an ordinary item."""
         return (w == self.lone and self.alone in self.queued) or self.heavy.has_heavy(w)
 
     def put_back(self, task_range: TaskRange) -> None:

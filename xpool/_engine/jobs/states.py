@@ -198,7 +198,7 @@ class EndKind(enum.Enum):
 
 
 class RestartPolicy:
-    """Decides when a place that has lost its worker, a process or a thread, gets the next one.
+    """Decides when a worker (a process or a thread) that has ended gets a successor.
 
     The pool gives up when more than ``most`` workers have died within `WINDOW` seconds and no task
     was finished in between: each new worker would cost a process and achieve nothing.  A task that
@@ -304,8 +304,9 @@ class Deadlines:
     A worker is first asked to stop a task, and killed if it does not answer a moment later.  The
     page says when the running task began, so the parent checks seldom: when a task that was sent
     just now could exceed its limit.  It then finds a task over its limit, a task that will exceed
-    its limit at a known time, or neither.  If neither, no task can exceed its limit before another
-    limit has passed.  So tasks that are far below their limit cost nothing here.
+    its limit at a known time, or neither.  In the last case, the next check is one limit later,
+    because a task that begins now cannot exceed its limit before.  So tasks that are far below
+    their limit cost nothing here.
 
     A worker can also be stuck outside of a task, where no clock runs: SIGSTOP may have stopped it,
     or the finalizer of a result may hang.  The parent detects this as a standstill: for as long as

@@ -439,10 +439,11 @@ class HeavyFunctions:
             self.needs[name] = max(memory, self.needs[name])
 
     def limit(self, w: int, each: int, workers: int) -> int:
-        """Return how many bytes worker ``w`` may have where each of ``workers`` may have ``each``.
+        """Return how many bytes worker ``w`` may have.
 
-        If fewer than ``workers`` tasks of its function fit in the memory of all workers, these
-        tasks divide that memory.
+        ``workers``: the number of workers.  ``each``: the limit of each, in bytes.  If fewer than
+        ``workers`` tasks of the worker's function fit in the memory of all workers, these tasks
+        divide that memory.
         """
         start = self._latest[w][1] if w in self._latest else 0.0
         if start <= each:

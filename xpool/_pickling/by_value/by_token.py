@@ -1,8 +1,9 @@
 """Pickles objects by a token, to keep their identity in each process.
 
-These are type variables, new types and aliases, and bare objects (``MISSING = object()``) that are
-globals of ``__main__``, also those of a class whose ``__reduce__`` returns the global's name.
-Functions, arguments and globals, which refer to them, arrive in separate pickles.
+These objects are type variables, new types and aliases, and two kinds of globals of ``__main__``:
+bare objects (``MISSING = object()``), and objects whose ``__reduce__`` returns the global's name.
+A token is needed because functions, arguments and globals arrive in separate pickles, and may all
+refer to one such object.
 """
 
 from __future__ import annotations
@@ -100,9 +101,9 @@ def _make_object(token: str, kind: type = object) -> object:
 def _reduce_own(pickler: Context, obj: Any) -> Any:
     """Pickle an object of a class with a ``__reduce__``, ``__new__`` or ``__getattr__`` of its own.
 
-    If its ``__reduce__`` returns the name of a global of a module that a worker cannot import, it
-    is pickled by a token, with its attributes.  In globals, it arrives without a call of its
-    ``__new__``, which may count the objects.
+    If its ``__reduce__`` returns the name of a global of a module that a worker cannot import, the
+    object is pickled by a token, with its attributes.  If the object is in a global, the receiver
+    makes it without a call of its ``__new__``, which may count the objects.
     """
     kind = type(obj)
     if kind.__module__ == reducers.PARAMETRIZE:
@@ -145,7 +146,8 @@ def _slots(kind: type) -> list[str]:
 def _reduced(obj: Any) -> Any:
     """Return what ``__reduce_ex__`` returns.
 
-    Python 3.10 would ask the object for `__getstate__`, and not its class.
+    `object.__reduce_ex__` is not called if the class may lack `__getstate__`: Python 3.10 looks it
+    up in the object, and so calls the object's ``__getattr__``.
     """
     kind: Any = type(obj)
     own = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__

@@ -101,7 +101,9 @@ def arrays_among(objects: list[Any]) -> list[Any]:
 
 
 def memory_of(objects: list[Any]) -> set[int]:
-    """Return the addresses of the memory of arrays and tensors, less one, which is no `id`."""
+    """Return the addresses of the memory of arrays and tensors, with the lowest bit set: no `id` of
+    an object has this bit.
+    """
     found = set[int]()
     for one in arrays_among(objects):
         if hasattr(one, "__array_interface__") and not hasattr(one, "untyped_storage"):

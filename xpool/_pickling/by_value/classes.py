@@ -393,15 +393,16 @@ def methods(cls: type) -> Iterator[tuple[str, Any, FunctionType]]:
 
 
 def plain_methods(cls: type) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the path and the function of each method which is no property, also of inner classes,
-    that the class has got by its statement."""
+    """Yield path and function of the methods from the class statement, not of properties; also of
+    inner classes.
+    """
     for path, value, one in methods(cls):
         if not isinstance(value, property) and not is_patch(one, cls.__module__):
             yield path, one
 
 
 def own_methods(cls: type) -> dict[str, Any]:
-    """Return by path what tells whether methods that a class got by its statement have changed."""
+    """Return values, by path, that differ when methods from the class statement have changed."""
     return {
         path: (value, one.__code__)
         for path, value, one in methods(cls)

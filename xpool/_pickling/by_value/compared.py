@@ -1,6 +1,6 @@
-"""The program's globals as they were looked at last, and whether they are still the same.
+"""The program's globals as `Book` last compared them, and whether they are still the same.
 
-`sent` asks for each message.  What cannot change is compared by identity, and the rest by its
+`sent` asks this for each message.  What cannot change is compared by identity, and the rest by its
 pickle.
 """
 
@@ -207,12 +207,12 @@ def same_bytes(before: Any, now: Any) -> bool:
 
 
 def _named(kwdefaults: dict[str, Any] | None) -> list[Any] | None:
-    """Return what tells whether the defaults of keywords have changed in place."""
+    """Return values that differ when the defaults of keyword parameters have changed in place."""
     return None if kwdefaults is None else [*kwdefaults, *map(id, kwdefaults.values())]
 
 
 def parts_of(obj: Any) -> Any:
-    """Return what tells whether a function or class that workers import has been made again."""
+    """Return values that differ when a function or class that workers import was made again."""
     if isinstance(obj, type):
         return classes.own_methods(obj)
     if type(obj) is not FunctionType:

@@ -84,7 +84,7 @@ def _is_guard(node: ast.AST) -> bool:
 
 
 def _is_of_a_module(function: ast.expr) -> bool:
-    """Whether it may be a function of a module, ``a.b.c``: no method of what a call returns."""
+    """Whether this may be a function of a module, ``a.b.c``, and no method of a call's result."""
     while isinstance(function, ast.Attribute):
         function = function.value
     return isinstance(function, ast.Name)

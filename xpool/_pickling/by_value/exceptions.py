@@ -91,7 +91,7 @@ def _advice(exc: BaseException) -> str:
 
 
 def _text(obj: Any) -> Any:
-    """Return an object with the same repr."""
+    """Return an object that has the same repr as this one, for attributes that cannot be sent."""
     return _Text(safe_repr(obj, sys.maxsize))
 
 

@@ -103,7 +103,7 @@ _ATTRIBUTES = ("__defaults__", "__kwdefaults__", "__doc__", "__qualname__", "__t
 
 
 def parts_of_function(function: Any) -> tuple[Any, ...]:
-    """Return what tells whether a function without state has changed."""
+    """Return values that differ when a function without state has changed."""
     kwdefaults = function.__kwdefaults__
     return (
         function.__code__,
@@ -116,12 +116,12 @@ def parts_of_function(function: Any) -> tuple[Any, ...]:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether it is a number, a text or such, or a tuple of these."""
+    """Whether a value is a number, a text or another constant of Python, or a tuple of these."""
     return type(value) in ATOMS or (type(value) is tuple and all(map(is_constant, value)))
 
 
 def set_since_import(function: FunctionType) -> tuple[list[str], tuple[tuple[str, Any], ...]]:
-    """Return the parts of a function that its module's import, in a worker, may make otherwise.
+    """Return the parts of a function that may be others in a worker, which imports the module.
 
     These are its defaults, and code of another file or of another function.  The second value has
     the defaults that are constant.
@@ -266,7 +266,7 @@ def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
 
 
 def own_attributes(wrapper: Any) -> dict[str, Any]:
-    """Return the attributes of a function's wrapper that wrapping the function does not set."""
+    """Return the attributes of a wrapper, except those that are set when a function is wrapped."""
     found: dict[str, Any] = getattr(wrapper, "__dict__", {})  # a property has none
     return {name: value for name, value in found.items() if name not in _OF_WRAPPERS}
 

@@ -48,7 +48,7 @@ def was_set_here(module: str, name: str) -> bool:
 
 
 def forget_initial(module: str, name: str) -> None:
-    """Let the object go that a global of a fork referred to at first."""
+    """Drop the object to which a global referred when this process was forked."""
     _initial.get(module, {}).pop(name, None)
 
 

@@ -164,10 +164,10 @@ def is_importable_again(name: str) -> bool:
 
 
 def renew_origins(settings: Any) -> int:
-    """Find the origins again if `sys.path` or the working folder has changed.  Return how often
-    this was so, or modules in `awaited` were imported.
+    """Find the origins again if `sys.path` or the working folder has changed.  Return a number that
+    grows with each such change, and with each import of modules in `awaited`.
 
-    ``settings``: an object that is another one after such a change.
+    ``settings``: another object after each change of the path or the folder.
     """
     global _of_program, _holds_for, _generation
     if awaited and not sys.modules.keys().isdisjoint(awaited):
@@ -249,8 +249,8 @@ class _Properties:
     """Has the attributes of a module that are properties of its class, as those of
     ``torch.backends.cudnn``.
 
-    A property that raises keeps its last value.  A property may return another object each time, so
-    an equal simple value is the same object here.
+    If a property raises, `get` returns the last value.  A property may return a new object each
+    time, so `get` returns the last object if both are equal texts or numbers.
     """
 
     def __init__(self, module: ModuleType) -> None:
@@ -312,7 +312,7 @@ class Parts(dict[str, Any]):
 
 
 def is_part(key: Key) -> bool:
-    """Whether it is the key of a part of a function."""
+    """Whether a key is that of a part of a function."""
     name = key[1].rpartition(".")[2]
     return (name == CODE or name[:1] == "=") and type(owner_of(key)) is FunctionType
 

@@ -235,7 +235,7 @@ def _is_class(value: Any) -> bool:
 
 
 def of_annotations(annotations: dict[str, Any], module: str) -> set[Key]:
-    """Return the globals that annotations name which are texts."""
+    """Return the globals that are named in annotations that are texts."""
     values = namespace(module)
     found = set[Key]()
     for one in annotations.values():

@@ -5,8 +5,8 @@ program's globals.  Only a message of the parent changes a global that exists.  
 message of another process adds the globals that are missing.
 
 A worker keeps a global that its own code has set before the first value for it arrived.  It also
-keeps the object that the import of a module has made, if this has the same bytes as the program's:
-defaults of functions and other modules refer to it.
+keeps an object that the import of a module has made, if the object has the same bytes as the
+program's.  The reason: defaults of functions and other modules refer to the worker's object.
 """
 
 from __future__ import annotations
@@ -474,7 +474,7 @@ def _import(name: str) -> None:
 
 
 def _all_of(kind: int, entries: list[Entry]) -> list[Any]:
-    """Return what the entries of a kind without values bring."""
+    """Return the data of all entries of a kind; for kinds of entries without values of globals."""
     return [one for of, _, _, _, data in entries if of == kind for one in data]
 
 

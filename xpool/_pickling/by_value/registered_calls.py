@@ -57,7 +57,7 @@ def look_at_script(calls: tuple[tuple[str, Any, tuple[Any, ...]], ...]) -> None:
 
 
 def look_at_reducers() -> None:
-    """Make every worker register the reducers that functions of the program are."""
+    """Make every worker register those reducers that are functions of the program."""
     for register, kind, reduce in hidden.reducer_registrations():
         key = register.__module__, kind
         # A module that a worker imports registers its own.

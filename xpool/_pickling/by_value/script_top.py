@@ -1,8 +1,8 @@
 """Finds what a worker must know about the code of the program's top level, without running it.
 
 Definitions and data travel by value, so nothing of a script runs in a worker.  Four facts are in
-its code alone: imports and calls for their effect, names that begin as None, and attributes that
-the program sets on other packages' modules.
+its code alone: imports for their effect, calls for their effect, names that the script first binds
+to None, and attributes that the program sets on other packages' modules.
 
 The code is that of the running frame, so it is what really runs: of a file, of ``python -m``, ``-``
 or ``-c``, under a debugger or `runpy`, and after the file was edited.  Only calls need the text,

@@ -1,13 +1,13 @@
 """What a task sees: sends the functions, classes and globals of the program that a message uses.
 
 Before the message, the receiver gets the *state*: all definitions and globals that it uses, as they
-are at the call.  `Book` finds them, from one to the next, for the workers of one pool:
+are at the call.  `Book` follows references to find them, for the workers of one pool:
 
 * A **definition** (a plain function, a class) of ``__main__``, or of a module that a worker cannot
   import, is sent by value.  The receiver binds it to its name.
 * **Data** is what the other globals and the attributes of classes refer to, also in modules that a
   worker can import.  Globals that refer to a common object are one *group*: they are pickled
-  together, so that they do in the receiver, too.
+  together, so that they share this object in the receiver, too.
 
 Each of them has a serial number, which changes if its bytes change.  docs/dev/pickling.md says when
 they are compared, and where a state lies.
@@ -245,7 +245,7 @@ class Book:
         return equal
 
     def _used_by(self, names: frozenset[Key]) -> set[Key]:
-        """Return these globals and what they use, or what refers to common objects."""
+        """Return these globals, the globals that they use, and the others in the groups of both."""
         used = self._used.get(names)
         if used is None:
             used, todo = set(), set(names)
@@ -327,7 +327,7 @@ class Book:
         return state
 
     def _of_all(self) -> set[Key]:
-        """Return the keys of what every worker gets."""
+        """Return the keys of the globals and calls that every worker gets."""
         top = _script_top().top_of_main()
         self._imports, self._nones = top.imports, top.nones
         registered_calls.look_at_script(top.calls)
@@ -511,8 +511,7 @@ class Book:
         node.names |= found
 
     def _note_function(self, node: Node, function: Any, module: str, path: str) -> None:
-        """Add the attributes, defaults and code of a function or method, which workers import, that
-        their import may make otherwise."""
+        """Add the attributes, defaults and code of a function that may differ in a worker."""
         names = classes.data_of_function(function)
         if type(function) is FunctionType:
             parts, constant = set_since_import(function)

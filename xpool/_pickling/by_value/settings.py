@@ -58,7 +58,7 @@ _context = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "
 
 
 class _Held(tuple[Any, ...]):
-    """The fields of a context, whose traps are valid as long as it exists."""
+    """The fields of a decimal context, with the context: its traps are valid while it exists."""
 
     owner: Any
 
@@ -89,7 +89,7 @@ _TRAPS = ("DivisionByZero", "InvalidOperation", "Overflow")
 def _part(where: str, name: str) -> Any:
     """Return what a loaded module has under a name, or None.
 
-    For facts of numpy and torch that have no public name; each caller has another way.
+    For facts of numpy and torch that have no public name.  A caller can do without them.
     """
     return getattr(sys.modules.get(where), name, None)
 

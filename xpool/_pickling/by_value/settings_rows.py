@@ -154,7 +154,7 @@ def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 class _Started(Row):
-    """A row with which a worker is started: fresh is the value at the first snapshot."""
+    """A row whose value at the first snapshot counts as a fresh worker's: a worker starts with it."""
 
     _first: Any = ...
 
@@ -672,7 +672,7 @@ def _set_logger(logger: Any, way: tuple[Any, ...]) -> None:
 
 
 def _stand_in(logging: Any, module: str, name: str, attributes: Any) -> Any:
-    """Return an object that code which looks for a handler finds in place of the program's.
+    """Return a handler that a worker has in place of the program's, for code that looks for one.
 
     The program's handler gets the records (`xpool._worker.worker_relay`).
     """

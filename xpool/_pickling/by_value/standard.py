@@ -198,7 +198,9 @@ LAZY["logging"] = _lazy_logging
 
 
 class _Reference(weakref.ref[Any]):
-    """A weak reference of the program's.  It keeps the object, as other objects do there."""
+    """A weak reference of the program's, in a worker.  It keeps its object alive, because what
+    keeps the object alive in the program may not be sent.
+    """
 
     kept: Any
 
