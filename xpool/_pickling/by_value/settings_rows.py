@@ -154,7 +154,7 @@ def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 class _Started(Row):
-    """A row whose value at the first snapshot counts as a fresh worker's: a worker starts with it."""
+    """A row with which a worker is started; the value at the first snapshot counts as fresh."""
 
     _first: Any = ...
 
