@@ -53,8 +53,8 @@ class Display:
 class Progress:
     """Counts the done items of one job, and shows the count in a thread.
 
-    ``how`` is the value of ``progress=``, and ``title`` is the title if that is True.  A task has
-    ``size`` items, but the last may have fewer.  ``drawn()`` returns the number of drawn items.
+    ``how`` is the value of ``progress=``, and ``title`` is the title if ``how`` is True.  A task
+    has ``size`` items, but the last may have fewer.  ``drawn()`` returns the number of drawn items.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class PickledResult:
         """Unpickle and return one value for each task, or `Unopened` if this has failed."""
 
     def open_plain(self) -> list[Any] | None:
-        """As `open`, or None if the value is long or its unpickling could run other code."""
+        """As `open`, or None if the value is long or its unpickling could run a user's code."""
         return None
 
 

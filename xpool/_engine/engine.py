@@ -228,7 +228,7 @@ class Engine:
             self.ledger.begin_trace()
 
     def end_trace(self) -> tuple[list[Event], float, int]:
-        """Return the events that were kept, when that began, and how many are missing."""
+        """Return the events of the trace, the time of its begin, and how many are missing."""
         with self.lock:
             return self.ledger.end_trace()
 

@@ -135,9 +135,9 @@ class DirectReceive:
     def end_turns(self) -> None:
         """Leave the answers that the calling thread waits for to the engine's thread.
 
-        There are some if a signal handler has interrupted the wait in `Submission.call`.  If the
-        handler uses the pool, it may itself wait for that worker's answer or end; if it has raised,
-        the call is withdrawn.
+        This thread waits for such answers if a signal handler has interrupted `Submission.call`.
+        If the handler uses the pool, it may itself wait for that worker's answer or end; if it has
+        raised, the call is withdrawn.
         """
         me = threading.get_ident()
         for job in [job for job, (_, thread) in self.turns.items() if thread == me]:

@@ -1,8 +1,8 @@
 """Starts the processes of workers, handles their ends, and replaces them.
 
 A process has one worker, or several as threads (`WorkerProcess.workers`).  Siblings end together
-and are settled together: first the messages of all are received, since they share an attachment to
-the arena; then the tasks of each are failed, retried or given to others; then one process is
+and are settled together.  First the messages of all are received, since they share an attachment to
+the arena.  Then the tasks of each are failed, retried or given to others.  Then one process is
 started for all of them.
 
 A start is decided under the engine's lock, carried out without it, and recorded under it again

@@ -4,9 +4,9 @@ All threads take from one queue.  If many tasks are known at once, they form a `
 of the queue from which all threads take.  The thread that ran a task delivers its result.
 
 A thread cannot be stopped.  If a task exceeds its limit or is cancelled, its thread is abandoned:
-the task is answered, another thread takes its place, and this one ends when the task returns.  The
-task's thread or the engine's thread answers a task with a limit: the one that pops it from
-`HeldTasks`, which is atomic.  A late result of a cancelled job is dropped.
+the task is answered, another thread takes its place, and this one ends when the task returns.  A
+task with a limit is answered by its own thread or by the engine's thread: by the one that pops it
+from `HeldTasks`.  The pop is atomic.  A late result of a cancelled job is dropped.
 """
 
 from __future__ import annotations

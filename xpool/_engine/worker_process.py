@@ -320,7 +320,7 @@ class WorkerProcess:
         return began if self.box.intact else max(began, answered + 1)
 
     def look(self, began: int, tail: int, answered: int) -> tuple[int, int, int]:
-        """Record what a check saw in the page, and the answers so far; return the previous ones."""
+        """Record what a check saw in the page, and the answers so far; return the last check's."""
         seen, self._seen = self._seen, (began, tail, answered)
         return seen
 

@@ -82,7 +82,7 @@ class AgentSession:
         """Act on a call; the caller then asks for `reply` or `reply_to_beat`.
 
         Returns a worker and the number of a task, whose answer the calling thread is to receive by
-        `Submission.await_briefly`.  It then calls `wait`, and asks for the reply.
+        `Submission.await_briefly`.  This thread then calls `wait`, and asks for the reply.
         """
         replied = self._replied.get(call.heard)
         if replied is not None:

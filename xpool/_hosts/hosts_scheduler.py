@@ -175,8 +175,9 @@ def _tell(found: list[Message], host: HostState, kind: type[Go] | type[Back], ba
 
 
 class HostScheduler(Waiting):
-    """The queue of waiting items, the batches that each host holds, and the sets of hosts that
-    events may concern, so that no event has to search."""
+    """The queue of waiting items, and the batches that each host holds.  Sets have the hosts that
+    an event may concern, so that no event has to search all hosts.
+    """
 
     def __init__(self) -> None:
         super().__init__(0)

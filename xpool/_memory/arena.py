@@ -335,7 +335,7 @@ class Arena(Holds):
 class _Inherited(Arena):
     """The parent's arena in a forked child, which may read the blocks that the parent held.
 
-    The holds and the region belong to the parent, so this neither holds, releases nor allocates.
+    The holds and the region belong to the parent, so this object changes neither.
     """
 
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:

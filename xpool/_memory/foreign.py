@@ -225,7 +225,7 @@ class InFlightLeases:
 
     @shielded
     def retire(self) -> None:
-        """Use the present lease for no more messages, so that it can be reclaimed."""
+        """Send the present lease with no more messages, so that its blocks can be released."""
         lease = self._current
         if lease is not None:
             self._current = None

@@ -320,9 +320,9 @@ class EngineSubmitter(HookSubmitter):
     def learn(self, job: Job, work: Work) -> tuple[TaskRange, int | None, frozenset[Key]]:
         """Have the engine keep the job's function for the workers, until the job is answered.
 
-        Returns an empty range for its tasks; the worker to which they are bound, because it has the
-        tensors to which the function has handles, or None; and the globals of the program that come
-        with the function.
+        Returns three values: an empty range for its tasks; the worker that has the tensors to which
+        the function has handles (the tasks are bound to it), or None; and the globals of the
+        program that come with the function.
         """
         func, options = work.func, job.options
         if options.retry_on:

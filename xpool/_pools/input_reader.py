@@ -165,9 +165,9 @@ class FlowControl:
         return buffer is None or buffer.next_task == first
 
     def reserve(self, most: int = 1, wait: bool = True) -> int:
-        """Wait until items may be drawn; return how many, at most ``most``; 0: draw no more.
+        """Wait until items may be drawn; return how many, at most ``most``. 0: draw no more.
 
-        -1: none may be drawn now, and this thread is not to ``wait``.
+        Without ``wait``, return -1 if no item may be drawn now.
         """
         if not self.is_open():
             if not wait:

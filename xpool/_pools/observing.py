@@ -43,9 +43,10 @@ class Report:
 
     ``bytes_to_workers`` and ``bytes_from_workers`` count bytes in pipes, and not large values,
     which lie in shared memory.  A running task counts when it is answered.  ``dropped_records``:
-    log records and warnings of workers that did not reach the program.  ``peaks``: with
-    ``worker_memory=``, or after a death for lack of memory, the most bytes of private memory that a
-    worker had while it ran a function, by the function's name, as seen five times a second.
+    log records and warnings of workers that did not reach the program.  ``peaks``: by the name of a
+    function, the most bytes of private memory that a worker had while it ran the function, as
+    measured five times a second.  Only with ``worker_memory=``, or after a death for lack of
+    memory.
     """
 
     pool: str

@@ -375,8 +375,8 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         dropped or cancelled.
 
         Without a ``buffersize``, as many items are drawn as the workers need, while the untaken
-        results use less than a sixteenth of the machine's free memory, or 64 MiB if that is more (a
-        result counts 256 bytes more than its size).  If the iterator is dropped, or a thread waits
+        results use less than a sixteenth of the machine's free memory, or 64 MiB if that is more.
+        A result counts with its size and 256 bytes.  If the iterator is dropped, or a thread waits
         in `join`, the rest of the input is still drawn and run.
 
         The iterator has the ``len()`` of the input, if that has one.

@@ -20,11 +20,12 @@ does not read them here, because a worker that writes to wrong addresses may hav
     bar     worker   the progress bar that its task draws, as text
     stack   both     the worker's stack when it got `STOP_SIGNAL`, as text
 
-Order between processors: the parent reads answers up to a mark that came through the pipe, because
-the two system calls order the memory, or up to `tail` after the worker's death.  If a worker sends
-nothing during a long task, the parent reads up to the `tail` that it saw some milliseconds earlier.
-After the parent has set a new `limit`, it waits some milliseconds before it relies on it.  So the
-worker writes `began` before it reads `limit`, and restores `began` if `limit` forbids the item.
+A processor may see the stores of another one late.  So the parent reads answers up to a mark that
+came through the pipe, because the system calls of both sides order the memory.  After the worker's
+death, the parent reads up to `tail`.  If a worker sends nothing during a long task, the parent
+reads up to the `tail` that it saw some milliseconds earlier.  After the parent has set a new
+`limit`, it waits some milliseconds before it relies on the limit.  So the worker writes `began`
+before it reads `limit`, and restores `began` if `limit` forbids the item.
 
 faulthandler's signal handler, which is C code, writes the stack.  It needs neither the interpreter
 nor a lock, so it also works for a task that hangs in C code.  It writes into the file, at an offset
@@ -210,7 +211,7 @@ class Outbox:
         return turn * 1e-9 if turn else None
 
     def ask(self, began: int) -> None:
-        """Ask to break off the item that has set `began` to this value.  0 withdraws this."""
+        """Ask to break off the item that has set `began` to this value. 0 withdraws the request."""
         if began:
             self.clear_stack()  # of an earlier request
         self.words[_STOP] = began

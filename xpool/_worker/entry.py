@@ -117,7 +117,7 @@ def ignore_interrupts() -> None:
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
-    """Ignore the signal.  Not SIG_IGN, which programs that a task starts would inherit."""
+    """Ignore the signal.  SIG_IGN is not used: programs that a task starts would inherit it."""
 
 
 def _read(fd: int, n: int) -> bytearray:

@@ -9,8 +9,8 @@ The parent sends requests over a SOCK_SEQPACKET pair.  A request is a byte with 
 descriptors.  The descriptors are the worker's boot socket; a SOCK_SEQPACKET socket for its status;
 and the current stdout and stderr, if bits 0 and 1 of the byte are set.  On the status socket the
 server writes the worker's pid and later its wait status, each as 8 bytes, or the reason why it
-cannot fork; the worker uses it to ask for the program's resource tracker.  The server ends when the
-parent closes the other end of the pair; workers have lifelines of their own.
+cannot fork.  The worker uses this socket to ask for the program's resource tracker.  The server
+ends when the parent closes the other end of the pair; workers have lifelines of their own.
 """
 
 from __future__ import annotations

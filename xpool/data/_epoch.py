@@ -454,7 +454,7 @@ def _untaken(
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
-    """Return the seed of epoch ``turn`` (from 1) of persistent workers: they draw only one."""
+    """Return the seed of epoch ``turn`` (from 1) of persistent workers, for which one is drawn."""
     # All bits change with the turn, because torch's generator uses only 32 of them.
     return seed if turn == 1 else random.Random(f"{seed} {turn}").getrandbits(63)
 

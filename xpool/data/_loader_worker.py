@@ -1,6 +1,6 @@
-"""`WorkerCopy`: a worker's dataset and settings, and the methods that make batches.  Then the
-functions that the workers of a loader run, and those that make `torch.utils.data.get_worker_info`
-and torch's collate function work in workers.  `Generators` are those from which an epoch draws
+"""`WorkerCopy`: a worker's dataset and settings, and the methods that make batches.  Other
+functions here are run by the workers of a loader, or make `torch.utils.data.get_worker_info` and
+torch's collate function work in workers.  `Generators` has the generators from which an epoch draws
 random numbers.  A worker imports this, but none of the pools.
 
 A worker thread uses the memory of a large batch again when the program has dropped that batch: the

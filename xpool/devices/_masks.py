@@ -1,8 +1,8 @@
 """Pure functions for the variables of workers: masks, and those of TPUs.
 
-For each kind with a mask, one function returns the devices that a process with these variables may
-see, in the order in which its runtime numbers them, and another one the variables of a worker that
-owns some of them.  A name is what a mask calls a device.
+Each kind with a mask has two functions.  One returns the devices that a process with given
+variables may see, in the order in which its runtime numbers them.  The other returns the variables
+of a worker that owns some of these devices.  A name is what a mask calls a device.
 """
 
 from __future__ import annotations

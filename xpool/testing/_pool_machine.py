@@ -1,10 +1,10 @@
 """A state machine that uses a pool in any order that hypothesis generates.
 
-The order is random for calls of every verb (values, errors, chunks), results, callbacks, deaths of
-workers by tasks and by kills, several threads at once, `close`, `terminate` and `join`, and, if the
-pool has them, for time limits and `cancel`.  The machine compares the pool with a simple model
-(`PoolModel`): every submitted task must be answered once, as the model expects, within a time
-limit.  A pool that has ended must leave nothing behind.
+It calls every verb (values, errors, chunks), takes results, lets tasks or kills end workers, uses
+several threads at once, and calls `close`, `terminate` and `join`.  If the pool has time limits and
+`cancel`, it uses them, too.  The machine compares the pool with a simple model (`PoolModel`): every
+submitted task must be answered once, as the model expects, within a time limit.  A pool that has
+ended must leave nothing behind.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ class BatchSizes:
         """Record the seconds of the latest item.
 
         The cost rises at once and falls by half at most, so few items are queued behind a long one.
-        Long items count as one second, so they have no effect a dozen short items later.
+        An item of more than a second counts as one second, so it has no effect a dozen short items
+        later.
         """
         before = 0.0 if self.cost == math.inf else min(self.cost, 1.0)
         self.cost = max(seconds, before / 2)

@@ -66,7 +66,7 @@ class RangeQueue:
     """Task ranges in order.  ``busy``: the set of the queues that have some.
 
     The range with the highest priority is first; ranges of one priority form a line.  A range
-    leaves when it has no items, so that a slow input does not hold up other jobs.  ``bound``: the
+    without items is removed, so that a slow input does not hold up other jobs.  ``bound``: the
     number of items in ranges that are bound to a worker.
     """
 

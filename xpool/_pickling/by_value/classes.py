@@ -354,8 +354,9 @@ def _is_data(cls: type, name: str, value: Any) -> bool:
 
 
 def is_assigned(cls: type, name: str, value: Any) -> bool:
-    """Whether an attribute is other than the method or class that the statement of the class, which
-    a worker runs, makes under this name."""
+    """Whether an attribute is not the method or class that the class statement makes under this
+    name.  A worker runs this statement when it imports the module.
+    """
     kind = type(value)
     if kind in (functools.cached_property, functools.singledispatchmethod):
         value = value.func

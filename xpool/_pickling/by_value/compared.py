@@ -65,9 +65,8 @@ class Compared:
     ``maps``: as that of `Group`.
 
     Attributes:
-        at_once: what `Book.preface` compares without the lock: how many globals other modules and
-            `__main__` have, globals that are the same objects, functions; and whether `holds` and
-            `Book` compare more.
+        at_once: what `Book.preface` compares without the lock: the numbers of globals of modules,
+            globals by identity, and functions; and whether there is more to compare.
         if_used: groups that are compared only for messages that use them, with the places of
             their globals: those in shared memory, and those that cannot be sent.
     """

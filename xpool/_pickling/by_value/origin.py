@@ -7,8 +7,9 @@
 ================  ==============================================================================
 
 A worker cannot import a module that was made by hand or by ``spec_from_file_location``, or whose
-folder is no longer on `sys.path`.  One whose file has changed, or that the program has loaded again
-(`importlib.reload`), is sent, because a worker may import another one, or have imported it before.
+folder is no longer on `sys.path`.  A module whose file has changed, or that the program has loaded
+again (`importlib.reload`), is sent, too, because a worker may import another version of it, or has
+done so before.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def send_from_now(module: str) -> None:
 
 
 def send_edited() -> None:
-    """Send modules whose files have changed: new workers would import others than the program."""
+    """Send modules whose files have changed: new workers would import other versions of them."""
     for name, stamp in list(_stamps.items()):
         module = sys.modules.get(name)
         if module is not None and name not in _changed and stamp != _stamp_of(module):

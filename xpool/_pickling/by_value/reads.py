@@ -1,9 +1,9 @@
 """Finds the globals of the program that the code of a function or class uses.
 
 A global is named by a key: its module and its name.  If code uses a module of the program, the
-names in the code are looked up in that module, too (``config.rate``).  If it does more with the
-module than to get or set attributes, or calls `eval`, `exec` or `globals`, all of it counts.  Names
-that the program has added to `builtins` are globals of this module.
+names in the code are looked up in that module, too (``config.rate``).  If code does more with the
+module than to get or set attributes, or calls `eval`, `exec` or `globals`, all globals of the
+module count.  Names that the program has added to `builtins` are globals of this module.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ its code alone: imports for their effect, calls for their effect, names that the
 to None, and attributes that the program sets on other packages' modules.
 
 The code is that of the running frame, so it is what really runs: of a file, of ``python -m``, ``-``
-or ``-c``, under a debugger or `runpy`, and after the file was edited.  Only calls need the text,
-and only if the text compiles to that very code.
+or ``-c``, under a debugger or `runpy`, and after the file was edited.  Only the calls are found in
+the script's text, and only if the text compiles to the same code.
 """
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.

@@ -526,8 +526,8 @@ class Loggers(Row):
     """Levels, `propagate` and `disabled` of loggers that are not as made, and `logging.disable`.
 
     Each change of a level clears the caches of all loggers, so a mark in the root's cache tells
-    whether there was one.  `propagate`, `disabled`, handlers and attributes of the root and of
-    the program's own loggers are looked at each time; those of other loggers, which may be
+    whether a level has changed.  `propagate`, `disabled`, handlers and attributes of the root and
+    of the program's own loggers are looked at each time; those of other loggers, which may be
     hundreds, after such a change.
     """
 

@@ -195,9 +195,9 @@ class TensorHandle:
 
     If an argument of a task contains a handle, the task runs in the handle's worker, and its
     function gets the tensor itself, without a copy.  If the task runs in another worker
-    (``worker=i``, or handles of two workers in one task), that worker gets a copy, through the
-    memory of this machine: on the device to which it is bound, or else on the CPU.  The worker
-    keeps the tensor as long as handles exist.
+    (``worker=i``, or handles of two workers in one task), that worker gets a copy through the
+    memory of this machine.  The copy is on the device to which the worker is bound, or else on the
+    CPU.  The worker keeps the tensor as long as handles exist.
 
     Attributes:
         shape: tuple of int.
