@@ -90,7 +90,8 @@ def launch(
     *,
     cache: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
-    """As `spawn`.  Under torchrun, which has started the processes, run ``fn`` in this one only.
+    """Run ``fn(index, *args)`` on every XLA device, and return the results by ``index``, as
+    `spawn`.  Under torchrun, which has started the processes, run ``fn`` in this one only.
 
     ``debug_single_process`` is the same as ``nprocs=1``.
     """

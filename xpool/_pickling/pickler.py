@@ -479,7 +479,8 @@ def _message(
 def encode_alone(obj: Any) -> tuple[bytes, set[Key]]:
     """Pickle an object for any process, as a message without blocks.
 
-    Returns the pickle, and the names of the program's globals that it uses, which it lacks.
+    Returns the pickle, and the names of the program's globals that it uses.  The pickle does not
+    contain these globals.
     """
     result = _pickle(obj, _COPY)
     if result.buffers:

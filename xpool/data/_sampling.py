@@ -72,8 +72,9 @@ class Sampling(Iterator[Request]):
 
     def go_on(self, taken: int, digest: int, drawn: int, state: bytes | None) -> None:
         """Go to the place after ``taken`` batches.  ``state`` is the sampler's state after
-        ``drawn`` batches.  Without one, `begin` was called; the batches are drawn again, and must
-        have this ``digest``."""
+        ``drawn`` batches.  Without a ``state``, `begin` was called before; the batches are drawn
+        again, and must have this ``digest``.
+        """
         if state is not None:
             states = pickle.loads(state)
             if "sampler" in states:

@@ -368,8 +368,9 @@ class CollectiveGroup:
     """Collective communication among some ranks; made by `World.create_collective_group`.
 
     The methods and their arguments are those of ``torch.distributed``. Ranks are those of the
-    world. ``async_op=True`` returns a `Pending` instead of waiting. Complex tensors are sent as
-    pairs of reals, and only SUM and AVG can reduce them.
+    world. ``op`` is a `torch.distributed.ReduceOp`. A message is received with the ``tag`` with
+    which it was sent. With ``async_op=True``, an operation returns a `Pending` at once instead of
+    waiting. Complex tensors are sent as pairs of reals, and only SUM and AVG can reduce them.
 
     All members must call the same operations in the same order, with contiguous tensors of one
     shape and dtype. This is not checked. With gloo, a tensor that is larger than the sender's is
@@ -436,7 +437,9 @@ class CollectiveGroup:
         return pending
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Pending:
-        """As `recv`, but return a `Pending` at once; its ``wait()`` returns the sender's rank."""
+        """Begin to receive into ``tensor`` from rank ``src``, or any if None. Return a `Pending`
+        at once; its ``wait()`` returns the sender's rank.
+        """
         into = _output(tensor)
         if src is not None:
             _check_rank("src", src, self.ranks)

@@ -117,7 +117,9 @@ class RpcGroup:
     def rpc_async(
         self, to: str, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> Future[Any]:
-        """As `rpc_sync`, but return a future at once. Its ``wait()`` returns the result."""
+        """Run ``func(*args, **kwargs)`` in ``to``; return a `torch.futures.Future` at once. The
+        future's ``wait()`` returns the result.
+        """
         return call(self._member(to), func, args, kwargs, timeout)
 
     def remote(
@@ -189,14 +191,16 @@ class RpcGroup:
     def registered_async(
         self, key: Hashable, args: Args = (), kwargs: Kwargs = None, *, timeout: float = -1
     ) -> Future[Any]:
-        """As `registered_sync`, but return a future. An unknown key raises at once."""
+        """Call a registered service; return a `torch.futures.Future` at once. An unknown key
+        raises `GroupKeyError` at once.
+        """
         service = self.group_name, key, args, kwargs or {}
         return call(self._holder("service", key), _serve_and_send, service, None, timeout)
 
     def registered_remote(
         self, key: Hashable, args: Args = (), kwargs: Kwargs = None, *, timeout: float = -1
     ) -> RRef:
-        """As `registered_sync`, but leave the result in the holder and return a reference to it."""
+        """Call a registered service, leave the result there, and return an `RRef` to it."""
         service = self.group_name, key, args, kwargs or {}
         return _remote(self._holder("service", key), _serve, service, None, timeout)
 

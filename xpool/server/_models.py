@@ -66,13 +66,17 @@ class OrderedServerSimple(OrderedServerBase):
         self.server_name, self.group = server_name, group
 
     def push(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
-        """As `OrderedServerBase.push`."""
+        """Store ``value`` as the newest version of ``key`` if ``prev_version`` is the newest now;
+        return whether it was stored.  Raises `VersionError` as `OrderedServerBase.push`.
+        """
         service = f"{self.server_name}/_push_service"
         pushed: bool = self.group.registered_sync(service, (key, value, version, prev_version))
         return pushed
 
     def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
-        """As `OrderedServerBase.pull`."""
+        """Return a copy of the value of ``key`` and its version (``version``, or the newest if
+        None), or None if the server has no such version.
+        """
         service = f"{self.server_name}/_pull_service"
         pulled: tuple[Any, Any] | None = self.group.registered_sync(service, (key, version))
         return pulled

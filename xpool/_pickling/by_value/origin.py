@@ -503,8 +503,9 @@ def globals_of_modules(
     """Return, by id, the globals of modules that workers import, other than definitions and objects
     of the types ``free``.
 
-    The second dict has the objects without a state (``UNSET = Unset()``).  They are sent by name,
-    so a worker uses its own object, to which the defaults of functions in its modules refer.
+    The second dict has the objects without a state (``UNSET = Unset()``).  These objects are sent
+    by name, so a worker uses its own object: defaults of functions in the worker's modules refer to
+    it.
     """
     found: dict[int, list[tuple[str, str]]] = {}
     named: dict[int, tuple[str, str, type]] = {}
