@@ -9,9 +9,9 @@ closes the lease when it holds the blocks itself, and the kernel closes it when 
 the queue ends with the message in it.  If the sender dies first, the open lease protects the
 sender's attachment, and so its holds.
 
-`tidy` maintains all this.  It runs every few seconds in a thread, which `call` starts and which
-ends when no block is in transit or held.  So a process that sends an object and then computes for
-an hour gives its memory back, too.
+`tidy` releases blocks that have arrived, and gives memory back.  It runs every few seconds in a
+thread, which `call` starts and which ends when no block is in transit or held.  So a process that
+sends an object and then computes for an hour gives its memory back, too.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class Pins:
 
     A forked child has the same memory, but no attachment.  The blocks that its parent held at the
     fork must not be reused while the child may read them.  So the parent holds them once more until
-    the child ends or executes another program.  Either closes the child's end of a pipe.
+    the child ends or executes another program.  Both events close the child's end of a pipe.
     """
 
     def __init__(self) -> None:

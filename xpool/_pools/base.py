@@ -551,8 +551,8 @@ def _end(pool: BasePool | None) -> None:
 def _end_before_multiprocessing(pool: BasePool) -> None:
     """Have the pool end at the interpreter's exit before `multiprocessing` waits for processes.
 
-    It waits for those that it has started for a ``context``, and only sends them SIGTERM, which
-    they may ignore, as the program does.
+    `multiprocessing` waits for the processes that it has started for a ``context``.  Before, it
+    only sends them SIGTERM, which they ignore if the program does.
     """
     from multiprocessing import util  # a context has loaded it
 

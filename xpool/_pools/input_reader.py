@@ -1,6 +1,6 @@
 """Draws the input of `imap` in a thread, as far ahead as there is room.
 
-It needs a thread because an iterable may block, even until a result of the same pool arrives.  The
+A thread is needed because an iterable may block, even until a result of the same pool arrives.  The
 thread also pickles the items one by one, so that an item that cannot be pickled fails alone.
 """
 

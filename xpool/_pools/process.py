@@ -462,7 +462,7 @@ at_exit.append(ForkServer.stop_all)
 class P2PPool(Pool):
     """A pool that binds each task to a worker when it is submitted.
 
-    That is the worker with the least to do, or the one that the caller names: ``worker=i`` of
+    This worker is the one with the least to do, or the one that the caller names: ``worker=i`` of
     `apply` and `apply_async`, from 0 to ``size() - 1``.  If the worker dies, its tasks wait for its
     replacement.
 

@@ -160,7 +160,7 @@ class ReplicaProcess:
 
 
 class ProcessContext:
-    """Processes that run one function each, as `torch.multiprocessing.spawn` returns it.
+    """Processes that run one function each, as the `ProcessContext` of `torch.multiprocessing`.
 
     If this object is dropped, the processes run to their end.  The end of the interpreter stops
     them.

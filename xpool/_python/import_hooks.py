@@ -61,8 +61,8 @@ def child_prepares() -> bool:
 def search_path(entries: Iterable[Any]) -> list[str]:
     """Return the strings among the entries of `sys.path`, absolute except the empty one.
 
-    The interpreter ignores other objects in it.  It looks for the folder of a relative entry once,
-    and the program may have changed its working folder since then.
+    The interpreter ignores other objects in it.  The interpreter looks for the folder of a relative
+    entry once, and the program may have changed its working folder since then.
     """
     found = list[str]()
     for entry in entries:

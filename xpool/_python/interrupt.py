@@ -10,8 +10,9 @@ present place, the `Deferred` calls it at once.  If not, it is called when the t
 such a place.  Within a shielded function, these places are the functions marked `interruptible`,
 which wait or run code of the program.  Outside, the program's own handlers are installed.
 
-This does not cover exceptions of other signals' handlers, `RecursionError` and
-`PyThreadState_SetAsyncExc`.  They break the pool with an error that names them: see `cut_short`.
+Three kinds of exceptions are not deferred: those of other signals' handlers, `RecursionError`, and
+those by `PyThreadState_SetAsyncExc`.  They break the pool with an error that names them: see
+`cut_short`.
 """
 
 from __future__ import annotations

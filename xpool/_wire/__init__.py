@@ -1,5 +1,5 @@
 """Transport of bytes between two processes: pipes, frames, packets, the outbox page.
 
-Programs and workers use it.  The program's ends never block, but the worker's ends do.  It imports
-`xpool._memory` and lower layers.
+Programs and workers use this package.  The program's ends never block, but the worker's ends do.
+It imports `xpool._memory` and lower layers.
 """

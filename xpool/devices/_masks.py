@@ -447,8 +447,8 @@ def tpu_group_env(
 ) -> Env:
     """Return the variables of this host's worker ``rank`` in a group of workers with one chip each.
 
-    ``chips`` are all chips of the group on this host.  ``ports`` has one port for each chip.  They
-    are the same on every host, and other groups of the host must not use them.
+    ``chips`` are all chips of the group on this host.  ``ports`` has one port for each chip.  The
+    ports are the same on every host, and other groups of the host must not use them.
     """
     n = len(chips)
     addresses = ",".join(f"{host}:{port}" for host in at.hosts for port in ports)

@@ -483,7 +483,8 @@ class Scheduler(Waiting):
     def running(self, w: int, began: int) -> tuple[Batch, int] | None:
         """Return the batch and position of the item that the worker runs; None: it runs none.
 
-        ``began``: how many items the worker has begun.  It may have answered the last of these.
+        ``began``: how many items the worker has begun.  The worker may have answered the last of
+        these.
         """
         for batch in self.in_flight[w].held:
             position = began - 1 - batch.seq

@@ -487,8 +487,8 @@ def _make(
 def _muted(bases: tuple[type, ...], known_only: bool) -> Iterator[None]:
     """Keep ``__init_subclass__`` of by-value bases (unless ``known_only``, of all) from running.
 
-    It ran when the class was defined, and its effects are in the state of the class.  Here it would
-    get an empty class, without the keywords of the class statement.
+    It ran when the class was defined, and its effects are in the state of the class.  If it ran
+    again, it would get an empty class, without the keywords of the class statement.
     """
     saved = {}
     for base in bases:

@@ -682,7 +682,8 @@ def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:
 def when_ready(name: str, call: Callable[[], object]) -> None:
     """Make a call of the script now, or after the import of the library that it configures.
 
-    It comes before the library's rows, as the program may have changed a setting after its call.
+    The call is made before the library's rows are set, because the program may have changed a
+    setting after its own call.
     """
     if not name or name in sys.modules:
         call()
