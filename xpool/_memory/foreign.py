@@ -272,7 +272,9 @@ def in_flight_leases_of(arena: Holds) -> InFlightLeases:
 
 @shielded
 def reclaim_arrived() -> bool:
-    """Release the blocks of all messages that have arrived.  Return whether any have not."""
+    """Release the blocks of all messages that have arrived.  Return whether others have not
+    arrived.
+    """
     with passing:
         for one in _in_flight.values():
             one.retire()

@@ -384,10 +384,10 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         Args:
             yields: True: ``func`` returns a generator, which runs in a worker, and the iterator
                 gives its values as they are made: all of the first item, then of the second.
-                ``buffersize`` and the limit on memory hold for values.  ``timeout`` is for each
-                value.  With ``retries``, a generator begins again, and the values that have come
-                are skipped.  If the iterator is closed, cancelled or dropped, the generators are
-                closed.
+                ``buffersize`` and the limit on memory are for values, not items.  ``timeout`` is
+                for each value.  With ``retries``, a generator begins again, and the values that
+                have come are skipped.  If the iterator is closed, cancelled or dropped, the
+                generators are closed.
             All other keywords: as in `map`.
 
         Raises:

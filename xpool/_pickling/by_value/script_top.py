@@ -144,7 +144,7 @@ def _top_of_main() -> Top:
 
 
 def _ended(statements: tuple["ast.stmt", ...], line: int) -> int:
-    """Return the number of statements that have ended when a later one, of this line, runs."""
+    """Return how many of the statements have ended when the one in this line runs."""
     return sum((one.end_lineno or 0) < line for one in statements)
 
 

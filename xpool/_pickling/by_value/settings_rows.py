@@ -67,7 +67,7 @@ class Line(Row):
     """A row that fits in a line.
 
     ``peek(module)`` returns the function that reads the token, and ``set(module, value)`` sets a
-    value.  In place of both there may be the name of a function of the module.
+    value.  Both may also be names of functions of the module, which read and set the value.
     """
 
     def __init__(
