@@ -35,8 +35,8 @@ def at_fork(
 ) -> None:
     """Register functions that the forking thread calls.  Do nothing on systems without fork.
 
-    ``in_parent`` is called only if ``before`` was called at the same fork: a module may register
-    both while another thread is in the middle of a fork.
+    ``in_parent`` is called only if ``before`` was called at the same fork.  Otherwise it could be
+    called alone, if a module registers both while another thread is in the middle of a fork.
 
     Python keeps these functions, with all objects to which they refer, until the process ends.
     """

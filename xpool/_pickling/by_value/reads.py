@@ -319,7 +319,7 @@ def reads(obj: Any) -> set[Key]:
 
 
 def _inside(one: Any) -> Iterable[Any]:
-    """Return the objects that an object directly contains, as far as code may be among them."""
+    """Return the objects that an object directly contains, if code may be among them."""
     kind = type(one)
     parts = _PARTS.get(kind)
     if parts is not None:
