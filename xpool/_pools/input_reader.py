@@ -165,7 +165,7 @@ class FlowControl:
         return buffer is None or buffer.next_task == first
 
     def reserve(self, most: int = 1, wait: bool = True) -> int:
-        """Wait until items may be drawn; return how many, at most ``most``. 0: draw no more.
+        """Wait until items may be drawn; return how many, at most ``most`` (0: no more).
 
         Without ``wait``, return -1 if no item may be drawn now.
         """

@@ -76,10 +76,12 @@ class Pool(BasePool):
         is_daemon: False: workers may have children of `multiprocessing`.
         is_copy_tensor: False: both sides see each other's writes to tensors.
         share_method: with ``is_copy_tensor=False``, share only tensors on this device: "cpu",
-        "cuda" or "xla". memory_limit: bytes of shared memory; what does not fit goes through pipes.
-        seed: from which the workers' random generators are seeded. task_timeout: seconds for each
-        call without ``timeout=``. initializer_timeout: seconds for a worker's start, with its
-        initializer. restart_budget: how many workers may die in a minute in which no task finishes.
+            "cuda" or "xla".
+        memory_limit: bytes of shared memory; what does not fit goes through pipes.
+        seed: from which the workers' random generators are seeded.
+        task_timeout: seconds for each call without ``timeout=``.
+        initializer_timeout: seconds for a worker's start, with its initializer.
+        restart_budget: how many workers may die in a minute in which no task finishes.
         output: "prefix": ``[worker 3]`` before printed lines; "files": each task prints into a
             file in ``output_folder``.
         on_worker_end: called with a `WorkerEnd` for each worker that ended, before its replacement

@@ -211,7 +211,7 @@ class Outbox:
         return turn * 1e-9 if turn else None
 
     def ask(self, began: int) -> None:
-        """Ask to break off the item that has set `began` to this value. 0 withdraws the request."""
+        """Ask to break off the item that has set `began` to this value; 0: no longer."""
         if began:
             self.clear_stack()  # of an earlier request
         self.words[_STOP] = began
