@@ -360,7 +360,7 @@ class Book:
                     node.parts.get(one) != has for one, has in compared.parts_of(now).items()
                 )
             else:  # defaults that were set are data
-                again = now.__code__ is not node.parts[0]
+                again = parts_of_function(now)[0] is not node.parts[0]
             if again and (canonical(now.__module__), now.__qualname__) == key:
                 send_from_now(key[0])
         return moved
