@@ -277,6 +277,30 @@ def test_one_element_of_a_large_global(tmp_path, options):
     assert _run_main(tmp_path, LARGE, options) == ANSWERS
 
 
+ALIASES = """
+import xpool
+
+small, common = [1], {"text": bytes(100_000)}
+first, second = common, [common]
+
+def look():
+    return first.get("more") is small, second[0] is first if second else None
+
+def main():
+    with xpool.Pool(1) as pool:
+        print(pool.apply(look))
+        globals()["second"] = None
+        common["more"] = small
+        print(pool.apply(look))
+    pool.join()
+"""
+
+
+def test_an_object_that_a_large_global_gets_with_other_companions(tmp_path):
+    """A large global is changed in place and shares an object with another global than before."""
+    assert _run_main(tmp_path, ALIASES) == "(False, True)\n(True, None)\n"
+
+
 COUNTED = """
 import typing
 from typing import Final

@@ -22,6 +22,8 @@ from xpool._pickling.by_value.origin import (
     MISSING,
     MODULES,
     Parts,
+    canonical,
+    is_patch,
     namespace,
     origin_of,
     place_of,
@@ -217,3 +219,18 @@ def parts_of(obj: Any) -> Any:
     if type(obj) is not FunctionType:
         return None
     return *parts_of_function(obj)[:5], True  # the attributes are globals of their own
+
+
+def is_made_again(key: Key, node: Node, now: Any) -> bool:
+    """Whether the program has made a function or class, or a part of it, again.
+
+    ``node``: what it was when workers have imported it.  Other defaults alone do not count: they
+    are data.
+    """
+    if now is not node.value:
+        again = type(now) is type(node.value) and not is_patch(now, key[0])
+    elif isinstance(now, type):
+        again = any(node.parts.get(one) != has for one, has in parts_of(now).items())
+    else:
+        again = parts_of_function(now)[0] is not node.parts[0]
+    return again and (canonical(now.__module__), now.__qualname__) == key

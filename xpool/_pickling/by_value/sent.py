@@ -351,17 +351,7 @@ class Book:
                 continue
             if now is MISSING:
                 self._sent.add(key)  # workers that have imported it remove it
-                send_from_now(key[0])
-                continue
-            if now is not value:
-                again = type(now) is type(value) and not is_patch(now, key[0])
-            elif isinstance(now, type):
-                again = any(
-                    node.parts.get(one) != has for one, has in compared.parts_of(now).items()
-                )
-            else:  # defaults that were set are data
-                again = parts_of_function(now)[0] is not node.parts[0]
-            if again and (canonical(now.__module__), now.__qualname__) == key:
+            if now is MISSING or compared.is_made_again(key, node, now):
                 send_from_now(key[0])
         return moved
 
@@ -382,15 +372,17 @@ class Book:
             for one in node.objects & shared.keys():
                 todo.update(set(shared[one]) - nodes.keys())
             todo |= node.names - nodes.keys()
-        before, self._nodes, self.told = self._nodes, nodes, frozenset(nodes)
-        self._regroup(layout)
         # A worker may have objects that use these globals, even if the task's function does not.
-        some = (key for key, node in nodes.items() if before.get(key, node).serial != node.serial)
-        self._always = self._always.union(
-            some, *(one.keys for one in self._groups.values() if not one.first)
-        )
-        self._used = {}
+        before = self._nodes
+        some = {key for key, node in nodes.items() if before.get(key, node).serial != node.serial}
+        self._nodes, self.told, self._used = nodes, frozenset(nodes), {}
+        old = self._regroup(layout)
         groups = self._groups.values()
+        self._always = self._always.union(some, *(one.keys for one in groups if not one.first))
+        if old:
+            self._nodes = {key: node for key, node in nodes.items() if key not in old}
+            self._find(layout, wanted)
+            return
         self._compared = Compared(nodes, groups, self._named, stateless, self._maps)
 
     def _look(self, key: Key) -> Node:
@@ -569,8 +561,12 @@ class Book:
 
     # -- grouping ---------------------------------------------------------------------------------
 
-    def _regroup(self, layout: Layout) -> None:
-        """Divide the data into groups, and pickle those that are new or have changed."""
+    def _regroup(self, layout: Layout) -> set[Key]:
+        """Divide the data into groups, and pickle those that are new or have changed.
+
+        Returns large globals in these whose nodes are old: they may refer to other objects now.
+        """
+        old = set[Key]()
         of_object: dict[int, list[Key]] = {}
         for key, node in self._nodes.items():
             if node.kind == compared.DATA and node.written is not None:
@@ -598,10 +594,14 @@ class Book:
             done.update(keys)
             group = groups[keys] = self._group(keys, layout)
             for member in keys:
-                self._nodes[member].group = group
+                node = self._nodes[member]
+                if node.large and node.group is not None and group is not self._groups.get(keys):
+                    old.add(member)
+                node.group = group
         self._groups = groups
         for node in self._nodes.values():
             node.alive = node.alive if node.large else []
+        return old
 
     def _group(self, keys: tuple[Key, ...], layout: Layout) -> SentGroup:
         old = self._groups.get(keys)
