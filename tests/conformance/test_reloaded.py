@@ -181,3 +181,36 @@ def test_autoreload_in_a_notebook(tmp_path):
     pytest.importorskip("IPython", reason="cells are run by IPython")
     out = scripts.run_ok([scripts.write(tmp_path / "cells.py", CELLS)])
     assert out.splitlines() == ["3 1 1 1 1 True", "6 2 2 2 2 True", "9 3 3 3 3 True"]
+
+
+BEFORE = """
+import importlib
+import pathlib
+import sys
+
+sys.dont_write_bytecode = True
+file = pathlib.Path(__file__).with_name("loaded_twice.py")
+file.write_text("class Base:\\n    def who(self): return 1")
+extends = "from loaded_twice import Base\\nclass Child(Base): pass"
+file.with_name("extends_it.py").write_text(extends)
+import extends_it
+import loaded_twice
+import xpool
+
+file.write_text("class Base:\\n    def who(self): return 'two'")
+importlib.reload(loaded_twice)
+
+def task():
+    return extends_it.Child().who(), isinstance(extends_it.Child(), loaded_twice.Base)
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(task), task())
+    pool.join()
+"""
+
+
+def test_a_module_that_is_loaded_again_before_the_first_pool(tmp_path):
+    """A class of another module still extends the class that it was made with."""
+    out = scripts.run_ok([scripts.write(tmp_path / "before.py", BEFORE)])
+    assert out == "(1, False) (1, False)\n"

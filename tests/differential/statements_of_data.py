@@ -475,6 +475,7 @@ def jobs~():
 > own_lib~.Job.slow = functools.partialmethod(own_lib~.Job.scale, 5)
 > own_lib~.Job.number = False
 > own_lib~.Job.number = -0.0
+> own_lib~.Job.number = None
 > own_lib~.Color.extra, own_lib~.Color.text = 3, lambda self: "text"
 > own_lib~.Point.norm = lambda self: "norm"
 > own_lib~.called.hook = lambda: "hook"

@@ -364,7 +364,7 @@ def is_assigned(cls: type, name: str, value: Any) -> bool:
         if isinstance(one, (FunctionType, CachedFunction, type)):
             if not _is_of_statement(cls, name, one):
                 return True
-        elif one is not None and not isinstance(value, property):
+        elif one is value or (one is not None and not isinstance(value, property)):
             mine = kind is functools.partialmethod or origin_of(kind.__module__) != INSTALLED
             # An enumeration has its members as attributes, too.
             return (mine and kind is not cls) or not hasattr(kind, "__get__")

@@ -121,16 +121,25 @@ def origin_of(name: Any) -> int:
 
 
 def _extends_sent(name: str) -> bool:
-    """Whether classes of a module have base classes of modules that are sent.
+    """Whether a worker that imports a module would get classes with other base classes.
 
-    A worker would import the module with other base classes than it gets from the program.
+    These are of a module that is sent, or of one that was loaded again.
     """
+    classes = (one for one in list(namespace(name).values()) if issubclass(type(one), type))
     return any(
-        base.__module__ != name and origin_of(base.__module__) == SENT
-        for value in list(namespace(name).values())
-        if issubclass(type(value), type) and value.__module__ == name
-        for base in value.__mro__[1:]
+        base.__module__ != name and (origin_of(base.__module__) == SENT or _is_replaced(base))
+        for one in classes
+        if one.__module__ == name
+        for base in one.__mro__[1:]
     )
+
+
+def _is_replaced(base: type) -> bool:
+    """Whether the program has another class under the name of a base class."""
+    if not is_program(base.__module__):
+        return False
+    now = value_of((base.__module__, base.__qualname__))
+    return issubclass(type(now), type) and now is not base
 
 
 def send_from_now(module: str) -> None:
