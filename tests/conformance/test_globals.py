@@ -280,25 +280,27 @@ def test_one_element_of_a_large_global(tmp_path, options):
 ALIASES = """
 import xpool
 
-small, common = [1], {"text": bytes(100_000)}
+small, common, left = [1], {"text": bytes(100_000)}, [1]
 first, second = common, [common]
+common["left"] = left
 
 def look():
-    return first.get("more") is small, second[0] is first if second else None
+    return first.get("more") is small, second[0] is first if second else None, left
 
 def main():
     with xpool.Pool(1) as pool:
         print(pool.apply(look))
         globals()["second"] = None
         common["more"] = small
+        common.pop("left").append(2)
         print(pool.apply(look))
     pool.join()
 """
 
 
-def test_an_object_that_a_large_global_gets_with_other_companions(tmp_path):
-    """A large global is changed in place and shares an object with another global than before."""
-    assert _run_main(tmp_path, ALIASES) == "(False, True)\n(True, None)\n"
+def test_a_large_global_shares_objects_with_others_than_before(tmp_path):
+    """A large global is changed in place, gets an object of another global, and loses one."""
+    assert _run_main(tmp_path, ALIASES) == "(False, True, [1])\n(True, None, [1, 2])\n"
 
 
 COUNTED = """

@@ -592,11 +592,12 @@ class Book:
             # Attributes come first: code that loads the others may use them.
             keys = tuple(sorted(together.get(key, {key}), key=lambda one: ("." not in one[1], one)))
             done.update(keys)
+            nodes = {member: self._nodes[member] for member in keys}
+            reused = {one for one, node in nodes.items() if node.large and node.group is not None}
             group = groups[keys] = self._group(keys, layout)
-            for member in keys:
-                node = self._nodes[member]
-                if node.large and node.group is not None and group is not self._groups.get(keys):
-                    old.add(member)
+            if group is not self._groups.get(keys):
+                old |= reused
+            for node in nodes.values():
                 node.group = group
         self._groups = groups
         for node in self._nodes.values():
