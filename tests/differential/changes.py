@@ -35,8 +35,11 @@ MODULES = {
 """Describes objects."""
 import enum, functools, sys, types
 
-def describe(*values):
-    """Return the structure of values; an object that comes again is its number."""
+def describe(*values, shallow=False):
+    """Return the structure of values; an object that comes again is its number.
+
+    With `shallow`, without what classes and functions have.
+    """
     numbers, alive = {}, []
 
     def one(value):
@@ -54,12 +57,14 @@ def describe(*values):
             now = sys.modules.get(value.__module__)
             for name in value.__qualname__.split("."):
                 now = getattr(now, name, None)
-            if now is not value or value.__module__ == "builtins":
-                return "class", value.__qualname__
+            if shallow or now is not value or value.__module__ == "builtins":
+                return "class", value.__qualname__, now is value
             own = [(k, v) for k, v in sorted(vars(value).items()) if k[:1] != "_"]
             return "class", value.__qualname__, all_of(value.__bases__), all_of(own)
         if kind is types.FunctionType:
             parts = value.__defaults__, value.__kwdefaults__, sorted(vars(value).items())
+            if shallow:
+                return "function", value.__qualname__
             constants = [str(c) for c in value.__code__.co_consts if type(c) is int]
             return "function", value.__qualname__, all_of(parts), constants
         if kind is types.MethodType:
@@ -197,6 +202,33 @@ def methods():
 def module():
     return derived.seen(shapes.describe)
 """
+
+
+def tell(*items: Any) -> Any:
+    return shapes.describe(*items, shallow=True)
+
+
+def back(*items: Any) -> Any:
+    return items
+
+
+def compare(pool: Any, task: Any, draw: random.Random) -> list[tuple[Any, Any]]:
+    """Return pairs: what the program describes, and what a task does; also of arguments."""
+    want, verb = task(), draw.randrange(3)
+    if verb == 0:
+        answers = [pool.apply(task)]
+    elif verb == 1:
+        answers = pool.starmap(task, [()] * 3, 1)
+    else:
+        answers = [one.get() for one in [pool.apply_async(task) for _ in range(3)]]
+    items = [tuple(draw.sample(changeable(), 2)) for _ in range(2)]
+    told = [tell(*some) for some in items]
+    returned = [tell(*some) for some in pool.starmap(back, items, 1)]
+    return [
+        *((want, got) for got in answers),
+        *zip(told, pool.starmap(tell, items, 1)),
+        *zip(told, returned),
+    ]
 
 
 def make_tasks(draw: random.Random) -> dict[str, Callable[[], Any]]:
@@ -394,18 +426,10 @@ def run(seed: str, steps: int, only: set[str]) -> int:
                     part = random.Random(f"{seed}/{step}/{i}")
                     story.append(f"{step}: {part.choice(changes)(part, step)}")
             for name in draw.sample([*tasks], draw.randrange(1, 5)):
-                verb, task = draw.randrange(3), tasks[name]
                 if not chosen(f"{name}:{step}"):
                     continue
-                want = task()
-                if verb == 0:
-                    answers = [pool.apply(task)]
-                elif verb == 1:
-                    answers = pool.starmap(task, [()] * 3, 1)
-                else:
-                    answers = [one.get() for one in [pool.apply_async(task) for _ in range(3)]]
                 story.append(f"{step}: {name}()")
-                for got in answers:
+                for want, got in compare(pool, tasks[name], random.Random(f"{seed}/{step}/{name}")):
                     if found := difference(want, got):
                         print(*story, sep="\n")
                         print("at{}\n  program {!r:.300}\n  task    {!r:.300}".format(*found))

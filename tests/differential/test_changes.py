@@ -34,7 +34,8 @@ def test_changes(seed):
 def test_a_difference_is_found():
     """A program whose tasks differ ends with the command that runs it again."""
     text = (scripts.TESTS / "differential" / "changes.py").read_text()
-    assert text.count("want = task()") == 1
-    done = scripts.run(["-c", text.replace("want = task()", "want = [*task(), 0]"), "3", STEPS])
+    assert text.count("want, verb = task(),") == 1
+    text = text.replace("want, verb = task(),", "want, verb = [*task(), 0],")
+    done = scripts.run(["-c", text, "3", STEPS])
     assert done.returncode == 1
     assert "again: python" in done.stdout
