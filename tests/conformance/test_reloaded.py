@@ -214,3 +214,43 @@ def test_a_module_that_is_loaded_again_before_the_first_pool(tmp_path):
     """A class of another module still extends the class that it was made with."""
     out = scripts.run_ok([scripts.write(tmp_path / "before.py", BEFORE)])
     assert out == "(1, False) (1, False)\n"
+
+
+EDITED = """
+import os
+import pathlib
+import sys
+
+sys.dont_write_bytecode = True
+file = pathlib.Path(__file__).with_name("edited_later.py")
+file.write_text("def number(): return 1")
+import edited_later
+import xpool
+
+def version(_):
+    return edited_later.number()
+
+def other(_):
+    return "other"
+
+def kill(_):
+    os.kill(os.getpid(), 9)
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.map(other, [0]), pool.map(version, [0]))
+        file.write_text("def number(): return 'two'")
+        print(pool.map(version, [0]))
+        try:
+            pool.map(kill, [0])
+        except xpool.WorkerDied:
+            print(pool.map(version, [0]))
+    pool.join()
+"""
+
+
+def test_a_worker_that_imports_an_edited_module_warns(tmp_path):
+    """A worker that starts after an edit imports the new version, and says so."""
+    done = scripts.run([scripts.write(tmp_path / "later.py", EDITED)])
+    assert done.stdout.splitlines() == ["['other'] [1]", "[1]", "['two']"]
+    assert done.stderr.count("a worker has imported edited_later after the program") == 1

@@ -56,7 +56,7 @@ _generation = 0  # how often the origins were found again
 
 _changed: dict[str, bool] = {}  # modules of `send_from_now`, and whether workers can import them
 
-_stamps: dict[str, Any] = {}
+stamps: dict[str, Any] = {}
 """Times and sizes of the files of modules that are `IMPORTED`, when their origin was found."""
 
 awaited: set[str] = set()
@@ -109,8 +109,8 @@ def origin_of(name: Any) -> int:
         is_sent = name == "__main__" or name in _changed or not _is_importable(name)
         found = SENT if is_sent else IMPORTED
         if found == IMPORTED and name in sys.modules:
-            if name not in _stamps:
-                _stamps[name] = _stamp_of(sys.modules[name])
+            if name not in stamps:
+                stamps[name] = stamp_of(sys.modules[name])
             origins[name], with_origin[name] = found, sys.modules[name]  # bases may lead here again
             if _extends_sent(name):
                 _changed[name], found = True, SENT
@@ -154,13 +154,14 @@ def send_from_now(module: str) -> None:
 
 def send_edited() -> None:
     """Send modules whose files have changed: new workers would import other versions of them."""
-    for name, stamp in list(_stamps.items()):
+    for name, stamp in list(stamps.items()):
         module = sys.modules.get(name)
-        if module is not None and name not in _changed and stamp != _stamp_of(module):
+        if module is not None and name not in _changed and stamp != stamp_of(module):
             send_from_now(name)
 
 
-def _stamp_of(module: Any) -> Any:
+def stamp_of(module: Any) -> Any:
+    """Return what tells whether the file of a module has changed, or None."""
     try:
         status = os.stat(module.__file__)
     except Exception:  # no file, or an attribute that raises
@@ -168,9 +169,15 @@ def _stamp_of(module: Any) -> Any:
     return status.st_mtime_ns, status.st_size
 
 
-def is_importable_again(name: str) -> bool:
-    """Whether workers can import this module of `send_from_now` nevertheless."""
-    return _changed.get(name, False)
+def about_module(name: str) -> tuple[str, Any, bool, bool]:
+    """Return what a worker needs to make a module that is sent.
+
+    These are its name, its package, whether it is a package itself, and whether a worker can import
+    it nevertheless, for the other effects of the import.
+    """
+    module = find_module(name)
+    package = getattr(module, "__package__", None)
+    return name, package, hasattr(module, "__path__"), _changed.get(name, False)
 
 
 def renew_origins(settings: Any) -> int:

@@ -59,6 +59,7 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     owner_of,
     place_of,
+    stamp_of,
 )
 from xpool._pickling.by_value.reads import classes_of
 from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
@@ -124,6 +125,7 @@ def prepare(state: bytes, *buffers: Any) -> None:
             written = _placed(None if written[1] is None else left.pop(), written)
         _receive(written, left, ours)
         settings.imports_done()
+        settings.tell()
         seen = here.seen.get((sender, ours))  # another thread may have begun an epoch
         if seen is None or seen[0] != epoch:
             seen = here.seen[sender, ours] = epoch, set()
@@ -439,10 +441,17 @@ def _import_modules(entries: list[Entry]) -> None:
         if name not in _incoming.imported:
             _import(name)
             _incoming.imported.add(name)
-    used = [name for name in _all_of(USED, entries) if name not in sys.modules]
+    named = [entry[4] for entry in entries if entry[0] == USED]
+    used = {name: now for one in named for name, now in one.items() if name not in sys.modules}
     data = _data_of_imported() if used else []
     for name in used:
         _try_import(name)
+    for name, stamp in used.items():
+        if stamp is not None and name in sys.modules and stamp_of(sys.modules[name]) != stamp:
+            settings.problems.append(
+                f"xpool: a worker has imported {name} after the program, and its file was edited "
+                "meanwhile: tasks of this worker run the new version; make a new pool after an edit"
+            )
     # The program's are as after its own imports.
     for keys, written in data:
         if _written(keys) != written:

@@ -70,12 +70,11 @@ from xpool._pickling.by_value.origin import (
     OF_IMPORTS,
     OF_MODULES,
     SENT,
+    about_module,
     aliases,
     canonical,
-    find_module,
     globals_of_modules,
     home_of,
-    is_importable_again,
     is_imported,
     is_of_workers,
     is_part,
@@ -87,6 +86,7 @@ from xpool._pickling.by_value.origin import (
     renew_origins,
     send_edited,
     send_from_now,
+    stamps,
     value_of,
     with_origin,
 )
@@ -148,7 +148,7 @@ class Book:
         self._constants: dict[str, tuple[Any, ...]] = {}  # defaults of functions, by their text
         self._made: set[tuple[Key, ...]] = set()  # the large groups that are as they are now
         self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use
-        self._own: tuple[set[str], tuple[str, ...]] = set(), ()  # modules for workers to import
+        self._own: tuple[set[str], dict[str, Any]] = set(), {}  # modules for workers to import
         _books.add(self)
 
     def forget(self) -> None:
@@ -689,17 +689,8 @@ class Book:
         sent = sorted(name for name in modules if origin_of(name) == SENT)
         if self._imports:
             entries.append((IMPORTS, 0, False, (), self._imports))
-        made = tuple(
-            (
-                name,
-                getattr(module := find_module(name), "__package__", None),
-                hasattr(module, "__path__"),
-                is_importable_again(name),
-            )
-            for name in sent
-        )
-        if made:
-            entries.append((MODULE, 0, False, (), made))
+        if sent:
+            entries.append((MODULE, 0, False, (), tuple(map(about_module, sent))))
         functions = [(key, node) for key, node in nodes.items() if node.kind == compared.FUNCTION]
         for key, node in functions:
             ident, data, _ = node.entry
@@ -727,7 +718,8 @@ class Book:
         used = {key[0] for key in nodes if key[1] not in OF_MODULES}
         own = {name for name in used if origin_of(name) == IMPORTED}
         if own != self._own[0]:  # in the order in which the program has begun their imports
-            self._own = own, tuple(name for name in [*sys.modules] if name in own)
+            files = stamps if self._maps else {}  # other machines have other files
+            self._own = own, {name: files.get(name) for name in [*sys.modules] if name in own}
         if own:
             entries.append((USED, 0, False, (), self._own[1]))
         return entries, [group.data for group in groups if group.kind == PLACED]

@@ -511,7 +511,8 @@ _begun: int | None = None  # the pid of the worker process
 _hooked: set[str] = set()  # libraries for which `_imported` waits
 _calls: dict[str, list[Callable[[], object]]] = {}  # by library: calls to make after its import
 _told: set[str] = set()  # texts of warnings
-_problems: list[str] = []  # texts to warn of, guarded by `_lock`
+problems: list[str] = []
+"""Texts to warn of in a worker."""
 
 
 def begin_worker(serials: dict[str, Any]) -> None:
@@ -587,7 +588,7 @@ def receive(rows: Iterable[tuple[str, int, Any]], keep: Collection[str] = ()) ->
                 _set(worker, row, taken, True)
         if filters.missing:
             filters.add_missing()
-    _tell()
+    tell()
 
 
 def imports_done() -> None:
@@ -672,7 +673,7 @@ def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:
             taken.before = row.before(module)
         row.set(module, taken.value, taken.last)
     except Exception as error:  # of a library, or of the system: the task runs without it
-        _problems.append(
+        problems.append(
             f"xpool: a worker could not take over the program's {row.name}: "
             f"{type(error).__name__}: {error}"
         )
@@ -710,17 +711,17 @@ def _imported(module: Any) -> None:
                 for row in TABLE:
                     if row.name in worker.waits and row.module == module.__name__:
                         _set(worker, row, worker.taken[row.name], True)
-    _tell()
+    tell()
 
 
-def _tell() -> None:
-    """Warn of rows that could not be set, once each; never raise, for a task would not run."""
-    if not _problems:
+def tell() -> None:
+    """Warn of `problems`, once each; never raise, for a task would not run."""
+    if not problems:
         return
     with _lock:
-        texts = [one for one in dict.fromkeys(_problems) if one not in _told]
+        texts = [one for one in dict.fromkeys(problems) if one not in _told]
         _told.update(texts)
-        _problems.clear()
+        problems.clear()
     for text in texts:
         try:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
