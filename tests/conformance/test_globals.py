@@ -813,16 +813,20 @@ class Options(dict):
     def __getattr__(self, name):
         return self[name]
 
+class Box(dict):
+    __getattr__ = dict.get
+
 class Local(threading.local):
     def __init__(self, name):
         self.name = name
 
 job, table, frame, ordered, cached = Job("x"), Table({}), Frame(1), Ordered(), Cached()
 wrapper, over, options, local = Wrapper(job), Wrapper(cached), Options(rate=1), Local("own")
+box = Box(rate=1)
 
 def use():
     order = len(ordered), type(ordered.order), cached.cache
-    answers = wrapper.name, over.cache, options.path, options.rate, local.name
+    answers = wrapper.name, over.cache, options.path, options.rate, local.name, box.rate
     made = Job.count, job.name, Table.made, dict(table), frame.a, len(vars(frame)), Frame.columns
     return made, order, answers
 

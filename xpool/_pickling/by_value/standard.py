@@ -239,7 +239,9 @@ def _reduce_dict(pickler: Context, obj: Any) -> Any:
     """Pickle a dict whose attributes are its items (``self.__dict__ = self``) as such a dict."""
     kind: Any = type(obj)
     if getattr(obj, "__dict__", None) is not obj or any(in_python(kind, one) for one in _OF_STATE):
-        own = any(in_python(kind, one) for one in ("__reduce__", "__new__", "__getattr__"))
+        own = hasattr(kind, "__getattr__") or any(
+            in_python(kind, n) for n in ("__reduce__", "__new__")
+        )
         reduce = reducers.own if own else None
         return NotImplemented if reduce is None else reduce(pickler, obj)
     return NEW, (kind,), True, None, iter(kind.items(obj)), _show_items
