@@ -22,10 +22,19 @@ class Model:
 """
 
 LEGACY = """
+import sys
+import types
 import short
 
-def scaled(x):
-    return short.scaled(x)
+class Legacy(types.ModuleType):
+    rate = 2
+    @property
+    def doubled(self):
+        return 2 * self.rate
+    def scaled(self, x):
+        return short.scaled(x)
+
+sys.modules[__name__] = Legacy(__name__)
 """
 
 ALIASES = """
@@ -48,6 +57,13 @@ class Config:
     def doubled(self):
         return 2 * self.depth
 
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        return getattr(importlib.import_module(self.target), name)
+
+lazy, listed = Lazy("lazy_statistics"), Lazy("listed")
+lazy.target, listed.target = "statistics", "fractions"
+sys.modules["listed"] = listed
 made = types.ModuleType("made_here")
 made.RATE = 7
 sys.modules["short"] = long_settings
@@ -98,6 +114,10 @@ def own(x):
     import made_alias, program
     return made_alias.RATE, program.OWN
 
+def of_a_class(x):
+    import listed as again
+    return lazy.mean([x, 3]), again.Fraction(x), again is listed, legacy.doubled
+
 def replaced(x):
     import settings_of_tests
     return settings_of_tests.RATE
@@ -108,7 +128,7 @@ def halted(x):
 def refused(x):
     import opened
 
-ALL = module, names, below, at_top, computed, installed, instance, own, replaced
+ALL = module, names, below, at_top, computed, installed, instance, own, of_a_class, replaced
 
 def show(pool):
     print(*(pool.apply(one, (1,)) == one(1) for one in ALL))
@@ -116,7 +136,7 @@ def show(pool):
 if __name__ == "__main__":
     with xpool.Pool(1, context=CONTEXT) as pool:
         show(pool)
-        long_settings.RATE = OWN = made.RATE = 30
+        long_settings.RATE = OWN = made.RATE = legacy.rate = 30
         sys.modules["config"].depth = 4
         show(pool)
         for one in halted, refused:
@@ -151,7 +171,7 @@ def test_names_in_sys_modules(tmp_path, context):
         (tmp_path / f"{name}.py").write_text(text)
     text = ALIASES.replace("FOLDER", repr(str(tmp_path))).replace("CONTEXT", repr(context))
     out = scripts.run_ok([scripts.write(tmp_path / "aliases.py", text)]).splitlines()
-    every = " ".join(["True"] * 9)
+    every = " ".join(["True"] * 10)
     halted = "import of {} halted; None in sys.modules {}"
     assert out[:2] == [every] * 2
     assert out[2:4] == [halted.format("left_out", False), halted.format("opened", True)]

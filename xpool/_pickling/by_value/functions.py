@@ -23,6 +23,7 @@ from xpool._pickling.by_value.origin import (
     adopt,
     canonical,
     find_module,
+    is_object,
     module_of,
     origin_of,
 )
@@ -30,6 +31,7 @@ from xpool._pickling.by_value.reads import classes_of, is_open, keys_of, require
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,
+    NEW,
     Context,
     Refused,
     builder,
@@ -328,6 +330,9 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
     name = canonical(module.__name__)
     if name in static_modules:
         return import_module, (name,)
+    if is_object(module):
+        state = {name: one for name, one in vars(module).items() if name != "__builtins__"}
+        return NEW, (type(module),), state, None, None, set_attributes
     adopt(module)  # the program may have made it itself
     if find_module(name) is not module:
         if getattr(module, "__file__", None) is None:  # the program has made it

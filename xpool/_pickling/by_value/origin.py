@@ -79,9 +79,22 @@ loose: dict[str, Any] = {MODULES: _Modules()}
 
 def adopt(module: ModuleType) -> None:
     """Let `find_module` find a module that is not in `sys.modules`."""
-    name = getattr(module, "__name__", None)
-    if isinstance(name, str) and name not in sys.modules:
+    name = name_of(module)
+    if name is not None and name not in sys.modules and not is_object(module):
         loose.setdefault(name, module)
+
+
+def is_object(module: ModuleType) -> bool:
+    """Whether a module is an object of a class of the program, and no import makes it.
+
+    For example, it imports another module at first use.
+    """
+    kind = type(module)
+    if kind is ModuleType or attributes_of(module).get("__spec__") is not None:
+        return False
+    name = name_of(module)
+    found = sys.modules.get(name) is module and origin_of(name) != SENT  # type: ignore[arg-type]
+    return not found and origin_of(kind.__module__) != INSTALLED
 
 
 def find_module(name: Any) -> Any:
@@ -235,6 +248,12 @@ def name_of(value: Any) -> str | None:
     return name if type(name) is str else None
 
 
+def _file_of(module: Any) -> str | None:
+    """Return the file of a module; None: it has none, or is another object."""
+    file = None if name_of(module) is None else attributes_of(module).get("__file__")
+    return file if isinstance(file, str) else None
+
+
 def owner_of(key: Key) -> Any:
     """Return the module, class or function that has a global or attribute; None: it is not here."""
     module, path = key
@@ -378,8 +397,8 @@ def is_program(name: Any) -> bool:
     if top in _PACKAGES or name in sys.builtin_module_names:
         return False
     while name:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if isinstance(file, str):
+        file = _file_of(sys.modules.get(name))
+        if file is not None:
             return not is_installed(file)
         # A class may name a module that does not exist, and a namespace package has no file.
         name = name.rpartition(".")[0]
@@ -446,16 +465,16 @@ def _find_spec(name: str, path: Any) -> Any:
 
 
 def _same_file(spec: Any, module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    if not isinstance(file, str):  # a namespace package
+    file = _file_of(module)
+    if file is None:  # a namespace package
         return spec.origin is None and spec.submodule_search_locations is not None
     return isinstance(spec.origin, str) and os.path.realpath(spec.origin) == os.path.realpath(file)
 
 
 def _is_installed_as(name: str, module: Any) -> bool:
     """Whether an import by this name finds a module in the file of an installed package."""
-    file = attributes_of(module).get("__file__")
-    if not isinstance(file, str) or not is_installed(file):
+    file = _file_of(module)
+    if file is None or not is_installed(file):
         return False
     spec = spec_of(name)
     return spec is not None and _same_file(spec, module)
@@ -492,7 +511,9 @@ def aliases() -> Iterator[Key]:
     another name, an object that is no module, or None."""
     for name, value in modules():
         own = name_of(value)
-        if own == name or type(name) is not str or name in MAIN_NAMES or is_of_workers(name):
+        if own == name and not is_object(value):
+            continue
+        if type(name) is not str or name in MAIN_NAMES or is_of_workers(name):
             continue
         if value is None or not _is_of_package(name, value, own):
             yield key_of_alias(name)
@@ -507,7 +528,7 @@ def _is_of_package(name: str, value: Any, own: str | None) -> bool:
         own = type(value).__module__
         file = getattr(spec_of(name), "origin", None) if name == own else None  # in its own place
     else:
-        file = attributes_of(value).get("__file__")
+        file = _file_of(value)
     installed = is_installed(file) if isinstance(file, str) else not is_program(own)
     package = name.rpartition(".")[0]
     return installed and (name == own or name.startswith("_") or not is_program(package))
@@ -594,4 +615,4 @@ def is_imported(value: Any) -> bool:
     if not isinstance(value, ModuleType):
         return False
     adopt(value)
-    return find_module(value.__name__) is value
+    return find_module(name_of(value)) is value and not is_object(value)
