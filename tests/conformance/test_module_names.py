@@ -402,3 +402,51 @@ def test_what_is_assigned_to_a_property_of_an_installed_module(tmp_path, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(folder))
     out = scripts.run_ok([scripts.write(tmp_path / "properties.py", PROPERTIES)])
     assert out == "True False True True True False True True {'a': 1} True\n"
+
+
+FETCHED = """
+import importlib.util
+import pathlib
+import sys
+import xpool
+
+FILES = {"package": "package/__init__.py", "package.job": "package/job.py"}
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        file = FILES.get(name)
+        return None if file is None else importlib.util.spec_from_file_location(name, SOURCE / file)
+
+sys.meta_path.append(Finder())
+SOURCE = pathlib.Path(__file__).parent / "source"
+import package.job
+
+spec = importlib.util.spec_from_file_location("plugins.job", SOURCE / "package" / "job.py")
+plugin = sys.modules["plugins.job"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(plugin)
+jobs = package.job.Job(), plugin.Job()
+
+def use(x):
+    return [job.scaled(x) for job in jobs], plugin.scaled(x)
+
+ALL = package.job.scaled, plugin.scaled, *(job.scaled for job in jobs), use
+
+if __name__ == "__main__":
+    for plugin.RATE in 3, 4:
+        for one in ALL:
+            with xpool.Pool(1) as pool:
+                print(pool.apply(one, (2,)) == one(2), end=" ")
+            pool.join()
+"""
+
+
+def test_modules_that_only_the_program_finds(tmp_path):
+    """They are from a finder of its own, or below a package that does not exist. A worker makes
+    the packages above those that it is sent."""
+    source = tmp_path / "source" / "package"
+    source.mkdir(parents=True)
+    scripts.write(source / "__init__.py", "")
+    job = "class Job:\n    def scaled(self, x):\n        return scaled(x)\n"
+    scripts.write(source / "job.py", f"RATE = 2\ndef scaled(x):\n    return RATE * x\n{job}")
+    out = scripts.run_ok([scripts.write(tmp_path / "fetched.py", FETCHED)])
+    assert out.split() == ["True"] * 10

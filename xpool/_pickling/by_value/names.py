@@ -86,7 +86,7 @@ def by_name(reduce: Reducer) -> Reducer:
             )
             space: dict[str, Any] = here.__dict__
             there = space.get(path) is obj
-            if direct and there:
+            if direct and there and (known != SENT or _has_package(module)):
                 own = obj.__globals__ is space if is_function else True
                 if own and is_function and known == IMPORTED:
                     own = obj.__code__.co_filename[:1] != "<"
@@ -134,8 +134,13 @@ def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
 def _by_path(module: str, path: str) -> Any:
     # The pickler looks in `sys.modules`, where a module that the program has made may be missing.
     # A child of `multiprocessing` has the main module under another name.
-    own = module == canonical(module) and module in sys.modules
+    own = module == canonical(module) and module in sys.modules and _has_package(module)
     return path if own else (_get, (canonical(module), path))
+
+
+def _has_package(module: str) -> bool:
+    """Whether the package of a module is imported: the pickler imports ``a`` to find ``a.b``."""
+    return "." not in module or module.partition(".")[0] in sys.modules
 
 
 def _comes_before(obj: Any) -> bool:

@@ -432,27 +432,31 @@ def _is_importable(name: str) -> bool:
     own = name_of(module)
     if own is not None and own != name and sys.modules.get(own) is module:
         return own not in MAIN_NAMES and _is_importable(own)  # a worker has this alias, too
-    spec = spec_of(name)
+    spec = spec_of(name, in_worker=True)
     return spec is not None and _same_file(spec, module)
 
 
-def spec_of(name: str) -> Any:
-    """Return the spec of a module, without importing it or its packages; None: there is none."""
+def spec_of(name: str, in_worker: bool = False) -> Any:
+    """Return the spec of a module, without importing it or its packages; None: there is none.
+
+    ``in_worker``: leave out the import finders of the program, which workers lack.
+    """
     package, path = name.rpartition(".")[0], None
     if package:
-        above = spec_of(package)
+        above = spec_of(package, in_worker)
         if above is None:
             return None
         # Finders search `sys.path` for None, but nothing is below a module that is no package.
         path = above.submodule_search_locations or []
-    return _find_spec(name, path)
+    return _find_spec(name, path, in_worker)
 
 
-def _find_spec(name: str, path: Any) -> Any:
+def _find_spec(name: str, path: Any, in_worker: bool) -> Any:
     finder: Any
     for finder in (importlib.machinery.PathFinder, *sys.meta_path):
+        maker = getattr(finder, "__module__", "")
         # A finder of xpool answers only for modules that are not imported yet.
-        if getattr(finder, "__module__", "").startswith("xpool."):
+        if maker.startswith("xpool.") or (in_worker and is_program(maker)):
             continue
         try:
             spec = finder.find_spec(name, path)

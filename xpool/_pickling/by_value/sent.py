@@ -680,12 +680,12 @@ class Book:
     # -- writing ----------------------------------------------------------------------------------
 
     def _entries(self, keys: Collection[Key]) -> tuple[list[Entry], list[Any]]:
-        nodes = {key: self._nodes[key] for key in sorted(keys)}
-        now = self._settings
+        nodes, now = {key: self._nodes[key] for key in sorted(keys)}, self._settings
         entries: list[Entry] = []
         if now is not None and now.rows:
             entries.append((SETTINGS, now.serial, False, (), now.rows))
         modules = {key[0] for key in nodes} - {CALLS, MODULES, "__main__"}
+        modules |= {name[:at] for name in modules for at, one in enumerate(name) if one == "."}
         sent = sorted(name for name in modules if origin_of(name) == SENT)
         if self._imports:
             entries.append((IMPORTS, 0, False, (), self._imports))
