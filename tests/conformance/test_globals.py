@@ -845,6 +845,127 @@ def test_objects_in_globals_arrive_without_effects_of_their_classes(tmp_path):
     assert scripts.run_ok([scripts.write(tmp_path / "new.py", NEW)]).split() == ["True"] * 3
 
 
+DERIVED = """
+import collections
+import math
+import xpool
+
+class Oldest(collections.OrderedDict):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        if len(self) > self.size:
+            self.popitem(last=False)
+
+class Lower(dict):
+    def __init__(self):
+        self.sets = 0
+    def __setitem__(self, key, value):
+        self.sets += 1
+        super().__setitem__(key.lower(), (key, value))
+
+class Words(collections.Counter):
+    def __init__(self, name, *args):
+        super().__init__(*args)
+        self.name = name
+
+class Groups(collections.defaultdict):
+    def __init__(self, depth):
+        super().__init__(self.more)
+        self.depth = depth
+    def more(self):
+        return [self.depth]
+
+class Window(collections.deque):
+    def __init__(self, size):
+        super().__init__(maxlen=size)
+        self.total = 0
+    def append(self, value):
+        self.total += value
+        super().append(value)
+
+class History(list):
+    def __init__(self, name):
+        self.name, self.best = name, 0
+    def append(self, value):
+        super().append(value)
+        self.best = max(value, self.best)
+    def extend(self, values):
+        for value in values:
+            self.append(value)
+
+class Bag(set):
+    def __init__(self, name, items):
+        super().__init__(items)
+        self.name = name
+
+class Frozen(frozenset):
+    def __new__(cls, *items):
+        return super().__new__(cls, items)
+
+class Data(bytearray):
+    def __init__(self, name):
+        super().__init__(name.encode())
+
+class Degrees(float):
+    def __new__(cls, degrees):
+        return super().__new__(cls, math.radians(degrees))
+
+class Path(str):
+    __slots__ = "parts"
+    def __new__(cls, *parts):
+        self = super().__new__(cls, "/".join(parts) + "/")
+        self.parts = parts
+        return self
+
+class Shape(tuple):
+    def __new__(cls, *sizes):
+        return super().__new__(cls, sizes)
+
+class Pair(collections.namedtuple("Pair", "first second")):
+    def __new__(cls, first):
+        return super().__new__(cls, first, 2 * first)
+
+def content(one):
+    if isinstance(one, dict):
+        one = type(one), list(one.items()), vars(one)
+    elif not isinstance(one, (str, bytearray)):
+        try:
+            one = type(one), list(one), getattr(one, "__dict__", None)
+        except TypeError:
+            pass
+    return repr(one), getattr(one, "parts", None)
+
+oldest, lower, groups, window, history = Oldest(2), Lower(), Groups(3), Window(2), History("loss")
+words, bag = Words("w", "aab"), Bag("b", [1])
+mutable = oldest, lower, words, groups, window, history, bag, Data("d")
+others = Frozen(1, 2), Degrees(180), Path("a", "b"), Shape(1, 2), Pair(3)
+
+def use():
+    return [content(one) for one in (*mutable, *others)]
+
+def grow(n):
+    oldest[n] = lower[f"K{n}"] = words[n] = n
+    groups[n].append(groups), window.append(n), history.append(n), bag.add(n)
+    return len(oldest), window.total, history.best
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        for n in 1, 2, 3:
+            assert grow(n)
+            groups[n].pop()
+            print(pool.apply(use) == use(), pool.apply(grow, (9,))[1] - window.total, end=" ")
+    pool.join()
+"""
+
+
+def test_globals_of_classes_that_are_derived_from_builtin_types(tmp_path):
+    """Their content arrives without a call of their own methods, whose arguments are others."""
+    assert scripts.run_ok([scripts.write(tmp_path / "derived.py", DERIVED)]) == "True 9 " * 3
+
+
 LIBRARY = """
 import threading
 

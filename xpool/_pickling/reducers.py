@@ -15,6 +15,7 @@ import pickle
 import struct
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
@@ -213,11 +214,18 @@ def find(kind: type) -> Reducer | None:
             else:
                 has_own = kind not in copyreg.dispatch_table and (
                     type(kind.__reduce__) is FunctionType
-                    or (type(kind.__new__) is FunctionType and not issubclass(kind, tuple))
+                    or (type(kind.__new__) is FunctionType and not _is_named_tuple(kind))
+                    or issubclass(kind, (list, set, frozenset, bytearray, deque))
                     or kind.__module__ == PARAMETRIZE
                     or (answers and not hasattr(kind, "__setstate__"))
                 )
                 return registered.of_multiprocessing(kind) or (own if has_own else None)
+
+
+def _is_named_tuple(kind: type) -> bool:
+    """Whether the class that defines ``__new__`` also tells `pickle` the arguments of it."""
+    maker = next(one for one in kind.__mro__ if "__new__" in vars(one))
+    return issubclass(kind, tuple) and "__getnewargs__" in vars(maker)
 
 
 # The lambdas look up `_finding` at each fork, because `renew` replaces it in a child.

@@ -4,6 +4,8 @@ These objects are type variables, new types and aliases, and two kinds of global
 bare objects (``MISSING = object()``), and objects whose ``__reduce__`` returns the global's name.
 A token is needed because functions, arguments and globals arrive in separate pickles, and may all
 refer to one such object.
+
+Also pickles, in globals, objects that `pickle` would make by methods of their classes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import typing
+from collections import Counter, OrderedDict, defaultdict, deque
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
 from typing import Any
 
@@ -114,6 +117,9 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     answers = hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__")
     incomplete = type(kind.__new__) is FunctionType and len(required_of(kind.__new__)) > 1
     as_usual = origin == INSTALLED or (origin == IMPORTED and pickler.group is None)
+    base = None if as_usual or pickler.group is None else _builtin_base(kind)
+    if base is not None:
+        return _reduce_content(obj, base)
     if as_usual and not (answers or incomplete):
         return NotImplemented
     if origin == INSTALLED and not found_by_name(kind):  # a class that each mock makes for itself
@@ -154,17 +160,22 @@ def _reduced(obj: Any) -> Any:
     if not own or hasattr(kind, "__getstate__") or hasattr(kind, "__getnewargs_ex__"):
         return obj.__reduce_ex__(5)
     args = kind.__getnewargs__(obj) if hasattr(kind, "__getnewargs__") else ()
-    state: list[dict[str, Any]] = [{}, {}]
-    for name in "__dict__", *_slots(kind):
+    items = iter(obj) if isinstance(obj, list) else None
+    pairs = iter(obj.items()) if isinstance(obj, dict) else None
+    return NEW, (kind, *args), _state_of(obj), items, pairs
+
+
+def _state_of(obj: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an object's attributes, and its slots."""
+    attributes, slots = {}, {}
+    for name in "__dict__", *_slots(type(obj)):
         with contextlib.suppress(AttributeError):
             value = object.__getattribute__(obj, name)
             if name == "__dict__":
-                state[0] = value
+                attributes = value
             else:
-                state[1][name] = value
-    items = iter(obj) if isinstance(obj, list) else None
-    pairs = iter(obj.items()) if isinstance(obj, dict) else None
-    return NEW, (kind, *args), (*state,), items, pairs
+                slots[name] = value
+    return attributes, slots
 
 
 def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
@@ -181,14 +192,82 @@ def set_state(obj: Any, state: Any) -> None:
     _set_attributes(obj, slots or {})
 
 
-_USES_NEW = ("__getstate__", "__setstate__", "__setitem__", "append", "extend")
+_USES_NEW = ("__getstate__", "__setstate__")
 
 
 @builder
-def empty_object(kind: Any) -> Any:
+def empty_object(kind: Any, *args: Any) -> Any:
     """Make an object by the ``__new__`` of the first base in C."""
     made = (base for base in kind.__mro__ if type(vars(base).get("__new__")) is BuiltinFunctionType)
-    return next(made).__new__(kind)
+    return next(made).__new__(kind, *args)
+
+
+# -- objects of classes that are derived from a builtin type ----------------------------------
+
+
+def _builtin_base(kind: type) -> Any:
+    """Return the type in `_CONTENT` from which a class is derived; None: it has none, or its own
+    code for pickling."""
+    made = False
+    for one in kind.__mro__:
+        if one in _CONTENT:
+            return one
+        names = vars(one)
+        # `__getnewargs__` returns the arguments of a `__new__` that a derived class may replace.
+        if any(name in names for name in _OF_PICKLING) or ("__getnewargs__" in names and not made):
+            return None
+        made = made or "__new__" in names
+    return None
+
+
+_OF_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs_ex__")
+
+
+def _reduce_content(obj: Any, base: Any) -> Any:
+    """Pickle an object with its content, which the receiver sets without methods of the class.
+
+    `pickle` would call ``__init__`` or ``__new__`` with the content as an argument, or ``append``
+    or ``__setitem__`` before the attributes are set.
+    """
+    content, fill = _CONTENT[base]
+    state, args = _state_of(obj), content(obj)
+    if fill is None:
+        return empty_object, (type(obj), *args), state, None, None, set_state
+    return empty_object, (type(obj),), (state, base, args), None, None, set_content
+
+
+@builder
+def set_content(obj: Any, state: tuple[Any, Any, Any]) -> None:
+    attributes, base, args = state
+    set_state(obj, attributes)
+    _CONTENT[base][1](obj, *args)
+
+
+def _fill_ordered(obj: Any, pairs: list[tuple[Any, Any]]) -> None:
+    for key, value in pairs:
+        OrderedDict.__setitem__(obj, key, value)
+
+
+def _fill_default(obj: Any, factory: Any, items: dict[Any, Any]) -> None:
+    defaultdict.__init__(obj, factory)
+    dict.update(obj, items)
+
+
+_VALUES: Any = int, float, complex, str, bytes, tuple
+
+# By type: the function that returns what `__new__` gets, or what the second function gets after the
+# object; this sets the content of an object that is empty.
+_CONTENT: dict[Any, tuple[Any, Any]] = {
+    **{one: (one.__getnewargs__, None) for one in _VALUES},
+    frozenset: (lambda obj: (frozenset(obj),), None),
+    list: (lambda obj: ([*list.__iter__(obj)],), list.extend),
+    set: (lambda obj: (set(obj),), set.update),
+    bytearray: (lambda obj: (bytes(obj),), bytearray.extend),
+    deque: (lambda obj: ([*deque.__iter__(obj)], obj.maxlen), deque.__init__),
+    **dict.fromkeys((dict, Counter), (lambda obj: (dict(dict.items(obj)),), dict.update)),
+    OrderedDict: (lambda obj: ([*OrderedDict.items(obj)],), _fill_ordered),
+    defaultdict: (lambda obj: (obj.default_factory, dict(dict.items(obj))), _fill_default),
+}
 
 
 reducers.own = _reduce_own

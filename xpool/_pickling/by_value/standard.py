@@ -239,14 +239,13 @@ def _reduce_dict(pickler: Context, obj: Any) -> Any:
     """Pickle a dict whose attributes are its items (``self.__dict__ = self``) as such a dict."""
     kind: Any = type(obj)
     if getattr(obj, "__dict__", None) is not obj or any(in_python(kind, one) for one in _OF_STATE):
-        own = hasattr(kind, "__getattr__") or any(
-            in_python(kind, n) for n in ("__reduce__", "__new__")
-        )
-        reduce = reducers.own if own else None
+        own = hasattr(kind, "__getattr__") or any(in_python(kind, one) for one in _OF_NEW)
+        reduce = reducers.own if own or pickler.group is not None else None
         return NotImplemented if reduce is None else reduce(pickler, obj)
     return NEW, (kind,), True, None, iter(kind.items(obj)), _show_items
 
 
+_OF_NEW = ("__reduce__", "__new__")
 _OF_STATE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 
 
@@ -266,7 +265,7 @@ def _reduce_defaultdict(pickler: Context, obj: Any) -> Any:
     """
     kind: Any = type(obj)
     is_own = getattr(obj.default_factory, "__self__", None) is obj
-    if not is_own:
+    if not is_own or (kind is not defaultdict and pickler.group is not None):
         return NotImplemented if kind is defaultdict else _reduce_dict(pickler, obj)
     state = obj.default_factory.__name__, getattr(obj, "__dict__", {})
     return NEW, (kind,), state, None, iter(dict.items(obj)), _set_factory
