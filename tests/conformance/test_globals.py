@@ -847,6 +847,8 @@ def test_objects_in_globals_arrive_without_effects_of_their_classes(tmp_path):
 
 DERIVED = """
 import collections
+import datetime
+import decimal
 import math
 import xpool
 
@@ -928,6 +930,26 @@ class Pair(collections.namedtuple("Pair", "first second")):
     def __new__(cls, first):
         return super().__new__(cls, first, 2 * first)
 
+class Day(datetime.datetime):
+    def __new__(cls, text):
+        self = super().__new__(cls, *map(int, text.split("-")), tzinfo=Zone(2))
+        self.text = text
+        return self
+
+class Zone(datetime.tzinfo):
+    def __init__(self, hours):
+        self.offset = datetime.timedelta(hours=hours)
+    def utcoffset(self, when):
+        return self.offset
+
+class Hours(datetime.timedelta):
+    def __new__(cls, hours):
+        return super().__new__(cls, hours=hours)
+
+class Money(decimal.Decimal):
+    def __new__(cls, cents):
+        return super().__new__(cls, decimal.Decimal(cents) / 100)
+
 def content(one):
     if isinstance(one, dict):
         one = type(one), list(one.items()), vars(one)
@@ -936,15 +958,16 @@ def content(one):
             one = type(one), list(one), getattr(one, "__dict__", None)
         except TypeError:
             pass
-    return repr(one), getattr(one, "parts", None)
+    return repr(one), str(one), getattr(one, "parts", None)
 
 oldest, lower, groups, window, history = Oldest(2), Lower(), Groups(3), Window(2), History("loss")
 words, bag = Words("w", "aab"), Bag("b", [1])
 mutable = oldest, lower, words, groups, window, history, bag, Data("d")
-others = Frozen(1, 2), Degrees(180), Path("a", "b"), Shape(1, 2), Pair(3)
+others = Frozen(1, 2), Degrees(180), Path("a", "b"), Shape(1, 2), Pair(3), Hours(3), Money(250)
+day = Day("2026-11-28")
 
 def use():
-    return [content(one) for one in (*mutable, *others)]
+    return [content(one) for one in (*mutable, *others)], day.isoformat(), day.text
 
 def grow(n):
     oldest[n] = lower[f"K{n}"] = words[n] = n

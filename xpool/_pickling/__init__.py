@@ -15,3 +15,6 @@ class Brought(frozenset[Key]):
     """
 
     keys: frozenset[Key] = frozenset()
+
+
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or could have

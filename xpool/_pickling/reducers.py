@@ -15,7 +15,6 @@ import pickle
 import struct
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
@@ -24,7 +23,7 @@ from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 from xpool._memory.holds import Block
-from xpool._pickling import Key
+from xpool._pickling import HEAP_TYPE, Key
 from xpool._pickling.frame import Layout
 from xpool._python import at_fork
 from xpool._python import hidden as registered
@@ -213,13 +212,19 @@ def find(kind: type) -> Reducer | None:
                     break
             else:
                 has_own = kind not in copyreg.dispatch_table and (
-                    type(kind.__reduce__) is FunctionType
+                    (kind.__flags__ & HEAP_TYPE and _reduces(kind))
                     or (type(kind.__new__) is FunctionType and not _is_named_tuple(kind))
-                    or issubclass(kind, (list, set, frozenset, bytearray, deque))
+                    or issubclass(kind, list)
                     or kind.__module__ == PARAMETRIZE
                     or (answers and not hasattr(kind, "__setstate__"))
                 )
                 return registered.of_multiprocessing(kind) or (own if has_own else None)
+
+
+def _reduces(kind: Any) -> bool:
+    """Whether a class, or a type from which it is derived, has a way of its own to be pickled."""
+    usual = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
+    return not usual
 
 
 def _is_named_tuple(kind: type) -> bool:

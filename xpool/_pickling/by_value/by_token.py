@@ -28,7 +28,7 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     program_modules,
 )
-from xpool._pickling.by_value.reads import required_of
+from xpool._pickling.by_value.reads import in_python, required_of
 from xpool._pickling.reducers import LAZY, NEW, Context, builder, of_module, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
@@ -126,6 +126,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         return NotImplemented
     reduced = _reduced(obj) if answers else obj.__reduce_ex__(5)
     if type(reduced) is not str:
+        if pickler.group is not None and reduced[0] is kind and _is_made_in_c(kind):
+            return empty_object, (kind, *reduced[1]), _state_of(obj), None, None, set_state
         if answers and len(reduced) < 6:
             reduced = (*reduced, *(None,) * (5 - len(reduced)), set_state)
         # `__new__` may make what a state leaves out, or what these methods use during the load.
@@ -134,7 +136,7 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         if plain and (incomplete or not (own or as_usual or pickler.group is None)):
             return empty_object, *reduced[1:]
         return reduced
-    if origin != SENT:
+    if origin != SENT or not in_python(kind, "__reduce__"):
         return NotImplemented
     made = _make_object, (registry.token_of(obj), type(obj))
     if pickler.home:  # the program keeps its own attributes
@@ -145,7 +147,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
 
 
 def _slots(kind: type) -> list[str]:
-    members = (one for base in kind.__mro__ for one in vars(base).items())
+    made = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
+    members = (one for names in made for one in names.items())
     return [name for name, member in members if type(member) is MemberDescriptorType]
 
 
@@ -198,8 +201,22 @@ _USES_NEW = ("__getstate__", "__setstate__")
 @builder
 def empty_object(kind: Any, *args: Any) -> Any:
     """Make an object by the ``__new__`` of the first base in C."""
+    return _base_in_c(kind).__new__(kind, *args)
+
+
+def _base_in_c(kind: Any) -> Any:
     made = (base for base in kind.__mro__ if type(vars(base).get("__new__")) is BuiltinFunctionType)
-    return next(made).__new__(kind, *args)
+    return next(made)
+
+
+def _is_made_in_c(kind: Any) -> bool:
+    """Whether the ``__new__`` of a base in C makes what the methods of this base have reduced.
+
+    `pickle` would call the class, which may take other arguments (`datetime.date`, `Decimal`).
+    """
+    base, own = _base_in_c(kind), any(in_python(kind, name) for name in _OF_PICKLING)
+    state = hasattr(kind, "__setstate__")  # `functools.partial` has one
+    return not (own or state or base is object) and base.__init__ is object.__init__
 
 
 # -- objects of classes that are derived from a builtin type ----------------------------------
@@ -259,7 +276,6 @@ _VALUES: Any = int, float, complex, str, bytes, tuple
 # object; this sets the content of an object that is empty.
 _CONTENT: dict[Any, tuple[Any, Any]] = {
     **{one: (one.__getnewargs__, None) for one in _VALUES},
-    frozenset: (lambda obj: (frozenset(obj),), None),
     list: (lambda obj: ([*list.__iter__(obj)],), list.extend),
     set: (lambda obj: (set(obj),), set.update),
     bytearray: (lambda obj: (bytes(obj),), bytearray.extend),

@@ -30,7 +30,7 @@ from types import (
 )
 from typing import Any, Protocol
 
-from xpool._pickling import reducers
+from xpool._pickling import HEAP_TYPE, reducers
 from xpool._pickling.by_value import main, registry, special_classes
 from xpool._pickling.by_value.functions import annotations_of, own_attributes
 from xpool._pickling.by_value.names import (
@@ -41,7 +41,6 @@ from xpool._pickling.by_value.names import (
     goes_by_name,
 )
 from xpool._pickling.by_value.origin import (
-    HEAP_TYPE,
     IMPORTED,
     INSTALLED,
     SENT,

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from xpool._pickling import Key
+from xpool._pickling import HEAP_TYPE, Key
 from xpool._python.interrupt import pass_on
 
 INSTALLED, IMPORTED, SENT = range(3)
@@ -581,9 +581,6 @@ def _has_no_state(value: Any) -> bool:
 
 class _Empty:
     pass
-
-
-HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or could have
 
 
 _homes: dict[tuple[str, str, int], tuple[int, str | None]] = {}
