@@ -757,6 +757,7 @@ def test_variables_in_texts_for_pandas(tmp_path):
 
 NEW = """
 import threading
+import weakref
 import xpool
 
 class Job:
@@ -822,10 +823,11 @@ class Local(threading.local):
 
 job, table, frame, ordered, cached = Job("x"), Table({}), Frame(1), Ordered(), Cached()
 wrapper, over, options, local = Wrapper(job), Wrapper(cached), Options(rate=1), Local("own")
-box = Box(rate=1)
+box, near = Box(rate=1), weakref.proxy(job)
+job.near = near
 
 def use():
-    order = len(ordered), type(ordered.order), cached.cache
+    order = len(ordered), type(ordered.order), cached.cache, near.name, near.near.near.name
     answers = wrapper.name, over.cache, options.path, options.rate, local.name, box.rate
     made = Job.count, job.name, Table.made, dict(table), frame.a, len(vars(frame)), Frame.columns
     return made, order, answers

@@ -383,10 +383,10 @@ class Owner~:
     def __init__(self, name):
         self.name = name
 owner~, tenant~ = Owner~("o"), Owner~("t")
-tenant~.of = weakref.ref(owner~)
+tenant~.of, owner~.me = weakref.ref(owner~), weakref.proxy(owner~)
 notes~ = weakref.WeakKeyDictionary({owner~: "first", tenant~: "second"})
 seen~ = weakref.WeakSet([tenant~])
-? tenant~.of().name
+? tenant~.of().name, tenant~.of().me.me.name
 ? notes~[owner~], notes~.get(tenant~), tenant~ in seen~, tenant~.of() is owner~
 > notes~[owner~] = 'changed'
 > owner~.name = 'p'

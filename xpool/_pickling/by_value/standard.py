@@ -197,14 +197,6 @@ def own_logger(kind: Any, name: str) -> Any:
 LAZY["logging"] = _lazy_logging
 
 
-class _Reference(weakref.ref[Any]):
-    """A weak reference of the program's, in a worker.  It keeps its object alive, because what
-    keeps the object alive in the program may not be sent.
-    """
-
-    kept: Any
-
-
 def _lazy_weak() -> None:
     """Register reducers of weak references in globals; others are left to dill."""
 
@@ -224,9 +216,22 @@ def _lazy_weak() -> None:
 def weak_reference(obj: Any) -> Any:
     if obj is None:
         return weakref.ref(weakref.WeakSet())  # to an object that is gone
-    reference = _Reference(obj)
-    reference.kept = obj
-    return reference
+    return weakref.ref(obj, partial(_keep, obj))
+
+
+def _keep(obj: Any, reference: Any) -> None:
+    """Keep the object of a weak reference: what keeps it in the program may not be sent."""
+
+
+@register(weakref.ProxyType, weakref.CallableProxyType)
+def _reduce_proxy(pickler: Context, proxy: Any) -> Any:
+    # Otherwise `pickle` sends a copy of the object itself.
+    return NotImplemented if pickler.group is None else (weak_proxy, (proxy.__init__.__self__,))
+
+
+@builder
+def weak_proxy(obj: Any) -> Any:
+    return weakref.proxy(obj, partial(_keep, obj))
 
 
 @builder
