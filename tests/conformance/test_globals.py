@@ -847,6 +847,57 @@ def test_objects_in_globals_arrive_without_effects_of_their_classes(tmp_path):
     assert scripts.run_ok([scripts.write(tmp_path / "new.py", NEW)]).split() == ["True"] * 3
 
 
+MARKS = """
+import lib
+import xpool
+
+class Unset:
+    def __bool__(self):
+        return False
+
+class Missing:
+    one = None
+    def __new__(cls):
+        cls.one = cls.one or super().__new__(cls)
+        return cls.one
+
+class Slots:
+    __slots__ = ()
+
+UNSET, MISSING, SLOTS, MARK = Unset(), Missing(), Slots(), object()
+
+class Job:
+    kind = UNSET
+    def __init__(self, a=UNSET, b=MISSING, c=SLOTS, d=MARK, e=lib.UNSET):
+        self.given = a, b, c, d, e
+    def use(self):
+        a, b, c, d, e = self.given
+        found = a is UNSET, b is MISSING is Missing(), c is SLOTS, d is MARK, e is lib.UNSET
+        return *found, self.kind is UNSET
+
+def set_to(a=UNSET, b=MISSING):
+    return a is UNSET, b is MISSING
+
+job = Job()
+
+def use():
+    return *job.use(), *Job().use(), *set_to(), *set_to(*job.given[:2]), type(UNSET) is Unset
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print({*pool.apply(use)})
+        job.more, UNSET = 1, Unset()
+        print([one for one in zip(use(), pool.apply(use)) if one[0] != one[1]])
+    pool.join()
+"""
+
+
+def test_objects_without_attributes_keep_their_identity(tmp_path):
+    """Also one that is a default in a class of the script: `x is UNSET`."""
+    (tmp_path / "lib.py").write_text("class Unset: pass\nUNSET = Unset()\n")
+    assert scripts.run_ok([scripts.write(tmp_path / "marks.py", MARKS)]) == "{True}\n[]\n"
+
+
 DERIVED = """
 import collections
 import datetime

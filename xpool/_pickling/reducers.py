@@ -212,7 +212,7 @@ def find(kind: type) -> Reducer | None:
                     break
             else:
                 has_own = kind not in copyreg.dispatch_table and (
-                    (kind.__flags__ & HEAP_TYPE and _reduces(kind))
+                    (kind.__flags__ & HEAP_TYPE and (_reduces(kind) or _is_bare(kind)))
                     or (type(kind.__new__) is FunctionType and not _is_named_tuple(kind))
                     or issubclass(kind, list)
                     or kind.__module__ == PARAMETRIZE
@@ -225,6 +225,11 @@ def _reduces(kind: Any) -> bool:
     """Whether a class, or a type from which it is derived, has a way of its own to be pickled."""
     usual = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
     return not usual
+
+
+def _is_bare(kind: Any) -> bool:
+    """Whether its objects may be without attributes, as `UNSET = Unset()`."""
+    return kind.__init__ is object.__init__ and not kind.__itemsize__
 
 
 def _is_named_tuple(kind: type) -> bool:

@@ -1,7 +1,7 @@
 """Pickles objects by a token, to keep their identity in each process.
 
 These objects are type variables, new types and aliases, and two kinds of globals of ``__main__``:
-bare objects (``MISSING = object()``), and objects whose ``__reduce__`` returns the global's name.
+objects without attributes (``MISSING = object()``), and objects whose ``__reduce__`` returns the global's name.
 A token is needed because functions, arguments and globals arrive in separate pickles, and may all
 refer to one such object.
 
@@ -24,6 +24,7 @@ from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
     SENT,
+    has_no_state,
     namespace,
     origin_of,
     program_modules,
@@ -79,8 +80,8 @@ def _reduce_object(pickler: Context, obj: object) -> Any:
             if place is None:
                 return NotImplemented
             if origin_of(place[0]) == IMPORTED:
-                return of_module, (*place, object)
-        return _make_object, (registry.token_of(obj),)
+                return of_module, (*place, type(obj))
+        return _make_object, (registry.token_of(obj), type(obj))
 
 
 def _place_of(pickler: Context, obj: object) -> tuple[str, str] | None:
@@ -91,14 +92,17 @@ def _place_of(pickler: Context, obj: object) -> tuple[str, str] | None:
         places = pickler.spaces[0] = {}
         for module in program_modules():
             for name, value in list(namespace(module).items()):
-                if type(value) is object:
+                if type(value) is object or has_no_state(value):
                     places.setdefault(id(value), (module, name))
     found: tuple[str, str] | None = places.get(id(obj))
     return found
 
 
-def _make_object(token: str, kind: type = object) -> object:
-    return registry.shell(token, lambda: object.__new__(kind))
+def _make_object(token: str, kind: type) -> object:
+    found = registry.shell(token, lambda: object.__new__(kind))
+    if type(found) is not kind:  # the program has changed its class, as `%autoreload` does
+        found.__class__ = kind
+    return found
 
 
 def _reduce_own(pickler: Context, obj: Any) -> Any:
@@ -112,6 +116,11 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     if kind.__module__ == reducers.PARAMETRIZE:
         return NEW, (kind,), vars(obj)
     origin = origin_of(kind.__module__)
+    in_program = origin != INSTALLED and (pickler.blob or pickler.group is not None)
+    if in_program and has_no_state(obj) and not _has_methods(kind):
+        made = _reduce_object(pickler, obj)
+        if made is not NotImplemented:
+            return made
     # `pickle` would ask an object that is still empty for its `__setstate__`, and call a `__new__`
     # without its arguments.
     answers = hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__")
@@ -214,9 +223,9 @@ def _is_made_in_c(kind: Any) -> bool:
 
     `pickle` would call the class, which may take other arguments (`datetime.date`, `Decimal`).
     """
-    base, own = _base_in_c(kind), any(in_python(kind, name) for name in _OF_PICKLING)
+    base = _base_in_c(kind)
     state = hasattr(kind, "__setstate__")  # `functools.partial` has one
-    return not (own or state or base is object) and base.__init__ is object.__init__
+    return not (_has_methods(kind) or state or base is object) and base.__init__ is object.__init__
 
 
 # -- objects of classes that are derived from a builtin type ----------------------------------
@@ -238,6 +247,11 @@ def _builtin_base(kind: type) -> Any:
 
 
 _OF_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs_ex__")
+
+
+def _has_methods(kind: type) -> bool:
+    """Whether a class has methods for pickling."""
+    return any(in_python(kind, name) for name in _OF_PICKLING)
 
 
 def _reduce_content(obj: Any, base: Any) -> Any:

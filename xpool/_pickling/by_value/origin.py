@@ -563,12 +563,13 @@ def globals_of_modules(
                 continue
             if kind is object or (type(attribute) is str and not attribute.startswith("__")):
                 found.setdefault(id(value), []).append((name, attribute))
-                if _has_no_state(value):
+                if has_no_state(value):
                     named.setdefault(id(value), (name, attribute, kind))
     return found, named
 
 
-def _has_no_state(value: Any) -> bool:
+def has_no_state(value: Any) -> bool:
+    """Whether it is an `object()`, or one of a class of the program, without attributes."""
     kind = type(value)
     if kind is object:
         return True
