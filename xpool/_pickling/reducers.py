@@ -234,8 +234,11 @@ def _is_bare(kind: Any) -> bool:
 
 def _is_named_tuple(kind: type) -> bool:
     """Whether the class that defines ``__new__`` also tells `pickle` the arguments of it."""
-    maker = next(one for one in kind.__mro__ if "__new__" in vars(one))
-    return issubclass(kind, tuple) and "__getnewargs__" in vars(maker)
+    if issubclass(kind, tuple):
+        for one in kind.__mro__:
+            if "__new__" in one.__dict__:
+                return "__getnewargs__" in one.__dict__
+    return False
 
 
 # The lambdas look up `_finding` at each fork, because `renew` replaces it in a child.

@@ -125,7 +125,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     # without its arguments.
     answers = hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__")
     incomplete = type(kind.__new__) is FunctionType and len(required_of(kind.__new__)) > 1
-    as_usual = origin == INSTALLED or (origin == IMPORTED and pickler.group is None)
+    by_pickle = origin == IMPORTED or type(kind.__reduce__) is not FunctionType
+    as_usual = origin == INSTALLED or (by_pickle and pickler.group is None)
     base = None if as_usual or pickler.group is None else _builtin_base(kind)
     if base is not None:
         return _reduce_content(obj, base)
