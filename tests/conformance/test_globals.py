@@ -1013,6 +1013,10 @@ def content(one):
             pass
     return repr(one), str(one), getattr(one, "parts", None)
 
+class Sizes:
+    def __init__(self, shape=Shape(3, 4), oldest=Oldest(5), bag=Bag("c", [2]), zone=Zone(1)):
+        self.all = [*shape], oldest.size, [*bag], bag.name, zone.offset
+
 oldest, lower, groups, window, history = Oldest(2), Lower(), Groups(3), Window(2), History("loss")
 words, bag = Words("w", "aab"), Bag("b", [1])
 mutable = oldest, lower, words, groups, window, history, bag, Data("d")
@@ -1020,7 +1024,7 @@ others = Frozen(1, 2), Degrees(180), Path("a", "b"), Shape(1, 2), Pair(3), Hours
 day = Day("2026-11-28")
 
 def use():
-    return [content(one) for one in (*mutable, *others)], day.isoformat(), day.text
+    return [content(one) for one in (*mutable, *others)], day.isoformat(), day.text, Sizes().all
 
 def grow(n):
     oldest[n] = lower[f"K{n}"] = words[n] = n
@@ -1038,7 +1042,8 @@ if __name__ == "__main__":
 
 
 def test_globals_of_classes_that_are_derived_from_builtin_types(tmp_path):
-    """Their content arrives without a call of their own methods, whose arguments are others."""
+    """Their content, and that of defaults in a class, arrives without a call of their own methods,
+    whose arguments are others."""
     assert scripts.run_ok([scripts.write(tmp_path / "derived.py", DERIVED)]) == "True 9 " * 3
 
 

@@ -95,6 +95,11 @@ class Context(Protocol):
     shared: dict[int, Block]  # the block in which a PickleBuffer lies, by the buffer's id
 
 
+def is_message(pickler: Context) -> bool:
+    """Whether arguments or results are pickled, and not globals or definitions of the program."""
+    return pickler.group is None and not pickler.blob
+
+
 def in_place(pickler: Context, block: Block) -> PickleBuffer:
     """Return a block as a buffer that a message names and does not copy."""
     buffer = PickleBuffer(block)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from xpool._pickling.by_value.origin import (
     program_modules,
 )
 from xpool._pickling.by_value.reads import in_python, required_of
-from xpool._pickling.reducers import LAZY, NEW, Context, builder, of_module, register
+from xpool._pickling.reducers import LAZY, NEW, Context, builder, is_message, of_module, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 
@@ -116,8 +116,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     if kind.__module__ == reducers.PARAMETRIZE:
         return NEW, (kind,), vars(obj)
     origin = origin_of(kind.__module__)
-    in_program = origin != INSTALLED and (pickler.blob or pickler.group is not None)
-    if in_program and has_no_state(obj) and not _has_methods(kind):
+    in_message = is_message(pickler)
+    if not in_message and origin != INSTALLED and has_no_state(obj) and not _has_methods(kind):
         made = _reduce_object(pickler, obj)
         if made is not NotImplemented:
             return made
@@ -126,8 +126,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     answers = hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__")
     incomplete = type(kind.__new__) is FunctionType and len(required_of(kind.__new__)) > 1
     by_pickle = origin == IMPORTED or type(kind.__reduce__) is not FunctionType
-    as_usual = origin == INSTALLED or (by_pickle and pickler.group is None)
-    base = None if as_usual or pickler.group is None else _builtin_base(kind)
+    as_usual = origin == INSTALLED or (by_pickle and in_message)
+    base = None if as_usual or in_message else _builtin_base(kind)
     if base is not None:
         return _reduce_content(obj, base)
     if as_usual and not (answers or incomplete):
@@ -136,14 +136,14 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         return NotImplemented
     reduced = _reduced(obj) if answers else obj.__reduce_ex__(5)
     if type(reduced) is not str:
-        if pickler.group is not None and reduced[0] is kind and _is_made_in_c(kind):
+        if not in_message and reduced[0] is kind and _is_made_in_c(kind):
             return empty_object, (kind, *reduced[1]), _state_of(obj), None, None, set_state
         if answers and len(reduced) < 6:
             reduced = (*reduced, *(None,) * (5 - len(reduced)), set_state)
         # `__new__` may make what a state leaves out, or what these methods use during the load.
         own = any(type(getattr(kind, name, None)) is FunctionType for name in _USES_NEW)
         plain = reduced[0] is NEW and len(reduced[1]) == 1
-        if plain and (incomplete or not (own or as_usual or pickler.group is None)):
+        if plain and (incomplete or not (own or as_usual or in_message)):
             return empty_object, *reduced[1:]
         return reduced
     if origin != SENT or not in_python(kind, "__reduce__"):

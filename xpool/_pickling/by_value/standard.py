@@ -27,7 +27,15 @@ from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.by_value.reads import in_python
 from xpool._pickling.frame import INLINE_BELOW
-from xpool._pickling.reducers import FOR_SUBCLASSES, LAZY, NEW, Context, builder, register
+from xpool._pickling.reducers import (
+    FOR_SUBCLASSES,
+    LAZY,
+    NEW,
+    Context,
+    builder,
+    is_message,
+    register,
+)
 
 _KINDS: dict[tuple[str, str], Callable[[Any, int], Any]] = {
     ("random", "Random"): lambda random, seed: random.Random(seed),
@@ -245,7 +253,7 @@ def _reduce_dict(pickler: Context, obj: Any) -> Any:
     kind: Any = type(obj)
     if getattr(obj, "__dict__", None) is not obj or any(in_python(kind, one) for one in _OF_STATE):
         own = hasattr(kind, "__getattr__") or any(in_python(kind, one) for one in _OF_NEW)
-        reduce = reducers.own if own or pickler.group is not None else None
+        reduce = reducers.own if own or not is_message(pickler) else None
         return NotImplemented if reduce is None else reduce(pickler, obj)
     return NEW, (kind,), True, None, iter(kind.items(obj)), _show_items
 
@@ -270,7 +278,7 @@ def _reduce_defaultdict(pickler: Context, obj: Any) -> Any:
     """
     kind: Any = type(obj)
     is_own = getattr(obj.default_factory, "__self__", None) is obj
-    if not is_own or (kind is not defaultdict and pickler.group is not None):
+    if not is_own or not (kind is defaultdict or is_message(pickler)):
         return NotImplemented if kind is defaultdict else _reduce_dict(pickler, obj)
     state = obj.default_factory.__name__, getattr(obj, "__dict__", {})
     return NEW, (kind,), state, None, iter(dict.items(obj)), _set_factory
