@@ -31,7 +31,6 @@ from xpool._pickling.by_value.reads import classes_of, is_open, keys_of, require
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,
-    NEW,
     Context,
     Refused,
     builder,
@@ -332,7 +331,7 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
         return import_module, (name,)
     if is_object(module):
         state = {name: one for name, one in vars(module).items() if name != "__builtins__"}
-        return NEW, (type(module),), state, None, None, set_attributes
+        return _make_module, (type(module), name), state, None, None, set_attributes
     adopt(module)  # the program may have made it itself
     if find_module(name) is not module:
         if getattr(module, "__file__", None) is None:  # the program has made it
@@ -347,6 +346,12 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
             if not isinstance(value, ModuleType)
         )
     return (sent_module if origin == SENT else import_module), (name,)
+
+
+def _make_module(kind: type[ModuleType], name: str) -> ModuleType:
+    module = kind.__new__(kind)
+    ModuleType.__init__(module, name)  # Python 3.10 makes the dict of the module here
+    return module
 
 
 @builder
