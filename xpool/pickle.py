@@ -19,6 +19,7 @@ from xpool._pickling.by_value import (
     classes,
     exceptions,
     functions,
+    own_objects,
     sent,
     standard,
 )
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 # When these modules are imported, they register their reducers with the codec.
-_FAMILIES = (by_token, classes, exceptions, functions, sent, standard)
+_FAMILIES = (by_token, classes, exceptions, functions, own_objects, sent, standard)
 
 # The modules of reducers that a program without torch or numpy never needs.
 LATE = {"torch": "xpool._pickling.tensors.dense", "numpy": "xpool._pickling.tensors.arrays"}

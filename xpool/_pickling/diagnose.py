@@ -126,7 +126,7 @@ def foreign_frame(error: BaseException) -> FrameType | None:
 
 
 _PICKLERS = frozenset(
-    {"xpool._pickling.pickler", "xpool._python.hidden", "xpool._pickling.by_value.by_token"}
+    {"xpool._pickling.pickler", "xpool._python.hidden", "xpool._pickling.by_value.own_objects"}
 )
 _MACHINERY = frozenset({"dill", "pickle", "copyreg"})
 _OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")

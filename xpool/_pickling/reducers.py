@@ -119,7 +119,7 @@ everyone: set[Key] = set()
 
 own: Reducer | None = None
 """The reducer of objects of classes with a ``__reduce__``, ``__new__`` or ``__getattr__`` of their
-own (`by_value.by_token`)."""
+own (`by_value.own_objects`)."""
 
 PARAMETRIZE = "torch.nn.utils.parametrize"
 """The module that makes classes of modules with parametrizations, which refuse to be pickled."""

@@ -1,36 +1,28 @@
 """Pickles objects by a token, to keep their identity in each process.
 
 These objects are type variables, new types and aliases, and two kinds of globals of ``__main__``:
-objects without attributes (``MISSING = object()``), and objects whose ``__reduce__`` returns the global's name.
-A token is needed because functions, arguments and globals arrive in separate pickles, and may all
-refer to one such object.
-
-Also pickles, in globals, objects that `pickle` would make by methods of their classes.
+objects without attributes (``MISSING = object()``), and objects whose ``__reduce__`` returns the
+global's name.  A token is needed because functions, arguments and globals arrive in separate
+pickles, and may all refer to one such object.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import typing
-from collections import Counter, OrderedDict, defaultdict, deque
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
 from typing import Any
 
-from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
-from xpool._pickling.by_value.names import found_by_name, name_for
+from xpool._pickling.by_value.names import name_for
 from xpool._pickling.by_value.origin import (
     IMPORTED,
-    INSTALLED,
     SENT,
     has_no_state,
     namespace,
     origin_of,
     program_modules,
 )
-from xpool._pickling.by_value.reads import in_python, required_of
-from xpool._pickling.reducers import LAZY, NEW, Context, builder, is_message, of_module, register
+from xpool._pickling.reducers import LAZY, Context, of_module, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 
@@ -73,7 +65,8 @@ def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) ->
 
 
 @register(object)
-def _reduce_object(pickler: Context, obj: object) -> Any:
+def reduce_object(pickler: Context, obj: object) -> Any:
+    """Pickle an object without attributes, if a global refers to it or it has a token."""
     with registry.lock:
         if registry.known(obj) is None:
             place = _place_of(pickler, obj)
@@ -81,7 +74,7 @@ def _reduce_object(pickler: Context, obj: object) -> Any:
                 return NotImplemented
             if origin_of(place[0]) == IMPORTED:
                 return of_module, (*place, type(obj))
-        return _make_object, (registry.token_of(obj), type(obj))
+        return make_object, (registry.token_of(obj), type(obj))
 
 
 def _place_of(pickler: Context, obj: object) -> tuple[str, str] | None:
@@ -98,210 +91,12 @@ def _place_of(pickler: Context, obj: object) -> tuple[str, str] | None:
     return found
 
 
-def _make_object(token: str, kind: type) -> object:
+def make_object(token: str, kind: type) -> object:
+    """Return the object of this token, a new one of this class if there is none."""
     found = registry.shell(token, lambda: object.__new__(kind))
     if type(found) is not kind:  # the program has changed its class, as `%autoreload` does
         found.__class__ = kind
     return found
-
-
-def _reduce_own(pickler: Context, obj: Any) -> Any:
-    """Pickle an object of a class with a ``__reduce__``, ``__new__`` or ``__getattr__`` of its own.
-
-    If its ``__reduce__`` returns the name of a global of a module that a worker cannot import, the
-    object is pickled by a token, with its attributes.  If the object is in a global, the receiver
-    makes it without a call of its ``__new__``, which may count the objects.
-    """
-    kind = type(obj)
-    if kind.__module__ == reducers.PARAMETRIZE:
-        return NEW, (kind,), vars(obj)
-    origin = origin_of(kind.__module__)
-    in_message = is_message(pickler)
-    if not in_message and origin != INSTALLED and has_no_state(obj) and not _has_methods(kind):
-        made = _reduce_object(pickler, obj)
-        if made is not NotImplemented:
-            return made
-    # `pickle` would ask an object that is still empty for its `__setstate__`, and call a `__new__`
-    # without its arguments.
-    answers = hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__")
-    incomplete = type(kind.__new__) is FunctionType and len(required_of(kind.__new__)) > 1
-    by_pickle = origin == IMPORTED or type(kind.__reduce__) is not FunctionType
-    as_usual = origin == INSTALLED or (by_pickle and in_message)
-    base = None if as_usual or in_message else _builtin_base(kind)
-    if base is not None:
-        return _reduce_content(obj, base)
-    if as_usual and not (answers or incomplete):
-        return NotImplemented
-    if origin == INSTALLED and not found_by_name(kind):  # a class that each mock makes for itself
-        return NotImplemented
-    reduced = _reduced(obj) if answers else obj.__reduce_ex__(5)
-    if type(reduced) is not str:
-        if not in_message and reduced[0] is kind and _is_made_in_c(kind):
-            return empty_object, (kind, *reduced[1]), _state_of(obj), None, None, set_state
-        if answers and len(reduced) < 6:
-            reduced = (*reduced, *(None,) * (5 - len(reduced)), set_state)
-        # `__new__` may make what a state leaves out, or what these methods use during the load.
-        own = any(type(getattr(kind, name, None)) is FunctionType for name in _USES_NEW)
-        plain = reduced[0] is NEW and len(reduced[1]) == 1
-        if plain and (incomplete or not (own or as_usual or in_message)):
-            return empty_object, *reduced[1:]
-        return reduced
-    if origin != SENT or not in_python(kind, "__reduce__"):
-        return NotImplemented
-    made = _make_object, (registry.token_of(obj), type(obj))
-    if pickler.home:  # the program keeps its own attributes
-        return made
-    names = *getattr(obj, "__dict__", ()), *_slots(type(obj))
-    state = {name: value for name in names if (value := getattr(obj, name, made)) is not made}
-    return (*made, state, None, None, _set_attributes)
-
-
-def _slots(kind: type) -> list[str]:
-    made = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
-    members = (one for names in made for one in names.items())
-    return [name for name, member in members if type(member) is MemberDescriptorType]
-
-
-def _reduced(obj: Any) -> Any:
-    """Return what ``__reduce_ex__`` returns.
-
-    `object.__reduce_ex__` is not called if the class may lack `__getstate__`: Python 3.10 looks it
-    up in the object, and so calls the object's ``__getattr__``.
-    """
-    kind: Any = type(obj)
-    own = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    if not own or hasattr(kind, "__getstate__") or hasattr(kind, "__getnewargs_ex__"):
-        return obj.__reduce_ex__(5)
-    args = kind.__getnewargs__(obj) if hasattr(kind, "__getnewargs__") else ()
-    items = iter(obj) if isinstance(obj, list) else None
-    pairs = iter(obj.items()) if isinstance(obj, dict) else None
-    return NEW, (kind, *args), _state_of(obj), items, pairs
-
-
-def _state_of(obj: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an object's attributes, and its slots."""
-    attributes, slots = {}, {}
-    for name in "__dict__", *_slots(type(obj)):
-        with contextlib.suppress(AttributeError):
-            value = object.__getattribute__(obj, name)
-            if name == "__dict__":
-                attributes = value
-            else:
-                slots[name] = value
-    return attributes, slots
-
-
-def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        object.__setattr__(obj, name, value)
-
-
-@builder
-def set_state(obj: Any, state: Any) -> None:
-    """Set the attributes and slots of an object, as `pickle` does where no ``__setstate__`` is."""
-    attributes, slots = state if type(state) is tuple else (state, None)
-    if attributes:
-        vars(obj).update(attributes)
-    _set_attributes(obj, slots or {})
-
-
-_USES_NEW = ("__getstate__", "__setstate__")
-
-
-@builder
-def empty_object(kind: Any, *args: Any) -> Any:
-    """Make an object by the ``__new__`` of the first base in C."""
-    return _base_in_c(kind).__new__(kind, *args)
-
-
-def _base_in_c(kind: Any) -> Any:
-    made = (base for base in kind.__mro__ if type(vars(base).get("__new__")) is BuiltinFunctionType)
-    return next(made)
-
-
-def _is_made_in_c(kind: Any) -> bool:
-    """Whether the ``__new__`` of a base in C makes what the methods of this base have reduced.
-
-    `pickle` would call the class, which may take other arguments (`datetime.date`, `Decimal`).
-    """
-    base = _base_in_c(kind)
-    state = hasattr(kind, "__setstate__")  # `functools.partial` has one
-    return not (_has_methods(kind) or state or base is object) and base.__init__ is object.__init__
-
-
-# -- objects of classes that are derived from a builtin type ----------------------------------
-
-
-def _builtin_base(kind: type) -> Any:
-    """Return the type in `_CONTENT` from which a class is derived; None: it has none, or its own
-    code for pickling."""
-    made = False
-    for one in kind.__mro__:
-        if one in _CONTENT:
-            return one
-        names = vars(one)
-        # `__getnewargs__` returns the arguments of a `__new__` that a derived class may replace.
-        if any(name in names for name in _OF_PICKLING) or ("__getnewargs__" in names and not made):
-            return None
-        made = made or "__new__" in names
-    return None
-
-
-_OF_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs_ex__")
-
-
-def _has_methods(kind: type) -> bool:
-    """Whether a class has methods for pickling."""
-    return any(in_python(kind, name) for name in _OF_PICKLING)
-
-
-def _reduce_content(obj: Any, base: Any) -> Any:
-    """Pickle an object with its content, which the receiver sets without methods of the class.
-
-    `pickle` would call ``__init__`` or ``__new__`` with the content as an argument, or ``append``
-    or ``__setitem__`` before the attributes are set.
-    """
-    content, fill = _CONTENT[base]
-    state, args = _state_of(obj), content(obj)
-    if fill is None:
-        return empty_object, (type(obj), *args), state, None, None, set_state
-    return empty_object, (type(obj),), (state, base, args), None, None, set_content
-
-
-@builder
-def set_content(obj: Any, state: tuple[Any, Any, Any]) -> None:
-    attributes, base, args = state
-    set_state(obj, attributes)
-    _CONTENT[base][1](obj, *args)
-
-
-def _fill_ordered(obj: Any, pairs: list[tuple[Any, Any]]) -> None:
-    for key, value in pairs:
-        OrderedDict.__setitem__(obj, key, value)
-
-
-def _fill_default(obj: Any, factory: Any, items: dict[Any, Any]) -> None:
-    defaultdict.__init__(obj, factory)
-    dict.update(obj, items)
-
-
-_VALUES: Any = int, float, complex, str, bytes, tuple
-
-# By type: the function that returns what `__new__` gets, or what the second function gets after the
-# object; this sets the content of an object that is empty.
-_CONTENT: dict[Any, tuple[Any, Any]] = {
-    **{one: (one.__getnewargs__, None) for one in _VALUES},
-    list: (lambda obj: ([*list.__iter__(obj)],), list.extend),
-    set: (lambda obj: (set(obj),), set.update),
-    bytearray: (lambda obj: (bytes(obj),), bytearray.extend),
-    deque: (lambda obj: ([*deque.__iter__(obj)], obj.maxlen), deque.__init__),
-    **dict.fromkeys((dict, Counter), (lambda obj: (dict(dict.items(obj)),), dict.update)),
-    OrderedDict: (lambda obj: ([*OrderedDict.items(obj)],), _fill_ordered),
-    defaultdict: (lambda obj: (obj.default_factory, dict(dict.items(obj))), _fill_default),
-}
-
-
-reducers.own = _reduce_own
 
 
 LAZY["typing"] = _lazy_typing
