@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ class Stream(theirs.IterableDataset):
 
     def __iter__(self):
         info = theirs.get_worker_info()
-        return iter(range(info.id, 23, info.num_workers))
+        return iter(range(info.id, 23, info.num_workers) if info else range(23))
 
 
 class Each(theirs.Dataset):
@@ -163,6 +164,22 @@ def test_an_error_of_the_dataset(workers):
     assert vars(caught.value)["__notes__"] == ["batch 1 (indices [2, 3])"]
     # The worker's traceback begins in torch: it has no frames of xpool.
     assert "_loader_worker" not in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("dataset", "collate"),
+    [
+        (Each(lambda i: next(iter([i][i == 6 :])), 9), None),
+        (Each(abs, 9), lambda items: items if 6 not in items else next(iter(()))),
+        (Stream(), lambda items: items if 6 not in items else next(iter(()))),
+    ],
+    ids=["getitem", "collate", "collate-iterable"],
+)
+def test_stop_iteration_ends_no_epoch(dataset, collate, workers):
+    """A StopIteration of the dataset or of collate_fn would end the loop over the loader."""
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        list(DataLoader(dataset, 2, collate_fn=collate, num_workers=workers))
 
 
 def test_an_error_that_takes_no_notes():
@@ -391,6 +408,82 @@ def test_data_pipes_are_sharded(options):
         torch.manual_seed(1)
         wanted = theirs.DataLoader(pipe, 2, shuffle=True, num_workers=2)
         assert got == [batch.tolist() for batch in wanted]
+
+
+class Late(Exception):
+    """Raised by a signal handler."""
+
+
+def strike(value, times):
+    """Raise a signal in this process, if any is left in ``times``."""
+    if times:
+        times.pop()
+        signal.raise_signal(signal.SIGUSR1)
+    return value
+
+
+STRIKES: list[int] = []
+
+
+class Index(int):
+    """An index that raises a signal when it is pickled."""
+
+    def __reduce__(self):
+        return strike(int, STRIKES), (int(self),)
+
+
+class Items(list):
+    """A batch that raises a signal when it is unpickled."""
+
+    def __reduce__(self):
+        return in_program, (list(self),)
+
+
+def in_program(value):
+    return strike(value, STRIKES)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"in_order": False}, {"persistent_workers": True}], ids=str
+)
+@pytest.mark.parametrize("place", ["request", "batch", "sampler"])
+def test_a_signal_handler_raises(place, options):
+    """The next batch is that of the interrupted call. After an interruption of the sampler, the
+    loop does not look complete."""
+
+    def ring(signum, frame):
+        raise Late
+
+    def indices():
+        for i in range(30):
+            if place == "sampler" and i == 20:
+                strike(i, STRIKES)
+            yield Index(i) if place == "request" and i == 20 else i
+
+    def collate(items):
+        return Items(items) if place == "batch" else items
+
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        loader = DataLoader(
+            Each(abs, 30), 2, sampler=indices(), collate_fn=collate, num_workers=2, **options
+        )
+        got, batches = [], iter(loader)
+        for _ in range(4):
+            got.append(next(batches))
+        STRIKES.append(1)
+        with pytest.raises(Late):
+            while True:
+                got.append(next(batches))
+        if place == "sampler":
+            with pytest.raises(RuntimeError, match="has ended the sampler's iteration"):
+                got += batches
+            assert len(got) == 10
+        else:
+            got += batches
+            assert sorted(got) == [[i, i + 1] for i in range(0, 30, 2)]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_two_iterators_at_once():

@@ -162,6 +162,7 @@ def test_another_loader_is_refused():
     other.load_state_dict(state)
     with pytest.raises(OptionError, match="indices"):
         iter(other)
+    assert other.state_dict() == state, "an iteration that could not begin lost the state"
 
 
 @pytest.mark.parametrize("options", ALL, ids=str)

@@ -162,7 +162,7 @@ def note_item(exc: BaseException, item: Any, place: int = 0) -> None:
     notes.append(f"{_PLACE}{place}: {short(item)}")
 
 
-def note_batch(exc: BaseException, number: int | None, indices: Any) -> None:
+def note_batch(exc: BaseException, number: int, indices: Any) -> None:
     """Note in ``exc`` which batch of a loader raised it."""
     note = f"batch {number} (indices {safe_repr(indices, 400)})"
     notes = _notes_of(exc)

@@ -23,6 +23,7 @@ from torch.utils.data import dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from xpool import pickle
+from xpool._python.interrupt import by_handler, deliver, interruptible, pending, shielded
 from xpool._python.waiters import LOST_SIGNAL, Flag
 from xpool.data._loader_worker import (
     Base,
@@ -71,6 +72,10 @@ class Epoch(Iterator[Any]):
         # Set first, because `__del__` calls it if anything below fails.
         self._clean = workers.end if is_only else end_later(None)
         self._pending: deque[PendingBatch] = deque()
+        # The batch that `__next__` returns next.  It stays if a signal handler raises.
+        self._taken: PendingBatch | None = None
+        self._request: Request | None = None  # drawn, but not submitted yet
+        self._is_cut = False  # whether an error has ended the sampler's iteration
         self._pins, self._pin_thread = loader.pin_memory and can_pin(), None
         if self._pins and not isinstance(workers, Inline):
             self._pin_thread = PinThread()
@@ -112,8 +117,7 @@ class Epoch(Iterator[Any]):
         self._cycle = progress.next_part
         self._begin_parts(resume is not None)
         self._ended = 0 < count == len(progress.ended)
-        for _ in range(self._ahead_at_most()):
-            self._submit()
+        self._submit_next()
 
     # -- the beginning -----------------------------------------------------------------------------
 
@@ -181,16 +185,18 @@ class Epoch(Iterator[Any]):
 
     def _submit(self) -> None:
         loader = self._loader
-        request = None
-        if not loader._iterable:
-            request = next(self._ahead, None)
-            if request is None:
+        if not (loader._iterable or self._is_cut or self._request):
+            self._request = self._draw_request()
+        request = self._request
+        if not (loader._iterable or request):
+            if not self._is_cut:
                 self._begin_next()
-                return
+            return
         if self._has_parts:
             part = self._next_part()
             if part is not None:
                 self._submit_to(part, request)
+                self._request = None
             return
         assert request is not None
         preview = loader._preview
@@ -200,13 +206,21 @@ class Epoch(Iterator[Any]):
                 label(request), WorkerCopy.make, self._spec, request.number, request.indices
             )
         self._append(PendingBatch(result, request, None, 0))
+        self._request = None
 
+    @interruptible
+    def _draw_request(self) -> Request | None:
+        """Return the next request of the sampler, which may be the program's; None: no more."""
+        if pending:
+            deliver()
+        self._is_cut = True
+        request = next(self._ahead, None)
+        self._is_cut = False
+        return request
+
+    @shielded
     def _submit_next(self) -> None:
-        """Request a batch in place of one that was taken; several, or none, if the number of
-        workers has changed."""
-        if self._loader._auto is None:
-            self._submit()
-            return
+        """Request as many batches as may be ahead: usually one, in place of a taken one."""
         before = -1  # when all batches have been requested, `_submit` adds none
         while before < len(self._pending) < self._ahead_at_most():
             before = len(self._pending)
@@ -239,15 +253,12 @@ class Epoch(Iterator[Any]):
 
     def _submit_to(self, part: int, request: Request | None) -> None:
         progress, place = self.progress, self._places[part]
-        self._places[part] += 1
         base, requests = progress.bases[part], None
         interval = self._loader.snapshot_every_n_steps
         if request is not None:
             # Without a state, a batch with indices does not depend on earlier batches.
             interval = int(self._asks_state)
-            since = self._since[part]
-            since.append((request.number, request.indices))
-            requests = list(since) if self._asks_state else [since.pop()]
+            requests = [*self._since[part], (request.number, request.indices)]
             if not self._asks_state:
                 base = base._replace(place=place)
         if isinstance(self._workers, Inline):
@@ -260,6 +271,11 @@ class Epoch(Iterator[Any]):
             requests, interval, shard=part,
         )  # fmt: skip
         self._append(PendingBatch(result, request, part, place))
+        # Last, since a signal handler may raise while the request is pickled.
+        self._places[part] += 1
+        self._cycle = (part + 1) % len(progress.parts)
+        if requests is not None and self._asks_state:
+            self._since[part].append(requests[-1])
 
     def _append(self, item: PendingBatch) -> None:
         if self._pin_thread is not None:
@@ -272,9 +288,8 @@ class Epoch(Iterator[Any]):
         at_most = 0
         if not self._loader.in_order and len(progress.ended) < count:
             at_most = self._ahead_at_most() // (count - len(progress.ended))
-        for _ in range(count):
-            part = self._cycle
-            self._cycle = (part + 1) % count
+        for i in range(count):
+            part = (self._cycle + i) % count
             if part not in progress.ended and (
                 not at_most or sum(item.part == part for item in self._pending) < at_most
             ):
@@ -294,34 +309,53 @@ class Epoch(Iterator[Any]):
         if not is_inline:
             ahead = sum(item.result.ready() for item in self._pending)
         while True:
-            if is_inline and not self._ended:
-                self._submit()  # the batch is made by `get` below
-            if not self._pending:
-                break
-            place = self._ready_place()
-            item = self._pending[place]
-            del self._pending[place]
-            # Request another batch before unpickling this one, so that no worker is idle meanwhile.
-            if not is_inline:
-                self._submit_next()
+            if self._taken is None:
+                if is_inline and not self._ended:
+                    self._submit()  # the batch is made by `get` below
+                elif not self._pending:
+                    self._submit_next()  # a signal handler may have prevented it
+                if not self._pending:
+                    break
+                self._take(self._ready_place())
+            assert self._taken is not None
+            item = self._taken
             try:
                 answer = item.result.get()
-            except Exception:
-                self._count(item, None)
+                if self._pins and self._pin_thread is None and not answer.ended:
+                    answer = answer._replace(batch=pinned(answer.batch))
+            except Exception as exc:
+                if not by_handler(exc):
+                    self._count(item, None)
                 raise
             finally:
                 item = item._replace(result=None)  # the traceback of an error keeps this frame
-            self._count(item, answer)
             if answer.ended:
+                self._count(item, answer)
                 continue
-            batch = self._finished(answer.batch)
             used, waited = self.times.took(asked, ahead, answer.seconds, answer.collating)
             if self._loader._auto is not None:
                 self._adapt(self._loader._auto.took(used, waited, answer.seconds))
-            return batch
+            self._count(item, answer)
+            if self._loader._iterable:
+                self._check_length()
+            return answer.batch
+        if self._is_cut:
+            raise RuntimeError(
+                "an error, or a signal handler, has ended the sampler's iteration, so this epoch "
+                "has no more batches; it can go on after load_state_dict(state_dict())"
+            )
         self.progress.is_over = True
         self._end()
         raise StopIteration
+
+    @shielded
+    def _take(self, place: int) -> None:
+        """Take a batch out of `_pending`, and request another one in its place."""
+        self._taken = self._pending[place]
+        del self._pending[place]
+        # Requested before this one is unpickled, so that no worker is idle meanwhile.
+        if not isinstance(self._workers, Inline):
+            self._submit_next()
 
     def _check_current(self) -> None:
         if self._has_parts and self._spec.number != self._loader._number and not self._is_only:
@@ -362,9 +396,12 @@ class Epoch(Iterator[Any]):
             "says where each worker is"
         )
 
+    @shielded
     def _count(self, item: PendingBatch, answer: Made | None) -> None:
         """Record in the progress that a batch, or an error in its place, was taken."""
         progress, part = self.progress, item.part
+        self._taken = None
+        progress.yielded += answer is not None and not answer.ended
         if part is not None:
             state = None if answer is None else answer.state
             if answer is not None and (answer.ended or answer.is_last):
@@ -393,15 +430,10 @@ class Epoch(Iterator[Any]):
                 if request.state is not None:
                     progress.sampler, progress.drawn = request.state, progress.taken
 
-    def _finished(self, batch: Any) -> Any:
-        """Count a batch and, if this epoch has no thread for it, copy it into pinned memory."""
-        progress = self.progress
-        progress.yielded += 1
-        if self._loader._iterable:
-            said = self._loader._IterableDataset_len_called
-            if said is not None and progress.yielded > said:
-                self._warn_of_length(said)
-        return pinned(batch) if self._pins and self._pin_thread is None else batch
+    def _check_length(self) -> None:
+        said = self._loader._IterableDataset_len_called
+        if said is not None and self.progress.yielded > said:
+            self._warn_of_length(said)
 
     def _warn_of_length(self, said: int) -> None:
         text = (

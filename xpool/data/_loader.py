@@ -185,8 +185,7 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
     def __iter__(self) -> Any:
         if self.pin_memory:
             warn_of_pinning(self.pin_memory_device)
-        loaded, self._loaded = self._loaded, None
-        resume = None
+        loaded, resume = self._loaded, None
         # Without workers, the dataset itself has the state.
         left = self._left() if self.num_workers else None
         before = Before(None, self._seed, self._turn, left)
@@ -197,6 +196,7 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         epoch = Epoch(self, workers, workers is not self._kept, self._number, before, resume)
         self._progress, self._times = epoch.progress, epoch.times
         self._seed, self._turn = epoch.progress.seed, epoch.progress.turn
+        self._loaded = None  # now, since a state that could not be used is still the loader's
         return epoch
 
     def _workers(self) -> Inline | Processes | Threads:

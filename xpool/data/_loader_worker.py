@@ -293,8 +293,6 @@ class WorkerCopy:
         try:
             made = self._batch(epoch, number, indices)
         except StopIteration:
-            if requests is not None:
-                raise
             # The part has ended, even if the iterator would yield more items later.
             self._over = epoch.number
             self._place -= 1
@@ -384,8 +382,11 @@ class WorkerCopy:
         try:
             batch = self._fetcher.fetch(indices)
         except Exception as exc:
-            if indices is not None:
+            if number is not None:
                 note_batch(exc, number, indices)
+                if isinstance(exc, StopIteration):  # would end the epoch without a word
+                    text = f"the dataset raised StopIteration in batch {number}"
+                    raise RuntimeError(text) from exc
             raise
         return Made(batch, time.perf_counter() - begun, self._collating)
 
@@ -393,6 +394,8 @@ class WorkerCopy:
         begun = time.perf_counter()
         try:
             return self.collate(items)
+        except StopIteration as exc:  # would end the epoch without a word
+            raise RuntimeError("collate_fn raised StopIteration") from exc
         finally:
             self._collating = time.perf_counter() - begun
 
