@@ -97,7 +97,9 @@ def test_as_the_list():
 def test_as_the_dict():
     """Look-ups find the keys that a dict finds, in the order of the dict."""
     plain: dict[Any, Any] = {f"k{i}": i for i in range(3000)}
-    plain.update({1: "one", 2.5: 2, None: 3, b"b": 4, (1, "x", (2.0,)): 5, "": 6, -1: 7})
+    plain.update(
+        {1: "one", 2.5: 2, None: 3, b"b": 4, (1, "x", (2.0,)): 5, "": 6, -1: 7, 10**5000: 8}
+    )
     held = SharedDict(plain)
     assert len(held) == len(plain) and list(held.items()) == list(plain.items())
     for key in [*plain, True, 1.0, (1.0, "x", (2,)), -1.0]:

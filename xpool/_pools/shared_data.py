@@ -286,7 +286,7 @@ def _bytes_of(key: Any) -> bytes:
     if isinstance(key, float) and not key.is_integer():
         return b"f" + repr(float(key)).encode()
     if isinstance(key, float) or hasattr(key, "__index__"):
-        return b"i" + str(int(key)).encode()
+        return b"i" + b"%x" % int(key)  # Python limits the length of decimal numbers
     if isinstance(key, tuple):
         parts = list(map(_bytes_of, key))
         return b"t" + b"".join(len(part).to_bytes(8, "little") + part for part in parts)
