@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from support.tiers import also
 from support.waiting import Gate, Mailbox, wait_gone
 
 import xpool
-from xpool import OptionError, WorkerDied, WorkerStartFailed, XPoolError
+from xpool import OptionError, PoolClosed, WorkerDied, WorkerStartFailed, XPoolError
 
 METHODS = [None, "spawn", "fork"]
 
@@ -297,3 +298,54 @@ def test_processes(begin: Begin, gates: list[Gate]):
     assert "retries" not in str(caught.value.__cause__)
     assert not any(process.is_alive() for process in processes)
     processes[0].terminate()  # does nothing after the end
+
+
+def test_joins_in_several_threads(begin: Begin, gates: list[Gate]):
+    """Each of several threads that join the same processes returns when they have ended."""
+    context, _ = begin(turn, 2)
+    joined: list[bool] = []
+    threads = [threading.Thread(target=lambda: joined.append(context.join())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for gate in gates[:2]:
+        gate.open()
+    for thread in threads:
+        thread.join()
+    assert joined == [True] * 3
+
+
+def test_a_forked_child_cannot_join(begin: Begin, gates: list[Gate]):
+    """In a forked child, `join` raises; the program's processes go on."""
+    context, _ = begin(turn, 1)
+
+    child = os.fork()
+    if not child:
+        try:
+            context.join()
+        except PoolClosed as error:
+            os._exit(0 if "forked from" in str(error) else 2)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    gates[0].open()
+    assert context.wait() == [0]
+
+
+class Deadly:
+    """Unpickled in a worker, it has the first worker end when that is asked for its id."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if work.first(state["path"]):
+            vars(os)["getpid"] = lambda: signal.raise_signal(signal.SIGKILL)
+
+
+@pytest.mark.torch
+def test_an_end_before_the_function(tmp_path: Any):
+    """A process that ends before its function has begun is not replaced: its id was told."""
+    from torch.multiprocessing import ProcessExitedException
+
+    with pytest.raises(ProcessExitedException) as caught:
+        xpool.spawn(tell, (Deadly(str(tmp_path / "first")),))
+    assert isinstance(caught.value.__cause__, WorkerDied)

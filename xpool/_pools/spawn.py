@@ -119,14 +119,14 @@ class ReplicaProcess:
 
         Otherwise the exit code of the process, or the negative number of the signal that ended it.
         """
-        if self._index not in self._context._ended:
+        if self._index not in self._context._in_order():
             return None
         try:
             # The result arrives in a moment: the callbacks of `_told` run just before.
             self._context._pending[self._index].get()
         except WorkerDied as exc:
             return -1 if exc.exitcode is None else exc.exitcode
-        except PoolClosed:  # stopped by `_stop`
+        except PoolClosed:  # stopped by `_stop`, or the process of a forked child's parent
             return -signal.SIGTERM
         except BaseException:
             return 1
@@ -211,11 +211,13 @@ class ProcessContext:
             raise self._failure
         until = None if timeout is None else time.monotonic() + timeout
         failed = self._wait(until)
-        if failed is not None:
+        # Another thread may have joined meanwhile, and stopped the processes.
+        if failed is not None and self._failure is None:
             self._failure = self._error(*failed)
             if grace_period is not None:
                 self._wait(time.monotonic() + grace_period, others=True)
             self._stop()
+        if self._failure is not None:
             raise self._failure
         if self._running:
             return False
@@ -248,7 +250,7 @@ class ProcessContext:
     def _wait(self, until: float | None, others: bool = False) -> tuple[int, BaseException] | None:
         """Wait until all have ended, the time is over, or one has failed; return the failed one."""
         while True:
-            for index in list(self._ended):
+            for index in self._in_order():
                 if index in self._running:
                     error = self._take(index)
                     if error is not None and not others:
@@ -258,8 +260,14 @@ class ProcessContext:
                 return None
 
     def _has_ended(self) -> bool:
-        """Whether a process has ended that `_take` has not seen."""
-        return not self._running.isdisjoint(self._ended)
+        """Whether a process has ended that `_take` has not seen, or other threads have seen all."""
+        return not (self._running and self._running.isdisjoint(self._in_order()))
+
+    def _in_order(self) -> list[int]:
+        """Return the indices of the ended processes, in the order of their ends."""
+        # A terminated pool runs no callbacks, and so does its copy in a forked child.
+        stopped = self._pool is not None and self._pool.state == "TERMINATE"
+        return self._ended + list(self._running if stopped else ())
 
     def _take(self, index: int) -> BaseException | None:
         """Store the result of an ended process; return its failure."""
@@ -270,7 +278,7 @@ class ProcessContext:
         except WorkerDied as exc:
             # `sys.exit()` and `sys.exit(0)` are successes without a result.  A new exception, since
             # the text of `WorkerDied` advises `retries=`, which these calls do not have.
-            died = ReplicaDied(exc.pid, exc.exitcode, exc.worker, exc.task)
+            died = ReplicaDied(exc.pid or self.processes[index].pid, exc.exitcode, index, exc.task)
             failure = None if exc.exitcode == 0 else died
         except KeyboardInterrupt:
             # torch treats this exception in the process as a success; here it is the user's Ctrl-C.
@@ -279,13 +287,14 @@ class ProcessContext:
         except Exception as exc:
             failure = exc
         self._running.discard(index)
+        self._ends.wake()
         return failure
 
     def _stop(self) -> None:
         if self._pool is not None:
             self._pool.terminate()
             self._pool.join()
-            self._ended += self._running  # a terminated pool runs no callbacks
+            self._ends.wake()
 
     def _error(self, index: int, exc: BaseException) -> BaseException:
         """Return the exception that `join` raises."""

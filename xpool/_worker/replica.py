@@ -16,12 +16,13 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from xpool._memory.anonymous_files import File
-from xpool.errors import XPoolError
+from xpool.errors import WorkerDied, XPoolError
 from xpool.pickle import decode, encode
 
 T = TypeVar("T")
 
 _what: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+_has_told = False  # whether this process has been asked for its id
 
 
 def keep(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -32,12 +33,22 @@ def keep(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 def pid(*_: Any) -> int:
     """Return the process id; a worker with a context passes it as the argument."""
+    global _has_told
+    _has_told = True
     return os.getpid()
 
 
-def run(index: int) -> Any:
+def _task(index: int = 0) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function and its arguments, unless this process replaces one that has ended: the
+    program knows the id of that process, and may have ended it itself."""
     assert _what is not None
-    fn, args = _what
+    if not _has_told:
+        raise WorkerDied(None, None, index, "the code before its function")
+    return _what
+
+
+def run(index: int) -> Any:
+    fn, args = _task(index)
     return fn(index, *args)
 
 
@@ -46,8 +57,7 @@ def run_xla(context: Any) -> dict[int, Any]:
 
     As in torch_xla, each device has a thread, if there are several devices.
     """
-    assert _what is not None
-    fn, args = _what
+    fn, args = _task()
     torch_xla = import_module("torch_xla")
     xm = import_module("torch_xla.core.xla_model")
     runtime = import_module("torch_xla.runtime")
