@@ -156,6 +156,14 @@ def test_a_key_for_two_items(pool, path, logged):
     assert pool.map(logged, [5, 5], journal=path) == [25, 25]
 
 
+@pytest.mark.parametrize("verb", ["map", "imap"])
+def test_a_key_that_quits(pool, path, logged, verb):
+    """`sys.exit` in key= is raised by the call, as in the iterable. The pool goes on."""
+    with pytest.raises(SystemExit):
+        list(getattr(pool, verb)(logged, [2], journal=path, key=sys.exit))
+    assert pool.map(logged, [2], journal=path) == [4]
+
+
 def test_odd_keys(pool, path, logged):
     """A key may be a str, bytes or an int of any size. Keys of different types differ."""
     keys = [1, "1", b"1", 2**63, -(2**64), 10**5000, "\udc80", "\\udc80", "", b"", "'1'"]

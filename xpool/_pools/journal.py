@@ -28,7 +28,7 @@ from xpool._calls.streams import IMapIterator, Stream, weigh
 from xpool._pools.identity import Identity
 from xpool._pools.job_table import JobTable
 from xpool._pools.values import Unknown, name_of
-from xpool._python.interrupt import by_handler
+from xpool._python.interrupt import by_handler, deliver, interruptible, pending
 from xpool.errors import OptionError
 from xpool.pickle import decode, dumps
 
@@ -243,22 +243,25 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self, lock: str = "IMMEDIATE") -> Iterator[None]:
-        self._base.execute(f"BEGIN {lock}")
         try:
+            self._base.execute(f"BEGIN {lock}")
             yield
+            self._base.execute("COMMIT")
         except BaseException:
             # After some errors, such as a full disk, SQLite has rolled back itself.
             if self._base.in_transaction:
                 self._base.execute("ROLLBACK")
             raise
-        self._base.execute("COMMIT")
 
     def _add_parts(self, parts: dict[str, str], of_items: bool) -> None:
         rows = [(name, digest, of_items) for name, digest in parts.items()]
         self._base.executemany("INSERT OR IGNORE INTO parts VALUES (?, ?, ?)", rows)
 
+    @interruptible  # runs code of the program
     def key(self, item: Any) -> str:
         """Return the key of an item, as text.  Refuse the item if one of its parts has changed."""
+        if pending:
+            deliver()
         if self._key is not None:
             key = _as_text(self._key(item))
             if hash(key) in self._taken:
