@@ -339,15 +339,47 @@ def at_no_address(rank: int, option: str, address: str) -> str:
 
 
 def test_world_in_a_fork(ranks: Ranks):
-    """A forked child is in no world."""
+    """A forked child is in no world, and does not wait for its parent's."""
     assert ranks.good_world(1, forks) == [0]
 
 
 def forks(world: World) -> int:
+    groups = world.create_collective_group([0]), world.create_rpc_group("group", world.names)
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if get_world() is None else 1)
+        uses = [*(group.barrier for group in groups), world.stop, lambda: world.group]
+        refused = 0
+        for use in uses:
+            try:
+                use()
+            except GroupError:
+                refused += 1
+        os._exit(0 if get_world() is None and refused == len(uses) else 1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_signal_ends_a_wait_for_a_call(ranks: Ranks):
+    """The handler of Ctrl-C runs while a process waits for the answer of another."""
+    assert ranks.good_world(1, interrupted) == ["interrupted"]
+
+
+def interrupted(world: World) -> str:
+    group, over = world.create_rpc_group("group", world.get_members()), threading.Event()
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait()
+
+    group.register("interrupt", interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        group.registered_sync("interrupt", timeout=0)
+    except KeyboardInterrupt:
+        return "interrupted"
+    finally:
+        signal.signal(signal.SIGINT, before)
+        over.set()
+    return "answered"
 
 
 ENDS = """

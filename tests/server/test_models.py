@@ -324,6 +324,24 @@ def pushes_first(group: RpcGroup) -> None:
     impl.watch()
     assert managed.pp_version == 1
 
+    # Another model is managed: its versions go on from those of the first.
+    second = model(100)
+    impl.manage_model(second, Descent(second), Counted(steps))
+    impl.start()
+    access.push(with_gradient(model(), 1))
+    assert steps.acquire(timeout=WAIT)
+    impl.stop()
+    impl.watch()
+    pulled = model()
+    assert access.pull(pulled) and weight(pulled) == weight(second)
+    impl.start()
+    impl.o_server.push("model", second.state_dict(), 9, second.pp_version)
+    access.push(with_gradient(model(), 1))
+    assert steps.acquire(timeout=WAIT)
+    impl.stop()
+    with pytest.raises(GroupError, match="another process has pushed one since version 2"):
+        impl.watch()
+
 
 def alone(world: World) -> None:
     for number, body in enumerate((half_made, pushes_first, bad_options)):
@@ -332,5 +350,6 @@ def alone(world: World) -> None:
 
 def test_one_rank(ranks: Ranks):
     """A failed constructor leaves no name in the group. Unfit gradients pushed before the model was
-    managed are dropped and counted. Invalid options and gradients are refused."""
+    managed are dropped and counted. Invalid options and gradients are refused. A second model can
+    be managed after the first."""
     ranks.good_world(1, alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
@@ -122,7 +123,7 @@ class Operations:
         self.ranks, self.timeout = ranks, timeout
         self.label = f"<CollectiveGroup of ranks {', '.join(map(str, ranks))}>"
         self.destroyed = False
-        self._world = world
+        self._world, self._pid = world, os.getpid()
         # Threads of torch's RPC take this lock to break the group while other threads wait for
         # torch.  So no thread waits for torch, or closes connections, while it holds the lock.
         self._lock = threading.Lock()  # guards the fields below, except _closing
@@ -170,7 +171,14 @@ class Operations:
 
     @contextmanager
     def watched(self, what: str, launching: bool = False) -> Iterator[None]:
-        """If torch raises an error in the block, break the group and raise the group's error."""
+        """If torch raises an error in the block, break the group and raise the group's error.
+
+        In a forked child, which has none of torch's threads, torch would wait for ever.
+        """
+        if os.getpid() != self._pid:
+            raise GroupError(
+                f"{self.label} belongs to process {self._pid}, from which this one was forked."
+            )
         try:
             yield
         except GroupError:

@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from xpool._pickling.by_value.names import goes_by_name
 from xpool._python.failures import safe_repr
+from xpool._python.waiters import Flag
 from xpool.distributed._current import (
     DIED,
     LEFT,
@@ -182,6 +183,15 @@ def call(
     return outer
 
 
+def waited(future: Future[Any]) -> Any:
+    """Return the result of a future, or raise its error.  Unlike in torch's wait, which handles no
+    signals, Ctrl-C ends it."""
+    done = Flag()
+    future.add_done_callback(lambda _: done.set())
+    done.wait()
+    return future.wait()
+
+
 def settle(outer: Future[Any], done: Future[Any], to: str, what: Any, timeout: float) -> None:
     """Give ``outer`` the result or error of ``done``, a call of torch."""
     try:
@@ -255,7 +265,7 @@ class RRef:
                 raise
         # Torch could not pickle the value.  `_value_of` sends it by value or names it in an error.
         owner = self._rref.owner_name()
-        return call(owner, _value_of, (self._rref,), None, timeout, what="to_here").wait()
+        return waited(call(owner, _value_of, (self._rref,), None, timeout, what="to_here"))
 
     def rpc_sync(self, timeout: float = -1) -> Any:
         """Return an object that runs the value's methods in its process and returns the results."""
@@ -305,7 +315,7 @@ class _Methods:
             with self._rref._explained(name, self._timeout):
                 return RRef(getattr(rref.remote(self._timeout), name)(*args, **kwargs))
         future = call(rref.owner_name(), _invoke, (rref, name, args, kwargs), timeout=self._timeout)
-        return future if self._how == "rpc_async" else future.wait()
+        return future if self._how == "rpc_async" else waited(future)
 
 
 def _value_of(rref: Any) -> Any:
@@ -563,11 +573,11 @@ def meet(
     inner = rpc.rpc_async(host, _arrive, args=arrival, timeout=timeout)
     inner.add_done_callback(lambda done: world.meetings.settle(host, key, done, timeout))
     try:
-        lost: list[str] = outer.wait()
+        lost: list[str] = waited(outer)
         return lost
     except GroupTimeout:
         # The host ends the meeting for all, and returns the members that have not arrived.
-        missing = call(host, _withdraw, (key, world.name), timeout=FAREWELL_SECONDS).wait()
+        missing = waited(call(host, _withdraw, (key, world.name), timeout=FAREWELL_SECONDS))
         if not missing:
             raise  # all members arrived, but the answer was late
         seconds = rpc.get_rpc_timeout() if timeout < 0 else timeout

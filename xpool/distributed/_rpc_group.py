@@ -18,7 +18,7 @@ from xpool.distributed._current import (
     get_cur_name,
     the_world,
 )
-from xpool.distributed._remote_calls import RRef, call, meet, send, sendable
+from xpool.distributed._remote_calls import RRef, call, meet, send, sendable, waited
 from xpool.distributed._rendezvous import check_timeout
 
 Kind = Literal["service", "value"]
@@ -112,7 +112,7 @@ class RpcGroup:
         self, to: str, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> Any:
         """Run ``func(*args, **kwargs)`` in ``to`` and return its result."""
-        return self.rpc_async(to, func, timeout, args, kwargs).wait()
+        return waited(self.rpc_async(to, func, timeout, args, kwargs))
 
     def rpc_async(
         self, to: str, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
@@ -186,7 +186,7 @@ class RpcGroup:
         Raises:
             GroupKeyError: no member has registered this key. The text lists the registered keys.
         """
-        return self.registered_async(key, args, kwargs, timeout=timeout).wait()
+        return waited(self.registered_async(key, args, kwargs, timeout=timeout))
 
     def registered_async(
         self, key: Hashable, args: Args = (), kwargs: Kwargs = None, *, timeout: float = -1
@@ -252,7 +252,7 @@ class RpcGroup:
 
     def _ask(self, method: str, *args: Any) -> Any:
         register = self.group_members[0]
-        return call(register, _in_register, (method, self.group_name, *args)).wait()
+        return waited(call(register, _in_register, (method, self.group_name, *args)))
 
     # -- the group ----------------------------------------------------------------------------
 

@@ -338,6 +338,8 @@ class World:
     def _check_started(self, has: bool, what: str, option: str) -> None:
         if not self.started:
             raise GroupError(f"The world of {self.name!r} has been stopped; make a new one.")
+        if current.current() is not self:
+            raise GroupError(f"{self.name!r} is the process from which this one was forked.")
         if not has:
             raise GroupError(f"This world has no {what}: make it with {option} in all processes.")
 

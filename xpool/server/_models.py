@@ -520,7 +520,9 @@ class PushPullGradServerImpl:
                 f"{self.group.get_cur_name()!r} cannot manage a model for {self.server_name!r}: "
                 f"its primary reducer, {self.primary_reducer!r}, does."
             )
-        model.pp_version = 0
+        # The ordered server may have states already, of a model that was managed before.
+        newest = self.o_server.pull(self.model_name)
+        model.pp_version = 0 if newest is None else newest[1]
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         # Set last: threads of torch's RPC read it to know whether a model is managed.
         self.model = model
@@ -670,7 +672,13 @@ class PushPullGradServerImpl:
             self.lr_scheduler.step()
         version: Any = model.pp_version
         # `on_cpu` copies the state, because the next step changes the model in place.
-        self.o_server.push(self.model_name, on_cpu(model.state_dict()), version + 1, version)
+        state = on_cpu(model.state_dict())
+        if not self.o_server.push(self.model_name, state, version + 1, version):
+            raise GroupError(
+                f"The state of {self.model_name!r} after a step was refused, because another "
+                f"process has pushed one since version {version}: only the primary reducer of "
+                f"{self.server_name!r} may push it."
+            )
         model.pp_version = version + 1
 
     def __repr__(self) -> str:
