@@ -23,6 +23,7 @@ import struct
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.context import BaseContext, assert_spawning
 from multiprocessing.reduction import DupFd
@@ -37,7 +38,7 @@ from xpool._memory.holds import Block, Holds
 from xpool._pickling import frame
 from xpool._pickling.frame import BY_PIPE, Layout, Leased
 from xpool._python import descriptors
-from xpool._python.interrupt import shielded
+from xpool._python.interrupt import by_handler, shielded
 from xpool._python.waiters import deadline_of
 from xpool._wire import packets
 from xpool.errors import OptionError
@@ -99,6 +100,10 @@ class SimpleQueue:
         self._arena: Arena | None = None  # the arena to which `_layout` belongs
         self._layout: Layout | None = None
         self._leave_arena: Callable[[], object] | None = None
+        # Messages that were taken out, each with the process that has done so.  If a signal handler
+        # raises in `get`, the next `get` returns the object.
+        self._taken: deque[tuple[int, bytes | memoryview]] = deque()
+        self._take = iter(self._taken.popleft, (0, b""))
 
     # -- putting and getting -----------------------------------------------------------------------
 
@@ -151,25 +156,37 @@ class SimpleQueue:
         while True:
             self._check_open()
             try:
-                message = self._try_get()
+                if not self._taken:
+                    self._try_get()
             except OSError as exc:
                 if exc.errno == errno.EBADF:
                     self._check_open()  # another thread has closed the queue
                 raise
-            if message is not None:
-                break
+            one = None
+            try:
+                # A loop, because if a signal handler raises after a call, the value is lost.
+                for one in self._take:
+                    if one[0] == os.getpid():  # else a fork has copied it
+                        if type(one[1]) is Leased:
+                            foreign.call()
+                        return decode(one[1])
+                    one = None
+            except BaseException as exc:
+                if one is not None:
+                    if isinstance(exc, KeyboardInterrupt) or by_handler(exc):
+                        self._taken.appendleft(one)
+                    raise
+                if not isinstance(exc, IndexError):
+                    raise
             if not self._wait(self._reader, select.POLLIN, end):
                 raise Empty
-        if type(message) is Leased:
-            foreign.call()
-        return decode(message)
 
     quick_put, quick_get = put, get  # machin's names for variants without locks
 
     def empty(self) -> bool:
         """Whether the queue has no object at this moment."""
         self._check_open()
-        return not _poll(self._reader.fileno(), select.POLLIN, 0)
+        return not self._taken and not _poll(self._reader.fileno(), select.POLLIN, 0)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while the queue has an object.
@@ -279,8 +296,8 @@ class SimpleQueue:
     # -- the reader's side -------------------------------------------------------------------------
 
     @shielded
-    def _try_get(self) -> bytes | memoryview | None:
-        """Take out a message and take holds on its blocks, or return None."""
+    def _try_get(self) -> None:
+        """Take out a message, if there is one, and take holds on its blocks."""
         with foreign.passing:
             # Checked before the packet is taken out, because the kernel drops descriptors beyond
             # the limit.  If another thread opens files after the check, ``lost`` is true.
@@ -288,7 +305,7 @@ class SimpleQueue:
             try:
                 data, fds, lost = packets.receive(self._reader, packets.LONGEST, _MOST_FDS)
             except BlockingIOError:
-                return None
+                return
             try:
                 if not data:
                     raise EOFError("the queue was shut down, so no more objects will come")
@@ -296,7 +313,8 @@ class SimpleQueue:
                     raise OSError(
                         errno.EMFILE, "a message is lost: no descriptor is free (ulimit -n)"
                     )
-                return _opened(data, list(fds)) if fds else data
+                message = _opened(data, list(fds)) if fds else data
+                self._taken.append((os.getpid(), message))
             finally:
                 # A closed lease tells the sender that this process holds the blocks.
                 for fd in fds:

@@ -252,6 +252,49 @@ def test_unpickling_fails(make_queue: Any):
     assert q.get() == 1
 
 
+class Striking:
+    """Raises a signal when it is unpickled, while there are any ``strikes``."""
+
+    strikes = 0
+
+    def __setstate__(self, state: Any) -> None:
+        if Striking.strikes:
+            Striking.strikes -= 1
+            signal.raise_signal(signal.SIGUSR1)
+
+    def __getstate__(self) -> str:
+        return "state"
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_interrupted_get_loses_nothing(
+    make_queue: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+):
+    """If a signal handler raises in `get`, the next `get` returns the object; a forked child has no
+    copy of it."""
+
+    def ring(*_: Any) -> None:
+        raise error
+
+    used = make_queue()
+    used.put(Striking())
+    used.put(2)
+    monkeypatch.setattr(Striking, "strikes", 2)
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        for _ in range(2):
+            with pytest.raises(error):
+                used.get(timeout=LIMIT)
+        assert not used.empty()
+        child = os.fork()
+        if not child:
+            os._exit(0 if used.get(timeout=LIMIT) == 2 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert type(used.get(timeout=LIMIT)) is Striking
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_only_by_inheritance(make_queue: Any):
     """A queue can be passed to a process only when the process is started."""
     q = make_queue()
