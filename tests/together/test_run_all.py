@@ -187,9 +187,9 @@ def test_timeout(make_pool):
 
 def test_unpicklable_and_invalid_arguments(make_pool):
     """Functions, arguments and results that cannot be pickled raise an error."""
-    pool = make_pool(Pool, 2)
-    with pytest.raises(TaskNotPicklable):
-        pool.run_all(index, threading.Lock())
+    for pool in make_pool(P2PPool, 2), make_pool(Pool, 2):  # the first wraps the function
+        with pytest.raises(TaskNotPicklable, match=r"as argument 0 of index\(\)"):
+            pool.run_all(index, threading.Lock())
     with pytest.raises(Exception, match="cannot be sent back"):
         pool.run_all(threading.Lock)
     with pytest.raises(TypeError, match="callable"):

@@ -64,6 +64,8 @@ def _place(task: Any, role: str, path: str) -> str:
         return _in_function(function, rest)
     if of_map:
         return _place(task, ITEM, rest)
+    if type(function) is TaskFunction:
+        function = function.func
     place = f"argument {key} of {label(function)}"
     return f" at {rest.lstrip('.')} in {place}" if rest else f" as {place}"
 
