@@ -370,7 +370,8 @@ def replace_in_module(draw: random.Random, step: int) -> str:
     new = draw.choice([first, second, derived.twice])
     draw.choice([
         lambda: setattr(derived.Derived, "get", replaced), lambda: derived.register(new),
-        lambda: setattr(derived, "scaled", new), lambda: setattr(base, "another", new),
+        lambda: setattr(derived, "scaled", draw.choice([first, second])),
+        lambda: setattr(base, "another", new),
     ])()  # fmt: skip
     return f"a function in a module: {new.__name__}"
 

@@ -26,6 +26,7 @@ from types import (
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
+    MethodType,
     ModuleType,
 )
 from typing import Any, Protocol
@@ -366,7 +367,9 @@ def is_assigned(cls: type, name: str, value: Any) -> bool:
         elif one is value or (one is not None and not isinstance(value, property)):
             mine = kind is functools.partialmethod or origin_of(kind.__module__) != INSTALLED
             # An enumeration has its members as attributes, too.
-            return (mine and kind is not cls) or not hasattr(kind, "__get__")
+            # Of these, some versions of Python have a `__get__`.
+            plain = kind in (MethodType, functools.partial) or not hasattr(kind, "__get__")
+            return (mine and kind is not cls) or plain
     return False
 
 
