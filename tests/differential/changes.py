@@ -24,10 +24,12 @@ import subprocess
 import sys
 import tempfile
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 sys.dont_write_bytecode = True  # two versions of a module may have the same time
+warnings.simplefilter("ignore", FutureWarning)  # Python 3.13 warns of partials in classes
 
 MODULES = {
     "__init__": "",

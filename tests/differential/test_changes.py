@@ -16,7 +16,7 @@ from support import scripts
 from support.tiers import also
 
 FIRST = int(os.environ.get("XPOOL_TEST_SEED", "0"))
-SCRIPTS = int(os.environ.get("XPOOL_TEST_SCRIPTS", "60"))
+SCRIPTS = int(os.environ.get("XPOOL_TEST_SCRIPTS", "30"))
 SEEDS = range(FIRST, FIRST + SCRIPTS)
 STEPS = "25"
 
