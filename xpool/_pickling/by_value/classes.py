@@ -366,9 +366,9 @@ def is_assigned(cls: type, name: str, value: Any) -> bool:
                 return True
         elif one is value or (one is not None and not isinstance(value, property)):
             mine = kind is functools.partialmethod or origin_of(kind.__module__) != INSTALLED
-            # An enumeration has its members as attributes, too.
-            # Of these, some versions of Python have a `__get__`.
+            # Some versions of Python have a `__get__` for these two.
             plain = kind in (MethodType, functools.partial) or not hasattr(kind, "__get__")
+            # An enumeration has its members as attributes, too.
             return (mine and kind is not cls) or plain
     return False
 

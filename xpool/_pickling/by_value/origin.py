@@ -140,17 +140,18 @@ def _extends_sent(name: str) -> bool:
     """
     classes = (one for one in list(namespace(name).values()) if issubclass(type(one), type))
     return any(
-        base.__module__ != name and (origin_of(base.__module__) == SENT or _is_replaced(base))
+        base.__module__ != name and _is_sent(base)
         for one in classes
         if one.__module__ == name
         for base in one.__mro__[1:]
     )
 
 
-def _is_replaced(base: type) -> bool:
-    """Whether the program has another class under the name of a base class."""
-    if not is_program(base.__module__):
-        return False
+def _is_sent(base: type) -> bool:
+    """Whether a base class is of a sent module, or the program has another one under its name."""
+    origin = origin_of(base.__module__)
+    if origin != IMPORTED:
+        return origin == SENT
     now = value_of((base.__module__, base.__qualname__))
     return issubclass(type(now), type) and now is not base
 

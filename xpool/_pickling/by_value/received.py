@@ -441,14 +441,13 @@ def _import_modules(entries: list[Entry]) -> None:
         if name not in _incoming.imported:
             _import(name)
             _incoming.imported.add(name)
-    named = [entry[4] for entry in entries if entry[0] == USED]
-    used = {name: now for one in named for name, now in one.items() if name not in sys.modules}
+    used = {one: stamp for one, stamp in _all_of(USED, entries) if one not in sys.modules}
     data = _data_of_imported() if used else []
     for name in used:
         _try_import(name)
     for name, stamp in used.items():
         if stamp is not None and name in sys.modules and stamp_of(sys.modules[name]) != stamp:
-            settings.problems.append(
+            settings.note_problem(
                 f"xpool: a worker has imported {name} after the program, and its file was edited "
                 "meanwhile: tasks of this worker run the new version; make a new pool after an edit"
             )

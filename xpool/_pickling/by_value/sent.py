@@ -148,7 +148,7 @@ class Book:
         self._constants: dict[str, tuple[Any, ...]] = {}  # defaults of functions, by their text
         self._made: set[tuple[Key, ...]] = set()  # the large groups that are as they are now
         self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use
-        self._own: tuple[set[str], dict[str, Any]] = set(), {}  # modules for workers to import
+        self._own: tuple[set[str], list[Any]] = set(), []  # modules for workers to import
         _books.add(self)
 
     def forget(self) -> None:
@@ -719,7 +719,7 @@ class Book:
         own = {name for name in used if origin_of(name) == IMPORTED}
         if own != self._own[0]:  # in the order in which the program has begun their imports
             files = stamps if self._maps else {}  # other machines have other files
-            self._own = own, {name: files.get(name) for name in [*sys.modules] if name in own}
+            self._own = own, [(one, files.get(one)) for one in [*sys.modules] if one in own]
         if own:
             entries.append((USED, 0, False, (), self._own[1]))
         return entries, [group.data for group in groups if group.kind == PLACED]

@@ -511,8 +511,7 @@ _begun: int | None = None  # the pid of the worker process
 _hooked: set[str] = set()  # libraries for which `_imported` waits
 _calls: dict[str, list[Callable[[], object]]] = {}  # by library: calls to make after its import
 _told: set[str] = set()  # texts of warnings
-problems: list[str] = []
-"""Texts to warn of in a worker."""
+_problems: list[str] = []  # texts to warn of, guarded by `_lock`
 
 
 def begin_worker(serials: dict[str, Any]) -> None:
@@ -673,7 +672,7 @@ def _set(worker: _Worker, row: Row, taken: _Taken, ready: bool) -> None:
             taken.before = row.before(module)
         row.set(module, taken.value, taken.last)
     except Exception as error:  # of a library, or of the system: the task runs without it
-        problems.append(
+        note_problem(
             f"xpool: a worker could not take over the program's {row.name}: "
             f"{type(error).__name__}: {error}"
         )
@@ -714,14 +713,20 @@ def _imported(module: Any) -> None:
     tell()
 
 
+def note_problem(text: str) -> None:
+    """Have the next `tell` warn with this text."""
+    with _lock:
+        _problems.append(text)
+
+
 def tell() -> None:
-    """Warn of `problems`, once each; never raise, for a task would not run."""
-    if not problems:
+    """Warn of the noted problems, once each; never raise, for a task would not run."""
+    if not _problems:
         return
     with _lock:
-        texts = [one for one in dict.fromkeys(problems) if one not in _told]
+        texts = [one for one in dict.fromkeys(_problems) if one not in _told]
         _told.update(texts)
-        problems.clear()
+        _problems.clear()
     for text in texts:
         try:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
