@@ -1277,3 +1277,42 @@ if __name__ == "__main__":
 def test_what_a_task_sets_in_a_class_stays_in_a_recursive_pool(tmp_path):
     """A class that has not changed is not filled again by the next message."""
     assert scripts.run_ok([scripts.write(tmp_path / "recursive.py", RECURSIVE)]) == "[1, 2, 3]\n"
+
+
+BOUND = """
+import types
+import xpool
+
+class Net:
+    def forward(self, x):
+        return x
+
+net, other = Net(), Net()
+
+def forward(self, x):
+    return x * 100
+
+def step(self, x):
+    return self is other
+
+net.forward = types.MethodType(forward, net)
+other.step = types.MethodType(step, other)
+nets = [net, other]
+
+def look(x):
+    return net.forward(x), nets[0].forward(x), nets[1].step(x)
+
+def use(one, x):
+    return one.forward(x)
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(look, (2,)), pool.apply(use, (net, 3)), pool.apply(net.forward, (4,)))
+"""
+
+
+def test_methods_that_were_assigned_to_one_object(tmp_path):
+    """A method that a program has put into one object is called there, and not that of the class,
+    if both have the same name."""
+    out = scripts.run_ok([scripts.write(tmp_path / "bound.py", BOUND)])
+    assert out == "(200, 200, True) 300 400\n"

@@ -213,6 +213,36 @@ def test_bound_methods() -> None:
     assert method.__self__ is owner
 
 
+class Slotted:
+    __slots__ = ("__dict__", "step")
+
+    def forward(self) -> Any:
+        return "class"
+
+
+def test_methods_that_were_assigned_to_their_object() -> None:
+    """A function bound to an object, as its attribute, replaces the method of this name there."""
+
+    def forward(self: Any) -> Any:
+        return self
+
+    def step(self: Any) -> Any:
+        return self
+
+    one: Any = Slotted()
+    one.forward, one.step = types.MethodType(forward, one), types.MethodType(step, one)
+    for found in (again(one), again([one.step, one])[1], again([one, one.forward])[0]):
+        assert found.forward() is found.step() is found
+
+
+def test_a_module_that_another_process_has_made(receiver: Receiver) -> None:
+    """A module without an import is found where it was made; elsewhere, the error names it."""
+    module = types.ModuleType("made_for_a_test")
+    assert again(module) is module
+    with pytest.raises(ModuleNotFoundError, match="'made_there': another process has made it"):
+        receiver.call(lambda: types.ModuleType("made_there"))
+
+
 # -- what cannot travel -------------------------------------------------------------------------
 
 

@@ -10,7 +10,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -221,12 +229,20 @@ def _reduce_method(pickler: Context, method: MethodType) -> Any:
     """Pickle a method by object and name, as the standard pickler does, but allow private names."""
     owner, name = method.__self__, method.__func__.__name__
     for found in _private_names(owner, name):
-        if getattr(owner, found, None) == method:
+        if getattr(owner, found, None) == method and not _is_own(owner, found):
             # When the definition is loaded, the class of the object has no attributes yet.
             if pickler.blob and _of_class_by_value(pickler, owner, found):
                 break
             return getattr, (owner, found)
     return _bind, (method.__func__, owner)
+
+
+def _is_own(owner: Any, name: str) -> bool:
+    """Whether a method was assigned to the object itself, which lacks it while it is loaded."""
+    if not isinstance(owner, type) and name in getattr(owner, "__dict__", ()):
+        return True
+    found = next((vars(one)[name] for one in classes_of(owner) if name in vars(one)), None)
+    return type(found) in (MemberDescriptorType, MethodType)
 
 
 def _of_class_by_value(pickler: Context, owner: Any, name: str) -> bool:
@@ -355,8 +371,12 @@ def _make_module(kind: type[ModuleType], name: str) -> ModuleType:
 
 
 @builder
-def sent_module(name: str) -> ModuleType:
-    return sys.modules[name]
+def sent_module(name: str) -> Any:
+    found = find_module(name)
+    if found is None:
+        text = f"No module named {name!r}: another process has made it, and no import finds it here"
+        raise ModuleNotFoundError(text, name=name)
+    return found
 
 
 FOR_SUBCLASSES[ModuleType] = _reduce_module
