@@ -270,3 +270,36 @@ def test_an_open_pool_where_sigterm_ends_nothing(tmp_path, context, how):
     for them. The pool has ended before."""
     path = scripts.write(tmp_path / "open_at_exit.py", OPEN_AT_EXIT)
     assert scripts.run_ok([path, context, how]) == "[1]\n"
+
+
+DAEMONS = """
+    import itertools, sys, threading, time
+    import xpool
+
+    def wait():
+        pool.apply(time.sleep, (600,))
+
+    def take(results):
+        for n in results:
+            if n == 3:
+                begun.release()
+
+    def submit():
+        while True:
+            pool.apply(abs, (1,))
+            begun.release()
+
+    if __name__ == "__main__":
+        begun = threading.Semaphore(0)
+        pool = getattr(xpool, sys.argv[1])(4)
+        for call in wait, lambda: take(pool.imap(abs, itertools.count())), submit:
+            threading.Thread(target=call, daemon=True).start()
+        for _ in range(3):
+            begun.acquire()
+"""
+
+
+@pytest.mark.parametrize("name", ["Pool", *also("P2PPool", "ThreadPool")])
+def test_daemon_threads_that_wait_for_a_pool_at_the_end(tmp_path, name):
+    """When the program ends, daemon threads that wait for results end without a traceback."""
+    assert scripts.run_ok([scripts.write(tmp_path / "daemons.py", DAEMONS), name]) == ""

@@ -545,6 +545,7 @@ def _at_exit() -> None:
 
 def _end(pool: BasePool | None) -> None:
     if pool is not None and not pool._life.finished.is_set():
+        pool._life.leave_program()
         pool.terminate()
 
 

@@ -31,6 +31,7 @@ class Lifecycle:
         # When the pool began, and when a pool without a backend has last checked its workers.
         self.started = self.maintained = time.monotonic()
         self._how_ended = self._advice = ""
+        self._error: type[BaseException] = PoolClosed  # of jobs that are unanswered at the end
 
     def begin(self, thread: threading.Thread) -> None:
         """Accept jobs from now on; ``thread`` is the engine's thread, which was not started yet."""
@@ -50,9 +51,10 @@ class Lifecycle:
         if self.failure is not None:
             cause = exception_in(self.failure)
             raise PoolClosed(f"The pool has failed: {self.failure}") from cause
+        error = self._error if threading.current_thread().daemon else PoolClosed
         closed = self.drained or self.state is PoolStates.CLOSE
         how = self._how_ended or ("closed" if closed else "terminated")
-        raise PoolClosed(
+        raise error(
             f"Pool not running: {self.name} was {how} and takes no more work; make a new pool"
         )
 
@@ -92,6 +94,11 @@ class Lifecycle:
             self._how_ended = "terminated by the end of its with block"
             self._advice = "; get() results inside the block, or close() and join() the pool there"
 
+    def leave_program(self) -> None:
+        """Note that the program ends.  Only daemon threads still wait for answers then, and they
+        end without a traceback, as those that wait for a pool of `multiprocessing`."""
+        self._error = SystemExit
+
     def stop(self, terminate_workers: Callable[[], None]) -> bool:
         """Stop the workers and fail all jobs; return False if the pool has ended already."""
         jobs = self._step(PoolEvent.TERMINATE)
@@ -127,7 +134,7 @@ class Lifecycle:
     def fail_unanswered(self, jobs: Iterable[Job] | None = None) -> None:
         """Fail these jobs, or all, since the pool has ended."""
         how = self._how_ended or "terminated"
-        error = PoolClosed(f"{self.name} was {how} before this was answered{self._advice}")
+        error = self._error(f"{self.name} was {how} before this was answered{self._advice}")
         if jobs is None:
             jobs = list(self._jobs.unanswered.values())
         self._jobs.fail(jobs, error, call_back=False)
