@@ -276,10 +276,18 @@ import functools
 @functools.cache
 def looked_up~(n):
     return [n]
-looked_up~(1)
+looked_up~(1).append(3)
 looked_up~(2)
+@functools.lru_cache
+def settings~(name="x", *, rate=1):
+    return {"name": name, "rate": rate}
+current~ = settings~(rate=2)
+current~["rate"] = 5
 ? looked_up~.cache_info().currsize
-%differs what a function's cache contains is not sent
+? settings~(rate=2) is current~, current~
+> looked_up~(7)
+> looked_up~.cache_clear()
+> settings~(rate=2)["rate"] = 6
 = function: recursion of two
 def even~(n):
     return True if n == 0 else odd~(n - 1)

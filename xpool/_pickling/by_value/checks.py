@@ -10,6 +10,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from xpool._pickling import Key
+from xpool._pickling.by_value.caches import CACHE
 from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
@@ -39,15 +40,21 @@ def took(key: Key, about: str, seconds: float) -> None:
 
     ``about``: the global's size, or that it cannot be sent.
     """
-    before, name = _seconds.get(key, 0.0), key[1]
+    before, (owner, _, name) = _seconds.get(key, 0.0), key[1].rpartition(".")
     after = _seconds[key] = before + seconds
     if before < _TOO_LONG <= after:
+        what = f"the global {said(key)}"
+        remedy = (
+            f"If it does not change, write `{name}: Final = ...` in the script, which ends them, "
+            "or give it to the workers by `pool.broadcast` or an initializer."
+        )
+        if name == CACHE:
+            what = f"the results that the cached function {said((key[0], owner))} keeps"
+            remedy = f"If tasks do not need these results, call `{owner}.cache_clear()`."
         _warn(
-            f"xpool compares the global {said(key)} ({about}) at each "
+            f"xpool compares {what} ({about}) at each "
             "call with the copy of the workers, since the program may have changed it in place. "
-            f"The comparisons have taken {after:.1f} s. If it does not change, write "
-            f"`{name.rpartition('.')[2]}: Final = ...` in the script, which ends them, or give it "
-            "to the workers by `pool.broadcast` or an initializer."
+            f"The comparisons have taken {after:.1f} s. {remedy}"
         )
 
 
@@ -56,11 +63,11 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
     # A module that is imported makes its locks in each process anyway.
     locks = [lock for lock in group.locks if type(lock) in _LOCKS]
     if locks and origin_of(key[0]) == SENT:
-        path = path_to(value, locks[0])
+        path = key[1].replace(f".{CACHE}", "(...)") + path_to(value, locks[0])
         _once(
             key,
             "lock",
-            f"Each worker has its own copy of the lock {key[1] + path!r} of {key[0]}, so tasks of "
+            f"Each worker has its own copy of the lock {path!r} of {key[0]}, so tasks of "
             "two workers can hold it at the same time. To prevent that, pass a "
             "multiprocessing.Lock in initargs=; if it is for the threads of one task, ignore this "
             "warning.",

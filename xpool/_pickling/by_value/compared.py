@@ -15,9 +15,15 @@ from typing import Any
 
 from xpool._pickling import Key
 from xpool._pickling.by_value import checks, classes
+from xpool._pickling.by_value.caches import CACHE
 from xpool._pickling.by_value.entries import LEFT_NONE, PLACED, REFUSED, SentGroup
-from xpool._pickling.by_value.functions import parts_of_function
+from xpool._pickling.by_value.functions import (
+    annotations_of,
+    parts_of_function,
+    set_since_import,
+)
 from xpool._pickling.by_value.origin import (
+    IMPORTED,
     INSTALLED,
     MISSING,
     MODULES,
@@ -28,10 +34,12 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     place_of,
 )
+from xpool._pickling.by_value.reads import of_annotations
 from xpool._pickling.by_value.registered_calls import CALLS
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import Pickled, write_group
 from xpool._pickling.reducers import Group
+from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import pass_on
 
 GONE, PLAIN, FUNCTION, CLASS, NAMED, DATA, CALL = range(7)
@@ -58,6 +66,38 @@ class Node:
         self.defaults: list[tuple[str, tuple[Any, ...]]] = []
         self.large, self.alive = False, list[Any]()
         self.group: SentGroup | None = None  # the group in which the value was sent
+
+
+_constants: dict[str, tuple[Any, ...]] = {}  # defaults of functions, by their text
+
+
+def note_class(node: Node, cls: type, module: str, path: str) -> None:
+    """Add the attributes of a class that are data, and those of the classes in it."""
+    found = set[Key]()
+    for inner, owner in classes.with_nested(path, cls):
+        found.update((module, f"{inner}.{name}") for name in classes.data_attributes(owner))
+        found |= of_annotations(annotations_of(owner), module)
+    for one, method in classes.plain_methods(cls) if origin_of(module) == IMPORTED else ():
+        note_function(node, method, module, one)
+    node.names |= found
+
+
+def note_function(node: Node, function: Any, module: str, path: str) -> None:
+    """Add the attributes, defaults and code of a function that may differ in a worker."""
+    names = classes.data_of_function(function)
+    if type(function) is FunctionType:
+        parts, constant = set_since_import(function)
+        names += parts
+        if constant:  # most are equal, and are written once
+            constant = _constants.setdefault(repr(constant), constant)
+            node.defaults.append((path, constant))
+    node.names |= {(module, f"{path}.{name}") for name in names}
+
+
+def note_cache(node: Node, key: Key, value: Any) -> None:
+    """Add the results that a function of `functools.lru_cache` keeps."""
+    if isinstance(value, CachedFunction) and node.kind in (NAMED, DATA):
+        node.names |= {(key[0], f"{key[1]}.{CACHE}")}
 
 
 class Compared:

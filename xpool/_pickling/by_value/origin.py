@@ -23,6 +23,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from xpool._pickling import HEAP_TYPE, Key
+from xpool._pickling.by_value.caches import CACHE, Cache
+from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import pass_on
 
 INSTALLED, IMPORTED, SENT = range(3)
@@ -275,6 +277,8 @@ def place_of(key: Key) -> tuple[Any, str]:
             holder = _Properties(owner)
     elif is_part(key):
         holder = Parts(owner)
+    elif name == CACHE and type(owner) is CachedFunction:
+        holder = Cache(owner)
     return holder, name
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from xpool._pickling import Key
 from xpool._pickling.by_value import classes, main, settings
 from xpool._pickling.by_value.broadcast import open_broadcast
+from xpool._pickling.by_value.caches import CACHE, Cache
 from xpool._pickling.by_value.checks import said
 from xpool._pickling.by_value.entries import (
     CALL,
@@ -236,7 +237,9 @@ def _take(
             for key in keys:  # the code of a class may use its attributes when it is loaded
                 if "." in key[1] and not _has(key):
                     _set(key, None)
-            for key, value in zip(keys, _load(kind, keys, data), strict=True):
+            pairs = zip(keys, _load(kind, keys, data), strict=True)
+            # A function comes before the results that it keeps.
+            for key, value in sorted(pairs, key=lambda one: one[0][1].endswith(CACHE)):
                 if key not in kept:
                     _set(key, value)
     elif kind == REMOVED:
@@ -314,6 +317,8 @@ def _set(key: Key, value: Any) -> None:
         owner, attribute = owner_of(key), path.rpartition(".")[2]
         if type(place := place_of(key)[0]) is Parts:
             place.set(attribute, value)
+        elif type(place) is Cache:
+            place.fill(value)
         elif isinstance(owner, type):
             type.__setattr__(owner, attribute, value)
         elif attribute == "registry" and isinstance(
@@ -372,6 +377,8 @@ def _remove(key: Key) -> None:
     holder, name = place_of(key)
     if type(holder) is dict:
         holder.pop(name, None)
+    elif type(holder) is Cache:
+        holder.fill(None)
     elif isinstance(owner := owner_of(key), type) and _has(key):
         type.__delattr__(owner, name)
 

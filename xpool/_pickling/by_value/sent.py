@@ -30,7 +30,16 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from xpool._pickling import Brought, Key, reducers
-from xpool._pickling.by_value import checks, classes, compared, registered_calls, registry, settings
+from xpool._pickling.by_value import (
+    caches,
+    checks,
+    classes,
+    compared,
+    registered_calls,
+    registry,
+    settings,
+)
+from xpool._pickling.by_value.caches import CACHE
 from xpool._pickling.by_value.compared import Compared, Node, attempt, same_bytes, same_parts
 from xpool._pickling.by_value.entries import (
     CALL,
@@ -59,7 +68,6 @@ from xpool._pickling.by_value.functions import (
     annotations_of,
     marshalled,
     parts_of_function,
-    set_since_import,
 )
 from xpool._pickling.by_value.names import ATOMS, SHARED_BY_ALL, found_by_name, is_simple
 from xpool._pickling.by_value.origin import (
@@ -113,6 +121,7 @@ def _forget() -> None:
         book.forget()
     with_origin.clear()
     registered_calls.forget()
+    caches.forget()
     if "xpool._pickling.by_value.script_top" in sys.modules:
         _script_top().forget()
 
@@ -145,7 +154,6 @@ class Book:
         # By id: the objects without state that are globals of modules which workers import.
         self._named: dict[int, tuple[Any, ...]] = {}
         self._maps = False  # whether all receivers are on this machine
-        self._constants: dict[str, tuple[Any, ...]] = {}  # defaults of functions, by their text
         self._made: set[tuple[Key, ...]] = set()  # the large groups that are as they are now
         self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use
         self._own: tuple[set[str], list[Any]] = set(), []  # modules for workers to import
@@ -426,9 +434,10 @@ class Book:
                 if is_class:
                     if old.kind == compared.NAMED and old.id == node.id:
                         node.parts = {**old.parts, **node.parts}  # parts that were replaced, too
-                    self._note_class(node, value, module, path)
+                    compared.note_class(node, value, module, path)
                 else:
-                    self._note_function(node, value, module, path)
+                    compared.note_function(node, value, module, path)
+                    compared.note_cache(node, key, value)
                 if old.kind == compared.NAMED and repr(old.defaults) == repr(node.defaults):
                     node.serial = old.serial
                 elif node.defaults:
@@ -440,6 +449,9 @@ class Book:
             if own and type(value) is FunctionType and is_simple(value):
                 return self._function(key, value)
         node = self._data(key, value)
+        compared.note_cache(node, key, value)
+        if node.error and path.endswith(CACHE):
+            return Node(compared.NAMED, value)  # each worker calls the function itself
         if node.error and "." in path and origin == IMPORTED:
             of_method = type(owner_of(key)) is FunctionType and path.count(".") > 1
             if is_part(key) or of_method or hasattr(type(value), "__get__"):
@@ -489,29 +501,8 @@ class Book:
         node.parts = definition
         token = registry.token_of(cls)
         self._number(key, node, (token, definition.version, definition.blob, definition.names))
-        self._note_class(node, cls, *key)
+        compared.note_class(node, cls, *key)
         return node
-
-    def _note_class(self, node: Node, cls: type, module: str, path: str) -> None:
-        """Add the attributes of a class that are data, and those of the classes in it."""
-        found = set[Key]()
-        for inner, owner in classes.with_nested(path, cls):
-            found.update((module, f"{inner}.{name}") for name in classes.data_attributes(owner))
-            found |= of_annotations(annotations_of(owner), module)
-        for one, method in classes.plain_methods(cls) if origin_of(module) == IMPORTED else ():
-            self._note_function(node, method, module, one)
-        node.names |= found
-
-    def _note_function(self, node: Node, function: Any, module: str, path: str) -> None:
-        """Add the attributes, defaults and code of a function that may differ in a worker."""
-        names = classes.data_of_function(function)
-        if type(function) is FunctionType:
-            parts, constant = set_since_import(function)
-            names += parts
-            if constant:  # most are equal, and are written once
-                constant = self._constants.setdefault(repr(constant), constant)
-                node.defaults.append((path, constant))
-        node.names |= {(module, f"{path}.{name}") for name in names}
 
     def _call(self, key: Key, call: tuple[Any, ...]) -> Node:
         written = write_group(call, Group({id(call): key}, self._named), False)
@@ -624,6 +615,9 @@ class Book:
                 owner = owner_of(key)
                 if isinstance(owner, type):
                     defined[key] = registry.token_of(owner)
+            if key[1].endswith(CACHE):
+                made = self._nodes[key[0], key[1].rpartition(".")[0]].group
+                defined[key] = made and made.serial  # a new function has no results yet
         if old is not None and old.defined != defined:
             old = None
         if node.kind in (compared.GONE, compared.NAMED):
