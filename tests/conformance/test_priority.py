@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from support import work
+from support.tiers import also
 from support.waiting import eventually
 
 from xpool import P2PPool, PoolClosed, TaskCancelled, TaskTimeout, ThreadPool
+from xpool._engine.threads import HeldTask
 
 pytestmark = pytest.mark.xpool_only
 
@@ -133,18 +135,30 @@ def test_what_a_worker_holds_is_overtaken(kind, make_pool, mailbox, gate, log, v
     assert order(log) == ["held", "a", "b", *map(str, range(8)), "lower"]
 
 
-def test_a_retry_keeps_the_priority(kind, make_pool, mailbox, gate, log):
-    """A task that has failed goes before tasks of a lower priority again."""
+def waiting_in(tasks):
+    """Return the entries of a pool's queue for threads."""
+    return [*tasks.first, *tasks.last, *(one[-1] for one in (*tasks.higher, *tasks.lower))]
+
+
+def is_again(entry):
+    return isinstance(entry, HeldTask) and entry.options.terms.tries > 0
+
+
+@pytest.mark.parametrize("priority", [1, 0, *also(-1)])
+def test_a_retry_keeps_the_priority(kind, make_pool, mailbox, gate, log, priority):
+    """A task that has failed goes before all waiting tasks of its priority, and of lower ones."""
     pool, path = make_pool(kind, 1), str(log)
     task = work.raise_times, (path, 1, OSError, "again")
-    again = pool.apply_async(*task, retries=1, retry_on=OSError, priority=1)
+    again = pool.apply_async(*task, retries=1, retry_on=OSError, priority=priority)
+    eventually(lambda: log.exists() and log.read_text(), "it has run once")
     holder = Holder(pool, mailbox, gate)
-    low = pool.map_async(partial(work.logged, path), range(3), 1)
+    low = pool.map_async(partial(work.logged, path), range(3), 1, priority=min(priority, 0))
     if hasattr(pool, "_engine"):
         later = pool._engine.sched.later
+        eventually(lambda: pool.report().retries, "it has failed")
         eventually(lambda: later.next() is None, "the pause is over")
     else:
-        eventually(lambda: pool._threads.tasks.higher, "the pause is over")
+        eventually(lambda: any(map(is_again, waiting_in(pool._threads.tasks))), "the pause is over")
     holder.let_go()
     assert again.get() == "again" and low.get() == [0, 1, 2]
     assert order(log) == ["ran", "ran", "0", "1", "2"]

@@ -51,7 +51,7 @@ __all__ = [
 NAMED = re.compile(r"was not sent to this worker|could not be sent")
 """In an error of a task that reads what cannot be sent."""
 
-LIMIT = 60
+LIMIT = float(os.environ.get("XPOOL_TEST_TIMEOUT", "300")) * 0.9
 """Seconds after which a script hangs."""
 
 

@@ -83,10 +83,16 @@ def fail_and_stay() -> None:
 
 def test_initializer_that_fails_in_a_worker_that_does_not_end(make_pool):
     """`initializer_timeout` ends the worker, and the initializer's own error is the reason."""
-    pool = make_pool(Pool, 1, fail_and_stay, initializer_timeout=0.2)
-    with pytest.raises((WorkerStartFailed, PoolClosed)) as caught:
-        pool.apply(abs, (-1,))
-    assert "no device" in story(caught.value)
+    told = ""
+    for seconds in (0.2, 2, 20):  # on a busy machine, the initializer may not begin in the first
+        pool = make_pool(Pool, 1, fail_and_stay, initializer_timeout=seconds)
+        with pytest.raises((WorkerStartFailed, PoolClosed)) as caught:
+            pool.apply(abs, (-1,))
+        told = story(caught.value)
+        if "no device" in told:
+            return
+        assert "ran longer than its limit" in told
+    pytest.fail(told)
 
 
 def test_initializer_whose_module_the_child_does_not_have(make_pool):

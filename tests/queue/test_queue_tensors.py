@@ -11,6 +11,7 @@ import parts
 import pytest
 from support import scripts
 from support.leaks import descriptors
+from support.limits import PROGRAM_LIMIT
 from support.memory import block_bytes, own_arena
 from support.tiers import also
 from support.waiting import LIMIT, eventually
@@ -187,7 +188,7 @@ def test_memory_of_a_dead_writers_worker(make_queue: Any, start: Any):
     """Memory of a dead writer's worker is freed too."""
     q, go = make_queue(), make_queue()
     process = start("fork", parts.pass_on_results, q, 4, 4 << 20, go)
-    taken = [q.get(LIMIT) for _ in range(4)]
+    taken = [q.get(PROGRAM_LIMIT) for _ in range(4)]  # its fork server imports torch first
     go.put(None)
     process.join(LIMIT)
     (theirs,) = [arena for arena in Arena._known.values() if isinstance(arena, ForeignArena)]

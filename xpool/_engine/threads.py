@@ -210,8 +210,11 @@ class HeldTasks:
             due = self._later.due(now)
             # Clear it before `take_overdue` looks: an entry that comes meanwhile sets it again.
             self.alarm = self._later.next()
-        for entry in due:
-            self.put(entry)
+        for entry in due:  # before all waiting tasks of its priority
+            if entry.options.terms.priority:
+                self._tasks.put_ranked(entry, False, entry.options.terms.priority, front=True)
+            else:
+                self._tasks.put_back(entry)
 
     def take_overdue(self, now: float) -> Iterator[tuple[PoolThread, HeldTask, float]]:
         """Yield overdue tasks, with their threads and limits; the caller answers them."""

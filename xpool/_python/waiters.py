@@ -146,10 +146,11 @@ class TaskQueue:
         self._wake_one()
 
     @uninterrupted
-    def put_ranked(self, item: Any, last: bool, priority: float) -> None:
-        """Put an item of a priority other than 0."""
+    def put_ranked(self, item: Any, last: bool, priority: float, front: bool = False) -> None:
+        """Put an item of a priority other than 0; ``front``: before the others of its priority."""
         with self._lock:
-            entry = -priority, last, next(self._numbers), item
+            number = next(self._numbers)
+            entry = -priority, last, -number if front else number, item
             heappush(self.higher if priority > 0 else self.lower, entry)
         self._wake_one()
 
