@@ -1,5 +1,6 @@
 """A single call over hosts: which host gets it, who receives its answer, and what is sent."""
 
+import sys
 import time
 from collections import deque
 
@@ -13,6 +14,7 @@ from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_engine import HostEngine
 from xpool._hosts.service import CALL_BYTES
+from xpool.errors import HostLost
 
 pytestmark = pytest.mark.xpool_only
 
@@ -91,6 +93,19 @@ def test_an_idle_host_is_not_late(engine):
     host = sched.hosts[0]
     host.pace = 3
     assert sched.look(0) == [] and host.pace is None and not host.watched
+
+
+def test_a_lost_host_leaves_no_arguments(engine, fleet):
+    """The driver frees the arguments of the tasks of a lost host."""
+    large = bytearray(CALL_BYTES)
+    before = sys.getrefcount(large)
+    engine.submit(TaskRange(1, 0, 0, (memoryview(large),)))
+    lost = fleet.calls.popleft()[0]
+    assert sys.getrefcount(large) > before
+    fleet.tell(f.Dead(lost, "it is gone"))
+    engine.wait(0)
+    assert [type(value) for _, value in answers(engine)] == [HostLost]
+    assert sys.getrefcount(large) == before
 
 
 def test_a_call_that_is_too_large_for_one_message_leaves_at_once(engine, fleet):

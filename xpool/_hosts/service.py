@@ -450,6 +450,7 @@ class HostService:
         if agent.ended or number in self.gone:
             return
         agent.ended = True
+        agent.link = m.Link()  # its messages have the arguments of the host's tasks
         reason = agent.given_up or reason
         self.expected.discard(number)
         self.gone[number] = agent.name
