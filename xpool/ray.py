@@ -16,6 +16,7 @@ import functools
 import itertools
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from xpool._calls.options import check_count
 from xpool._hosts.hosts_engine import HostEngine, make_engine
 from xpool._pools.ctx_pools import CtxPool as _CtxPool
 from xpool._pools.process import Pool as _Pool
+from xpool._python.at_fork import at_fork
 from xpool.devices._device_context import TABLE
 from xpool.errors import OptionError
 
@@ -39,6 +41,24 @@ RESOURCES: dict[str | None, str] = {
     **{kind: row.resource for kind, row in TABLE.items() if row.resource},
 }
 """Ray's name of the resource of each kind of device."""
+
+
+_of_parent: Any = None
+"""Ray's connection that this process has inherited by a fork, without the threads that serve it."""
+
+
+def _connection() -> Any:
+    """Return the object that is the program's connection to a Ray cluster; None: there is none."""
+    worker = getattr(sys.modules.get("ray._private.worker"), "global_worker", None)
+    return getattr(worker, "core_worker", None)
+
+
+def _after_fork_in_child() -> None:
+    global _of_parent
+    _of_parent = _connection()
+
+
+at_fork(in_child=_after_fork_in_child)
 
 
 def _ray_fleet() -> Any:
@@ -77,6 +97,12 @@ class Hosts(NamedTuple):
             raise OptionError(
                 "this program uses Ray Client (ray://), which is too slow for a pool, at 0.2 GB/s: "
                 "run it on a host of the cluster (ray job submit), or connect without ray://"
+            )
+        if _of_parent is not None and _connection() is _of_parent:
+            raise OptionError(
+                "this process was forked from a program that is connected to Ray, and cannot use "
+                "its connection: make the pool in that program, or in a process that is started "
+                'with multiprocessing.get_context("spawn")'
             )
         if not ray.is_initialized():
             try:

@@ -1,5 +1,6 @@
 """The driver and an agent fork children that live on: a pool over hosts waits for none of them."""
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from support.clusters import agent, needs_runtime_env
 from support.forking import MOST_OF_HOSTS, fork_from_now_on, forks
 from support.limits import WAIT
 
-from xpool import Pool, WorkerDied
+from xpool import OptionError, Pool, WorkerDied
 
 pytestmark = [
     pytest.mark.ray,
@@ -50,3 +51,30 @@ def test_a_pool_while_driver_and_agents_fork(cluster, agents_fork):
                 assert len(agents) == 2 and all(children(one) > 10 for one in agents)
                 pool.close()
                 pool.join(WAIT)
+
+
+def makes_pools(end):
+    import xpool.ray
+
+    try:
+        Pool(hosts=xpool.ray.hosts(n=1, per_host=1))
+    except OptionError as error:
+        end.send(str(error))
+    with Pool(1) as pool:
+        end.send(pool.apply_async(abs, (-1,)).get(WAIT))
+
+
+def test_a_forked_child_makes_a_pool(cluster):
+    """A child has its parent's connection to Ray, but not the threads of it: a pool over hosts is
+    refused, with the reason."""
+    import xpool.ray
+
+    with Pool(hosts=xpool.ray.hosts(n=1, per_host=1)) as pool:
+        here, there = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=makes_pools, args=(there,))
+        child.start()
+        assert here.poll(WAIT) and "forked from a program that is connected to Ray" in here.recv()
+        assert here.poll(WAIT) and here.recv() == 1
+        child.join(WAIT)
+        assert child.exitcode == 0
+        assert pool.apply_async(abs, (-1,)).get(WAIT) == 1
