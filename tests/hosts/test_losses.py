@@ -262,6 +262,25 @@ def test_an_agent_that_dies_is_replaced(stage, tmp_path):
                 call.get(WAIT)
 
 
+@pytest.mark.parametrize(
+    ("where", "joins"), [({}, True), ({"total": 2}, False), ({"n": 1}, False)], ids=str
+)
+def test_which_pools_grow(monkeypatch, where, joins):
+    """A host that joins gets an agent, unless the pool has a number of hosts or processes."""
+    from xpool._hosts import ray_fleet
+    from xpool.ray import Hosts
+
+    first, second = (ray_fleet.Node(name, name, 2, 2) for name in ("first", "second"))
+    fleet = ray_fleet.RayFleet(Hosts(**where), [first], None)
+    fleet._agents["first"] = 1
+    monkeypatch.setattr(ray_fleet, "_draining", dict)
+    monkeypatch.setattr(Hosts, "living", lambda self: [second, first])
+    added = []
+    monkeypatch.setattr(fleet, "_add", added.append)
+    fleet._look_at_hosts()
+    assert added == [second] * joins
+
+
 def test_an_end_that_is_reported_twice(stage, monkeypatch):
     """While an agent is being replaced, a second failed call to it does not report a lost host."""
     from xpool._hosts import ray_fleet

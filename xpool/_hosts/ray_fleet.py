@@ -253,7 +253,7 @@ class RayFleet:
         for number, node in self._nodes.items():
             if node.id in draining and number not in self._over:
                 self._tell(f.Draining(number))
-        if self._where.n is None:
+        if self._where.n is None and self._where.total is None:
             for node in self._where.living():
                 if not self._agents[node.id] and node.id not in draining:
                     self._add(node)
