@@ -262,6 +262,26 @@ def test_an_agent_that_dies_is_replaced(stage, tmp_path):
                 call.get(WAIT)
 
 
+def test_an_agent_that_does_not_answer_is_replaced(stage):
+    """A host whose agent stops for longer than the lease gets another agent, even if it is the only
+    host."""
+    import xpool.ray
+
+    with Pool(hosts=xpool.ray.hosts(per_host=1, resources={"losses": 1}, n=1)) as pool:
+        stopped = agent(pool.apply_async(os.getpid).get(WAIT))
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            call = pool.apply_async(os.getpid, retries=1)
+            lost = pool.apply_async(os.getpid)
+            assert agent(call.get(WAIT)) != stopped
+            with pytest.raises(HostLost, match="has not replied"):
+                lost.get(WAIT)
+            assert pool.apply_async(abs, (-1,)).get(WAIT) == 1
+        finally:
+            goes_on(stopped)
+    assert wait_gone([stopped]) == []
+
+
 @pytest.mark.parametrize(
     ("where", "joins"), [({}, True), ({"total": 2}, False), ({"n": 1}, False)], ids=str
 )

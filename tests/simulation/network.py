@@ -127,7 +127,7 @@ class SimFleet:
 
         world.later(world.trip() + world.wait_for_room(event.messages), arrive)
 
-    def stop(self, host: int) -> None:
+    def stop(self, host: int, replace: bool = False) -> None:
         """Kill an agent, or let it never join; the driver is told afterwards."""
         world = self.world
         one = world.hosts.get(host)

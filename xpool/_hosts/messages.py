@@ -121,8 +121,11 @@ class Fleet(Protocol):
             XPoolError: the cluster has ended.
         """
 
-    def stop(self, host: int) -> None:
-        """End an agent and its workers now, even before it has joined; `Dead` follows."""
+    def stop(self, host: int, replace: bool = False) -> None:
+        """End an agent and its workers now, even before it has joined; `Dead` follows.
+
+        ``replace``: another agent may take its place.
+        """
 
     def close(self) -> None:
         """Release all resources; all agents are dead."""

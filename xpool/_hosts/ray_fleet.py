@@ -367,8 +367,9 @@ class RayFleet:
             raise XPoolError(SHUT_DOWN)
         return ray.put(_array(payload))
 
-    def stop(self, host: int) -> None:
-        self._over.add(host)
+    def stop(self, host: int, replace: bool = False) -> None:
+        if not replace:
+            self._over.add(host)
         actor = self._actors.get(host)
         if actor is None:  # the pool is over
             return

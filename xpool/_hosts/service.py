@@ -297,7 +297,7 @@ class HostService:
                 self._flush(number)
                 if self._now() > agent.heard + self._lease:
                     agent.given_up = f"its agent has not replied for {self._lease:g} s"
-                    self._fleet.stop(number)
+                    self._fleet.stop(number, replace=True)
                 elif self._now() >= agent.beaten + 2 * self._beat_seconds:
                     agent.beat(self._now())
         if not self.ended:
