@@ -289,17 +289,18 @@ _HINTS: dict[int | None, str] = {
 class WorkerStartFailed(XPoolError):
     """A worker could not be started in several attempts, so the pool has stopped.
 
-    ``worker`` is its index, ``attempts`` their number, and ``reason`` a text.  If the initializer
-    raised an exception, this is the ``__cause__``.
+    ``worker`` is its index, ``attempts`` their number, ``reason`` a text, and ``host`` the name of
+    its host; empty: this one.  If the initializer raised an exception, this is the ``__cause__``.
     """
 
-    def __init__(self, worker: int, attempts: int, reason: str) -> None:
-        super().__init__(worker, attempts, reason)
-        self.worker, self.attempts, self.reason = worker, attempts, reason
+    def __init__(self, worker: int, attempts: int, reason: str, host: str = "") -> None:
+        super().__init__(worker, attempts, reason, host)
+        self.worker, self.attempts, self.reason, self.host = worker, attempts, reason, host
 
     def __str__(self) -> str:
+        where = f" on host {self.host}" if self.host else ""
         return (
-            f"Worker {self.worker} could not be started in {self.attempts} attempts: "
+            f"Worker {self.worker}{where} could not be started in {self.attempts} attempts: "
             f"{self.reason}. The pool has stopped; fix the cause and make a new pool."
         )
 

@@ -1,5 +1,6 @@
 """A single call over hosts: which host gets it, who receives its answer, and what is sent."""
 
+import pickle
 import sys
 import time
 from collections import deque
@@ -7,14 +8,16 @@ from collections import deque
 import pytest
 from support import work
 
+from xpool._calls.results import exception_in
 from xpool._calls.terms import ONCE, Limit, Terms
-from xpool._engine.answers import Encoded
+from xpool._engine.answers import Encoded, StartFailure
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of
 from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_engine import HostEngine
 from xpool._hosts.service import CALL_BYTES
-from xpool.errors import HostLost
+from xpool.errors import HostLost, OptionError, PoolBroken, WorkerStartFailed
+from xpool.pickle import encode
 
 pytestmark = pytest.mark.xpool_only
 
@@ -106,6 +109,25 @@ def test_a_lost_host_leaves_no_arguments(engine, fleet):
     engine.wait(0)
     assert [type(value) for _, value in answers(engine)] == [HostLost]
     assert sys.getrefcount(large) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (WorkerStartFailed(0, 3, "why"), "Worker 1 on host host1 could not be started"),
+        (StartFailure(WorkerStartFailed(0, 3, "why"), encode(KeyError(1))), "Worker 1 on host"),
+        (PoolBroken(5, 1.0, "worker 0, exit code 1"), "death: on host host1: worker 0, exit code"),
+        (OptionError("as it is"), "as it is"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_the_failure_of_a_host_names_it(engine, fleet, error, text):
+    """If a host's workers cannot be started, the pool's error has the host and the pool's index."""
+    fleet.tell(f.Replied(1, 1, 0, 1, [m.Failed(error)]))
+    engine.wait(0)
+    failure = exception_in(engine.failure)
+    assert text in str(failure) and text in str(pickle.loads(pickle.dumps(failure)))
+    assert type(failure.__cause__) is (KeyError if type(error) is StartFailure else type(None))
 
 
 def test_a_call_that_is_too_large_for_one_message_leaves_at_once(engine, fleet):

@@ -138,27 +138,27 @@ class StartFailure(PickledResult):
     never does.
     """
 
-    __slots__ = ("_error", "_pickled")
+    __slots__ = ("error", "pickled")
 
     count = 1
 
     def __init__(self, error: WorkerStartFailed, pickled: bytes | memoryview) -> None:
-        self._error, self._pickled = error, pickled
+        self.error, self.pickled = error, pickled
 
     def __str__(self) -> str:
-        return str(self._error)
+        return str(self.error)
 
     def __reduce__(self) -> Any:
-        return StartFailure, (self._error, bytes(self._pickled))
+        return StartFailure, (self.error, bytes(self.pickled))
 
     @property
     def nbytes(self) -> int:
-        return len(self._pickled)
+        return len(self.pickled)
 
     def open(self) -> list[Any]:
-        error = type(self._error)(*self._error.args)
+        error = type(self.error)(*self.error.args)
         try:
-            error.__cause__ = decode(self._pickled)
+            error.__cause__ = decode(self.pickled)
         except Exception as exc:
             # The text of the cause is in the error in any case.
             error.__cause__ = exc

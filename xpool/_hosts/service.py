@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool._calls.results import PickledResult
+from xpool._engine.answers import StartFailure
 from xpool._engine.jobs.ranges import TaskRange, name_of
 from xpool._engine.jobs.states import back_off
 from xpool._engine.jobs.waiting import TimeQueue
@@ -22,7 +23,14 @@ from xpool._engine.stacks import Whereabouts
 from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_scheduler import HostScheduler, Message
-from xpool.errors import HostLost, TaskTimeout, WorkerDied, XPoolError
+from xpool.errors import (
+    HostLost,
+    PoolBroken,
+    TaskTimeout,
+    WorkerDied,
+    WorkerStartFailed,
+    XPoolError,
+)
 
 CALLS_IN_FLIGHT = 4
 """The most calls to a host that are under way at one time."""
@@ -378,7 +386,7 @@ class HostService:
             if message.number in self.locations:  # otherwise `stacks` has stopped waiting
                 self.locations[message.number][host] = message.workers
         elif kind is m.Failed:
-            self._fail(message.error)
+            self._fail(_failure(message.error, agent))
         else:
             self._fleet.stop(host)
             if self.retiring or self.failure is not None:
@@ -476,3 +484,15 @@ def _placed(
     if isinstance(e, TaskTimeout):
         return TaskTimeout(e.seconds, worker, e.pid, task, e.stack, e.stopped, agent.name)
     return WorkerDied(e.pid, e.exitcode, worker, task, e.killed, e.beside, agent.name)
+
+
+def _failure(error: Any, agent: Conversation) -> Any:
+    """Return why the workers of a host can run no more tasks, as `_placed` returns an error."""
+    e, host = error, agent.name
+    if isinstance(e, StartFailure):
+        return StartFailure(_failure(e.error, agent), e.pickled)
+    if isinstance(e, WorkerStartFailed):
+        return WorkerStartFailed(agent.first + e.worker, e.attempts, e.reason, host)
+    if isinstance(e, PoolBroken):
+        return PoolBroken(e.deaths, e.seconds, f"on host {host}: {e.last}")
+    return e
