@@ -135,6 +135,33 @@ def test_many_large_results_at_once(pool):
     assert sorted(int(array[-1]) for array in found) == list(range(80))
 
 
+WITHOUT_NUMPY = """
+import os, sys
+from pathlib import Path
+from support import clusters
+from xpool import Pool
+import xpool.ray
+
+if __name__ == "__main__":
+    clusters.connect({address!r})
+    with Pool(hosts=xpool.ray.hosts(n=1, per_host=1)) as pool:
+        agent = clusters.agent(pool.apply_async(os.getpid).get(60))
+        large = os.urandom(10_000_000)
+        shared = pool.broadcast(large)
+        for sent in (large, large[::-1]), (shared, large[::-1]):
+            assert pool.apply_async(lambda a, b: (b, a), sent).get(60) == (large[::-1], large)
+        print("numpy" in sys.modules, "numpy" in Path(f"/proc/{{agent}}/maps").read_text())
+"""
+
+
+def test_large_values_without_numpy(cluster, tmp_path):
+    """Large values import no numpy, in the program or in an agent. Two threads that import parts of
+    it at the same time can get half a module."""
+    text = WITHOUT_NUMPY.format(address=cluster.address)
+    out = scripts.run([scripts.write(tmp_path / "without_numpy.py", text)])
+    assert out.stdout.split() == ["False", "False"], out
+
+
 CONNECT = """
 import os, sys
 from support import clusters

@@ -76,17 +76,12 @@ def _drop_thread_limit() -> None:
 
 
 def as_one(parts: list[Any]) -> Any:
-    """Return packed parts in the form that Ray carries best: bytes, or bytes and arrays.
+    """Return packed parts in the form that Ray carries best: bytes, or bytes and buffers.
 
-    Ray does not copy arrays into its pickles.
+    Ray does not copy buffers into its pickles.  They are no arrays: to load one, Ray's thread would
+    import a part of numpy, and a thread that imports numpy meanwhile would get half a module.
     """
-    return parts[0] if len(parts) == 1 else [parts[0], *map(_array, parts[1:])]
-
-
-def _array(payload: bytes | memoryview) -> Any:
-    import numpy  # a program without large values needs none
-
-    return numpy.frombuffer(payload, "uint8")
+    return parts[0] if len(parts) == 1 else [parts[0], *map(pickle.PickleBuffer, parts[1:])]
 
 
 def parts_of(said: Any) -> list[Any]:
@@ -365,7 +360,7 @@ class RayFleet:
         """Put an object into Ray's store; hosts copy it from one another."""
         if not ray.is_initialized():
             raise XPoolError(SHUT_DOWN)
-        return ray.put(_array(payload))
+        return ray.put(pickle.PickleBuffer(payload))
 
     def stop(self, host: int, replace: bool = False) -> None:
         if not replace:
