@@ -96,6 +96,20 @@ def test_a_host_without_a_module(cluster, make_pool, tmp_path, monkeypatch):
     assert pool.apply_async(work.square, (2,)).get(WAIT) == 4
 
 
+def test_a_reply_that_cannot_be_taken(cluster, make_pool, monkeypatch):
+    """If the program has no memory for a reply, the pool fails with this error."""
+    from xpool._hosts import ray_fleet
+
+    def reply(*_):
+        raise MemoryError("no memory for a reply")
+
+    pool = make_pool(over, n=1, per_host=1)
+    assert pool.apply_async(work.square, (2,)).get(WAIT) == 4
+    monkeypatch.setattr(ray_fleet, "_reply", reply)
+    with pytest.raises(MemoryError, match="for a reply"):
+        pool.apply_async(work.square, (2,)).get(WAIT)
+
+
 def test_variables_by_runtime_env(cluster, make_pool):
     """`runtime_env` sets variables of the workers."""
     clusters.needs_runtime_env()

@@ -275,7 +275,10 @@ class RayFleet:
     def _when_done(self, ref: Any, call: Callable[[Any, BaseException | None], object]) -> None:
         def done(future: Any) -> None:
             error = future.exception()
-            call(None if error is not None else future.result(), error)
+            try:
+                call(None if error is not None else future.result(), error)
+            except Exception as exc:  # such as no memory for a result; Ray would only log it
+                self._tell(f.Refused(exc))
 
         ref.future().add_done_callback(done)
 
