@@ -11,7 +11,7 @@ from support import scripts, work
 from support.limits import WAIT
 from support.waiting import eventually, post, wait_gone
 
-from xpool import Pool, PoolClosed, TaskCancelled, ThreadPool, WorkerDied
+from xpool import Pool, PoolClosed, SharedList, TaskCancelled, ThreadPool, WorkerDied
 
 pytestmark = pytest.mark.xpool_only
 
@@ -225,3 +225,16 @@ def test_cancel(make_pool):
     with pytest.raises(TaskCancelled):
         for _ in range(7):
             next(values)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda _: SharedList(range(5)), lambda pool: pool.broadcast([0] * 5)]
+)
+def test_items_that_the_message_keeps(make):
+    """The message of an item keeps what lies in blocks of their own, also one for several tries."""
+    with Pool(2) as pool:
+        sizes = pool.imap(
+            lambda one: iter([len(one), one[0]]), (make(pool) for _ in range(20)),
+            yields=True, retries=1,
+        )  # fmt: skip
+        assert list(sizes) == [5, 0] * 20

@@ -25,6 +25,8 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
 MIB = 1 << 20
+later: Any = None
+
 SIZES = [0, 1, 4, 5, 16383, 16384, 65535, 65536, 65537, 100_001, MIB - 1, MIB, MIB + 1, 20 * MIB]
 
 
@@ -267,6 +269,30 @@ def test_worker_that_cannot_map_it(
     assert [slot.mapped for slot in pool._engine.workers] == [False, False]
     with pytest.raises(xpool.WorkerStartFailed, match="Cannot allocate memory"):
         make_pool(xpool.Pool, 1, context="fork", is_copy_tensor=False).apply(abs, (1,))
+
+
+def test_named_objects_in_a_worker_that_cannot_map_it(
+    make_pool: Callable[..., Any], warm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a worker also gets what lies in blocks of its own, which messages only name: large
+    globals, broadcasts, and shared lists."""
+    attachments = []
+    while (attachment := own_arena().take_attachment()) is not None:
+        attachments.append(attachment)
+    try:
+        pool = make_pool(xpool.Pool, 1)
+        assert pool.apply(abs, (-1,)) == 1
+        monkeypatch.setitem(globals(), "later", torch.full((MIB,), 7))
+        once = pool.broadcast([torch.full((MIB,), 8)])
+        for change in 0, 1:  # a task's change of the object stays in the worker
+            sums = pool.map(lambda i: int(later[i]) + int(once[0].add_(1)[i]), range(3), 1)
+            assert sums == [16 + 3 * change, 17 + 3 * change, 18 + 3 * change]
+        assert pool.apply(sum, (xpool.SharedList(range(10)),)) == 45
+        assert list(pool.imap(range, [3, 2], yields=True, retries=1)) == [0, 1, 2, 0, 1]
+        assert not pool._engine.workers[0].mapped
+    finally:
+        for attachment in attachments:
+            own_arena().reclaim(attachment)
 
 
 def test_more_workers_than_attachments(make_pool: Callable[..., Any], calm: None) -> None:

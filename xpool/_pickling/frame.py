@@ -369,14 +369,22 @@ def preparation(body: bytes, buffers: int, function: bytes = _PREPARED[2:]) -> b
 def inline(message: bytes | memoryview) -> bytes | memoryview:
     """Return the message with the contents of its blocks, for a receiver without the arena.
 
-    A message with shared blocks is returned unchanged, and the receiver gets an error.
+    The message of a broadcast takes the place of its token.  In share mode, where a copy would be
+    wrong, no worker can be such a receiver.
     """
     if type(message) is not Leased:
         return message
-    if any(shared for _, _, _, shared in _table(memoryview(message))[1]):
-        return message
     pickled, buffers = unpack(message)
+    for n, (place, _, which, _) in enumerate(_table(memoryview(message))[1][1:]):
+        kept = getattr(message.blocks.get((which, place)), "former", None)
+        if isinstance(kept, Block):
+            buffers[n] = kept.view(kept.capacity)
     return pack([pickled], buffers, BY_PIPE, {})
+
+
+def names_given(message: bytes | memoryview) -> bool:
+    """Whether a message names a block that was not filled for it, such as a token."""
+    return type(message) is Leased and any(one[3] for one in _table(memoryview(message))[1])
 
 
 def lodge(message: bytes | memoryview, layout: Layout) -> bytes | memoryview:

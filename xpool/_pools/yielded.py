@@ -22,7 +22,7 @@ from xpool._calls.streams import BOOKKEEPING, IMapIterator, ResultBuffer, Stream
 from xpool._engine.answers import Encoded
 from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._engine.jobs.states import PoolStates
-from xpool._pickling.frame import inline
+from xpool._pickling.frame import inline, names_given
 from xpool._pools.engine_submitter import EngineSubmitter
 from xpool._pools.input_reader import FlowControl, InputReader, room_for_results
 from xpool._pools.job_table import JobTable
@@ -100,7 +100,9 @@ class _OfProcesses:
             # A task that runs again begins the generator again.  So each has the item, in a message
             # that is made once: the engine's thread asks for values, too, and runs no user's code.
             message, place = self._packer.pack_task(item, True, place, self._told, ITEM)
-            return bytes(inline(message)), place
+            # The generator holds the message, because it may name objects that lie in blocks of
+            # their own: with a token that only the message keeps, and too large for each task.
+            return (message if names_given(message) else bytes(inline(message))), place
         task = self._task(Ask(number, 0, item))
         first, place = self._packer.pack_task(task, False, place, self._told, ITEM)
         return (first, encode(self._task(Ask(number, NEXT)))), place

@@ -9,7 +9,8 @@ it, hold the token, and a worker keeps the object as long as its parent holds th
 holds the large block as long as any part of the object is in use.
 
 Without an arena, or if the pool's ``memory_limit`` is 0, the message is in an anonymous file of the
-parent until the pool ends.
+parent until the pool ends.  For a worker that cannot map the arena, each task brings the message in
+place of the token (`frame.inline`), and the worker keeps the object until it ends.
 """
 
 from __future__ import annotations
@@ -148,24 +149,24 @@ class Objects:
         self._kept: dict[Any, Any] = {}
         Objects.here.set(self)
 
-    def get(self, token: int | None, place: Any, nbytes: int) -> Any:
+    def get(self, buffer: Any, token: int | None, place: Any, nbytes: int) -> Any:
         key = place.key if token is None else token
         try:
             return self._kept[key]
         except KeyError:
             self.collect()  # drops objects without references, to make room
-        obj = decode(place.pages() if token is None else self._map(place, nbytes))
-        self._kept[key] = obj
+        if token is None:
+            message = place.pages()
+        elif self._arena is None:
+            message = memoryview(bytearray(memoryview(buffer)[:nbytes]))
+        else:
+            message = self._map(self._arena, place, nbytes)
+        obj = self._kept[key] = decode(message)
         return obj
 
-    def _map(self, name: int, nbytes: int) -> memoryview:
-        if self._arena is None:
-            raise LookupError(
-                "a broadcast lies in shared memory that this worker does not have: addresses are "
-                "limited (ulimit -v), or more than 479 processes map it"
-            )
-        block = self._arena.adopt(name)
-        file = self._arena.file
+    def _map(self, arena: Arena, name: int, nbytes: int) -> memoryview:
+        block = arena.adopt(name)
+        file = arena.file
         at = file.place(block.number)[0]
         how: dict[str, Any] = {"access": mmap.ACCESS_COPY, "offset": at}
         if sys.version_info >= (3, 13):
@@ -177,8 +178,8 @@ class Objects:
     def collect(self) -> bool:
         """Drop objects without references.  Return whether any objects are left."""
         for key in list(self._kept):
-            # Objects in files are kept, because they have no token.
-            if type(key) is int and not self._referred(key):
+            # Objects in files have no token, and without the arena no token can be looked at.
+            if type(key) is int and self._arena is not None and not self._referred(key):
                 del self._kept[key]
         return bool(self._kept)
 
@@ -200,4 +201,4 @@ def open_broadcast(buffer: Any, pool: str, token: int | None, place: Any, nbytes
             f"a reference to a broadcast was loaded in {where} process; only the workers of the "
             "pool that made it have the object"
         )
-    return objects.get(token, place, nbytes)
+    return objects.get(buffer, token, place, nbytes)
