@@ -118,6 +118,43 @@ def test_the_parent_at_its_memory_limit(tmp_path):
     assert script(tmp_path, text) == ["True", "refused", "9", "True"]
 
 
+def test_no_addresses_for_a_replacement(tmp_path):
+    """Below what the program has mapped, the system may still give a thread the stack of one that
+    has ended, but no frame. The pool says why no worker starts, and the next one works."""
+    text = """
+        import contextlib, os, resource, threading
+        import xpool
+        from support import work
+        from support.waiting import eventually
+
+        if __name__ == "__main__":
+            pool = xpool.Pool(2)
+            assert pool.map(work.square, range(4)) == [0, 1, 4, 9]
+            before, gate = len(os.listdir("/proc/self/task")), threading.Event()
+            threads = [threading.Thread(target=gate.wait) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            gate.set()
+            eventually(lambda: len(os.listdir("/proc/self/task")) == before, "the threads ended")
+            unlimited = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 30, unlimited[1]))
+            for pid in pool.statistics()["pids"]:
+                os.kill(pid, 9)
+            try:
+                while True:
+                    with contextlib.suppress(xpool.WorkerDied):  # the task was sent before the end
+                        pool.apply_async(work.square, (3,)).get()
+            except (xpool.WorkerStartFailed, xpool.PoolClosed) as error:
+                print("Cannot allocate memory" in str(error))
+            pool.terminate()
+            pool.join()
+            resource.setrlimit(resource.RLIMIT_AS, unlimited)
+            with xpool.Pool(1) as pool:
+                print(pool.apply(work.square, (3,)))
+    """
+    assert script(tmp_path, text) == ["True", "9"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(1 << 31) - 1, 1 << 31, (1 << 31) + 1, 3 << 30])
 @pytest.mark.parametrize("way", ["argument", "result"])

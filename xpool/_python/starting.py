@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import mmap
 import os
 import select
 import signal
@@ -36,6 +37,10 @@ _made: dict[threading.Thread, threading.Thread] = vars(threading)["_limbo"]
 """Threads that the system has made and that have not run yet; a forked child's are none."""
 
 
+_ROOM = 1 << 20
+"""Bytes of addresses that a new thread needs at most before it runs code of Python."""
+
+
 def _wait_no_more(timeout: float | None = None) -> bool:
     return True
 
@@ -51,6 +56,21 @@ class PromptThread(threading.Thread):
         super().__init__(**keywords)
         self._started: Any  # `start` waits for it; others only ask whether it is set
         self._started.wait = _wait_no_more
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            RuntimeError: the system refuses a thread, or has no addresses for its first frames.
+        """
+        # glibc keeps stacks of ended threads.  So it can make a thread where no address is free,
+        # and the thread ends before its first line (RLIMIT_AS): then nobody learns of it.
+        if sys.platform == "linux":
+            try:
+                mmap.mmap(-1, _ROOM, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+            except OSError as exc:
+                raise RuntimeError(f"can't start new thread: {exc.strerror}") from exc
+        super().start()
 
     def is_alive(self) -> bool:
         return self in _made or super().is_alive()
