@@ -91,6 +91,34 @@ def test_exceptions_that_do_not_unpickle(process_kind, make_pool):
     assert pool.map(work.square, range(4)) == [0, 1, 4, 9]
 
 
+class LacksMemoryOnce:
+    """A function whose first unpickling raises."""
+
+    def __init__(self, flag: str) -> None:
+        self.flag = flag
+
+    def __call__(self, x: int) -> int:
+        return abs(x)
+
+    def __reduce__(self) -> Any:
+        return load_function, (self.flag,)
+
+
+def load_function(flag: str) -> Any:
+    if work.first(flag):
+        raise MemoryError("for the moment")
+    return abs
+
+
+@pytest.mark.xpool_only
+def test_a_function_that_cannot_be_unpickled_for_the_moment(process_kind, make_pool, tmp_path):
+    """Only the task that lacks memory fails: the next one of the same call gets the function."""
+    pool = make_pool(process_kind, 1)
+    func: Any = LacksMemoryOnce(str(tmp_path / "flag"))
+    failed, *others = pool.map(func, [-1, -2, -3], 1, on_error="return")
+    assert type(failed) is MemoryError and others == [2, 3]
+
+
 def test_exceptions_that_do_not_pickle(process_kind, make_pool):
     """If an exception cannot be pickled, the caller gets its text. The pool stays usable."""
     pool = make_pool(process_kind, 1)

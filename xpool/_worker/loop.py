@@ -254,17 +254,18 @@ class _Worker:
                 self._inbox.take(kind, read(size))
 
     def _open(self, closed: _Closed) -> Any:
-        """Unpickle a function, in its first task.  If this raises, all of its tasks fail.
+        """Unpickle a function, in its first task.
 
-        A function that has a state is unpickled again for each task, as in `multiprocessing`.
+        A function that has a state is unpickled again for each task, as in `multiprocessing`.  So
+        is one whose unpickling has raised: perhaps only memory or a descriptor was missing.
         """
         with received.listening() as states:
             try:
                 func = decode(closed.payload)
                 stays = not has_state(func)
-            # `TaskStopped` ends only this task: the next one unpickles the function.
+            # `TaskStopped` is no `Exception`, and ends this task, too.
             except Exception as exc:
-                func, stays = _Unavailable(exc), True
+                func, stays = _Unavailable(exc), False
         settings.imports_done()
         if self._prefix:
             func = bound(func, *self._prefix)
