@@ -590,6 +590,37 @@ def test_a_program_that_is_killed_goes_on(tmp_path, path):
     assert not set(range(50)) & second
 
 
+def use_sqlite():
+    base = sqlite3.connect(":memory:")
+    base.execute("CREATE TABLE numbers (x)")
+    base.close()
+
+
+def test_forked_children_use_sqlite(path):
+    """A child that is forked while the journal is written does not wait in SQLite, whose locks it
+    would have copied. Workers may be such children, too."""
+    children = []
+    try:
+        with Pool(2) as pool:
+            results = pool.imap(bytes, range(3000, 3800), 1, journal=path)
+            for number, _ in enumerate(results):
+                if number % 8 == 0:
+                    pid = os.fork()
+                    if not pid:
+                        use_sqlite()
+                        os._exit(0)
+                    children.append(pid)
+        for pid in list(children):
+            ended = eventually(
+                lambda pid=pid: os.waitpid(pid, os.WNOHANG)[0], "the child has ended"
+            )
+            children.remove(ended)
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 LIBRARY = """
 rate = 1
 rows = None

@@ -28,6 +28,7 @@ from xpool._calls.streams import IMapIterator, Stream, weigh
 from xpool._pools.identity import Identity
 from xpool._pools.job_table import JobTable
 from xpool._pools.values import Unknown, name_of
+from xpool._python import at_fork
 from xpool._python.interrupt import by_handler, deliver, interruptible, pending
 from xpool.errors import OptionError
 from xpool.pickle import decode, dumps
@@ -40,6 +41,10 @@ NAMED = 5
 
 _APPLICATION = 0x78504A4C  # SQLite's application id of a journal: "xPJL"
 _FORMAT = 3
+
+_lock = threading.RLock()
+"""Held while a journal uses SQLite, and during a fork: a child would keep the locks that SQLite has
+for the process, and wait in its own calls for ever.  Reentrant, since a finalizer may fork."""
 
 _TABLES = (
     "CREATE TABLE function (name TEXT NOT NULL, version TEXT NOT NULL)",
@@ -113,18 +118,17 @@ class Journal:
         of_function = functools.partial(self._identity.of_function, func, beside)
         self._parts = self._described(of_function) if version is None else None
         self._known: set[str] = set()  # names of parts that `_compare_others` has compared
-        self._lock = threading.Lock()  # guards the connection
-        with self._named():
+        with _lock, self._named():
             self._base = sqlite3.connect(
                 self.path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
             )
         try:
-            with self._named():
+            with _lock, self._named():
                 self._begin(version)
             self._file = self._identify()
             self._compare_others({})
         except BaseException:
-            self._base.close()
+            self.close()
             raise
 
     def _described(self, parts: Callable[[], dict[str, str]]) -> dict[str, str]:
@@ -291,7 +295,7 @@ class Journal:
         if parts.keys() <= self._known:
             return
         base = self._base
-        with self._lock, self._named(), self._transaction():
+        with _lock, self._named(), self._transaction():
             self._add_parts(parts, True)
             before: dict[str, str] = dict(base.execute("SELECT name, digest FROM parts").fetchall())
             (version,) = base.execute("SELECT version FROM function").fetchone()
@@ -300,7 +304,7 @@ class Journal:
 
     def find(self, key: str) -> Stored | None:
         """Return the stored result of an item; None: there is none."""
-        with self._lock, self._named():
+        with _lock, self._named():
             row = self._base.execute("SELECT value FROM results WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
@@ -311,7 +315,7 @@ class Journal:
     def write(self, results: list[tuple[str, bytes]]) -> None:
         """Store pickled results by key, all or none."""
         if results:
-            with self._lock, self._named():
+            with _lock, self._named():
                 with self._transaction():
                     self._base.executemany("INSERT OR REPLACE INTO results VALUES (?, ?)", results)
                 # SQLite goes on writing to a removed file without an error.
@@ -329,7 +333,7 @@ class Journal:
         return status.st_dev, status.st_ino
 
     def close(self) -> None:
-        with self._lock:
+        with _lock:
             self._base.close()
 
 
@@ -529,3 +533,8 @@ def inputs_of_workers(pool: Any) -> dict[str, Any]:
         ]
         found["the worker_contexts"] = contexts
     return found
+
+
+# Before a fork, this lock is taken before those of modules that were imported earlier.
+at_fork.at_fork(before=lambda: _lock.acquire(), in_parent=lambda: _lock.release())
+at_fork.renew(globals(), _lock=threading.RLock)
