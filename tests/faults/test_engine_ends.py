@@ -10,9 +10,11 @@ from support.limits import WAIT
 from support.tiers import also
 from support.waiting import wait_gone
 
-from xpool import InternalError, Pool, PoolClosed
+from xpool import InternalError, Pool, PoolBroken, PoolClosed
+from xpool._engine import monitor
 from xpool._engine.reactor import Reactor
 from xpool._engine.replacement import Replacement
+from xpool._wire import wire
 from xpool._wire.wire import Spin
 
 pytestmark = pytest.mark.xpool_only
@@ -129,3 +131,30 @@ def test_a_default_time_limit_of_sockets(tmp_path, limit):
     """`socket.setdefaulttimeout` changes nothing: each socket of xpool has its own time limit."""
     text = LIMITED.format(limit=limit)
     assert scripts.run_ok([scripts.write(tmp_path / "limited.py", text)]) == "done\n"
+
+
+@pytest.mark.parametrize("call", ["apply", "apply_async", "map"])
+def test_no_memory_for_a_task_that_is_sent(make_pool, monkeypatch, call):
+    """The caller gets the error. The pool, which has entered the task, stops with the reason."""
+    pool = make_pool(Pool, 1)
+    assert pool.apply(abs, (-1,)) == 1
+    real, left = wire.tasks_frame, [1]
+
+    def short(*args):
+        if left:
+            left.pop()
+            raise MemoryError("no frame")
+        return real(*args)
+
+    monkeypatch.setattr(monitor, "tasks_frame", short)
+    with pytest.raises(MemoryError, match="no frame"):
+        if call == "apply":
+            pool.apply(abs, (-2,))
+        elif call == "apply_async":
+            pool.apply_async(abs, (-2,)).get(WAIT)
+        else:
+            pool.map_async(abs, [-2]).get(WAIT)
+    assert not left
+    with pytest.raises((PoolBroken, PoolClosed), match="no frame"):
+        pool.apply_async(abs, (-3,)).get(WAIT)
+    pool.join(WAIT)

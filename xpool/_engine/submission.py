@@ -72,7 +72,6 @@ class Submission:
 
     # -- a caller that waits for one answer receives it: see `DirectReceive` -----------------------
 
-    @interruptible
     def call(
         self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
     ) -> None:
@@ -81,9 +80,13 @@ class Submission:
         Returns when the answer is among the results, or the engine's thread will receive it.  If a
         signal handler raises here, `Engine.withdraw` ends the turn.
         """
+        # Not interruptible: an error here leaves a task half entered, so the pool has to end.
         worker = self.put_direct(number, payload, bound, terms)
-        if worker is None:
-            return
+        if worker is not None:
+            self._await_answer(worker, number)
+
+    @interruptible
+    def _await_answer(self, worker: WorkerProcess, number: int) -> None:
         if pending:
             deliver()
         poll = worker.poller.poll
