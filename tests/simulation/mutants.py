@@ -52,6 +52,11 @@ class Mutant:
         return self.name
 
 
+class StaleMutant(BaseException):
+    """A mutant does not take the arguments of the method that it replaces.  No world counts this as
+    a history that goes wrong."""
+
+
 MUTANTS: list[Mutant] = []
 
 PINNED: dict[Mutant, int] = {}
@@ -71,7 +76,16 @@ def of_world(world):
         def add(breaks):
             def seed(patch):
                 original = getattr(owner, attribute)
-                patch.setattr(owner, attribute, lambda *a, **kwds: breaks(original, *a, **kwds))
+
+                def broken(*args, **kwds):
+                    try:
+                        return breaks(original, *args, **kwds)
+                    except TypeError as exc:
+                        if exc.__traceback__.tb_next is None:
+                            raise StaleMutant(f"{name}: {exc}") from exc
+                        raise
+
+                patch.setattr(owner, attribute, broken)
 
             one = Mutant(name, world, seed if owner is not None else breaks)
             if pinned is None:
@@ -395,9 +409,9 @@ scheduler("a retry loses its priority", Terms, "after_failure")(
     "start",
     pinned=5955,
 )
-def _(original, sched, task_range):
+def _(original, sched, *call):
     ranked = sched.ranked
-    found = original(sched, task_range)
+    found = original(sched, *call)
     sched.ranked = ranked
     return found
 
