@@ -450,3 +450,82 @@ def test_modules_that_only_the_program_finds(tmp_path):
     scripts.write(source / "job.py", f"RATE = 2\ndef scaled(x):\n    return RATE * x\n{job}")
     out = scripts.run_ok([scripts.write(tmp_path / "fetched.py", FETCHED)])
     assert out.split() == ["True"] * 10
+
+
+UNREGISTERED = """
+import importlib.util
+import pathlib
+import sys
+import xpool
+import shared
+
+def load(name):
+    file = pathlib.Path(__file__).parent / "plugins" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+# The program keeps functions of one module, and the other module.
+first = load("first")
+connect, work, ITEMS = first.connect, first.work, first.ITEMS
+del first
+second = load("second")
+held = [second.MISSING]
+
+def both():
+    return second.is_missing(), second.is_missing(held[0]), held[0] is second.MISSING
+
+def items():
+    return ITEMS
+
+def given():
+    return second.is_missing, second.made, second
+
+if __name__ == "__main__":
+    for context in "spawn", "fork":
+        with xpool.Pool(1, initializer=connect, initargs=(3,), context=context) as pool:
+            print(pool.apply(work), pool.apply(work), end=" ")
+            print(pool.apply(second.is_missing), pool.apply(both))
+            ITEMS.append(context)
+            print(pool.apply(items) == ITEMS, pool.apply(work)[1:])
+            is_missing, made, module = pool.apply(given)
+            print(is_missing is second.is_missing, made(), module is second)
+        pool.join()
+"""
+
+
+def test_modules_that_are_not_in_sys_modules(tmp_path):
+    """`module_from_spec` does not put them there.  Their functions have the globals of one module
+    in a worker, also if the program has no name for it: what an initializer sets stays."""
+    (tmp_path / "plugins").mkdir()
+    scripts.write(tmp_path / "shared.py", "DATA = {'a': [1]}")
+    first = """
+import shared
+from shared import DATA
+connection, ITEMS = None, []
+def connect(to):
+    global connection
+    connection = [to]
+def work():
+    return connection, shared.DATA is DATA, ITEMS
+"""
+    second = """
+MISSING = object()
+def is_missing(x=MISSING):
+    return x is MISSING
+def make():
+    return lambda: is_missing()
+made = make()
+"""
+    scripts.write(tmp_path / "plugins" / "first.py", first)
+    scripts.write(tmp_path / "plugins" / "second.py", second)
+    out = scripts.run_ok([scripts.write(tmp_path / "unregistered.py", UNREGISTERED)])
+    seen, same = "True (True, True, True)", "True True True"
+    for items, line in zip(("[]", "['spawn']"), range(2)):
+        assert out.splitlines()[3 * line] == f"([3], True, {items}) ([3], True, {items}) {seen}"
+    assert out.splitlines()[2::3] == [same, same]
+    assert out.splitlines()[1::3] == [
+        "True (True, ['spawn'])",
+        "True (True, ['spawn', 'fork'])",
+    ]

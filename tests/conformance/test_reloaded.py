@@ -254,3 +254,87 @@ def test_a_worker_that_imports_an_edited_module_warns(tmp_path):
     done = scripts.run([scripts.write(tmp_path / "later.py", EDITED)])
     assert done.stdout.splitlines() == ["['other'] [1]", "[1]", "['two']"]
     assert done.stderr.count("a worker has imported edited_later after the program") == 1
+
+
+MADE_AGAIN = """
+import pathlib
+import sys
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "lib"))
+import own
+from own import rate
+import xpool
+
+class Mine:
+    pass
+
+def answer():
+    job = own.Job()
+    return rate(), own.rate(), own.decorated(), own.Kind().name(), job.go(1), job.go(Mine())
+
+def given():
+    return own.rate, own.Kind, rate
+
+def check():
+    with xpool.Pool(1) as new:
+        for one in pool, new:
+            assert one.apply(answer) == answer(), (one.apply(answer), answer())
+            assert one.apply(given)[:2] == (own.rate, own.Kind)
+    print(*answer())
+
+if __name__ == "__main__":
+    own.use("early")
+    with xpool.Pool(1) as pool:
+        check()
+        own.use("late")
+        own.Job.__dict__["go"].register(Mine, lambda self, x: "mine")
+        check()
+"""
+
+OWN = """
+import functools
+
+def decorate(function):
+    @functools.wraps(function)
+    def wrapper():
+        return "decorated", function()
+    return wrapper
+
+@decorate
+def decorated():
+    return rate()
+
+def rate():
+    return "slow"
+
+class Kind:
+    def name(self):
+        return "default"
+
+class Job:
+    @functools.singledispatchmethod
+    def go(self, x):
+        return "any"
+    @go.register
+    def _(self, x: int):
+        return "int"
+
+def use(what):
+    global rate, Kind
+    def rate():
+        return what
+    class Kind:
+        def name(self):
+            return "of", what
+"""
+
+
+def test_functions_that_a_function_of_a_module_defines_again(tmp_path):
+    """By a ``global`` statement, before or after the first task.  The import of the module makes
+    others.  Types that the program registers for a method later arrive, too."""
+    (tmp_path / "lib").mkdir()
+    scripts.write(tmp_path / "lib" / "own.py", OWN)
+    out = scripts.run_ok([scripts.write(tmp_path / "made_again.py", MADE_AGAIN)])
+    assert out.splitlines() == [
+        "slow early ('decorated', 'early') ('of', 'early') int any",
+        "slow late ('decorated', 'late') ('of', 'late') int mine",
+    ]

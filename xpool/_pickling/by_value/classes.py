@@ -46,6 +46,7 @@ from xpool._pickling.by_value.origin import (
     INSTALLED,
     SENT,
     canonical,
+    is_made_in_function,
     is_patch,
     module_of,
     origin_of,
@@ -404,6 +405,13 @@ def plain_methods(cls: type) -> Iterator[tuple[str, FunctionType]]:
             yield path, one
 
 
+def registries(cls: type) -> list[str]:
+    """Return the names of the functions that the methods of `functools.singledispatchmethod` call
+    for each type, as attributes of these methods."""
+    own = list(vars(cls).items())
+    return [f"{name}.registry" for name, one in own if type(one) is functools.singledispatchmethod]
+
+
 def own_methods(cls: type) -> dict[str, Any]:
     """Return values, by path, that differ when methods from the class statement have changed."""
     return {
@@ -419,6 +427,16 @@ def _data_of(cls: type) -> frozenset[str]:
     key = canonical(cls.__module__), cls.__qualname__
     named = origin_of(cls.__module__) == SENT and value_of(key) is cls
     return frozenset(data_attributes(cls)) if named else frozenset()
+
+
+def is_made_again(cls: type) -> bool:
+    """Whether a function of the module has made a class, with a ``global`` statement."""
+    return any(
+        one.__qualname__ == path
+        and one.__code__.co_filename[:1] != "<"
+        and is_made_in_function(one)
+        for path, _, one in methods(cls)
+    )
 
 
 def data_of_function(function: Any) -> list[str]:

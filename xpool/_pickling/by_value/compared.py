@@ -77,6 +77,8 @@ def note_class(node: Node, cls: type, module: str, path: str) -> None:
     for inner, owner in classes.with_nested(path, cls):
         found.update((module, f"{inner}.{name}") for name in classes.data_attributes(owner))
         found |= of_annotations(annotations_of(owner), module)
+        if origin_of(module) == IMPORTED:
+            found.update((module, f"{inner}.{name}") for name in classes.registries(owner))
     for one, method in classes.plain_methods(cls) if origin_of(module) == IMPORTED else ():
         note_function(node, method, module, one)
     node.names |= found

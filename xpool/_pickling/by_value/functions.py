@@ -164,7 +164,7 @@ def annotations_of(obj: Any) -> dict[str, Any]:
 def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> FunctionType:
     if isinstance(space, str):
         # Not `import_module` for `__main__`: a worker's has no spec.
-        module = sys.modules.get(space) or import_module(space)
+        module = find_module(space) or import_module(space)
         values = module.__dict__
         # C code that imports a module needs it, and it may be missing in a worker.
         values.setdefault("__builtins__", builtins)

@@ -13,10 +13,12 @@ from xpool._pickling.by_value import main, registry
 from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
+    NESTED,
     SENT,
     canonical,
     find_module,
     is_patch,
+    module_of,
     namespace,
     origin_of,
     origins,
@@ -89,12 +91,12 @@ def by_name(reduce: Reducer) -> Reducer:
             if direct and there and (known != SENT or _has_package(module)):
                 own = obj.__globals__ is space if is_function else True
                 if own and is_function and known == IMPORTED:
-                    own = obj.__code__.co_filename[:1] != "<"
-                if not own and is_patch(obj, module):
-                    return reduce(pickler, obj)
-                if known != INSTALLED and pickler.follow:
-                    pickler.names.add((module, path))
-                return path
+                    code = obj.__code__
+                    own = code.co_filename[:1] != "<" and not code.co_flags & NESTED
+                if own or not is_patch(obj, module):
+                    if known != INSTALLED and pickler.follow:
+                        pickler.names.add((module, path))
+                    return path
         name = _name_of(pickler, obj, module, path)
         return reduce(pickler, obj) if name is None else name
 
@@ -106,6 +108,8 @@ name_for = by_name(lambda pickler, obj: None)
 
 
 def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
+    if type(obj) is FunctionType:
+        module_of(obj.__globals__)  # so that its origin is known
     origin = origin_of(module)
     if module in static_modules:
         return path if found_by_name(obj) else _of_static(obj, module, path)
@@ -123,7 +127,7 @@ def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
     if found_here(module, path) is not obj:
         return None
     if origin != SENT and is_patch(obj, module):
-        return None
+        return _for_program(obj, canonical(module), path) if pickler.home else None
     if origin != INSTALLED and pickler.follow:
         pickler.names.add((canonical(module), path.partition(".")[0]))
     elif module not in sys.modules:

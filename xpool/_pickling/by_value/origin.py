@@ -75,15 +75,29 @@ class _Modules:
 MODULES = "sys.modules"
 """The module of these names in their keys, where a colon stands for each dot (`key_of_alias`)."""
 
+
+class _Space(ModuleType):
+    """Takes the place of a module of which only the globals are known, from a function."""
+
+    __slots__ = ("_values",)
+    __dict__ = property(lambda self: self._values)
+
+    def __init__(self, name: str, values: dict[str, Any]) -> None:
+        super().__init__(name)
+        self._values = values
+
+
 loose: dict[str, Any] = {MODULES: _Modules()}
-"""Modules that globals of the program refer to, and that are not in `sys.modules`."""
+"""Modules to which the program refers, and that are not in `sys.modules`."""
 
 
 def adopt(module: ModuleType) -> None:
     """Let `find_module` find a module that is not in `sys.modules`."""
     name = name_of(module)
     if name is not None and name not in sys.modules and not is_object(module):
-        loose.setdefault(name, module)
+        known = loose.setdefault(name, module)
+        if type(known) is _Space and vars(known) is vars(module):
+            loose[name] = module
 
 
 def is_object(module: ModuleType) -> bool:
@@ -191,9 +205,8 @@ def about_module(name: str) -> tuple[str, Any, bool, bool]:
     These are its name, its package, whether it is a package itself, and whether a worker can import
     it nevertheless, for the other effects of the import.
     """
-    module = find_module(name)
-    package = getattr(module, "__package__", None)
-    return name, package, hasattr(module, "__path__"), _changed.get(name, False)
+    about = namespace(name)
+    return name, about.get("__package__"), "__path__" in about, _changed.get(name, False)
 
 
 def renew_origins(settings: Any) -> int:
@@ -223,9 +236,9 @@ _of_program: tuple[list[str], tuple[str, ...]] = [], ()  # modules; those of the
 
 
 def program_modules() -> tuple[str, ...]:
-    """Return the names of the program's modules that are imported."""
+    """Return the names of the program's modules that exist."""
     global _of_program
-    names = list(sys.modules)
+    names = [*sys.modules, *(name for name, one in loose.items() if name_of(one) == name)]
     if names != _of_program[0]:
         _of_program = names, tuple(name for name in names if origin_of(name) != INSTALLED)
     return _of_program[1]
@@ -263,7 +276,9 @@ def owner_of(key: Key) -> Any:
     owner = find_module(module)
     for name in path.split(".")[:-1]:
         owner = getattr(owner, "__dict__", {}).get(name)
-    return owner.__func__ if type(owner) in (staticmethod, classmethod) else owner
+    if type(owner) in (staticmethod, classmethod):
+        return owner.__func__
+    return owner.dispatcher if type(owner) is functools.singledispatchmethod else owner
 
 
 def place_of(key: Key) -> tuple[Any, str]:
@@ -368,23 +383,43 @@ def is_patch(value: Any, module: str) -> bool:
     """Whether a value is a function by which the script has replaced a function of this module.
 
     `functools.wraps` gives such a function the names of the replaced one.  A function that `exec`
-    has made in the module has the module's globals, and no file.
+    has made in the module has the module's globals, and no file; or a function of the module has
+    made it, with a ``global`` statement.
     """
     if type(value) is not FunctionType:
         return False
     if (values := value.__globals__) is namespace(module):
-        no_file = value.__code__.co_filename[:1] == "<" and "." not in value.__qualname__
-        return no_file and origin_of(module) == IMPORTED
+        made = value.__code__.co_filename[:1] == "<" or is_made_in_function(value)
+        return made and "." not in value.__qualname__ and origin_of(module) == IMPORTED
     maker = values.get("__name__")
     return isinstance(maker, str) and maker != module and origin_of(maker) == SENT
+
+
+NESTED = 16  # CO_NESTED: the code is inside of a function
+
+
+def is_made_in_function(function: FunctionType) -> bool:
+    """Whether the ``def`` statement of a function is inside of another function, although it does
+    not bind a local variable there."""
+    code = function.__code__
+    if not code.co_flags & NESTED or "__wrapped__" in function.__dict__:
+        return False
+    path = getattr(code, "co_qualname", None)  # from Python 3.11 on
+    if path is None:
+        return code.co_name == function.__name__ and "<locals>" not in function.__qualname__
+    return bool(path == function.__qualname__ and "<locals>" not in path)
 
 
 def module_of(values: dict[str, Any]) -> str | None:
     """Return the name of the module with these globals; None: they are no module's."""
     name = values.get("__name__")
-    if isinstance(name, str) and getattr(find_module(name), "__dict__", None) is values:
-        return canonical(name)
-    return None
+    if not isinstance(name, str):
+        return None
+    if name not in sys.modules and name not in loose:  # `module_from_spec` does not register one
+        if getattr(values.get("__spec__"), "name", None) != name:
+            return None
+        loose[name] = _Space(name, values)
+    return canonical(name) if getattr(find_module(name), "__dict__", None) is values else None
 
 
 _STANDARD_LIBRARY = os.path.realpath(os.path.dirname(os.__file__)) + os.sep

@@ -428,6 +428,9 @@ class Book:
                 return Node(compared.NAMED, value)  # the class statement has made it
         if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
             own = canonical(value.__module__) == module and value.__qualname__ == path
+            if own and is_class and origin == IMPORTED and classes.is_made_again(value):
+                send_from_now(module)
+                origin = SENT
             if own and origin == IMPORTED and not is_patch(value, module):
                 node = Node(compared.NAMED, value, reads(value))
                 node.parts = compared.parts_of(value)
