@@ -480,7 +480,7 @@ def items():
     return ITEMS
 
 def given():
-    return second.is_missing, second.made, second
+    return second.is_missing, second.made, second, work
 
 if __name__ == "__main__":
     for context in "spawn", "fork":
@@ -489,8 +489,8 @@ if __name__ == "__main__":
             print(pool.apply(second.is_missing), pool.apply(both))
             ITEMS.append(context)
             print(pool.apply(items) == ITEMS, pool.apply(work)[1:])
-            is_missing, made, module = pool.apply(given)
-            print(is_missing is second.is_missing, made(), module is second)
+            is_missing, made, module, function = pool.apply(given)
+            print(is_missing is second.is_missing, made(), module is second, function is work)
         pool.join()
 """
 
@@ -521,7 +521,7 @@ made = make()
     scripts.write(tmp_path / "plugins" / "first.py", first)
     scripts.write(tmp_path / "plugins" / "second.py", second)
     out = scripts.run_ok([scripts.write(tmp_path / "unregistered.py", UNREGISTERED)])
-    seen, same = "True (True, True, True)", "True True True"
+    seen, same = "True (True, True, True)", "True True True True"
     for items, line in zip(("[]", "['spawn']"), range(2)):
         assert out.splitlines()[3 * line] == f"([3], True, {items}) ([3], True, {items}) {seen}"
     assert out.splitlines()[2::3] == [same, same]
@@ -529,3 +529,62 @@ made = make()
         "True (True, ['spawn'])",
         "True (True, ['spawn', 'fork'])",
     ]
+
+
+SAME_NAMES = """
+import importlib.util
+import pathlib
+import xpool
+
+def load(name):
+    file = pathlib.Path(__file__).parent / f"{name}.py"
+    spec = importlib.util.spec_from_file_location("plugin", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+plugins = [load("first"), load("second")]
+objects = [one.Plugin() for one in plugins]
+functions = {one.NAME: one.work for one in plugins}
+
+def same(x):
+    return x
+
+def names():
+    return [one.NAME for one in plugins]
+
+def used():
+    return [one.run() for one in objects], [function() for function in functions.values()]
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        for _ in range(2):
+            try:
+                pool.apply(names)
+            except NameError as error:
+                print("another module has the name 'plugin'" in str(error.__notes__))
+            print(pool.apply(used) == used(), pool.apply(objects[0].run) == objects[0].run())
+            back = pool.map(same, objects)
+            print([type(one) is type(two) for one, two in zip(back, objects)])
+            for one in plugins:
+                one.NAME += "!"
+    pool.join()
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
+def test_modules_of_one_name(tmp_path):
+    """Their functions and classes are sent by value.  The modules themselves are refused, because a
+    name leads to one of them."""
+    text = """
+NAME = "{}"
+def work():
+    return NAME
+class Plugin:
+    def run(self):
+        return NAME, work(), Plugin is type(self)
+"""
+    for name in "first", "second":
+        scripts.write(tmp_path / f"{name}.py", text.format(name))
+    out = scripts.run_ok([scripts.write(tmp_path / "program.py", SAME_NAMES)])
+    assert out.splitlines() == ["True", "True True", "[True, True]"] * 2

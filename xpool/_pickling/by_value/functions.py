@@ -350,7 +350,8 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
         return _make_module, (type(module), name), state, None, None, set_attributes
     adopt(module)  # the program may have made it itself
     if find_module(name) is not module:
-        if getattr(module, "__file__", None) is None:  # the program has made it
+        # Installed packages have modules of classes of their own that are in no place.
+        if type(module) is ModuleType or getattr(module, "__file__", None) is None:
             raise Refused(f"another module has the name {name!r}", module)
         return NotImplemented
     origin = origin_of(name)

@@ -92,7 +92,9 @@ def by_name(reduce: Reducer) -> Reducer:
                 own = obj.__globals__ is space if is_function else True
                 if own and is_function and known == IMPORTED:
                     code = obj.__code__
-                    own = code.co_filename[:1] != "<" and not code.co_flags & NESTED
+                    own = code.co_filename[:1] != "<" and (
+                        not code.co_flags & NESTED or code.co_name != path
+                    )
                 if own or not is_patch(obj, module):
                     if known != INSTALLED and pickler.follow:
                         pickler.names.add((module, path))

@@ -86,6 +86,12 @@ class _Space(ModuleType):
         super().__init__(name)
         self._values = values
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
 
 loose: dict[str, Any] = {MODULES: _Modules()}
 """Modules to which the program refers, and that are not in `sys.modules`."""
