@@ -1316,3 +1316,75 @@ def test_methods_that_were_assigned_to_one_object(tmp_path):
     if both have the same name."""
     out = scripts.run_ok([scripts.write(tmp_path / "bound.py", BOUND)])
     assert out == "(200, 200, True) 300 400\n"
+
+
+FORKED_AGAIN = """
+import xpool
+
+class Job:
+    def run(self):
+        return 1
+
+def text(*args):
+    return "text"
+
+def seen():
+    return Job.run is text, Job.__dict__["name"].fget is text, Job.static is text, Job().run()
+
+def used():
+    return Job().name
+
+if __name__ == "__main__":
+    Job.name, Job.static = property(text), staticmethod(text)
+    for _ in range(2):
+        with xpool.Pool(1, context="fork") as pool:
+            print(pool.apply(used), pool.apply(seen) == seen())
+        pool.join()
+"""
+
+
+def test_functions_in_classes_of_a_fork(tmp_path):
+    """A class that the program has sent before the fork, and not changed since, refers to the
+    functions that the worker has inherited."""
+    out = scripts.run_ok([scripts.write(tmp_path / "forked.py", FORKED_AGAIN)])
+    assert out.splitlines() == ["text True"] * 2
+
+
+WRAPPED_CLASSES = """
+import functools
+import xpool
+
+def singleton(cls):
+    made = []
+    @functools.wraps(cls)
+    def get(*args):
+        if not made:
+            made.append(cls(*args))
+        return made[0]
+    return get
+
+@singleton
+class Config:
+    rate = 1
+    def __init__(self, depth=2):
+        self.depth = depth
+    @property
+    def both(self):
+        return self.rate, self.depth, Config() is self
+
+def used():
+    return Config(3).both, Config.rate, type(Config()) is Config.__wrapped__
+
+if __name__ == "__main__":
+    for context in "spawn", "fork":
+        with xpool.Pool(1, context=context) as pool:
+            print(pool.apply(used), pool.apply(Config, (4,)).rate)
+        pool.join()
+"""
+
+
+def test_a_function_that_wraps_a_class(tmp_path):
+    """`functools.wraps` gives it the methods of the class, but their names lead nowhere in a worker
+    that has no such function yet."""
+    out = scripts.run_ok([scripts.write(tmp_path / "wrapped.py", WRAPPED_CLASSES)])
+    assert out.splitlines() == ["((1, 3, True), 1, True) 1"] * 2

@@ -129,7 +129,11 @@ def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
     if found_here(module, path) is not obj:
         return None
     if origin != SENT and is_patch(obj, module):
-        return _for_program(obj, canonical(module), path) if pickler.home else None
+        if pickler.home:
+            return _for_program(obj, canonical(module), path)
+        inside = pickler.recurse or pickler.blob is not None or pickler.group is not None
+        if origin != IMPORTED or inside or not pickler.follow:
+            return None
     if origin != INSTALLED and pickler.follow:
         pickler.names.add((canonical(module), path.partition(".")[0]))
     elif module not in sys.modules:
@@ -226,5 +230,6 @@ def found_here(module_name: Any, path: str) -> Any:
     if obj is None:
         obj = module
         for part in path.split("."):
-            obj = getattr(obj, part, None)
+            # A function has the methods of a class that it wraps (`functools.wraps`).
+            obj = None if type(obj) is FunctionType else getattr(obj, part, None)
     return obj

@@ -282,8 +282,12 @@ def _define(key: Key, ident: int, code: bytes, defaults: Any, kwdefaults: Any, d
     values = namespace(module)
     made = marshal.loads(code)
     function = values.get(name)
-    # The program has changed the function itself: others refer to it, too.
-    if _incoming.idents.get(key) == ident and type(function) is FunctionType:
+    known = _incoming.idents.get(key)
+    # The program has changed the function itself: others refer to it, too.  To that of a fork,
+    # classes refer that the program has not changed since.
+    if type(function) is FunctionType and (
+        function.__code__ == made if known is None and main.is_forked() else known == ident
+    ):
         function.__code__ = made
     else:
         function = FunctionType(made, values, name)
