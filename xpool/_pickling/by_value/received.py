@@ -56,6 +56,7 @@ from xpool._pickling.by_value.origin import (
     SENT,
     Parts,
     key_of_alias,
+    loose,
     namespace,
     origin_of,
     owner_of,
@@ -505,6 +506,9 @@ def _make_module(name: str, package: Any, is_package: bool, has_file: bool) -> N
     if has_file:
         _try_import(name)
     if name in sys.modules:
+        return
+    if name in loose:  # in a fork, to which its inherited classes and functions refer
+        sys.modules[name] = loose[name]
         return
     module = ModuleType(name)
     module.__package__ = package
