@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,33 @@ def test_pandas() -> None:
         pd.testing.assert_frame_equal(back, one)
         back.loc[0, "a"] = 9
     assert one.loc[0, "a"] == 0
+
+
+SHARING: dict[str, Any] = {
+    "column": lambda frame: frame["a"],
+    "renamed": lambda frame: frame.rename(columns=str.upper),
+    "assigned": lambda frame: frame.assign(c=1),
+    "shallow": lambda frame: frame.copy(deep=False),
+    "index": lambda frame: sys.modules["pandas"].Index(frame["a"]),
+    "dates": lambda frame: frame["t"],
+    "extension": lambda frame: frame["n"].reset_index(drop=True),
+    "objects": lambda frame: frame[["o"]],
+}
+
+
+@pytest.mark.parametrize("size", [3, INLINE_BELOW // 8 + 1])
+@pytest.mark.parametrize("name", SHARING)
+def test_a_write_to_a_frame_changes_no_other(name: str, size: int) -> None:
+    """Frames, series and indexes that share arrays until one is written to still do so."""
+    pd = pytest.importorskip("pandas", minversion="3", reason="pandas 3 is not installed")
+    frame = pd.DataFrame({"a": np.arange(size), "b": np.arange(float(size))})
+    frame["t"] = pd.date_range("2020", periods=size, freq="s")
+    frame["n"] = pd.array(range(size), dtype="Int64")
+    frame["o"] = [(one,) for one in range(size)]
+    other = SHARING[name](frame)
+    for mine, its in trips((frame, other)):
+        assert np.shares_memory(mine["b"], frame["b"]) is False
+        for column in ("a", "t", "n", "o"):
+            mine.loc[0, column] = mine.loc[1, column]
+        assert its.equals(other)
+        assert not mine.equals(frame)

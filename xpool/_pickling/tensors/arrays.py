@@ -1,11 +1,15 @@
 """Pickles arrays of numpy: only their own elements, as buffers.
 
 numpy itself pickles arrays of Python objects.  The sender never imports numpy here.
+
+Blocks of pandas that share an array arrive as views of one array, too.  pandas copies such an array
+before it writes to one of them, so the blocks arrive with the object by which pandas knows them.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any
 
 from xpool._pickling.frame import INLINE_BELOW
@@ -43,7 +47,21 @@ def _lazy_masked() -> None:
     REDUCERS[sys.modules["numpy.ma"].MaskedArray] = _reduce_masked
 
 
+def _lazy_pandas() -> None:
+    pandas = sys.modules["pandas"]
+    internals = sys.modules["pandas._libs.internals"]
+    if hasattr(internals, "BlockValuesRefs"):  # from pandas 2.0 on
+        REDUCERS[internals.BlockValuesRefs] = _reduce_references
+        FOR_SUBCLASSES[internals.Block] = _reduce_block
+        FOR_SUBCLASSES[pandas.Index] = _reduce_index
+        managers = sys.modules["pandas.core.internals.managers"]
+        REDUCERS[managers.SingleBlockManager] = _reduce_series
+
+
 LAZY["numpy"] = _lazy_numpy
+# The module that `Index` names depends on pandas's version.
+LAZY["pandas"] = LAZY["pandas.core.indexes.base"] = _lazy_pandas
+LAZY["pandas._libs.internals"] = LAZY["pandas.core.internals.managers"] = _lazy_pandas
 # The module that the class names depends on numpy's version.
 LAZY["numpy.ma"] = LAZY["numpy.ma.core"] = _lazy_masked
 
@@ -185,6 +203,28 @@ def _reduce_masked(pickler: Context, array: Any) -> Any:
     return _masked, (array.data, mask, array._fill_value, array.hardmask, array._optinfo)
 
 
+def _reduce_block(pickler: Context, block: Any) -> Any:
+    make, args = block.__reduce__()
+    return _block, (make, args, block.refs)
+
+
+def _reduce_series(pickler: Context, manager: Any) -> Any:
+    # Its own state has the array and not the block.
+    return type(manager), (manager.blocks[0], manager.axes[0])
+
+
+def _reduce_index(pickler: Context, index: Any) -> Any:
+    reduced = index.__reduce_ex__(5)
+    references = vars(index).get("_references")  # a range has no array
+    if references is None or len(reduced) != 3 or reduced[2] is not None:
+        return reduced
+    return _index, (*reduced[:2], references)
+
+
+def _reduce_references(pickler: Context, references: Any) -> Any:
+    return _references, ()
+
+
 # -- the receiving side ----------------------------------------------------------------------------
 
 
@@ -244,3 +284,24 @@ def _masked(data: Any, mask: Any, fill_value: Any, hard: bool, about: dict[Any, 
     made._fill_value = fill_value
     made._optinfo.update(about)
     return made
+
+
+@builder
+def _references() -> Any:
+    return import_module("pandas._libs.internals").BlockValuesRefs()
+
+
+@builder
+def _block(make: Any, args: tuple[Any, ...], references: Any) -> Any:
+    block = make(*args)
+    block.refs = references
+    references.add_reference(block)
+    return block
+
+
+@builder
+def _index(make: Any, args: tuple[Any, ...], references: Any) -> Any:
+    index = make(*args)
+    index._references = references
+    references.add_index_reference(index)
+    return index
