@@ -148,6 +148,11 @@ def test_executor_has_the_standard_methods():
     assert "buffersize" in inspect.signature(Executor.map).parameters
 
 
+def test_the_number_of_workers(executor):
+    """Libraries read it under the name that it has in the standard executors."""
+    assert executor._max_workers == executor._pool.size()
+
+
 def test_shutdown(to_end):
     """`shutdown` waits for submitted calls. Afterwards the executor refuses calls."""
     made = [to_end.submit(work.square, n) for n in range(8)]

@@ -84,10 +84,6 @@ class LookedInto(Executor, PrivateNames):
         super().__init__(max_workers, mp_context, *args, **kwds)
 
     @property
-    def _max_workers(self) -> int:
-        return self._pool.size()
-
-    @property
     def _broken(self) -> Any:
         return self._pool._life.failure
 

@@ -621,6 +621,20 @@ def test_registering_reducers_in_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     assert answers == ["reduced"] * 5
 
 
+def test_a_metaclass_that_needs_more_than_the_class_has(receiver: Receiver) -> None:
+    """A class that its metaclass cannot make again is named, with a remedy."""
+
+    class Meta(type):
+        pass
+
+    class Record(metaclass=Meta):
+        pass
+
+    Meta.__new__ = staticmethod(len)  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError, match=r"<locals>\.Record cannot be .* Define the class in a mod"):
+        receiver.call(str, Record)
+
+
 @pytest.mark.parametrize("sent_alone", [False, True], ids=["inside", "alone"])
 def test_what_a_definition_refers_to_is_changed(receiver: Receiver, sent_alone: bool) -> None:
     """A change of a base, of another class or of a closure's variable reaches the other process.

@@ -272,6 +272,14 @@ class PoolExecutor(concurrent.futures.Executor):
         pending = sum(not job.settled for job in self._unanswered())
         return f"<{type(self).__name__} {state}, {pending} pending, over {self._pool!r}>"
 
+    @property
+    def _max_workers(self) -> int:
+        """The number of workers, under the name of the standard executors' attribute.
+
+        Libraries that are given an executor read it, as dask does.
+        """
+        return self._pool.size()
+
     def _unanswered(self) -> list[Job]:
         return [job for job in list(self._pool._jobs.unanswered.values()) if job.owner is self]
 

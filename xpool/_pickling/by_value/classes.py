@@ -498,7 +498,13 @@ def _make(
                 return maker.__new__(metaclass, name, bases, creation)
         except TypeError:  # `__init_subclass__` of an importable base requires keywords
             with _muted(bases, known_only=False):
-                return maker.__new__(metaclass, name, bases, creation)
+                try:
+                    return maker.__new__(metaclass, name, bases, creation)
+                except TypeError as error:  # C code of a metaclass may need more, as `msgspec`'s
+                    place = f"{creation['__module__']}.{creation['__qualname__']}"
+                    text = f"the class {place} cannot be made in another process: its metaclass"
+                    text += f" raises {error!r}. Define the class in a module of its own: workers"
+                    raise TypeError(f"{text} import it, and get no definition.") from None
 
     return registry.shell(token, build)
 
