@@ -88,6 +88,22 @@ HANDLERS = """
         signal.set_wakeup_fd(-1)
 """
 
+CLASSES = """
+    from xpool.data import DataLoader
+
+    def make():
+        class Batch(list):
+            pass
+
+        return Batch
+
+    Other = make()
+
+    if __name__ == "__main__":
+        for batch in DataLoader(range(2), num_workers=1, collate_fn=lambda items: Other(items)):
+            print(type(batch) is Other)
+"""
+
 
 def parents(before, kills=False):
     """Return a program that prints whether its workers are forks or come from the server."""
@@ -106,6 +122,8 @@ PROGRAMS = {
     "imports": (IMPORTS, "[]"),
     # A fork runs neither the program's signal handlers nor its event loop's.
     "handlers": (HANDLERS, "True True -1 -1"),
+    # Batches of a class that its own name does not lead to are of the program's class.
+    "classes": (CLASSES, "True True"),
 }
 MORE = {
     "thread": (

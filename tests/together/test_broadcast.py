@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="the tests broadcast tensors")
 import torch
 from support import work
 from support.scripts import run_ok
+from support.tiers import also
 from support.waiting import eventually
 
 from xpool import P2PPool, Pool, TaskNotPicklable, current_worker
@@ -231,6 +232,40 @@ def test_the_interpreters_end():
         ref = pool.broadcast(bytearray(1 << 20))
         assert pool.run_all(len, ref) == [1 << 20]
         pool.terminate()
+        """,
+    )
+
+
+@pytest.mark.parametrize("options", ["", "context='fork'", *also("memory_limit=0")])
+def test_functions_of_the_object_see_globals_as_they_are_at_the_call(options):
+    """So do functions of other tasks, which read the same globals."""
+    run_ok(
+        ["-"],
+        f"""
+        from xpool import Pool
+
+        class Box:
+            def get(self):
+                return rate
+
+        def get(box):
+            return box.get()
+
+        rate = 1
+        with Pool(1, {options}) as pool:
+            pool.apply(abs, (1,))
+            rate = 2
+            ref = pool.broadcast(Box())
+            rate = 3
+            assert pool.apply(get, (ref,)) == 3
+            rate = 4
+            assert pool.apply(lambda: rate) == 4
+            rate = 5
+            assert pool.apply(get, (ref,)) == 5
+            rate = 6
+            assert pool.map(get, [ref, ref]) == [6, 6]
+            rate = 7
+            assert pool.apply(lambda: ref.get()) == 7
         """,
     )
 

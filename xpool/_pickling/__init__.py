@@ -11,10 +11,11 @@ Key = tuple[str, str]
 
 class Brought(frozenset[Key]):
     """Tells a pickler that the receiver has no globals of the program.  The pickler sets ``keys``:
-    the globals that the message brings.
+    the globals that the message brings, and ``names``: those of them that the object itself uses.
     """
 
     keys: frozenset[Key] = frozenset()
+    names: frozenset[Key] = frozenset()
 
 
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or could have

@@ -19,6 +19,7 @@ from xpool._calls.results import (
 )
 from xpool._calls.terms import terms_of
 from xpool._memory.anonymous_files import File, FileOfAgent
+from xpool._pickling import Brought
 from xpool._pickling.by_value.broadcast import Broadcast, publish
 from xpool._pools.engine_submitter import EngineSubmitter
 from xpool._pools.lifecycle import Lifecycle
@@ -169,15 +170,21 @@ class AllWorkers:
 
     def broadcast(self, obj: Any) -> Broadcast:
         self._life.check_running()
+        told = Brought()
+        reference = self._broadcast_of(obj, told)
+        reference.names = told.names
+        return reference
+
+    def _broadcast_of(self, obj: Any, told: Brought) -> Broadcast:
         packer = self._submitter.packer
         lessor, name = packer.layout.lessor, type(obj).__name__
         if lessor is not None and packer.memory_limit:
 
             def write(layout: Layout) -> bytes | memoryview:
-                return encode(obj, recurse=packer.recurse, layout=layout)
+                return encode(obj, recurse=packer.recurse, layout=layout, told=told)
 
             return publish(write, packer.token, lessor, name)
-        message = packer.pack_option(f"broadcast of a {name}", obj)
+        message = packer.pack_option(f"broadcast of a {name}", obj, told)
         if self.hosts is not None:
             engine: Any = self._submitter.engine
             place = FileOfAgent(engine.broadcast(message))

@@ -140,13 +140,13 @@ class Packer:
             raise
 
     @interruptible
-    def pack_option(self, name: str, obj: Any) -> bytes:
+    def pack_option(self, name: str, obj: Any, told: Told = frozenset()) -> bytes:
         """Pickle an object that every worker, including replacements, gets at its start."""
         if pending:
             deliver()
         layout = self.layout._replace(kept=True)  # all workers copy from one block
         try:
-            payload = encode(obj, recurse=self.recurse, layout=layout)
+            payload = encode(obj, recurse=self.recurse, layout=layout, told=told)
         except TaskNotPicklable as exc:
             raise TaskNotPicklable(f"{name}: {exc}") from exc
         return payload if isinstance(payload, bytes) else bytes(payload)

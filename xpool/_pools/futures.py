@@ -278,7 +278,7 @@ class PoolExecutor(concurrent.futures.Executor):
 
         Libraries that are given an executor read it, as dask does.
         """
-        return self._pool.size()
+        return self._pool._size
 
     def _unanswered(self) -> list[Job]:
         return [job for job in list(self._pool._jobs.unanswered.values()) if job.owner is self]

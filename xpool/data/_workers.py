@@ -306,7 +306,10 @@ class Processes(_Pooled):
                 name="DataLoader",
             )  # fmt: skip
             try:
-                self._ref = pool.broadcast(made)
+                reference: Any = pool.broadcast(made)
+                # As in torch's loader, workers keep the globals of the time when they were started.
+                reference.names = frozenset()
+                self._ref = reference
                 return pool
             except Exception:  # an object's `__reduce__` can raise any error
                 # Such a dataset can only be passed to a starting process, as in torch's loader.

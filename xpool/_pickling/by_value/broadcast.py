@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._memory.layout import LARGE
+from xpool._pickling import Key
 from xpool._pickling.frame import Layout, pools
 from xpool._pickling.pickler import decode
 from xpool._pickling.reducers import Context, builder, in_place, register
@@ -41,7 +42,11 @@ class Broadcast:
 
     Attributes:
         nbytes: size of the pickled object in bytes, with its tensors and arrays.
+        names: the globals of the program that the object uses.  Messages with the reference bring
+            them, as they are then.
     """
+
+    names: frozenset[Key] = frozenset()
 
     def __init__(self, pool: str, place: Any, nbytes: int, token: Block | None, what: str) -> None:
         self.pool, self.nbytes = pool, nbytes
@@ -93,6 +98,7 @@ def _reduce(pickler: Context, ref: Broadcast) -> Any:
             f"{ref!r} can be sent only in tasks of the pool that made it, and not within another "
             "broadcast. Send or broadcast the object itself."
         )
+    pickler.names |= ref.names
     if ref._token is None or layout.pool is None:
         return ref.__reduce__()
     # The message holds the token, so workers keep the object.

@@ -193,7 +193,7 @@ def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
         if kind in (SETTINGS, IMPORTS, MODULE, USED, DEFAULTS):
             continue
         # No generator: a signal handler may raise in it after it has ended.
-        if {serial} == {*map(_incoming.serials.get, keys)} if ours else all(map(_has, keys)):
+        if {serial} == {*map(_incoming.serials.get, keys)} if ours else all(map(_keeps, keys)):
             continue
         if kind == CALL:
             if keys[0] not in _incoming.called:
@@ -227,7 +227,7 @@ def _take(
         # Globals that code of this worker has set, and that the program has not changed since.
         kept = {key for key in new if first and "." not in key[1] and main.was_set_here(*key)}
     else:
-        kept = {key for key in keys if _has(key)}
+        kept = {key for key in keys if _keeps(key)}
     if kind in _MAKERS:
         if not kept:
             _set(keys[0], _MAKERS[kind](keys[0], *data))
@@ -401,6 +401,15 @@ def _refuse(kind: int, key: Key, reason: str) -> None:
 def _has(key: Key) -> bool:
     holder, name = place_of(key)
     return holder is not None and name in holder
+
+
+def _keeps(key: Key) -> bool:
+    """Whether the worker keeps its value of a global that a state of another process brings.
+
+    A fork of the program has values of the time of the fork, and its own versions of classes.
+    """
+    inherited = main.is_forked() and "." not in key[1] and key not in received
+    return _has(key) and not (inherited and not main.was_set_here(*key))
 
 
 def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:

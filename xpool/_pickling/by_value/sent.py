@@ -220,7 +220,7 @@ class Book:
                     known = holds = False
                 state = self._state(frozenset(names), layout, now, known, holds)
         if type(told) is Brought:
-            told.keys = state.brings
+            told.keys, told.names = state.brings, frozenset(names)
         blocks = [in_place(pickled, token) for token in state.tokens] if state.tokens else []
         return state if layout.out_of_band else state.by_name, blocks
 
