@@ -1388,3 +1388,29 @@ def test_a_function_that_wraps_a_class(tmp_path):
     that has no such function yet."""
     out = scripts.run_ok([scripts.write(tmp_path / "wrapped.py", WRAPPED_CLASSES)])
     assert out.splitlines() == ["((1, 3, True), 1, True) 1"] * 2
+
+
+OF_CONTEXTS = """
+import operator
+import xpool
+
+rate = 1
+
+class Model:
+    def run(self):
+        return rate
+
+if __name__ == "__main__":
+    with xpool.CtxPool(worker_contexts=[Model()]) as pool:
+        rate = 2
+        print(pool.apply(lambda model: model.run()), pool.map(lambda model, _: model.run(), [0]))
+        rate = 3
+        print(pool.apply(operator.methodcaller("run")), *pool.imap(lambda model, _: rate, [0]))
+"""
+
+
+def test_globals_that_only_the_context_uses(tmp_path):
+    """Methods of a worker's context see globals as they are at the call, also if the task's
+    function uses nothing of the program."""
+    out = scripts.run_ok([scripts.write(tmp_path / "program.py", OF_CONTEXTS)])
+    assert out == "2 [2]\n3 3\n"

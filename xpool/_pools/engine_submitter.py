@@ -151,6 +151,14 @@ class Packer:
             raise TaskNotPicklable(f"{name}: {exc}") from exc
         return payload if isinstance(payload, bytes) else bytes(payload)
 
+    def pack_context(self, name: str, context: Any) -> bytes:
+        """Pickle the context of a worker, which all its tasks use."""
+        told = Brought()
+        packed = self.pack_option(name, context, told)
+        if self.layout.book is not None:
+            self.layout.book.of_contexts |= told.names
+        return packed
+
 
 def _publish(
     token: str,

@@ -166,7 +166,7 @@ class Pool(BasePool):
         """Return the part of the workers' configuration that all share."""
         options, contexts = self._options, self._contexts or []
         packed = [
-            self._packer.pack_option(f"worker_contexts[{i}]", context)
+            self._packer.pack_context(f"worker_contexts[{i}]", context)
             for i, context in enumerate(contexts)
         ]
         return assembly.WorkerSpec(

@@ -131,6 +131,7 @@ class Book:
 
     def __init__(self) -> None:
         self.told: frozenset[Key] = frozenset()
+        self.of_contexts: frozenset[Key] = frozenset()  # what the workers' contexts use
         self._nodes: dict[Key, Node] = {}
         self._groups: dict[tuple[Key, ...], SentGroup] = {}
         self._sent: set[Key] = set()
@@ -175,6 +176,8 @@ class Book:
         ``pickled``: a pickler or a `Pickled`, with the names and the blocks of the message.
         """
         names = pickled.names
+        if self.of_contexts:
+            names = names | self.of_contexts
         if reducers.everyone and layout.book is not None:
             names = names | reducers.everyone
         if told.issuperset(names):
