@@ -330,6 +330,17 @@ def with_descriptors() -> Any:
     return Holder()
 
 
+def with_own_dict() -> Any:
+    class Proxy:
+        shown: typing.ClassVar[dict[str, int]] = {"a": 1}
+
+        @property
+        def __dict__(self) -> dict[str, int]:  # type: ignore[override]
+            return Proxy.shown
+
+    return Proxy()
+
+
 def below_builtins() -> Any:
     class Numbers(dict):  # type: ignore[type-arg]
         def __missing__(self, key: Any) -> str:
@@ -448,6 +459,7 @@ CHECKS: dict[Callable[[], Any], Callable[[Any], bool]] = {
         and (x.slow, x.two(), x.three, x.cached(1)) == (42, 2, 3, 2)
         and not x.lock.locked()
     ),
+    with_own_dict: lambda x: vars(x) == {"a": 1} and vars(x) is type(x).shown,
     below_builtins: lambda x: x["b"] == "no b" and x["a"] == 1,
     mutual: lambda x: type(x.b().a()) is type(x),
     typed_dict: lambda x: x.kind(name="a") == {"name": "a"},

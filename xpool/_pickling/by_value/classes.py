@@ -262,9 +262,10 @@ def _special(cls: type, token: str) -> special_classes.Shell | None:
 def _shell(cls: type, token: str) -> tuple[Any, ...]:
     attributes = vars(cls)
     creation = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    # `__class__` and `__name__` cannot be set later: that would change the class itself.
-    for name in ("__slots__", "__orig_bases__", "__class__", "__name__"):
-        if name in attributes:
+    # `__class__` and `__name__` cannot be set later: that would change the class itself.  Nor can a
+    # `__dict__` of the class's own, as proxies have, be set later.
+    for name in ("__slots__", "__orig_bases__", "__class__", "__name__", "__dict__"):
+        if name in attributes and type(attributes[name]) is not GetSetDescriptorType:
             creation[name] = attributes[name]
     return token, type(cls), _maker(type(cls)), cls.__name__, cls.__bases__, creation
 

@@ -165,12 +165,15 @@ _GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 o
 
 
 def reduce_exception(pickler: Context, exc: BaseException) -> Any:
-    """Reduce an exception whose class has an ``__init__`` or ``__new__`` in Python.
+    """Reduce an exception whose class has an ``__init__`` or ``__new__`` in Python, or an
+    AttributeError with a name, which its own ``__reduce__`` leaves out before Python 3.12.
 
     Leave all others to the pickler, because loading them calls no Python code.
     """
     cls = type(exc)
-    if not (in_python(cls, "__init__") or in_python(cls, "__new__")):
+    # Not those of a NameError: Python would look for similar names in the frames of the receiver.
+    named = isinstance(exc, AttributeError) and exc.name is not None
+    if not (named or in_python(cls, "__init__") or in_python(cls, "__new__")):
         return NotImplemented
     if any(in_python(cls, name) for name in ("__reduce__", "__reduce_ex__", "__setstate__")):
         return NotImplemented
@@ -182,6 +185,8 @@ def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     reduced: Any = _built_in(type(exc), "__reduce__").__reduce__(exc)
     state = reduced[2] if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
     args = tuple(reduced[1])
+    if isinstance(exc, AttributeError):
+        state = {"name": exc.name, **state}
     if isinstance(exc, _GROUPS):
         # The exception's class may have other args than the built-in class.
         group: Any = exc
