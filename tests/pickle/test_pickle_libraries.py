@@ -104,6 +104,25 @@ def test_other_models_of_pydantic(receiver: Receiver):
     assert receiver.call(lambda: numbers.validate_python(["1"])) == [1]
 
 
+def test_generic_models_of_pydantic(receiver: Receiver):
+    """`Box[int]` is the class of the objects that have arrived, also in code of the receiver."""
+    pydantic = _library("pydantic")
+    kind = typing.TypeVar("kind")
+
+    class Box(pydantic.BaseModel, typing.Generic[kind]):
+        inside: kind  # type: ignore[valid-type]
+
+    class Pair(pydantic.BaseModel, typing.Generic[kind]):
+        box: Box[kind]
+
+    def look(pair: Any) -> Any:
+        same = type(pair) is Pair[int], type(pair.box) is Box[int]
+        return *same, isinstance(Box[int](inside=1), type(pair.box)), Box[int](inside=2)
+
+    *same, made = receiver.call(look, Pair[int](box=Box[int](inside=1)))
+    assert same == [True, True, True] and type(made) is Box[int]
+
+
 def test_sqlmodel(receiver: Receiver):
     """A local model without a table can be sent like one of pydantic."""
     sqlmodel = _library("sqlmodel")

@@ -556,6 +556,8 @@ def _fill(cls: Any, versioned: tuple[int, tuple[type, ...], dict[str, Any]]) -> 
     for name, value in state.items():
         # Not `setattr`, which a metaclass may override.
         type.__setattr__(cls, name, value)
+    if "__pydantic_generic_metadata__" in state:
+        special_classes.enter_generic(cls, state["__pydantic_generic_metadata__"])
     for one in subclasses:
         abc.ABCMeta.register(cls, one)
     if subclasses:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import sys
 from types import FunctionType
 from typing import Any
 
@@ -201,3 +202,13 @@ def types_among(namespace: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, type) or type(value).__module__ in ("typing", "types"):
             found[name] = kept
     return found
+
+
+def enter_generic(cls: Any, about: dict[str, Any]) -> None:
+    """Let ``Model[int]`` give the class that another process has made of it, if there is none."""
+    generics = sys.modules.get("pydantic._internal._generics")
+    find = getattr(generics, "get_cached_generic_type_early", None)
+    enter = getattr(generics, "set_cached_generic_type", None)
+    origin, args = about["origin"], about["args"]
+    if origin is not None and find and enter and find(origin, args) is None:
+        enter(origin, args, cls, origin, args)
