@@ -1414,3 +1414,37 @@ def test_globals_that_only_the_context_uses(tmp_path):
     function uses nothing of the program."""
     out = scripts.run_ok([scripts.write(tmp_path / "program.py", OF_CONTEXTS)])
     assert out == "2 [2]\n3 3\n"
+
+
+OF_A_QUEUE = """
+import xpool
+from xpool.queue import SimpleQueue
+
+rate = 1
+
+class Box:
+    def get(self):
+        return rate
+
+def begin(given):
+    global boxes
+    boxes = given
+
+def take():
+    return boxes.get().get()
+
+if __name__ == "__main__":
+    with xpool.Pool(1, begin, (given := SimpleQueue(),)) as pool:
+        for rate in (1, 2):
+            given.put(Box())
+            print(pool.apply(take))
+        rate = 3
+        print(pool.apply(lambda: rate))
+"""
+
+
+def test_globals_that_came_with_an_object_of_a_queue(tmp_path):
+    """They are not values that the worker has set itself: it takes those of later objects, and of
+    tasks."""
+    out = scripts.run_ok([scripts.write(tmp_path / "program.py", OF_A_QUEUE)])
+    assert out == "1\n2\n3\n"

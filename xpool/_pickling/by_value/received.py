@@ -82,6 +82,8 @@ class _Incoming:
         # The epoch of the last state of each sender, and the states of this epoch that were set.
         self.seen: dict[tuple[bytes, bool], tuple[int, set[int]]] = {}
         self.serials: dict[Key, int] = {}
+        # Globals that only states of other processes have set: the serial number, and the value.
+        self.lent: dict[Key, tuple[int, Any]] = {}
         self.idents: dict[Key, int] = {}  # which object of the program a function stands for
         self.called: set[Key] = set()
         # Constant defaults of functions to set, by module and path, and the text of the last ones.
@@ -193,7 +195,8 @@ def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
         if kind in (SETTINGS, IMPORTS, MODULE, USED, DEFAULTS):
             continue
         # No generator: a signal handler may raise in it after it has ended.
-        if {serial} == {*map(_incoming.serials.get, keys)} if ours else all(map(_keeps, keys)):
+        had = [*map(_incoming.serials.get if ours else _had, keys)]
+        if {serial} == {*had} or (not ours and all(map(_keeps, keys))):
             continue
         if kind == CALL:
             if keys[0] not in _incoming.called:
@@ -225,7 +228,7 @@ def _take(
     new = {key for key in keys if key not in _incoming.serials}
     if ours:
         # Globals that code of this worker has set, and that the program has not changed since.
-        kept = {key for key in new if first and "." not in key[1] and main.was_set_here(*key)}
+        kept = {key for key in new if first and "." not in key[1] and _was_set_here(key)}
     else:
         kept = {key for key in keys if _keeps(key)}
     if kind in _MAKERS:
@@ -247,10 +250,13 @@ def _take(
         _take_back(keys[0], to_import=data)
     elif not main.is_forked():  # a fork has the program's value, which cannot be pickled
         _refuse(kind, keys[0], data)
-    if ours:
-        for key in keys:
+    for key in keys:
+        if ours:
             _incoming.serials[key] = serial
+            _incoming.lent.pop(key, None)
             received.add(key)
+        elif key not in kept and "." not in key[1] and _has(key):
+            _incoming.lent[key] = serial, _value(key)
     return kept
 
 
@@ -406,10 +412,22 @@ def _has(key: Key) -> bool:
 def _keeps(key: Key) -> bool:
     """Whether the worker keeps its value of a global that a state of another process brings.
 
-    A fork of the program has values of the time of the fork, and its own versions of classes.
+    It does not keep one that such a state has set before.  A fork of the program has values of the
+    time of the fork, and its own versions of classes.
     """
     inherited = main.is_forked() and "." not in key[1] and key not in received
-    return _has(key) and not (inherited and not main.was_set_here(*key))
+    return _has(key) and _had(key) is None and not (inherited and not main.was_set_here(*key))
+
+
+def _had(key: Key) -> int | None:
+    """Return the serial number of what a state of another process has set a global to, if code of
+    this worker has not set it since then."""
+    found = _incoming.lent.get(key)
+    return found[0] if found is not None and _has(key) and _value(key) is found[1] else None
+
+
+def _was_set_here(key: Key) -> bool:
+    return main.was_set_here(*key) and _had(key) is None
 
 
 def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
