@@ -130,6 +130,13 @@ def test_the_failure_of_a_host_names_it(engine, fleet, error, text):
     assert type(failure.__cause__) is (KeyError if type(error) is StartFailure else type(None))
 
 
+def call(engine, number, payload):
+    """Make a call whose caller waits."""
+    to = engine.put_direct(number, payload, None, ONCE)
+    if to is not None:
+        engine.await_answer(to, number)
+
+
 def test_a_call_that_is_too_large_for_one_message_leaves_at_once(engine, fleet):
     """Messages that do not fit into the held call follow without waiting for its reply."""
     function = engine.learn(1, b"function")
@@ -139,7 +146,7 @@ def test_a_call_that_is_too_large_for_one_message_leaves_at_once(engine, fleet):
     engine.wait(0)
     engine.forget(function)  # leaves with the next call
     large = bytes(CALL_BYTES + 1)
-    engine.call(2, large, None, ONCE)
+    call(engine, 2, large)
     assert [(host, held) for host, _, held in fleet.calls] == [(used, False)] * 2
     sent = [type(one) for _, call, _ in fleet.calls for one in call.messages]
     assert sent == [m.Forget, m.Stage, m.Go]
@@ -147,10 +154,10 @@ def test_a_call_that_is_too_large_for_one_message_leaves_at_once(engine, fleet):
 
 def test_the_caller_waits_once(engine, fleet):
     """A caller asks for its reply once; if that takes long, the engine's thread receives it."""
-    engine.call(1, b"1", None, ONCE)
+    call(engine, 1, b"1")
     assert answers(engine) == [(1, b"1")]
     fleet.prompt = False
-    engine.call(2, b"2", None, ONCE)
+    call(engine, 2, b"2")
     assert len(fleet.received) == 2
     assert not engine.results
     engine.wait(0)
@@ -160,7 +167,7 @@ def test_the_caller_waits_once(engine, fleet):
 def test_only_a_reply_to_one_call_is_held(engine, fleet):
     """A call that waits behind others, or leaves with them, is received by the engine's thread."""
     engine.submit(call_of(1), call_of(2))
-    engine.call(3, b"3", None, ONCE)  # both hosts are busy
+    call(engine, 3, b"3")  # both hosts are busy
     assert [held for _, _, held in fleet.calls] == [False, False]
     for _ in range(3):
         fleet.tell(fleet.reply())

@@ -120,7 +120,7 @@ class _Room:
 
 
 class _Call:
-    """A thread in `Submission.call`, which receives its own answer and may be interrupted."""
+    """A thread that receives its own answer (`await_answer`), and may be interrupted."""
 
     def __init__(
         self, world: EngineWorld, job: int, item: bytes, bound: int | None, terms: Terms
@@ -141,7 +141,7 @@ class _Call:
         )
 
     def go_on(self) -> None:
-        """Do one turn of `Submission.call`."""
+        """Do one turn of `Submission.await_answer`."""
         engine, job = self.world.engine, self.job
         if not self.begun:
             self.begun = True

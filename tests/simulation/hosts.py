@@ -420,7 +420,9 @@ class HostWorld(World):
             self.calls.append(job)
             self.funcs[job] = 0
             if self.draw.verbs.chance(0.5):
-                self.engine.call(job, items[0], None, terms)
+                to = self.engine.put_direct(job, items[0], None, terms)
+                if to is not None:
+                    self.engine.await_answer(to, job)
             else:
                 self.engine.submit_call(job, items[0], terms)
         elif kind == "bound":

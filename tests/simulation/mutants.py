@@ -423,9 +423,9 @@ scheduler("a task that has begun counts as one that others go before", Scheduler
 
 
 @engine("no worker is looked at when a task of a higher priority comes", WorkerMonitor, "give_idle")
-def _(original, monitor, *how):
+def _(original, monitor, *how, **named):
     with swapped(monitor, "_look_soon", nothing):
-        original(monitor, *how)
+        original(monitor, *how, **named)
 
 
 @engine(

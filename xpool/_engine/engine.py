@@ -111,8 +111,8 @@ class Engine:
             self.lock, self.sched, self._monitor, self._replacement, self._direct
         )
         self.submit, self.submit_call = submission.submit, submission.submit_call
-        self.call, self.feed = submission.call, submission.feed
-        self.put_direct = submission.put_direct
+        self.put_direct, self.await_answer = submission.put_direct, submission.await_answer
+        self.feed = submission.feed
         self.await_briefly = submission.await_briefly
         self.receive_call = submission.receive_call
 

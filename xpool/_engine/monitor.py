@@ -135,7 +135,7 @@ class DirectReceive:
     def end_turns(self) -> None:
         """Leave the answers that the calling thread waits for to the engine's thread.
 
-        This thread waits for such answers if a signal handler has interrupted `Submission.call`.
+        This thread waits for such answers if a signal handler has interrupted `await_answer`.
         If the handler uses the pool, it may itself wait for that worker's answer or end; if it has
         raised, the call is withdrawn.
         """

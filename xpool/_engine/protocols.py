@@ -78,10 +78,17 @@ class EngineProtocol(WorkerBackend, Protocol):
     def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
         """Queue a call: item ``number`` of `CALLS`."""
 
-    def call(
+    def put_direct(
         self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
-    ) -> None:
-        """Submit call ``number`` for a caller that waits; may receive its answer here."""
+    ) -> Any:
+        """Submit call ``number`` for a caller that waits.  Return the worker whose answer this
+        thread receives by `await_answer`; None: the engine's thread receives it."""
+
+    def await_answer(self, worker: Any, number: int) -> None:
+        """Receive the answer of call ``number``, or leave it to the engine's thread.
+
+        If a signal handler raises here, `withdraw` ends the turn.
+        """
 
     def receive_call(self, number: int, milliseconds: float) -> BaseException | None:
         """Receive the answer of a call in this thread if it comes within that time and the engine

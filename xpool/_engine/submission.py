@@ -72,21 +72,10 @@ class Submission:
 
     # -- a caller that waits for one answer receives it: see `DirectReceive` -----------------------
 
-    def call(
-        self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
-    ) -> None:
-        """Submit a call, and receive its answer in this thread if it is sent at once.
-
-        Returns when the answer is among the results, or the engine's thread will receive it.  If a
-        signal handler raises here, `Engine.withdraw` ends the turn.
-        """
-        # Not interruptible: an error here leaves a task half entered, so the pool has to end.
-        worker = self.put_direct(number, payload, bound, terms)
-        if worker is not None:
-            self._await_answer(worker, number)
-
     @interruptible
-    def _await_answer(self, worker: WorkerProcess, number: int) -> None:
+    def await_answer(self, worker: WorkerProcess, number: int) -> None:
+        # `put_direct` is not called here: an error there leaves a task half entered, so the pool
+        # has to end, but errors here count as those of signal handlers.
         if pending:
             deliver()
         poll = worker.poller.poll
@@ -131,7 +120,6 @@ class Submission:
     def put_direct(
         self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
     ) -> WorkerProcess | None:
-        """Submit a call; return the worker whose answer this thread receives."""
         with self.lock:
             if self._direct.turns:
                 self._direct.end_turns()

@@ -105,18 +105,21 @@ class HostEngine:
             if self.idle:
                 self.service.give()
 
-    def call(
+    def put_direct(
         self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
-    ) -> None:
+    ) -> Any:
         task_range = TaskRange(CALLS, 0, number, (payload,), bound, terms)
         with self.lock:
             held = self.service.put((task_range,), hold=True)
             if self.results:
                 self._events.put(None)
-        if held is not None:
-            reply = self._fleet.receive(*held, DIRECT_SECONDS)
-            if reply is not None:
-                self.receive(reply)
+        return held
+
+    def await_answer(self, worker: Any, number: int) -> None:
+        host, held = worker
+        reply = self._fleet.receive(host, held, DIRECT_SECONDS)
+        if reply is not None:
+            self.receive(reply)
 
     def receive_call(self, number: int, milliseconds: float) -> None:
         """Return None: the thread that receives messages from the host receives the answer."""

@@ -259,7 +259,9 @@ class EngineSubmitter(HookSubmitter):
             engine.submit(TaskRange(CALLS, 0, job.number, (payload,), worker, terms))
             return
         try:
-            engine.call(job.number, payload, worker, terms)
+            to = engine.put_direct(job.number, payload, worker, terms)
+            if to is not None:
+                engine.await_answer(to, job.number)
         finally:  # also if a signal handler has raised: there may be answers to others
             self.take(engine.results)
 

@@ -93,8 +93,8 @@ ROOM_WAIT_SECONDS = 1.0
 
 _relay: _Relay | None = None  # the relay of this process
 
-_dropping = threading.RLock()  # reentrant, since a signal handler may log
-renew(globals(), _dropping=threading.RLock)
+_counting = threading.RLock()  # reentrant, since a signal handler may log
+renew(globals(), _counting=threading.RLock)
 
 
 def open_relay(fd: int, config: dict[str, Any], box: Outbox) -> None:
@@ -131,15 +131,22 @@ class _Channel:
         self._flags = 0
         self.box = box
 
+    def count(self, counter: str, n: int = 1) -> None:
+        """Count something for the worker's report: see `COUNTERS`.
+
+        A process that a task has forked has the same page, and another lock.  So if both count at
+        the same time, some counts are lost.
+        """
+        with _counting:
+            self.box.count(counter, n)
+
     def send(self, kind: str, fields: dict[str, Any]) -> None:
         try:
             self._sock.send(pack(kind, fields), self._flags)
         except OSError:
             # The socket has no room, or the parent has ended.  The next record does not wait.
             self._flags = socket.MSG_DONTWAIT
-            with _dropping:
-                # The parent reads this in the outbox's page.
-                self.box.count("dropped_records")
+            self.count("dropped_records")
         else:
             self._flags = 0
 
