@@ -135,3 +135,48 @@ def test_a_large_result_that_changes_in_place(tmp_path):
     """A large result is sent once, and again after a change of one element."""
     out = scripts.run_ok([scripts.write(tmp_path / "large.py", LARGE)])
     assert out == "(7, 0)\n(-1, 0)\n"
+
+
+KEYS = """
+import functools
+import xpool
+
+class Number(int):
+    pass
+
+VALUES = 1, 1.0, True, "a", None, (1, 2), ("x",), (), Number(3), 3, b"a", frozenset({1}), object
+NAMED = {}, {"y": 1}, {"y": 1.0, "z": "a"}, {"z": "a", "y": 1.0}
+calls = []
+
+def keep(*args, **kwds):
+    calls.append((args, kwds))
+    return len(calls)
+
+def ways():
+    for one in VALUES:
+        for args in (), (one,), (one, one), (one, 2, (one,)):
+            for kwds in NAMED:
+                yield args, kwds
+
+each = functools.cache(keep)
+typed = functools.lru_cache(maxsize=None, typed=True)(keep)
+some = functools.lru_cache(maxsize=1000)(keep)
+some_typed = functools.lru_cache(maxsize=1000, typed=True)(keep)
+
+def all_of():
+    found = [
+        [function(*args, **kwds) for function in (each, typed, some, some_typed)]
+        for args, kwds in ways()
+    ]
+    return found, len(calls)
+
+if __name__ == "__main__":
+    here = all_of()
+    with xpool.Pool(1) as pool:
+        print(pool.apply(all_of) == here == all_of())
+"""
+
+
+def test_all_kinds_of_arguments(tmp_path):
+    """The results of calls with any arguments arrive: none of these functions is called again."""
+    assert scripts.run_ok([scripts.write(tmp_path / "keys.py", KEYS)]) == "True\n"
