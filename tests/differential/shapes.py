@@ -366,7 +366,8 @@ class Program:
             f"{one} = load('files/{one}.py', '{one.rstrip('2')}', {one == 'known'})"
             for one in OF_FILES
         ]
-        first = ["import importlib.util", "import sys", "import xpool", LOAD, *loads]
+        watch = '__import__("faulthandler").dump_traceback_later(180, exit=True)'
+        first = [watch, "import importlib.util", "import sys", "import xpool", LOAD, *loads]
         plain = [one for one in MODULES if one not in (*OF_FILES, "__main__")]
         first += [f"import {one}" for one in plain]
         context = self.draw.choice(["spawn", "spawn", "fork"])

@@ -184,7 +184,7 @@ class AllWorkers:
                 return encode(obj, recurse=packer.recurse, layout=layout, told=told)
 
             return publish(write, packer.token, lessor, name)
-        message = packer.pack_option(f"broadcast of a {name}", obj, told)
+        message = packer.pack_option(f"broadcast of a {name}", obj, told, later=True)
         if self.hosts is not None:
             engine: Any = self._submitter.engine
             place = FileOfAgent(engine.broadcast(message))

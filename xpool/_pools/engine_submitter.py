@@ -140,11 +140,18 @@ class Packer:
             raise
 
     @interruptible
-    def pack_option(self, name: str, obj: Any, told: Told = frozenset()) -> bytes:
-        """Pickle an object that every worker, including replacements, gets at its start."""
+    def pack_option(
+        self, name: str, obj: Any, told: Told = frozenset(), later: bool = False
+    ) -> bytes:
+        """Pickle an object that every worker, including replacements, gets at its start.
+
+        ``later``: workers open it at any time, and it must not set globals that they have.
+        """
         if pending:
             deliver()
         layout = self.layout._replace(kept=True)  # all workers copy from one block
+        if later:
+            layout = layout._replace(book=None)
         try:
             payload = encode(obj, recurse=self.recurse, layout=layout, told=told)
         except TaskNotPicklable as exc:
