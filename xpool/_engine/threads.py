@@ -162,11 +162,12 @@ class HeldTasks:
         self.alarm: float | None = None
         self._later: TimeQueue[HeldTask] = TimeQueue()
 
-    def put(self, entry: HeldTask, last: bool = False) -> None:
+    def put(self, entry: HeldTask, last: bool = False, front: bool = False) -> None:
+        """Queue a task; ``front``: before all waiting tasks of its priority."""
         if entry.options.terms.priority:
-            self._tasks.put_ranked(entry, last, entry.options.terms.priority)
+            self._tasks.put_ranked(entry, last, entry.options.terms.priority, front)
         else:
-            self._tasks.put(entry, last)
+            (self._tasks.put_back if front else self._tasks.put)(entry, last)
 
     def begin(self, me: PoolThread, entry: HeldTask) -> int:
         """Record what a thread begins; return its key."""
@@ -210,11 +211,8 @@ class HeldTasks:
             due = self._later.due(now)
             # Clear it before `take_overdue` looks: an entry that comes meanwhile sets it again.
             self.alarm = self._later.next()
-        for entry in due:  # before all waiting tasks of its priority
-            if entry.options.terms.priority:
-                self._tasks.put_ranked(entry, False, entry.options.terms.priority, front=True)
-            else:
-                self._tasks.put_back(entry)
+        for entry in due:
+            self.put(entry, front=True)
 
     def take_overdue(self, now: float) -> Iterator[tuple[PoolThread, HeldTask, float]]:
         """Yield overdue tasks, with their threads and limits; the caller answers them."""
