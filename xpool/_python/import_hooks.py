@@ -3,17 +3,25 @@
 A finder, which is the first one in `sys.meta_path`, finds these modules and wraps their loaders.
 The wrapped loader calls the registered functions after the import.  From then on, the finder
 ignores the module.
+
+This module also keeps imports of other threads from stopping a forked child: see
+`wait_for_imports`.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
+from threading import get_ident
 from types import FrameType, ModuleType
 from typing import Any
+
+from xpool._python.at_fork import at_fork
 
 IMPORTER = "<frozen importlib._bootstrap>"
 """The file name, in frames and tracebacks, of the code that runs an import."""
@@ -21,6 +29,12 @@ IMPORTER = "<frozen importlib._bootstrap>"
 _SYSTEM = ("importlib", "importlib._bootstrap", "importlib._bootstrap_external")
 _waiting: dict[str, list[Callable[[Any], object]]] = {}
 _before: list[Callable[[FrameType], object]] = []
+
+_locks: dict[str, Callable[[], Any]] = vars(importlib)["_bootstrap"]._module_locks
+"""Weak references to the locks of modules.  A thread owns the lock of a module it imports."""
+
+_STILL = 5.0
+"""Seconds without a begin or an end of an import, after which a fork waits for it no longer."""
 
 
 def when_imported(name: str, call: Callable[[Any], object]) -> None:
@@ -72,6 +86,62 @@ def search_path(entries: Iterable[Any]) -> list[str]:
             relative = entry and not os.path.isabs(entry)
             found.append(os.path.abspath(known) if relative else str(entry))
     return found
+
+
+def wait_for_imports() -> None:
+    """Wait until no other thread imports a module.  A forked child would have half of the module.
+
+    A thread that waits for a pool in the code of a module that it imports is not waited for.  The
+    same may be true of a thread that neither begins nor ends an import for `_STILL` seconds.
+    """
+    known, since = None, 0.0
+    while now := _imports_elsewhere():
+        if now != known:
+            known, since = now, time.monotonic()
+        elif time.monotonic() - since > _STILL:
+            break
+        time.sleep(0.001)
+
+
+def _imports_elsewhere() -> list[tuple[str, int]]:
+    held = [lock for lock in [ref() for ref in _locks.copy().values()] if _is_of_another(lock)]
+    frames = sys._current_frames() if held else {}
+    return [
+        (lock.name, owner)
+        for lock in held
+        if (owner := lock.owner) in frames and not _waits_for_pool(frames[owner])
+    ]
+
+
+def _is_of_another(lock: Any) -> bool:
+    return lock is not None and lock.owner not in (None, get_ident())
+
+
+def _waits_for_pool(frame: FrameType | None) -> bool:
+    """Whether the code of a module, during its import, has called xpool."""
+    found = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        ours = name.startswith("xpool.")
+        if frame.f_code.co_name == "<module>" or frame.f_code.co_filename == IMPORTER:
+            return found and not ours  # xpool's own modules are imported too
+        found = (found or ours) and name != __name__  # called by the import system
+        frame = frame.f_back
+    return False
+
+
+def _forget_imports() -> None:
+    """Free the locks of modules that the parent's other threads were importing.
+
+    In this child these threads are gone, so who imports such a module would wait for ever.  The
+    module stays as it was at the fork.
+    """
+    for name, ref in _locks.copy().items():
+        if _is_of_another(ref()):
+            _locks.pop(name, None)
+
+
+at_fork(in_child=_forget_imports)
 
 
 class _Finder:

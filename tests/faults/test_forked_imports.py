@@ -1,0 +1,97 @@
+"""Workers are forked while another thread imports a module; no worker waits for that import."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+from support import scripts
+
+import xpool
+from xpool._python import import_hooks
+
+pytestmark = [
+    pytest.mark.xpool_only,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+]
+
+HALF = """
+    import sys
+
+    FIRST = 1
+    begun, may_go_on = sys.half_events
+    begun.set()
+    may_go_on.wait()
+    LAST = 2
+"""
+
+USES_POOL = """
+    import xpool
+
+    FACTOR = 3
+
+    def times(x):
+        import uses_pool
+        return x * uses_pool.FACTOR
+
+    with xpool.Pool(2, context="fork", maxtasksperchild=1) as pool:
+        print(pool.map(times, range(4), 1))
+"""
+
+
+@pytest.fixture
+def half(tmp_path, monkeypatch):
+    """A thread is in the middle of the import of `half`; the event lets it go on."""
+    begun, may_go_on = threading.Event(), threading.Event()
+    scripts.write(tmp_path / "half.py", HALF)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "half_events", (begun, may_go_on), raising=False)
+    thread = threading.Thread(target=__import__, args=("half",))
+    thread.start()
+    begun.wait()
+    yield may_go_on
+    may_go_on.set()
+    thread.join()
+    del sys.modules["half"]
+
+
+def last_of_half():
+    import half
+
+    return getattr(half, "LAST", None)
+
+
+def test_worker_has_the_whole_module(half, monkeypatch):
+    """A worker is forked after the import that another thread has begun."""
+
+    def sleep(seconds):
+        half.set()  # the worker's start waits
+        time_sleep(seconds)
+
+    time_sleep = time.sleep
+    monkeypatch.setattr(import_hooks.time, "sleep", sleep)
+    with xpool.Pool(1, context="fork") as pool:
+        assert pool.apply(last_of_half) == 2
+
+
+def test_import_that_does_not_go_on(half, monkeypatch):
+    """A worker does not wait for a thread that may itself wait for the worker."""
+    monkeypatch.setattr(import_hooks, "_STILL", 0.0)
+    with xpool.Pool(1, context="fork", maxtasksperchild=1) as pool:
+        assert [pool.apply(last_of_half) for _ in range(2)] == [None, None]
+
+
+def test_module_whose_import_waits_for_workers(tmp_path):
+    """A module uses a pool while it is imported, and its tasks import it."""
+    scripts.write(tmp_path / "uses_pool.py", USES_POOL)
+    program = f"import sys; sys.path.append({str(tmp_path)!r}); import uses_pool"
+    assert scripts.run_ok(["-W", "ignore", "-c", program]) == "[0, 3, 6, 9]\n"
+
+
+def test_fork_of_the_program(half):
+    """A process that the program forks imports the module as it was at the fork."""
+    child = os.fork()
+    if not child:
+        os._exit(7 if last_of_half() is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
