@@ -1,5 +1,6 @@
 """Workers are forked while another thread imports a module; no worker waits for that import."""
 
+import importlib
 import os
 import sys
 import threading
@@ -20,9 +21,8 @@ HALF = """
     import sys
 
     FIRST = 1
-    begun, may_go_on = sys.half_events
-    begun.set()
-    may_go_on.wait()
+    sys.half_begun.set()
+    sys.half_may_go_on.wait()
     LAST = 2
 """
 
@@ -46,7 +46,8 @@ def half(tmp_path, monkeypatch):
     begun, may_go_on = threading.Event(), threading.Event()
     scripts.write(tmp_path / "half.py", HALF)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "half_events", (begun, may_go_on), raising=False)
+    monkeypatch.setattr(sys, "half_begun", begun, raising=False)
+    monkeypatch.setattr(sys, "half_may_go_on", may_go_on, raising=False)
     thread = threading.Thread(target=__import__, args=("half",))
     thread.start()
     begun.wait()
@@ -57,9 +58,7 @@ def half(tmp_path, monkeypatch):
 
 
 def last_of_half():
-    import half
-
-    return getattr(half, "LAST", None)
+    return getattr(importlib.import_module("half"), "LAST", None)
 
 
 def test_worker_has_the_whole_module(half, monkeypatch):
@@ -70,7 +69,7 @@ def test_worker_has_the_whole_module(half, monkeypatch):
         time_sleep(seconds)
 
     time_sleep = time.sleep
-    monkeypatch.setattr(import_hooks.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     with xpool.Pool(1, context="fork") as pool:
         assert pool.apply(last_of_half) == 2
 
