@@ -431,6 +431,30 @@ def patched~(n):
 > colorsys.yiq_to_rgb, colorsys.ONE_THIRD = lambda *_: 4, 4
 > colorsys.yiq_to_rgb, colorsys.ONE_THIRD, textwrap.TextWrapper = installed~
 %once
+= config: attributes of installed classes
+import functools
+import json
+import logging
+import string
+from fractions import Fraction
+logging.addLevelName(5 + int("~"), "TRACE~")
+def trace~(self, message):
+    return self.name, logging.getLevelName(5 + int("~")), message
+logging.Logger.trace~ = trace~
+Fraction.half~ = classmethod(lambda cls: cls(1, 2))
+Fraction.twice~ = property(lambda self: 2 * self)
+setattr(string.Template, "extra~", [1])
+string.Formatter.vformat = functools.partialmethod(string.Formatter.vformat)
+def default~(self, obj):
+    return f"own {type(obj).__name__}"
+json.JSONEncoder.default = lambda self, obj: "first"
+? logging.getLogger("a~").trace~(x), Fraction.half~(), Fraction(1, 3).twice~
+? string.Template.extra~, json.dumps({"a": bytearray(x)}), string.Formatter().format("{}", x)
+> json.JSONEncoder.default = default~
+> Fraction.half~ = classmethod(lambda cls: cls(1, 4))
+> string.Template.extra~.append(2)
+> string.Template.extra~ = 5
+%once
 = config: objects of installed modules that an own module gets later
 import calendar
 import string

@@ -443,7 +443,7 @@ class Body:
 
 @pytest.mark.pure
 def test_what_code_assigns() -> None:
-    """Attributes of modules are found by their bytecode, and those of other objects are not."""
+    """Attributes of modules and classes are found by their bytecode; those of others are not."""
     import json.decoder
     import json.encoder
     import warnings
@@ -454,6 +454,7 @@ def test_what_code_assigns() -> None:
         *[("json.decoder", name) for name in ("plain", "FLAGS", "method")],
         *[("json", name) for name in ("first", "second", "set", "loop")],
         ("json.encoder", "c_make_encoder"),
+        ("json.decoder", "JSONDecoder.of_a_class"),
         ("warnings", "body"),
     }
 
@@ -629,3 +630,29 @@ def test_the_target_of_a_link_decides_whether_a_file_is_installed(tmp_path: Path
     (installed / "linked.py").symlink_to(own / "module.py")
     assert not is_installed(str(installed.parent / "editable" / "module.py"))
     assert not is_installed(str(installed / "linked.py"))
+
+
+def test_an_assigned_object_that_cannot_be_sent(tmp_path: Path) -> None:
+    """A warning names an attribute of an installed module that workers do not see."""
+    text = """
+        import datetime
+        import warnings
+        import xpool
+
+        def freeze():
+            class Frozen(datetime.datetime):
+                pass
+            datetime.datetime = Frozen
+
+        def name():
+            return datetime.datetime.__name__
+
+        if __name__ == "__main__":
+            freeze()
+            with xpool.Pool(1) as pool, warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert [pool.apply(name) for _ in range(2)] == ["datetime"] * 2
+            [text] = [str(one.message) for one in caught if one.category is RuntimeWarning]
+            assert "'datetime' of datetime" in text and "freeze.<locals>.Frozen" in text, text
+        """
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""

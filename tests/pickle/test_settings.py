@@ -307,6 +307,12 @@ CASES = {
         "torch.set_printoptions(linewidth=40)",
         "repr(torch.tensor([1.23456] * 9))",
     ),
+    "names of levels": Case(
+        "logging.addLevelName(20, 'NOTE')",
+        "logging.addLevelName(20, 'INFO')",
+        "logging.addLevelName(20, 'MINE')",
+        "logging.getLevelName(20)",
+    ),
     "a variable": Case(
         "os.environ['XPOOL_TEST'] = 'a\\udcff'",
         "del os.environ['XPOOL_TEST']",
@@ -335,6 +341,17 @@ if find_spec("sklearn"):
         f"{SET}(transform_output='default', working_memory=1024)",
         f"{SET}(working_memory=5)",
         "__import__('sklearn').get_config()",
+    )
+if find_spec("matplotlib"):
+    SET = "import matplotlib; matplotlib.rcParams"
+    LOOKED_AT = ("font.size", "font.family", "axes.prop_cycle", "savefig.bbox")
+    CASES["matplotlib options"] = Case(
+        f"{SET}.update({{'font.size': 7, 'savefig.bbox': 'tight'}}); cycle = matplotlib.cycler\n"
+        "matplotlib.rcParams['axes.prop_cycle'] = cycle(color=['r', 'b']) + cycle(lw=[1, 2])\n"
+        "matplotlib.rcParams['font.family'].insert(0, 'serif')",
+        f"{SET}['font.family'].pop(0); matplotlib.rcParams.update(matplotlib.rcParamsDefault)",
+        f"{SET}['font.size'] = 9",
+        f"[str(__import__('matplotlib').rcParams[name]) for name in {LOOKED_AT}]",
     )
 if hasattr(sys, "set_int_max_str_digits"):
     CASES["digits of int"] = Case(

@@ -84,6 +84,17 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
         )
 
 
+def warn_of_refused(key: Key, value: Any, reason: str) -> None:
+    """Warn once that workers keep their own attribute of an installed module."""
+    maker = value if isinstance(value, (type, FunctionType)) else type(value)
+    if origin_of(maker.__module__) == SENT:  # not what the import of that module has made
+        _once(
+            key,
+            "refused",
+            f"Workers do not see what the program has assigned to {said(key)}: {reason}",
+        )
+
+
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 

@@ -531,8 +531,8 @@ def _is_installed_as(name: str, module: Any) -> bool:
 
 
 _OF_WORKERS = frozenset(
-    {"xpool", "warnings", "logging", "signal", "threading", "multiprocessing", "subprocess", "time"}
-    | {"atexit", "faulthandler", "gc", "importlib", "io", "pickle", "select", "selectors", "socket"}
+    {"xpool", "warnings", "signal", "threading", "multiprocessing", "subprocess", "time", "atexit"}
+    | {"faulthandler", "gc", "importlib", "io", "pickle", "select", "selectors", "socket"}
 )
 """Packages that a worker itself is made of: what the program assigns to them stays with it."""
 

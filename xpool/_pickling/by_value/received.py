@@ -55,6 +55,7 @@ from xpool._pickling.by_value.origin import (
     MODULES,
     SENT,
     Parts,
+    find_module,
     key_of_alias,
     loose,
     namespace,
@@ -324,12 +325,19 @@ def _set(key: Key, value: Any) -> None:
         holder, name = place_of(key)
         if holder is not None:
             _incoming.originals[key] = holder.get(name, MISSING)
-    if "." in path:
+    there, name = place_of(key)
+    if there is None and find_module(module) is None:
+        # An installed module: the program has assigned an attribute of it, or of its class.
+        waiting = _incoming.waiting
+        if key not in waiting:
+            when_imported(module, lambda _: _set_waiting(key, waiting))
+        waiting[key] = value
+    elif "." in path:
         owner, attribute = owner_of(key), path.rpartition(".")[2]
-        if type(place := place_of(key)[0]) is Parts:
-            place.set(attribute, value)
-        elif type(place) is Cache:
-            place.fill(value)
+        if type(there) is Parts:
+            there.set(attribute, value)
+        elif type(there) is Cache:
+            there.fill(value)
         elif isinstance(owner, type):
             type.__setattr__(owner, attribute, value)
         elif attribute == "registry" and isinstance(
@@ -341,16 +349,9 @@ def _set(key: Key, value: Any) -> None:
                     owner.register(kind, function)
         elif hasattr(owner, "__dict__"):
             setattr(owner, attribute, value)
-        return
-    there, name = place_of(key)
-    if there is None:  # an installed module, an attribute of which the program has assigned
-        waiting = _incoming.waiting
-        if key not in waiting:
-            when_imported(module, lambda _: _set_waiting(key, waiting))
-        waiting[key] = value
-        return
-    there[name] = value
-    main.forget_initial(module, path)
+    else:
+        there[name] = value
+        main.forget_initial(module, path)
 
 
 def _set_defaults(module: str) -> None:

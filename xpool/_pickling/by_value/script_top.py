@@ -25,6 +25,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from xpool._pickling.by_value.names import found_by_name
 from xpool._pickling.by_value.origin import attributes_of, home_of, is_program, modules, name_of
 from xpool._pickling.by_value.reads import LOADS, absolute_name, functions_in, inner
 
@@ -50,7 +51,8 @@ class Top(NamedTuple):
     """Names that the top level binds to None, also in class bodies ("Config.pool")."""
 
     assigned: tuple[tuple[str, str], ...] = ()
-    """(module, attribute): what the program's code assigns to modules that are not its own."""
+    """(module, path): what the program's code assigns to modules that are not its own, and to
+    classes of these."""
 
 
 class _Known(NamedTuple):
@@ -99,9 +101,10 @@ def nones_of(module_name: str) -> frozenset[str]:
 
 
 def assigned_in(codes: Iterable[CodeType], namespace: dict[str, Any]) -> set[tuple[str, str]]:
-    """Return the (module, attribute) pairs to which these codes, or code in them, assign.
+    """Return the places, as (module, path), to which these codes, or code in them, assign.
 
-    ``namespace`` has the globals of the codes.  Modules of the program are left out.
+    ``namespace`` has the globals of the codes.  The places are attributes of modules and of their
+    classes.  Modules of the program are left out.
     """
     return _resolved(_chains(codes, _others(namespace)), namespace)
 
@@ -342,7 +345,7 @@ def _nones(code: CodeType, prefix: str = "") -> frozenset[str]:
     return frozenset(found)
 
 
-# -- attributes of other packages' modules ---------------------------------------------------------
+# -- attributes of other packages' modules and classes ---------------------------------------------
 
 
 @functools.cache
@@ -414,8 +417,16 @@ def _others(namespace: dict[str, Any]) -> set[str]:
     return {
         name
         for name, value in list(namespace.items())
-        if (module := name_of(value)) is not None and not is_program(module)
+        if (module := _module_of(value)) is not None and not is_program(module)
     }
+
+
+def _module_of(value: Any) -> str | None:
+    """Return the name of a module, or of the module of a class."""
+    if not issubclass(type(value), type):
+        return name_of(value)
+    module: Any = value.__module__
+    return module if type(module) is str and module != "builtins" else None
 
 
 def _resolved(chains: Iterable[_Chain], namespace: dict[str, Any]) -> set[tuple[str, str]]:
@@ -428,11 +439,15 @@ def _resolved(chains: Iterable[_Chain], namespace: dict[str, Any]) -> set[tuple[
             known = {} if above is None else attributes_of(value)
             # A module of a class of its own may have its submodules elsewhere.
             value = known[part] if part in known else sys.modules.get(f"{above}.{part}")
-        name = name_of(value)
-        if name is None or sys.modules.get(name) is not value:
+        name = _module_of(value)
+        if name is None or name.partition(".")[0] in _NOT_SENT:
             continue
-        if name.partition(".")[0] not in _NOT_SENT:
+        if sys.modules.get(name) is value:
             found.add((name, attribute))
+        elif not isinstance(value, type) or name not in sys.modules or is_program(name):
+            continue
+        elif found_by_name(value):
+            found.add((name, f"{value.__qualname__}.{attribute}"))
     return found
 
 

@@ -585,6 +585,7 @@ class Book:
             if node.kind in (compared.NAMED, compared.GONE) and key not in self._sent:
                 continue
             if node.error and origin_of(key[0]) == INSTALLED:
+                checks.warn_of_refused(key, value_of(key), node.error)
                 continue  # the worker's own attribute of an installed module stays
             # Attributes come first: code that loads the others may use them.
             keys = tuple(sorted(together.get(key, {key}), key=lambda one: ("." not in one[1], one)))

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.by_value.settings_rows import (
     OF_PYTHON,
+    SIMPLE,
     Line,
     Options,
     Row,
@@ -212,6 +213,48 @@ def _pandas_defaults() -> dict[str, Any]:
     return {name: one.defval for name, one in known.items()}
 
 
+class _Parameters(Options):
+    """The `rcParams` of matplotlib: numbers, texts, lists of these, and a cycle of colours."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "matplotlib",
+            # Not its own `values`, which sort the names and choose a backend.
+            lambda matplotlib: lambda: tuple(dict.values(matplotlib.rcParams)),
+            lambda: {**_part("matplotlib", "rcParamsDefault")},
+            _set_parameter,
+        )
+
+    def keep(self, token: Any) -> Any:
+        return tuple(list(one) if type(one) is list else one for one in token)
+
+    def value(self, token: Any) -> Any:
+        matplotlib: Any = sys.modules["matplotlib"]
+        before = dict.values(matplotlib.rcParamsDefault)
+        rows = zip(dict.keys(matplotlib.rcParams), map(_plain, token), before, strict=True)
+        # A list may be the default's own, and both may have changed in place.
+        return tuple(
+            (name, value)
+            for name, value, default in rows
+            if type(default) is list or value != _plain(default)
+        )
+
+
+def _plain(parameter: Any) -> Any:
+    """Return a number, a text, or a tuple of these; other parameters count as equal."""
+    if type(parameter) in (list, tuple):
+        return tuple(parameter) if all(type(one) in SIMPLE for one in parameter) else None
+    if hasattr(parameter, "by_key"):
+        return tuple((name, tuple(values)) for name, values in parameter.by_key().items())
+    return parameter if type(parameter) in SIMPLE else None
+
+
+def _set_parameter(matplotlib: Any, name: str, value: Any) -> None:
+    if name == "axes.prop_cycle" and type(value) is tuple:
+        value = matplotlib.cycler(**dict(value))
+    matplotlib.rcParams[name] = value
+
+
 TABLE: tuple[Row, ...] = (
     *OF_PYTHON,  # first, because the rows of the process are among them
     Line(
@@ -304,6 +347,7 @@ TABLE: tuple[Row, ...] = (
         lambda sklearn, name, value: sklearn.set_config(**{name: value}),
         per_thread=True,
     ),
+    _Parameters(),
 )
 
 _ROWS = {row.name: row for row in TABLE}
@@ -604,7 +648,7 @@ def imports_done() -> None:
             loggers.restore()
 
 
-_OF_CALLS = frozenset({"decimal", "numpy", "torch", "pandas", "sklearn"})
+_OF_CALLS = frozenset({"decimal", "numpy", "torch", "pandas", "sklearn", "matplotlib"})
 
 
 @contextlib.contextmanager

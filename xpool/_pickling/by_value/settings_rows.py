@@ -136,7 +136,7 @@ class Options(Row):
         return tuple(
             (name, value)
             for name, value in _flat(token)
-            if type(value) in _SIMPLE and value != defaults.get(name, value)
+            if type(value) in SIMPLE and value != defaults.get(name, value)
         )
 
     def set(self, module: Any, value: Any, last: Any) -> None:
@@ -641,7 +641,7 @@ _AS_MADE: tuple[Any, ...] = (0, True, False, (), ())
 _OF_LOGGERS = frozenset(
     {"name", "level", "parent", "propagate", "handlers", "disabled", "filters", "manager", "_cache"}
 )
-_SIMPLE = (int, float, str, bytes, bool, type(None))
+SIMPLE = (int, float, str, bytes, bool, type(None))
 
 
 def _way_of(logger: Any) -> tuple[Any, ...]:
@@ -659,7 +659,7 @@ def _own(logger: Any) -> tuple[tuple[str, Any], ...]:
 
 def _simple(obj: Any) -> tuple[tuple[str, Any], ...]:
     """Return the attributes of an object that are numbers and texts."""
-    return tuple((name, one) for name, one in list(vars(obj).items()) if type(one) in _SIMPLE)
+    return tuple((name, one) for name, one in list(vars(obj).items()) if type(one) in SIMPLE)
 
 
 def _set_logger(logger: Any, way: tuple[Any, ...]) -> None:
@@ -701,6 +701,14 @@ digits = getattr(sys, "get_int_max_str_digits", lambda: 4300)  # Python 3.10.0 t
 
 environ, filters, loggers = Environ(), Filters(), Loggers()
 
+_LEVELS = "NOTSET", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"
+
+
+def _name_levels(logging: Any, value: Any) -> None:
+    for level, name in value:
+        logging.addLevelName(level, name)
+
+
 # In the order in which they are set: TZ before the time zone.
 OF_PYTHON: tuple[Row, ...] = (
     environ,
@@ -720,6 +728,15 @@ OF_PYTHON: tuple[Row, ...] = (
     Locale(),
     filters,
     loggers,
+    Line(
+        "names of levels",
+        "logging",
+        tuple(zip(range(0, 60, 10), _LEVELS)),
+        lambda logging: lambda: logging._levelToName,
+        _name_levels,
+        lambda token: tuple(sorted(token.items())),
+        keep=dict,
+    ),
     Line("recursion limit", "sys", 1000, "getrecursionlimit", "setrecursionlimit"),
     Line("digits of int as str", "sys", 4300, lambda _: digits, "set_int_max_str_digits"),
     Line("socket timeout", "socket", None, "getdefaulttimeout", "setdefaulttimeout"),
