@@ -30,6 +30,7 @@ from typing import Any
 
 sys.dont_write_bytecode = True  # two versions of a module may have the same time
 warnings.simplefilter("ignore", FutureWarning)  # Python 3.13 warns of partials in classes
+warnings.filterwarnings("ignore", "xpool compares")  # on a busy machine, these take a second in all
 
 MODULES = {
     "__init__": "",

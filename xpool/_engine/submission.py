@@ -13,6 +13,7 @@ from xpool._engine.jobs.scheduler import CALLS, Scheduler, TaskRange, Terms
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.replacement import Replacement
 from xpool._engine.worker_process import WorkerProcess
+from xpool._python.import_hooks import waits
 from xpool._python.interrupt import deliver, interruptible, pending, uninterrupted
 from xpool._wire.wire import Spin
 
@@ -73,6 +74,7 @@ class Submission:
     # -- a caller that waits for one answer receives it: see `DirectReceive` -----------------------
 
     @interruptible
+    @waits
     def await_answer(self, worker: WorkerProcess, number: int) -> None:
         # `put_direct` is not called here: an error there leaves a task half entered, so the pool
         # has to end, but errors here count as those of signal handlers.

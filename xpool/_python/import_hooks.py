@@ -18,13 +18,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from threading import get_ident
-from types import FrameType, ModuleType
-from typing import Any
+from types import CodeType, FrameType, ModuleType
+from typing import Any, TypeVar
 
 from xpool._python.at_fork import at_fork
 
 IMPORTER = "<frozen importlib._bootstrap>"
 """The file name, in frames and tracebacks, of the code that runs an import."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _SYSTEM = ("importlib", "importlib._bootstrap", "importlib._bootstrap_external")
 _waiting: dict[str, list[Callable[[Any], object]]] = {}
@@ -33,8 +35,10 @@ _before: list[Callable[[FrameType], object]] = []
 _locks: dict[str, Callable[[], Any]] = vars(importlib)["_bootstrap"]._module_locks
 """Weak references to the locks of modules.  A thread owns the lock of a module it imports."""
 
-_STILL = 5.0
-"""Seconds without a begin or an end of an import, after which a fork waits for it no longer."""
+_STILL, _LONGEST = 5.0, 60.0
+"""Seconds without a begin or an end of an import, and in all, after which a fork waits no more."""
+
+_waiting_codes: set[CodeType] = set()
 
 
 def when_imported(name: str, call: Callable[[Any], object]) -> None:
@@ -88,46 +92,41 @@ def search_path(entries: Iterable[Any]) -> list[str]:
     return found
 
 
+def waits(function: _Function) -> _Function:
+    """Mark a function in which a thread waits for a pool: see `wait_for_imports`."""
+    _waiting_codes.add(function.__code__)
+    return function
+
+
 def wait_for_imports() -> None:
     """Wait until no other thread imports a module.  A forked child would have half of the module.
 
     A thread that waits for a pool in the code of a module that it imports is not waited for.  The
     same may be true of a thread that neither begins nor ends an import for `_STILL` seconds.
     """
-    known, since = None, 0.0
-    while now := _imports_elsewhere():
-        if now != known:
-            known, since = now, time.monotonic()
-        elif time.monotonic() - since > _STILL:
+    begun, known, since = time.monotonic(), None, 0.0
+    while imports := _imports_elsewhere():
+        now = time.monotonic()
+        if imports != known:
+            known, since = imports, now
+        if now - since > _STILL or now - begun > _LONGEST:
             break
         time.sleep(0.001)
 
 
 def _imports_elsewhere() -> list[tuple[str, int]]:
     held = [lock for lock in [ref() for ref in _locks.copy().values()] if _is_of_another(lock)]
-    frames = sys._current_frames() if held else {}
-    return [
-        (lock.name, owner)
-        for lock in held
-        if (owner := lock.owner) in frames and not _waits_for_pool(frames[owner])
-    ]
+    if not held:
+        return []
+    # Only the last frame: CPython 3.11 can crash if `f_back` is read while the thread runs.
+    waiting = {
+        thread for thread, frame in sys._current_frames().items() if frame.f_code in _waiting_codes
+    }
+    return [(lock.name, owner) for lock in held if (owner := lock.owner) not in (None, *waiting)]
 
 
 def _is_of_another(lock: Any) -> bool:
     return lock is not None and lock.owner not in (None, get_ident())
-
-
-def _waits_for_pool(frame: FrameType | None) -> bool:
-    """Whether the code of a module, during its import, has called xpool."""
-    found = False
-    while frame is not None:
-        name = frame.f_globals.get("__name__") or ""
-        ours = name.startswith("xpool.")
-        if frame.f_code.co_name == "<module>" or frame.f_code.co_filename == IMPORTER:
-            return found and not ours  # xpool's own modules are imported too
-        found = (found or ours) and name != __name__  # called by the import system
-        frame = frame.f_back
-    return False
 
 
 def _forget_imports() -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import Any
 
+from xpool._python.import_hooks import waits
 from xpool._python.interrupt import uninterrupted
 
 LOST_SIGNAL = 1.0
@@ -47,6 +48,7 @@ def deadline_of(timeout: float | None) -> float | None:
 class Waiters(list[Any]):
     """The locks of the threads that wait for one result: see the module's docstring."""
 
+    @waits
     def wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
         """Wait, at most ``timeout`` seconds, until ``there()`` is true.  Return its last value."""
         deadline, left = None if timeout is None else deadline_of(timeout), LOST_SIGNAL
