@@ -347,7 +347,7 @@ if find_spec("matplotlib"):
     LOOKED_AT = ("font.size", "font.family", "axes.prop_cycle", "savefig.bbox")
     CASES["matplotlib options"] = Case(
         f"{SET}.update({{'font.size': 7, 'savefig.bbox': 'tight'}}); cycle = matplotlib.cycler\n"
-        "matplotlib.rcParams['axes.prop_cycle'] = cycle(color=['r', 'b']) + cycle(lw=[1, 2])\n"
+        "matplotlib.rcParams['axes.prop_cycle'] = cycle(color=['r', 'b'])\n"
         "matplotlib.rcParams['font.family'].insert(0, 'serif')",
         f"{SET}['font.family'].pop(0); matplotlib.rcParams.update(matplotlib.rcParamsDefault)",
         f"{SET}['font.size'] = 9",

@@ -245,7 +245,8 @@ def _plain(parameter: Any) -> Any:
     if type(parameter) in (list, tuple):
         return tuple(parameter) if all(type(one) in SIMPLE for one in parameter) else None
     if hasattr(parameter, "by_key"):
-        return tuple((name, tuple(values)) for name, values in parameter.by_key().items())
+        cycles = sorted(parameter.by_key().items())  # else in the order of a set
+        return tuple((name, tuple(values)) for name, values in cycles)
     return parameter if type(parameter) in SIMPLE else None
 
 
