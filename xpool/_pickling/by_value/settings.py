@@ -649,9 +649,6 @@ def imports_done() -> None:
             loggers.restore()
 
 
-_OF_CALLS = frozenset({"decimal", "numpy", "torch", "pandas", "sklearn", "matplotlib"})
-
-
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Keep the settings of libraries in a block that makes the script's calls once more.
@@ -674,8 +671,8 @@ def kept() -> Iterator[None]:
 def _of_libraries() -> dict[Row, Any]:
     """Return the rows of libraries that calls may set, with their values."""
     found = dict[Row, Any]()
-    for row in TABLE:
-        if row.module in _OF_CALLS and _ready(row.module):
+    for row in TABLE[len(OF_PYTHON) :]:
+        if _ready(row.module):
             with contextlib.suppress(Exception):  # another module of the library's name
                 found[row] = row.now(sys.modules[row.module])
     return found
