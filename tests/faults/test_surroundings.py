@@ -155,6 +155,53 @@ def test_no_addresses_for_a_replacement(tmp_path):
     assert script(tmp_path, text) == ["True", "9"]
 
 
+@pytest.mark.parametrize("kind", ["Pool", "ThreadPool"])
+def test_no_addresses_for_a_thread_of_a_verb(kind, tmp_path):
+    """Threads of verbs are refused as by the system: before, `Thread.start` waited for ever for one
+    that had the stack of an ended thread but no frame."""
+    text = """
+        import resource, sys, threading, time
+        import xpool
+        from support import work
+
+        def refused(call):
+            try:
+                return f"returned {call()}"
+            except (RuntimeError, xpool.XPoolError) as error:
+                return str(error).partition(":")[0]
+
+        if __name__ == "__main__":
+            pool = getattr(xpool, sys.argv[1])(2)
+            executor = pool.executor()
+            assert list(pool.imap(work.square, (i for i in range(4)))) == [0, 1, 4, 9]
+            threads = [threading.Thread(target=threading.get_ident) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            unlimited = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 27, unlimited[1]))
+            found = [
+                refused(lambda: list(pool.imap(work.square, (i for i in range(4))))),
+                refused(lambda: pool.apply_async(work.square, (3,), callback=print).get()),
+                refused(lambda: executor.submit(work.square, 3).result()),
+            ]
+            bars = []
+            threading.excepthook = lambda args: bars.append(str(args.exc_value).partition(":")[0])
+            found.append(pool.map(work.square, range(4), progress=lambda state: None))
+            resource.setrlimit(resource.RLIMIT_AS, unlimited)
+            print(*found, bars, sep="\\n")
+            print(list(pool.imap(work.square, (i for i in range(4)))))
+            print(executor.submit(work.square, 3).result())
+            pool.close()
+            pool.join()
+    """
+    none = "can't start new thread"
+    assert script(tmp_path, text, kind) == [
+        none, none, none, "[0, 1, 4, 9]", f'["{none}"]', "[0, 1, 4, 9]", "9"
+    ]  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(1 << 31) - 1, 1 << 31, (1 << 31) + 1, 3 << 30])
 @pytest.mark.parametrize("way", ["argument", "result"])

@@ -182,6 +182,13 @@ def test_sockets_are_made_in_one_place():
     }
 
 
+def test_threads_are_prompt():
+    """Threads are `PromptThread`s: without memory, the start of a usual one waits for ever."""
+    usual = [path.name for path in FILES if "threading.Thread(" in path.read_text("utf-8")]
+    # Where there is no signal for the end of a pipe; and programs of tests.
+    assert sorted(usual) == ["_conformance.py", "_test_tasks.py", "entry.py"]
+
+
 def test_fork_hooks_are_in_one_place():
     """Fork hooks are registered in `xpool._python.at_fork` alone, so that their order is
     visible."""

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xpool._python.at_fork import renew
+from xpool._python.starting import PromptThread
 from xpool._python.waiters import Flag
 
 INTERVAL = 0.1
@@ -69,7 +70,7 @@ class Progress:
         self._stderr = _Stderr()
         self._rows = 0  # number of bars of tasks on the terminal
         # The thread keeps neither the job nor the pool alive.
-        self._thread = threading.Thread(target=self._run, name="xpool-progress", daemon=True)
+        self._thread = PromptThread(target=self._run, name="xpool-progress", daemon=True)
 
     def begin(self, engine: Any = None) -> bool:
         """Show the progress; return whether tasks of ``engine`` write to the same terminal."""

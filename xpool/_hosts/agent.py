@@ -34,6 +34,7 @@ from xpool._pools.assembly import (
     find_arena,
 )
 from xpool._pools.ctx_pools import shared_processes
+from xpool._python.starting import PromptThread
 from xpool.devices import DeviceContext, devices
 from xpool.devices._host import installed
 from xpool.errors import OptionError
@@ -332,7 +333,7 @@ class Agent:
         self._said: m.Status | None = None
         self._said_at = 0.0
         self._at_end, self._host, self._lease = ended, host, config.lease
-        self._thread = threading.Thread(target=self._run, name=f"{spec.pool}-agent", daemon=True)
+        self._thread = PromptThread(target=self._run, name=f"{spec.pool}-agent", daemon=True)
 
     def start(self) -> None:
         """Start the workers."""
@@ -387,7 +388,7 @@ class Agent:
                 self._news.notify_all()
 
         for number in session.locate_requests:
-            threading.Thread(target=answer, args=(number,), daemon=True).start()
+            PromptThread(target=answer, args=(number,), daemon=True).start()
         session.locate_requests.clear()
 
     def _lodged(self, message: Any, fetch: Callable[[Any], Any]) -> Any:

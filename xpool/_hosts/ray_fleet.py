@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import queue
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -31,6 +30,7 @@ from xpool._hosts import messages as f
 from xpool._hosts.agent import Agent, AgentConfig
 from xpool._hosts.messages import Blob, packed, unpacked
 from xpool._hosts.service import CALLS_IN_FLIGHT
+from xpool._python.starting import PromptThread
 from xpool.errors import XPoolError
 
 MONITOR_EVERY, MONITOR_FROM = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
@@ -91,6 +91,7 @@ def parts_of(said: Any) -> list[Any]:
 
 STORE_BYTES = 64 * 1024
 """Calls of at least this many bytes are treated as ones that Ray puts into its store.  Ray does so
+from xpool._python.starting import PromptThread
 from 100 KiB on, and a call has other parts besides the messages."""
 
 QUERY_SECONDS = 1.0
@@ -164,7 +165,7 @@ class RayFleet:
         for node in self._first_nodes:
             self._begin(self._place(node))
         for run, name in ((self._run, "xpool-hosts"), (self._send_large, "xpool-hosts-send")):
-            threading.Thread(target=run, name=name, daemon=True).start()
+            PromptThread(target=run, name=name, daemon=True).start()
         return [node.workers for node in self._first_nodes]
 
     def _place(self, node: Node) -> int:
@@ -375,7 +376,7 @@ class RayFleet:
             self._tell(f.Dead(host, SHUT_DOWN))
             return
         # Another thread calls `ray.kill`, which waits for Ray's callback thread: this one, perhaps.
-        kill = threading.Thread(target=_kill, args=(actor,), name="xpool-hosts-stop", daemon=True)
+        kill = PromptThread(target=_kill, args=(actor,), name="xpool-hosts-stop", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter ends; Ray then ends its actors
             kill.start()
 

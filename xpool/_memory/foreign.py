@@ -29,6 +29,7 @@ from xpool._memory.layout import HOLDS, ArenaFile
 from xpool._memory.system import address_of, is_fixed
 from xpool._python import at_fork, descriptors
 from xpool._python.interrupt import shielded
+from xpool._python.starting import PromptThread
 
 passing = threading.RLock()
 """Held briefly while descriptors of messages are open, because a child of a fork would keep copies
@@ -310,7 +311,7 @@ def call() -> None:
     with _calling:
         _called = True
         if _thread is None:
-            _thread = threading.Thread(target=_run, name="xpool-tidy", daemon=True)
+            _thread = PromptThread(target=_run, name="xpool-tidy", daemon=True)
             try:
                 _thread.start()
             except RuntimeError:

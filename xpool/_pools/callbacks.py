@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool._calls.results import local
 from xpool._python.interrupt import shielded
+from xpool._python.starting import PromptThread
 from xpool._python.waiters import Flag
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class _Caller:
 
     def _start(self) -> None:
         ended = Flag()
-        thread = threading.Thread(target=self._run, args=(ended,), name=self._name, daemon=True)
+        thread = PromptThread(target=self._run, args=(ended,), name=self._name, daemon=True)
         self._threads = [(t, e) for t, e in self._threads if t.is_alive()] + [(thread, ended)]
         # Set before the start: the thread checks whether it is the serving one.
         before, self._runner = self._runner, thread

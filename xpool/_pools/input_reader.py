@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from xpool._calls.streams import ResultBuffer
 from xpool._memory.system import available_memory
 from xpool._python.failures import XPoolError
 from xpool._python.interrupt import by_handler
+from xpool._python.starting import PromptThread
 from xpool._python.waiters import Waiters
 
 AHEAD_ITEMS = 1024
@@ -282,7 +282,7 @@ class InputReader:
         if self._known and self._draw(most):
             return
         try:
-            threading.Thread(target=self._draw, name=self._name, daemon=True).start()
+            PromptThread(target=self._draw, name=self._name, daemon=True).start()
         except RuntimeError as exc:
             raise XPoolError(
                 f"{exc}: the input of imap needs a thread, unlike that of map"

@@ -30,6 +30,7 @@ from xpool._pools.job_table import JobTable
 from xpool._pools.values import Unknown, name_of
 from xpool._python import at_fork
 from xpool._python.interrupt import by_handler, deliver, interruptible, pending
+from xpool._python.starting import PromptThread
 from xpool.errors import OptionError
 from xpool.pickle import decode, dumps
 
@@ -387,7 +388,7 @@ class Recorded(Stream):
         self._count: Callable[[int], object] | None = None  # the stream's `answers`
         # The thread does not hold the job, so that a dropped iterator is noticed.
         self._arrivals: _Arrivals = queue.SimpleQueue()
-        self._thread = threading.Thread(
+        self._thread = PromptThread(
             target=_write_all,
             args=(self._arrivals, self._keys, journal, jobs, number),
             name="xpool-journal",

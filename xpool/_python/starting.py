@@ -49,7 +49,8 @@ class PromptThread(threading.Thread):
     """A thread whose `start` returns when the system has made it.
 
     The usual `start` waits until the thread has run, so the interpreter lock goes to the thread and
-    back.  Until this one has run, its `ident` is None.
+    back.  Without memory it waits for ever: see `start`.  Until this thread has run, its `ident` is
+    None.
     """
 
     def __init__(self, **keywords: Any) -> None:
@@ -71,6 +72,10 @@ class PromptThread(threading.Thread):
             except OSError as exc:
                 raise RuntimeError(f"can't start new thread: {exc.strerror}") from exc
         super().start()
+
+    def await_begin(self) -> None:
+        """Wait until the thread has run, as the usual `start` does."""
+        threading.Event.wait(self._started)
 
     def is_alive(self) -> bool:
         return self in _made or super().is_alive()

@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import os
 import queue
-import threading
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
 from xpool._memory.anonymous_files import File
+from xpool._python.starting import PromptThread
 from xpool.errors import WorkerDied, XPoolError
 from xpool.pickle import decode, encode
 
@@ -88,7 +88,7 @@ def _in_threads(one: Callable[[str], tuple[int, Any]], devices: list[str]) -> li
     for device in devices:
         # Daemon threads: if one fails, the process ends without waiting for the others.
         name = f"replica-{device}"
-        threading.Thread(target=guarded, args=(device,), name=name, daemon=True).start()
+        PromptThread(target=guarded, args=(device,), name=name, daemon=True).start()
     results = []
     for _ in devices:
         result, error = ends.get()

@@ -24,6 +24,7 @@ from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from xpool import pickle
 from xpool._python.interrupt import by_handler, deliver, interruptible, pending, shielded
+from xpool._python.starting import PromptThread
 from xpool._python.waiters import LOST_SIGNAL, Flag
 from xpool.data._loader_worker import (
     Base,
@@ -529,7 +530,7 @@ class PinThread:
     def __init__(self) -> None:
         self._made: queue.SimpleQueue[PinnedResult | None] = queue.SimpleQueue()
         devices = torch.get_device_module() if hasattr(torch, "get_device_module") else torch.cuda
-        self._thread = threading.Thread(
+        self._thread = PromptThread(
             target=_pin_all, args=(self._made, devices, devices.current_device()),
             name="xpool-DataLoader-pin", daemon=True,
         )  # fmt: skip

@@ -35,6 +35,7 @@ from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
 from xpool._pools.preloading import preload
 from xpool._pools.process import P2PPool, Pool
 from xpool._pools.thread import ThreadPool
+from xpool._python.starting import PromptThread
 from xpool._python.uncollected import uncollected
 from xpool.data._loader_worker import (
     AtStart,
@@ -163,8 +164,9 @@ def end_later(pool: BasePool | None) -> Callable[[Iterable[Any]], None]:
             pool.terminate()
             pool.join()
 
-    thread = threading.Thread(target=clean, name=CLEANER, daemon=True)
+    thread = PromptThread(target=clean, name=CLEANER, daemon=True)
     thread.start()
+    thread.await_begin()  # `_may_fork` finds it by its `ident`
 
     def end(results: Iterable[Any]) -> None:
         thread.is_ending = True  # type: ignore[attr-defined]

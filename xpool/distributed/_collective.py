@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xpool._python.starting import PromptThread
 from xpool.distributed._current import (
     CurrentWorld,
     GroupError,
@@ -82,7 +83,7 @@ class ReceivingAny(Pending):
         super().__init__(operations, what, work)
         self.over = self._received = False
         self._error: Exception | None = None
-        threading.Thread(target=self._receive, name="xpool-irecv", daemon=True).start()
+        PromptThread(target=self._receive, name="xpool-irecv", daemon=True).start()
 
     def _receive(self) -> None:
         try:
@@ -260,9 +261,7 @@ class Operations:
         elif abort and first:
             # Some collectives may still succeed.  A new thread waits for them, because this one may
             # be a thread of torch's RPC, which must answer other calls.
-            closing = threading.Thread(
-                target=self._close_later, name="xpool-group-end", daemon=True
-            )
+            closing = PromptThread(target=self._close_later, name="xpool-group-end", daemon=True)
             closing.start()
             self._closing = closing
 

@@ -15,6 +15,7 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from xpool._python.starting import PromptThread
 from xpool.distributed._current import GroupTimeout, PeerLost, connection_lost, first_line
 from xpool.errors import OptionError
 
@@ -169,7 +170,7 @@ class _Opening:
         self._unknown: str | None = None  # why the host name has no address yet
         self._over = threading.Event()  # set when the caller has given up
         self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        threading.Thread(target=self._run, name="xpool-open-store", daemon=True).start()
+        PromptThread(target=self._run, name="xpool-open-store", daemon=True).start()
 
     def result(self, timeout: float) -> Any:
         """Return the store.  Raises the errors of `_open`, or `GroupTimeout`."""

@@ -22,6 +22,7 @@ from torch.futures import Future
 
 import xpool.distributed._current as current
 import xpool.distributed._rendezvous as rendezvous
+from xpool._python.starting import PromptThread
 from xpool._worker.worker_context import current_worker
 from xpool.distributed._collective import CollectiveGroup, explain
 from xpool.distributed._current import GroupError, NotAMember, PeerLost
@@ -682,7 +683,7 @@ def shut_down_agent(graceful: bool) -> None:
             pass  # RPC was not running, or a rank has just died; RPC has ended now
 
     # This thread can be abandoned, because torch's timeout does not limit waits for functions here.
-    thread = threading.Thread(target=end, name="xpool-rpc-shutdown", daemon=True)
+    thread = PromptThread(target=end, name="xpool-rpc-shutdown", daemon=True)
     thread.start()
     # With ``graceful``, torch waits twice: for all ranks, and for the ends of their calls.
     thread.join(2 * SHUTDOWN_SECONDS if graceful else SHUTDOWN_SECONDS)

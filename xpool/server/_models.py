@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from xpool._calls.options import check_choice
+from xpool._python.starting import PromptThread
 from xpool.distributed._current import GroupError, PeerLost
 from xpool.distributed._rpc_group import RpcGroup
 from xpool.errors import OptionError, XPoolError
@@ -542,7 +543,7 @@ class PushPullGradServerImpl:
             if self._thread is None:
                 self._stopping, self._error = False, None
                 name = f"xpool-reduce-{self.server_name}"
-                self._thread = threading.Thread(target=self._reduce, name=name, daemon=True)
+                self._thread = PromptThread(target=self._reduce, name=name, daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:
