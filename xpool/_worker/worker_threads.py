@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from xpool._python.starting import PromptThread
 from xpool._python.worker_local import share_process
 from xpool._wire.outbox import STACK, STACK_AT, STOP_SIGNAL, TASK_LINE, Outbox
 from xpool._worker.callables import item_of
@@ -109,7 +110,7 @@ def _next(news: _News, workers: list[WorkerThread]) -> tuple[WorkerThread, int |
     return one
 
 
-class WorkerThread(threading.Thread):
+class WorkerThread(PromptThread):
     """One of the workers.  It tells the main thread that it is ready (None), and its exit code."""
 
     box: Outbox
