@@ -408,6 +408,7 @@ def test_what_modules_assign(show: Show, tmp_path: Path) -> None:
         ["engine", "top"],
         ["engine.backends", "inner"],
         ["engine.backends", "method"],
+        ["os", "mine"],
     ]
 
 
@@ -635,24 +636,93 @@ def test_the_target_of_a_link_decides_whether_a_file_is_installed(tmp_path: Path
 def test_an_assigned_object_that_cannot_be_sent(tmp_path: Path) -> None:
     """A warning names an attribute of an installed module that workers do not see."""
     text = """
-        import datetime
+        import colorsys
         import warnings
         import xpool
 
-        def freeze():
-            class Frozen(datetime.datetime):
-                pass
-            datetime.datetime = Frozen
+        class Streams:
+            def __init__(self):
+                self.lines = (line for line in ())
 
         def name():
-            return datetime.datetime.__name__
+            return getattr(colorsys, "ONE_THIRD", None)
 
         if __name__ == "__main__":
-            freeze()
+            colorsys.ONE_THIRD = Streams()
             with xpool.Pool(1) as pool, warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                assert [pool.apply(name) for _ in range(2)] == ["datetime"] * 2
+                assert [pool.apply(name) for _ in range(2)] == [1 / 3] * 2
             [text] = [str(one.message) for one in caught if one.category is RuntimeWarning]
-            assert "'datetime' of datetime" in text and "freeze.<locals>.Frozen" in text, text
+            assert "'ONE_THIRD' of colorsys" in text and "generator" in text, text
         """
     assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""
+
+
+PATCHES = """
+    import builtins, datetime, io, math, os, socket, subprocess, sys, threading, time, warnings
+    import multiprocessing
+    import xpool
+
+    # Functions and classes of Python's modules, before the program gives their names to others.
+    _print, _sqrt, _sleep, _info, _import = (
+        print, math.sqrt, time.sleep, socket.getaddrinfo, builtins.__import__
+    )
+    IMPORTED = []
+
+    class Frozen(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2020, 1, 1)
+
+    class Popen(subprocess.Popen):
+        marked = True
+
+    class Thread(threading.Thread):
+        marked = True
+
+    def stamped(*args, **keywords):
+        _print("stamped", *args, **keywords)
+
+    def noting(name, *args, **keywords):
+        IMPORTED.append(name)
+        return _import(name, *args, **keywords)
+
+    def patch():
+        builtins.print, builtins.__import__ = stamped, noting
+        math.sqrt = lambda x: _sqrt(abs(x))
+        time.sleep = lambda seconds: "slept"
+        socket.getaddrinfo = lambda host, *args: _info("127.0.0.1", *args)
+        os.cpu_count = multiprocessing.cpu_count = lambda: 77
+        warnings.formatwarning = lambda message, *args: "short"
+        datetime.datetime, subprocess.Popen, threading.Thread = Frozen, Popen, Thread
+
+    def seen():
+        import colorsys
+        out = io.StringIO()
+        print("text", file=out)
+        return (
+            out.getvalue(), math.sqrt(-4), time.sleep(0), os.cpu_count(),
+            multiprocessing.cpu_count(), socket.getaddrinfo("no.invalid", 80)[0][4],
+            warnings.formatwarning("text", UserWarning, "", 1), datetime.datetime.now().year,
+            issubclass(Frozen, datetime.date), subprocess.Popen(["true"]).marked,
+            threading.Thread().marked, "colorsys" in IMPORTED,
+        )
+
+    def restored():
+        out = io.StringIO()
+        print("text", file=out)
+        return out.getvalue(), print is _print, math.sqrt is _sqrt
+
+    if __name__ == "__main__":
+        patch()
+        with xpool.Pool(1, context=sys.argv[1]) as pool:
+            assert seen() == pool.apply(seen), pool.apply(seen)
+            builtins.print, math.sqrt = _print, _sqrt
+            assert restored() == pool.apply(restored) == ("text\\n", True, True)
+    """
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
+def test_what_the_program_assigns_to_modules_of_python(context: str, tmp_path: Path) -> None:
+    """Workers see it, also in modules that they use themselves, and what a patch calls."""
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", PATCHES), context]) == ""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import (
+    BuiltinFunctionType,
     CellType,
     CodeType,
     FunctionType,
@@ -22,7 +23,14 @@ from types import (
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xpool._pickling.by_value.names import ATOMS, by_name, is_simple, name_for, static_modules
+from xpool._pickling.by_value.names import (
+    ATOMS,
+    by_name,
+    is_simple,
+    name_for,
+    original,
+    static_modules,
+)
 from xpool._pickling.by_value.origin import (
     CODE,
     INSTALLED,
@@ -181,6 +189,11 @@ def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
     function.__dict__.update(state.pop("dict", ()))
     for name, value in state.items():
         setattr(function, name, value)
+
+
+@register(BuiltinFunctionType)
+def _reduce_builtin(pickler: Context, function: Any) -> Any:
+    return original(function) or NotImplemented
 
 
 @register(CodeType)

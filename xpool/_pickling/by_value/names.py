@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from operator import attrgetter
@@ -9,6 +10,7 @@ from pickle import PickleBuffer
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+from xpool._pickling import Key
 from xpool._pickling.by_value import main, registry
 from xpool._pickling.by_value.origin import (
     IMPORTED,
@@ -39,6 +41,9 @@ static_modules: set[str] = set()  # the names of the modules given to `mark_stat
 
 received: set[tuple[str, str]] = set()
 """In a worker, the globals that messages of the program have set here."""
+
+originals: dict[Key, Any] = {}
+"""In a worker: what imports have made of globals that messages have set; `MISSING`: nothing."""
 
 
 def mark_static_module(module: ModuleType) -> None:
@@ -127,7 +132,8 @@ def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
         if pickler.home:
             return _for_program(obj, canonical(module), path)
     if found_here(module, path) is not obj:
-        return None
+        # A function made in Python goes by value.
+        return original(obj) if isinstance(obj, type) else None
     if origin != SENT and is_patch(obj, module):
         if pickler.home:
             return _for_program(obj, canonical(module), path)
@@ -209,6 +215,37 @@ def of_program(token: str, module: str, path: str) -> Any:
     """
     entry = registry.lookup(token)
     return _get(module, path) if entry is None else entry.ref()
+
+
+def original(obj: Any) -> Any:
+    """Return the reduction of what an installed module had under a name that the program has given
+    to another object (``_print = print; builtins.print = stamped``); None: it is something else."""
+    place = obj.__module__, obj.__qualname__
+    if type(place[0]) is not str or origin_of(place[0]) != INSTALLED:
+        return None
+    there = getattr(find_module(place[0]), "__dict__", {}).get(place[1], obj)
+    if there is obj or place not in script_top().top_of_main().assigned:
+        return None
+    return original_of, place
+
+
+def script_top() -> Any:  # imported late, because few workers send, and it imports `dis`
+    return import_module("xpool._pickling.by_value.script_top")
+
+
+@builder
+def original_of(module: str, name: str) -> Any:
+    """Return what the import of an installed module makes under a name."""
+    there = _get(module, name)
+    if not main.is_forked():
+        return originals.get((module, name), there)
+    # This process has inherited what the program has assigned.
+    known = gc.get_objects()
+    known += [base for one in known if issubclass(type(one), type) for base in one.__mro__]
+    kinds = BuiltinFunctionType, FunctionType, type
+    found = (one for one in known if issubclass(type(one), kinds) and one is not there)
+    place = module, name
+    return next((one for one in found if (one.__module__, one.__qualname__) == place), there)
 
 
 def _get(module_name: str, path: str) -> Any:

@@ -47,10 +47,11 @@ from xpool._pickling.by_value.entries import (
     Entry,
     write_values,
 )
-from xpool._pickling.by_value.names import received
+from xpool._pickling.by_value.names import original_of, originals, received
 from xpool._pickling.by_value.origin import (
     CODE,
     IMPORTED,
+    INSTALLED,
     MISSING,
     MODULES,
     SENT,
@@ -90,8 +91,6 @@ class _Incoming:
         # Constant defaults of functions to set, by module and path, and the text of the last ones.
         self.defaults: dict[str, dict[str, tuple[tuple[str, Any], ...]]] = {}
         self.was: dict[Key, str] = {}
-        # What imports have made of globals that were set: `MISSING` if there was none.
-        self.originals: dict[Key, Any] = {}
         self.waiting: dict[Key, Any] = {}  # attributes of installed modules to set at their import
         self.imported: set[str] = set()
         # The reasons why values were not sent.  Some of these globals are None here.
@@ -321,10 +320,10 @@ def _set(key: Key, value: Any) -> None:
         _refuse(REFUSED, key, value.reason)
         return
     _incoming.missing.pop(key, None)
-    if key not in _incoming.originals and origin_of(module) != SENT:
+    if key not in originals and origin_of(module) != SENT:
         holder, name = place_of(key)
         if holder is not None:
-            _incoming.originals[key] = holder.get(name, MISSING)
+            originals[key] = holder.get(name, MISSING)
     there, name = place_of(key)
     if there is None and find_module(module) is None:
         # An installed module: the program has assigned an attribute of it, or of its class.
@@ -378,10 +377,12 @@ def _set_waiting(key: Key, waiting: dict[Key, Any]) -> None:
 def _take_back(key: Key, to_import: bool) -> None:
     """Remove a global; with ``to_import``, set it to the object that the import has made."""
     _incoming.waiting.pop(key, None)
-    original = _incoming.originals.get(key, MISSING)
+    original = originals.get(key, MISSING)
+    if main.is_forked() and origin_of(key[0]) == INSTALLED and "." not in key[1]:
+        original = original_of(*key)
     if to_import and original is not MISSING:
         _set(key, original)
-    elif not to_import or key in _incoming.originals or origin_of(key[0]) == SENT:
+    elif not to_import or key in originals or origin_of(key[0]) == SENT:
         _remove(key)
 
 

@@ -371,8 +371,11 @@ _ASSIGNS_IN_TEXT = (
     rb"\n[ \t]*(?!self\.|cls\.)(\w+(?:\.\w+)+)[ \t]*(?:\*\*|//|<<|>>|[-+*/%&|^@])?=(?!=)"
 )
 _SETS_IN_TEXT = rb"setattr\(\s*([\w.]+)\s*,\s*[\"'](\w+)"
-_NOT_SENT = frozenset({"sys", "os", "xpool"})
-"""A worker has its own ``sys``, and the environment travels as a setting."""
+_NOT_SENT = frozenset({"sys", "xpool"})
+"""A worker has its own ``sys``."""
+
+_SETTINGS = frozenset({("os", "environ"), ("os", "environb"), ("warnings", "filters")})
+"""Attributes that travel as settings."""
 
 
 def _chains(codes: Iterable[CodeType], roots: Set[str]) -> set[_Chain]:
@@ -448,7 +451,7 @@ def _resolved(chains: Iterable[_Chain], namespace: dict[str, Any]) -> set[tuple[
             continue
         elif found_by_name(value):
             found.add((name, f"{value.__qualname__}.{attribute}"))
-    return found
+    return found - _SETTINGS
 
 
 def _assigned_by_modules() -> set[tuple[str, str]]:

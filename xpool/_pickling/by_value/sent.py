@@ -24,7 +24,6 @@ import threading
 import time
 import weakref
 from collections.abc import Collection
-from importlib import import_module
 from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -69,7 +68,13 @@ from xpool._pickling.by_value.functions import (
     marshalled,
     parts_of_function,
 )
-from xpool._pickling.by_value.names import ATOMS, SHARED_BY_ALL, found_by_name, is_simple
+from xpool._pickling.by_value.names import (
+    ATOMS,
+    SHARED_BY_ALL,
+    found_by_name,
+    is_simple,
+    script_top,
+)
 from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
@@ -84,7 +89,6 @@ from xpool._pickling.by_value.origin import (
     globals_of_modules,
     home_of,
     is_imported,
-    is_of_workers,
     is_part,
     is_patch,
     name_of,
@@ -123,7 +127,7 @@ def _forget() -> None:
     registered_calls.forget()
     caches.forget()
     if "xpool._pickling.by_value.script_top" in sys.modules:
-        _script_top().forget()
+        script_top().forget()
 
 
 class Book:
@@ -339,14 +343,13 @@ class Book:
 
     def _of_all(self) -> set[Key]:
         """Return the keys of the globals and calls that every worker gets."""
-        top = _script_top().top_of_main()
+        top = script_top().top_of_main()
         self._imports, self._nones = top.imports, top.nones
         registered_calls.look_at_script(top.calls)
         tables = hidden.reducer_tables()
         registered_calls.look_at_reducers()
         self._looked_at = [*registered], *tables
-        found = {key for key in top.assigned if not is_of_workers(key[0])}
-        return found.union(aliases(), ((CALLS, name) for name in registered))
+        return {*top.assigned, *aliases(), *((CALLS, name) for name in registered)}
 
     def _note_redefined(self) -> bool:
         """Send modules that the program has loaded again since workers have imported them.
@@ -648,7 +651,7 @@ class Book:
         return group
 
     def _refusal(self, key: Key, node: Node) -> tuple[int, str]:
-        nones = self._nones if key[0] == "__main__" else _script_top().nones_of(key[0])
+        nones = self._nones if key[0] == "__main__" else script_top().nones_of(key[0])
         # Data that are nested too deeply belong to no process, and None would be a wrong value.
         left = key[1] in nones and "maximum recursion depth" not in node.error
         return LEFT_NONE if left else REFUSED, node.error
@@ -707,7 +710,8 @@ class Book:
             if node.kind == compared.CLASS
         ]
         rest += [group.entry() for group in groups]
-        entries += sorted(rest, key=lambda one: first.isdisjoint(one[3]))
+        # What an import has made has its name again before other objects are loaded by this name.
+        entries += sorted(rest, key=lambda one: (first.isdisjoint(one[3]), one[0] != REMOVED))
         defaults = [(key[0], *one) for key, node in nodes.items() for one in node.defaults]
         if defaults:
             entries.append((DEFAULTS, 0, False, (), defaults))
@@ -760,10 +764,6 @@ class Book:
 
 copyreg.add_extension("xpool._pickling.by_value.received", "prepare", PREPARE)
 _BY_NAME = b"cxpool._pickling.by_value.received\nprepare\n"  # the opcode GLOBAL
-
-
-def _script_top() -> Any:  # imported late, because few workers send, and it imports `ast`
-    return import_module("xpool._pickling.by_value.script_top")
 
 
 # -- the sender -----------------------------------------------------------------------------------
