@@ -22,7 +22,7 @@ if sys.platform != "win32":
     import resource
 
 from xpool._engine.stacks import outside
-from xpool._pools.observing import as_stacks
+from xpool._pools.observing import Stacks
 from xpool._pools.process import Pool
 from xpool.devices._host import Host, installed, usable_cpus
 from xpool.errors import WorkerDied
@@ -251,7 +251,7 @@ def show_stacks(pid: int) -> int:
     except PermissionError:
         print(f"Process {pid} belongs to another user: run this as that user.", file=sys.stderr)
         return 1
-    print(as_stacks(found) if found else f"Process {pid} has no workers of xpool.")
+    print(Stacks(found) if found else f"Process {pid} has no workers of xpool.")
     return 0
 
 

@@ -37,7 +37,7 @@ from xpool._engine.memory import ArenaMaintenance, EngineParts
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.reactor import Reactor
 from xpool._engine.replacement import Launch, Replacement
-from xpool._engine.stacks import Whereabouts
+from xpool._engine.stacks import WorkerStack
 from xpool._engine.submission import Submission
 from xpool._engine.switchboard import Switchboard
 from xpool._engine.worker_process import Recipe, WorkerProcess
@@ -203,7 +203,7 @@ class Engine:
         with self.lock:
             return self.ledger.report(self.workers)
 
-    def stacks(self, describe: Callable[[int, int], str] | None = None) -> list[Whereabouts]:
+    def stacks(self, describe: Callable[[int, int], str] | None = None) -> list[WorkerStack]:
         """Return the stack of each worker, within a second; busy ones are asked by a signal."""
         describe = describe or self.ledger.describe
         begun = time.monotonic()

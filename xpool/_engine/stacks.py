@@ -31,17 +31,38 @@ _STATES = {
 }
 
 
-class Whereabouts(NamedTuple):
-    """The task, stack and system state of one worker."""
+class WorkerStack(NamedTuple):
+    """Where one worker is.
 
-    worker: int
+    ``task``, ``item``: the task that it runs, and its item as far as it is known; empty while it
+    waits for a task.  ``seconds``: how long it has run the task; None: not known.  ``stack``: the
+    calls of the task, most recent first, or why they are not known.  ``waits``: the kernel's text
+    of what its process does.
+    """
+
+    index: int  # type: ignore[assignment]  # not the method of tuples
     pid: int | None
-    task: str  # the task that the worker runs; empty: none
-    item: str  # the worker's line about its item; empty if it runs C code
-    seconds: float | None  # since the task began
-    stack: str  # the task's stack, most recent call first; empty: no answer
-    waits: str  # the state of its process, and what it waits for in the kernel
+    task: str
+    item: str
+    seconds: float | None
+    stack: str
+    waits: str
     host: str = ""
+
+    def __str__(self) -> str:
+        where = f" on host {self.host}" if self.host else ""
+        who = f"worker {self.index} (pid {self.pid}){where}"
+        if not self.task and self.stack:
+            return f"{who}: {self.stack}"
+        if not self.task:
+            return f"{who} {'waits for a task' if self.pid else 'has no process now'}"
+        since = "" if self.seconds is None else f" for {self.seconds:.1f} s"
+        item = f", item {self.item}" if self.item else ""
+        lines = [f"{who} runs {self.task}{item}{since}"]
+        if self.waits:
+            lines.append(f"  its process: {self.waits}")
+        lines.append(self.stack or "  it has not reported where it is")
+        return "\n".join(lines)
 
 
 def in_kernel(pid: int) -> str:
@@ -78,15 +99,15 @@ def _library(pid: int) -> str:
     return ""
 
 
-def outside(pid: int) -> list[Whereabouts]:
-    """Return the whereabouts of the workers of another process.
+def outside(pid: int) -> list[WorkerStack]:
+    """Return where the workers are of another process.
 
     Raises:
         ProcessLookupError: there is no such process.
         PermissionError: the process has another user.
     """
     pages = _pages(pid)
-    found: list[Whereabouts] = []
+    found: list[WorkerStack] = []
     for worker in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
         try:
             # The parent may map the pages, too.
@@ -110,7 +131,7 @@ def _mapped(pid: int, pages: set[int]) -> str | None:
     return next((path for path in paths if os.stat(path).st_ino in pages), None)
 
 
-def _outside(pid: int, page: str, index: int) -> Whereabouts:
+def _outside(pid: int, page: str, index: int) -> WorkerStack:
     with open(page, "r+b") as file:
         box = Outbox(file.fileno())
     try:
@@ -131,7 +152,7 @@ def _outside(pid: int, page: str, index: int) -> Whereabouts:
     task = "a task" if runs else ""
     item = stack.rpartition(TASK_LINE)[2].strip() if runs and TASK_LINE in stack else ""
     seconds = time.monotonic() - turn if runs and turn else None
-    return Whereabouts(
+    return WorkerStack(
         index, pid, task, item, seconds, own_part(stack) if runs else "", in_kernel(pid)
     )
 
@@ -158,8 +179,8 @@ def collect(
     sched: Scheduler,
     describe: Callable[[int, int], str],
     waited: float,
-) -> list[Whereabouts] | None:
-    """Return the whereabouts of workers that were asked ``waited`` seconds ago; None: keep waiting.
+) -> list[WorkerStack] | None:
+    """Return where the workers are that were asked ``waited`` seconds ago; None: keep waiting.
 
     Called with the engine's lock held.
     """
@@ -173,12 +194,12 @@ def collect(
     told = dict(zip(here, stacks, strict=True))
     for worker in here:
         worker.box.ask(0)
-    return [_whereabouts(worker, told.get(worker, ""), sched, describe) for worker in workers]
+    return [_stack_of(worker, told.get(worker, ""), sched, describe) for worker in workers]
 
 
-def _whereabouts(
+def _stack_of(
     worker: WorkerProcess, stack: str, sched: Scheduler, describe: Callable[[int, int], str]
-) -> Whereabouts:
+) -> WorkerStack:
     task, since = "", None
     if worker.handle is not None:
         running = sched.running(worker.index, worker.box.began)
@@ -188,7 +209,7 @@ def _whereabouts(
         elif worker.box.turn is None:
             task, since = "its start, with the initializer", worker.box.since
     pid = worker.pid
-    return Whereabouts(
+    return WorkerStack(
         worker.index,
         pid,
         task,

@@ -26,7 +26,7 @@ from xpool._calls.results import Job
 from xpool._calls.terms import terms_of
 from xpool._engine.jobs.states import EndKind, RestartPolicy, back_off
 from xpool._engine.jobs.waiting import TimeQueue
-from xpool._engine.stacks import Whereabouts
+from xpool._engine.stacks import WorkerStack
 from xpool._python.starting import PromptThread
 from xpool._python.waiters import TaskQueue
 from xpool._worker.callables import bound, item_of, task_function, with_context
@@ -571,7 +571,7 @@ class ThreadWorkers:
         """Whether a thread runs a task of this job now."""
         return bool(self._places.of_job(job))
 
-    def stacks(self) -> list[Whereabouts]:
+    def stacks(self) -> list[WorkerStack]:
         frames = sys._current_frames()
         with self._places.lock:
             pool_threads = sorted(self._places.threads.values(), key=lambda one: one.index)
@@ -582,7 +582,7 @@ class ThreadWorkers:
             frame = frames.get(thread.ident or 0) if thread is not None and job else None
             stack, item = stack_of(frame, _OURS), item_of(frame)
             task = "" if job is None else job.label
-            found.append(Whereabouts(pool_thread.index, os.getpid(), task, item, None, stack, ""))
+            found.append(WorkerStack(pool_thread.index, os.getpid(), task, item, None, stack, ""))
         return found
 
     def wake(self) -> None:

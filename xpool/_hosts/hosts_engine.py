@@ -32,7 +32,7 @@ from xpool._pools import assembly
 from xpool._pools.process import describe
 
 if TYPE_CHECKING:
-    from xpool._engine.stacks import Whereabouts
+    from xpool._engine.stacks import WorkerStack
     from xpool._pools.process import Pool
 
 LEASE = 10.0
@@ -200,7 +200,7 @@ class HostEngine:
             agents = self.service.agents.values()
             return EngineReport.of_hosts((one.first, one.status.report) for one in agents)
 
-    def stacks(self) -> list[Whereabouts]:
+    def stacks(self) -> list[WorkerStack]:
         """Return where each worker is; those of hosts that do not answer in a second say so."""
         service, number = self.service, next(self._functions)
         with self.lock:

@@ -213,7 +213,7 @@ class LocateWorkers(NamedTuple):
 
 
 class WorkerLocations(NamedTuple):
-    """The reply to the `LocateWorkers` with this number: a `Whereabouts` of each worker.
+    """The reply to the `LocateWorkers` with this number: a `WorkerStack` of each worker.
 
     Its ``task`` is a text with job and index, or empty.
     """

@@ -19,7 +19,7 @@ from xpool._engine.answers import StartFailure
 from xpool._engine.jobs.ranges import TaskRange, name_of
 from xpool._engine.jobs.states import back_off
 from xpool._engine.jobs.waiting import TimeQueue
-from xpool._engine.stacks import Whereabouts
+from xpool._engine.stacks import WorkerStack
 from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_scheduler import HostScheduler, Message
@@ -189,7 +189,7 @@ class HostService:
         self.gone: dict[int, str] = {}
         """Names of lost hosts, by number."""
         self.blobs: list[m.Blob] = []
-        self.locations: dict[int, dict[int, list[Whereabouts]]] = {}
+        self.locations: dict[int, dict[int, list[WorkerStack]]] = {}
         """Replies to `LocateWorkers`, by its number and by host."""
         self.ending = self.retiring = False
         self._last_to_go = ""
@@ -394,7 +394,7 @@ class HostService:
             else:  # no call has reached the agent during its lease, so the agent has ended
                 self._dead(host, "the driver could not reach it during its lease")
 
-    def placed(self, host: int, workers: list[Whereabouts] | None) -> list[Whereabouts]:
+    def placed(self, host: int, workers: list[WorkerStack] | None) -> list[WorkerStack]:
         """Return where workers of a host are, with the pool's indices and texts of their tasks.
 
         ``workers``: as the host has reported them; None: it has not answered.
@@ -403,12 +403,12 @@ class HostService:
         if workers is None:
             pids = agent.status.statistics.get("pids", ())
             why = "its host has not answered within a second"
-            workers = [Whereabouts(i, pid, "", "", None, why, "") for i, pid in enumerate(pids)]
+            workers = [WorkerStack(i, pid, "", "", None, why, "") for i, pid in enumerate(pids)]
         for one in workers:
             job = one.task.split()
             task = self._describe(int(job[0]), int(job[1])) if len(job) == 2 else one.task
-            index = agent.first + one.worker
-            found.append(one._replace(worker=index, host=agent.name, task=task))
+            index = agent.first + one.index
+            found.append(one._replace(index=index, host=agent.name, task=task))
         return found
 
     def _pause(self, tries: int) -> float:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from xpool._engine.ledger import EngineReport
 from xpool._engine.ledger import WorkerReport as WorkerReport
+from xpool._engine.stacks import WorkerStack as WorkerStack
 from xpool._python.interrupt import shielded
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import Event, Slow
-    from xpool._engine.stacks import Whereabouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,41 +84,6 @@ class Report:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkerStack:
-    """Where one worker is.
-
-    ``task``, ``item``: the task that it runs, and its item as far as it is known; empty while it
-    waits for a task.  ``seconds``: how long it has run the task; None: not known.  ``stack``: the
-    calls of the task, most recent first, or why they are not known.  ``waits``: the kernel's text
-    of what its process does.
-    """
-
-    index: int
-    pid: int | None
-    host: str
-    task: str
-    item: str
-    seconds: float | None
-    stack: str
-    waits: str
-
-    def __str__(self) -> str:
-        where = f" on host {self.host}" if self.host else ""
-        who = f"worker {self.index} (pid {self.pid}){where}"
-        if not self.task and self.stack:
-            return f"{who}: {self.stack}"
-        if not self.task:
-            return f"{who} {'waits for a task' if self.pid else 'has no process now'}"
-        since = "" if self.seconds is None else f" for {self.seconds:.1f} s"
-        item = f", item {self.item}" if self.item else ""
-        lines = [f"{who} runs {self.task}{item}{since}"]
-        if self.waits:
-            lines.append(f"  its process: {self.waits}")
-        lines.append(self.stack or "  it has not reported where it is")
-        return "\n".join(lines)
-
-
 class Stacks(tuple[WorkerStack, ...]):
     """Where the workers of a pool are; `str` of it is a text with the stacks."""
 
@@ -134,14 +99,7 @@ def stacks_of(pool: Any) -> Stacks:
         raise OptionError(
             f"stacks() is not for {type(pool).__name__}, whose workers xpool does not start"
         )
-    return as_stacks(backend.stacks())
-
-
-def as_stacks(found: list[Whereabouts]) -> Stacks:
-    return Stacks(
-        WorkerStack(w.worker, w.pid, w.host, w.task, w.item, w.seconds, w.stack, w.waits)
-        for w in found
-    )
+    return Stacks(backend.stacks())
 
 
 def report_of(pool: Any) -> Report:
