@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from xpool._calls.results import Job, PickledResult, exception_in
 from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
@@ -66,27 +66,19 @@ class Lifecycle:
 
     def _step(
         self, event: PoolEvent, failure: BaseException | PickledResult | None = None
-    ) -> list[Job]:
-        """Take a step of the table of states; return the jobs that are unanswered then."""
+    ) -> None:
+        """Take a step of the table of states."""
         at_fork.notice_fork()
         with self._jobs.lock:
             self.state = step(POOL, self.state, event)
             self._jobs.accepting = self.state is PoolStates.RUN
             if failure is not None:
                 self.failure = failure
-            return list(self._jobs.unanswered.values())
 
-    def close(self, release: Callable[[], None] | None = None) -> None:
-        """Take no more jobs; if all are answered, ``release`` is called to let the workers end.
-
-        Without ``release``, the engine's thread does this.
-        """
+    def close(self) -> None:
+        """Take no more jobs; when all are answered, the engine's thread lets the workers end."""
         self._step(PoolEvent.CLOSE)
-        if release is None or self._jobs.unanswered:
-            self._jobs.wake()
-        else:
-            self.drain()
-            release()
+        self._jobs.wake()
 
     def leave_block(self) -> None:
         """Note that a ``with`` block ends the pool, for the errors of unanswered jobs."""
@@ -101,11 +93,11 @@ class Lifecycle:
 
     def stop(self, terminate_workers: Callable[[], None]) -> bool:
         """Stop the workers and fail all jobs; return False if the pool has ended already."""
-        jobs = self._step(PoolEvent.TERMINATE)
+        self._step(PoolEvent.TERMINATE)
         running = not self.finished.is_set()
         if running:
             terminate_workers()
-        self.fail_unanswered(jobs)
+        self.fail_unanswered()
         self._jobs.stop_input_readers()
         if running:
             self._jobs.wake()
@@ -115,11 +107,11 @@ class Lifecycle:
         self, exc: BaseException | PickledResult, terminate_workers: Callable[[], None]
     ) -> None:
         """End a pool that cannot go on: everything unanswered fails with the reason."""
-        jobs = self._step(PoolEvent.FAILED, exc)
+        self._step(PoolEvent.FAILED, exc)
         try:
             terminate_workers()
         finally:  # the error that has ended the pool may occur here, too
-            self._jobs.fail(jobs, exc)
+            self._jobs.fail(list(self._jobs.unanswered.values()), exc)
             self._jobs.stop_input_readers()
 
     def drain(self) -> None:
@@ -131,13 +123,11 @@ class Lifecycle:
                 self.drained = True
                 self.state = step(POOL, self.state, PoolEvent.DRAINED)
 
-    def fail_unanswered(self, jobs: Iterable[Job] | None = None) -> None:
-        """Fail these jobs, or all, since the pool has ended."""
+    def fail_unanswered(self) -> None:
+        """Fail all jobs, since the pool has ended."""
         how = self._how_ended or "terminated"
         error = self._error(f"{self.name} was {how} before this was answered{self._advice}")
-        if jobs is None:
-            jobs = list(self._jobs.unanswered.values())
-        self._jobs.fail(jobs, error, call_back=False)
+        self._jobs.fail(list(self._jobs.unanswered.values()), error, call_back=False)
 
     def join(self, timeout: float | None) -> bool:
         """Wait until the workers and the pool's threads have ended; return whether they have."""

@@ -138,12 +138,6 @@ class ThreadPool(BasePool):
             self._threads.resize(size)
             self._size = size
 
-    @shielded
-    def close(self) -> None:
-        """Take no more work; the threads end when all submitted tasks are answered."""
-        # Release them here, so that they end before the engine's thread has to wake.
-        self._life.close(self._release_workers)
-
     def _release_workers(self) -> None:
         self._threads.release()
 
