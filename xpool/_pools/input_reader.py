@@ -14,8 +14,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from xpool._calls.results import Unopened
+from xpool._calls.results import Job, Unopened
 from xpool._calls.streams import ResultBuffer
+from xpool._engine.jobs.states import PoolStates
 from xpool._memory.system import available_memory
 from xpool._python.failures import XPoolError
 from xpool._python.interrupt import by_handler
@@ -276,11 +277,22 @@ class InputReader:
         self._here = False
         self._name = f"{name}-input_reader"
 
-    def begin(self) -> None:
-        """Draw a small input in the calling thread; start the thread for the rest."""
-        most = HERE_ITEMS if self._runs is None else RUN
-        if self._known and self._draw(most):
-            return
+    def begin(self, pool: Any, job: Job) -> None:
+        """Draw the input of a job that was entered: a small one in the calling thread, and the rest
+        in the thread, which starts here."""
+        readers: set[InputReader] = pool._jobs.input_readers
+        readers.add(self)
+        if pool._life.state is PoolStates.TERMINATE:
+            self.flow.stop()  # the pool has ended since the job was entered
+        try:
+            if not (self._known and self._draw(HERE_ITEMS if self._runs is None else RUN)):
+                self._start()
+        except BaseException as exc:
+            readers.discard(self)
+            pool._submitter.give_up(job, exc)
+            raise
+
+    def _start(self) -> None:
         try:
             PromptThread(target=self._draw, name=self._name, daemon=True).start()
         except RuntimeError as exc:

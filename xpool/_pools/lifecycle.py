@@ -64,9 +64,7 @@ class Lifecycle:
             # Raises, since no pool runs again.  Without the lock: this may unpickle the reason.
             self.check_running()
 
-    def _step(
-        self, event: PoolEvent, failure: BaseException | PickledResult | None = None
-    ) -> None:
+    def _step(self, event: PoolEvent, failure: BaseException | PickledResult | None = None) -> None:
         """Take a step of the table of states."""
         at_fork.notice_fork()
         with self._jobs.lock:

@@ -761,16 +761,7 @@ def _begin_stream(
         return
     # These do not hold the job: its weak reference shows a dropped iterator.
     fail, end = partial(jobs.deliver, job.number), partial(jobs.end_input, job.number)
-    input_reader = InputReader(iterable, size, flow, put, runs, fail, end, pool.name)
-    jobs.input_readers.add(input_reader)
-    if pool._life.state is PoolStates.TERMINATE:
-        flow.stop()  # the pool has ended since the job was entered
-    try:
-        input_reader.begin()
-    except BaseException as exc:
-        jobs.input_readers.discard(input_reader)
-        pool._submitter.give_up(job, exc)
-        raise
+    InputReader(iterable, size, flow, put, runs, fail, end, pool.name).begin(pool, job)
 
 
 @interruptible

@@ -21,7 +21,6 @@ from xpool._calls.results import PickledResult, Unopened, tasks_in
 from xpool._calls.streams import BOOKKEEPING, IMapIterator, ResultBuffer, Stream, weigh
 from xpool._engine.answers import Encoded
 from xpool._engine.jobs.ranges import CALLS, TaskRange
-from xpool._engine.jobs.states import PoolStates
 from xpool._pickling.frame import inline, names_given
 from xpool._pools.engine_submitter import EngineSubmitter
 from xpool._pools.input_reader import FlowControl, InputReader, room_for_results
@@ -470,13 +469,10 @@ def begin(
     reader = _reader(job, iterable, jobs, submitter, pool.name)
     try:
         _prepare(pool, job, submitter, func)
-        jobs.input_readers.add(reader)
-        if pool._life.state is PoolStates.TERMINATE:
-            flow.stop()  # the pool has ended since the job was entered
-        reader.begin()
     except BaseException as exc:
-        jobs.input_readers.discard(reader)
         submitter.give_up(job, exc)
+        return
+    reader.begin(pool, job)
 
 
 def _prepare(
