@@ -103,9 +103,6 @@ class Packer:
         self.recurse, self.token, self.layout = recurse, token, layout
         self.arena, self.memory_limit = arena, memory_limit
 
-    pack_atoms = staticmethod(encode_atoms)
-    """Pickle each of many numbers or short texts; None: some items are of other types."""
-
     @interruptible
     def pack_task(
         self, task: Any, kept: bool, worker: int | None, told: Told = frozenset(), role: str = CALL
@@ -299,7 +296,7 @@ class EngineSubmitter(HookSubmitter):
             return
         begin, owner, told = self.learn(job, work)
         if owner is None and isinstance(chunks, Sequence):
-            payloads = self.packer.pack_atoms(chunks)
+            payloads = encode_atoms(chunks)
             if payloads is not None:
                 begin.items.extend(payloads)
                 self.engine.submit(begin)
@@ -333,7 +330,7 @@ class EngineSubmitter(HookSubmitter):
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> tuple[Put, Runs | None]:
         begin, owner, told = self.learn(job, work)
         stream = TaskStream(self.engine, self.packer, begin, told, flow, owner)
-        runs = Runs(self.packer.pack_atoms, stream.put_run) if owner is None else None
+        runs = Runs(encode_atoms, stream.put_run) if owner is None else None
         return stream.put, runs
 
     def learn(self, job: Job, work: Work) -> tuple[TaskRange, int | None, frozenset[Key]]:
@@ -416,30 +413,26 @@ class TaskStream:
         if worker is not None:
             self._engine.submit(self._task_range.beside(index, (payload,), worker))
             return self._engine.sent(payload)
-        task_range = self._from(index)
-        self._next = index + 1
-        task_range.items.append(payload)
-        # This reads the marks after appending; the engine reads the items after it has marked a
-        # worker as idle, or the range as not queued.  So one of them sees the other's change.
-        if not task_range.queued or self._engine.idle:
-            self._engine.feed(task_range)
+        self._append(index, (payload,))
         return self._engine.sent(payload)
 
     def put_run(self, index: int, payloads: list[bytes]) -> int:
         """Submit several tasks that are pickled; return their size in bytes."""
-        task_range = self._from(index)
-        self._next = index + len(payloads)
-        task_range.items.extend(payloads)
-        if not task_range.queued or self._engine.idle:
-            self._engine.feed(task_range)
+        self._append(index, payloads)
         return sum(map(len, payloads))
 
-    def _from(self, index: int) -> TaskRange:
-        """Return the range to which item ``index`` is appended."""
+    def _append(self, index: int, payloads: Sequence[Payload]) -> None:
+        """Append items to the range, from ``index`` on."""
         if index != self._next:
             # A range has no gaps, and the item in between could not be sent: begin another range.
             self._task_range = self._task_range.beside(index)
-        return self._task_range
+        self._next = index + len(payloads)
+        task_range = self._task_range
+        task_range.items.extend(payloads)
+        # This reads the marks after appending; the engine reads the items after it has marked a
+        # worker as idle, or the range as not queued.  So one of them sees the other's change.
+        if not task_range.queued or self._engine.idle:
+            self._engine.feed(task_range)
 
 
 def _number_of(job: Job) -> tuple[int, int | None]:
