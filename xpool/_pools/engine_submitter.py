@@ -33,7 +33,7 @@ from xpool._pools.submitters import (
     Put,
     Work,
 )
-from xpool._python.interrupt import by_handler, deliver, interruptible, pending, shielded
+from xpool._python.interrupt import deliver, interruptible, pass_on, pending, shielded
 from xpool._wire.wire import Mode
 from xpool._worker.callables import TaskFunction, applied, each, one, star, star_each, task_function
 from xpool.errors import OptionError, TaskNotPicklable
@@ -309,8 +309,7 @@ class EngineSubmitter(HookSubmitter):
                     chunk, job.options.terms.retries > 0, owner, told, ITEM
                 )
             except Exception as error:
-                if by_handler(error):
-                    raise
+                pass_on(error)
                 # Only this task fails.  The tasks after it are another range.
                 failed.append((i, error))
                 task_ranges.append(begin.beside(i + 1))

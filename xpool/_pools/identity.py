@@ -49,7 +49,7 @@ from xpool._pools.values import (
     wrapped_by,
 )
 from xpool._python.hidden import registered_classes
-from xpool._python.interrupt import by_handler
+from xpool._python.interrupt import pass_on
 
 _SHOWN = frozenset({int, float, bool, type(None)})
 
@@ -195,8 +195,7 @@ class Identity(Values):
             try:
                 reduced = self._reduced(obj)
             except Exception as exc:  # from the object's own methods; `_part` below names it
-                if by_handler(exc):
-                    raise
+                pass_on(exc)
                 reduced = ()
             state = reduced[2] if type(reduced) is tuple and len(reduced) > 2 else None
             if type(state) is dict and not any(reduced[3:]):
@@ -345,8 +344,7 @@ class Identity(Values):
         try:
             found = None if name in MAIN_NAMES else module_code(name)
         except Exception as exc:  # from an import finder, or a file that does not compile
-            if by_handler(exc):
-                raise
+            pass_on(exc)
             found = None
         if found is None:
             return False

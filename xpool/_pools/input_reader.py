@@ -19,7 +19,7 @@ from xpool._calls.streams import ResultBuffer
 from xpool._engine.jobs.states import PoolStates
 from xpool._memory.system import available_memory
 from xpool._python.failures import XPoolError
-from xpool._python.interrupt import by_handler
+from xpool._python.interrupt import pass_on
 from xpool._python.starting import PromptThread
 from xpool._python.waiters import Waiters
 
@@ -328,8 +328,8 @@ class InputReader:
                         flow.added(size)
                 except Exception as exc:
                     # In the caller's thread, a signal handler's error is not the item's.
-                    if here and by_handler(exc):
-                        raise
+                    if here:
+                        pass_on(exc)
                     for index in range(self._index, self._index + n):
                         self._fail(index, False, exc)
                 self._index += n
@@ -406,6 +406,5 @@ def length_of(iterable: Any) -> int | None:
     try:
         return len(iterable)
     except Exception as exc:
-        if by_handler(exc):
-            raise
+        pass_on(exc)
         return None

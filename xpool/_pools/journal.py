@@ -29,7 +29,7 @@ from xpool._pools.identity import Identity
 from xpool._pools.job_table import JobTable
 from xpool._pools.values import Unknown, name_of
 from xpool._python import at_fork
-from xpool._python.interrupt import by_handler, deliver, interruptible, pending
+from xpool._python.interrupt import deliver, interruptible, pass_on, pending
 from xpool._python.starting import PromptThread
 from xpool.errors import OptionError
 from xpool.pickle import decode, dumps
@@ -77,8 +77,7 @@ class Stored(PickledResult):
         try:
             return [decode(self._data)]
         except Exception as exc:
-            if by_handler(exc):
-                raise
+            pass_on(exc)
             error = _unreadable(self._path, self._key, f"{type(exc).__name__}: {exc}")
             error.__cause__ = exc
             return [Unopened(error)]

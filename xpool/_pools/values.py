@@ -39,7 +39,7 @@ from xpool._pickling.by_value.origin import (
 from xpool._pickling.by_value.reads import absolute_name, use_of
 from xpool._pickling.pickler import description, reducer_override
 from xpool._python.hidden import module_of
-from xpool._python.interrupt import by_handler
+from xpool._python.interrupt import pass_on
 
 Code = tuple[Any, ...]
 """A description of code: plain values, and such tuples for nested code."""
@@ -259,8 +259,7 @@ class Values:
         except RecursionError as exc:
             raise Unknown("something that is nested too deeply") from exc
         except Exception as exc:  # from the object's own methods
-            if by_handler(exc):
-                raise
+            pass_on(exc)
             raise Unknown(f"a {label_of(kind)} ({exc})") from exc
         finally:
             del self._above[id(obj)]

@@ -36,7 +36,7 @@ from xpool._pools.input_reader import FlowControl, InputReader, length_of
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
 from xpool._pools.submitters import CO_ASYNC, HookSubmitter, Work, begin_work, numbering
-from xpool._python.interrupt import by_handler, deliver, interruptible, pending, shielded
+from xpool._python.interrupt import deliver, interruptible, pass_on, pending, shielded
 from xpool._worker.callables import task_function
 from xpool.errors import OptionError
 
@@ -664,8 +664,7 @@ def map_now(
         try:
             values.append(results.next())
         except Exception as exc:
-            if by_handler(exc):
-                raise
+            pass_on(exc)
             # Continue, so that the results of all other items are stored in the journal.
             error = error or exc
     next(results, None)  # the end of the stream: the journal is closed
