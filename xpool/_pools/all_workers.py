@@ -112,13 +112,13 @@ class AllWorkers:
         job: AllWorkersResult | None = None
         try:
             with self._order:  # all workers get the calls in one order; their number stays the same
-                number = next(jobs.numbers)
-                job = AllWorkersResult(number, name or label(func), self.size)
+                number, name = next(jobs.numbers), name or label(func)
+                job = AllWorkersResult(number, name, self.size)
                 job.options = TaskOptions(terms_of(timeout))
                 if self._submitter.worker is not None:  # peers: the scope of their messages
                     func = task_function(func, scope=number)
                 if self._files is not None:
-                    file = self._files.of(job, name or label(func), self._files.WORKER)
+                    file = self._files.of(job, name, self._files.WORKER)
                     func = task_function(func, file=file)
                 self._submit(job, (func, args, {}))
             return job.get()
@@ -170,28 +170,26 @@ class AllWorkers:
 
     def broadcast(self, obj: Any) -> Broadcast:
         self._life.check_running()
-        told = Brought()
-        reference = self._broadcast_of(obj, told)
-        reference.names = told.names
-        return reference
-
-    def _broadcast_of(self, obj: Any, told: Brought) -> Broadcast:
-        packer = self._submitter.packer
+        packer, told = self._submitter.packer, Brought()
         lessor, name = packer.layout.lessor, type(obj).__name__
         if lessor is not None and packer.memory_limit:
 
             def write(layout: Layout) -> bytes | memoryview:
                 return encode(obj, recurse=packer.recurse, layout=layout, told=told)
 
-            return publish(write, packer.token, lessor, name)
-        message = packer.pack_option(f"broadcast of a {name}", obj, told, later=True)
-        if self.hosts is not None:
-            engine: Any = self._submitter.engine
-            place = FileOfAgent(engine.broadcast(message))
-            return Broadcast(packer.token, place, len(message), None, name)
-        file = File(message)
-        self._broadcast.append(file)
-        return Broadcast(packer.token, file, len(message), None, name)
+            reference = publish(write, packer.token, lessor, name)
+        else:
+            message = packer.pack_option(f"broadcast of a {name}", obj, told, later=True)
+            place: File | FileOfAgent
+            if self.hosts is not None:
+                engine: Any = self._submitter.engine
+                place = FileOfAgent(engine.broadcast(message))
+            else:
+                place = File(message)
+                self._broadcast.append(place)
+            reference = Broadcast(packer.token, place, len(message), None, name)
+        reference.names = told.names
+        return reference
 
 
 class AllWorkersResult(Job):

@@ -464,7 +464,7 @@ def _take_turns(
         _pools.pop(id(ref), None)
 
 
-def _turn(pool: Hooks, backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle) -> bool:
+def _turn(pool: BasePool, backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle) -> bool:
     """Deliver and maintain; return False when the pool is at its end."""
     jobs.receive(pool.pool_outqueue_get, 0.0 if backend is not None else TURN)
     if backend is not None:
@@ -485,7 +485,7 @@ def _turn(pool: Hooks, backend: WorkerBackend | None, jobs: JobTable, life: Life
     return life.state is not PoolStates.TERMINATE
 
 
-def _finish(pool: Hooks, backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle) -> None:
+def _finish(pool: BasePool, backend: WorkerBackend | None, jobs: JobTable, life: Lifecycle) -> None:
     try:
         if life.drained:
             pool._release_workers()

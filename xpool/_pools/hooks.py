@@ -7,6 +7,8 @@ what the hook may do.
 
 from __future__ import annotations
 
+import queue
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +18,15 @@ from xpool._worker.worker_context import exited
 
 Task = tuple[int, int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Result = tuple[int, int, tuple[bool, Any]]
+
+
+def next_result(results: deque[Result], wait: Callable[[float], object], timeout: float) -> Result:
+    """Do what `Hooks.pool_outqueue_get` of a pool does whose workers add to ``results``."""
+    if not results and timeout > 0:
+        wait(timeout)
+    if results:
+        return results.popleft()
+    raise queue.Empty
 
 
 class Carried:
@@ -92,9 +103,6 @@ class Hooks:
         one ``pool_inqueue_put(None)`` for each worker.  It may block; `join` waits for it.
         """
         raise NotImplementedError(f"{type(self).__name__} must override join_workers()")
-
-    def _release_workers(self) -> None:
-        raise NotImplementedError
 
     @staticmethod
     def worker(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import queue
 import reprlib
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from xpool._engine.launch import (
 )
 from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool, at_exit
-from xpool._pools.hooks import Result, Task
+from xpool._pools.hooks import Result, Task, next_result
 from xpool._pools.pool_options import REFUSED_OVER_HOSTS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
 from xpool._python.interrupt import shielded
@@ -273,16 +272,7 @@ class Pool(BasePool):
 
     def pool_outqueue_get(self, timeout: float) -> Result:
         """Return the next result; the value is still pickled, a `PickledResult`."""
-        results = self._engine.results
-        try:
-            return results.popleft()
-        except IndexError:
-            pass  # not checked first, since callers of `apply` pop results, too
-        if timeout > 0:
-            self._engine.wait(timeout)
-            if results:
-                return results.popleft()
-        raise queue.Empty
+        return next_result(self._engine.results, self._engine.wait, timeout)
 
     @shielded
     def repopulate_pool(self) -> None:

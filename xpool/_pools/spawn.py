@@ -75,9 +75,6 @@ class Replicas(P2PPool):
         self._contexts = contexts
         super().__init__(n, replica.keep, (fn, args), context=start_method, is_daemon=daemon)
 
-    def pids(self) -> list[int | None]:
-        return self._all.pids()
-
 
 class ReplicaDied(WorkerDied):
     """The process of a replica has ended before its function returned; it is not run again."""
@@ -151,7 +148,7 @@ class ReplicaProcess:
     def _send(self, signum: int) -> None:
         pid, pool = self.pid, self._context._pool
         # Check that it lives: another process may have the id of an ended one.
-        if pool is not None and pid in pool.pids():
+        if pool is not None and pid in pool.statistics()["pids"]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 

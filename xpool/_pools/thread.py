@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._engine.threads import HeldTask, ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
-from xpool._pools.hooks import Result, Task
+from xpool._pools.hooks import Result, Task, next_result
 from xpool._pools.pool_options import REFUSED_BY_THREADS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
 from xpool._pools.thread_submitter import ThreadSubmitter
@@ -108,12 +107,7 @@ class ThreadPool(BasePool):
 
     def pool_outqueue_get(self, timeout: float) -> Result:
         """Return the next result."""
-        results = self._results
-        if not results and timeout > 0:
-            self._threads.wait(timeout)
-        if results:
-            return results.popleft()
-        raise queue.Empty
+        return next_result(self._results, self._threads.wait, timeout)
 
     @shielded
     def repopulate_pool(self) -> None:
