@@ -27,7 +27,7 @@ from typing import Any
 
 from xpool._pickling.by_value.functions import annotations_of
 from xpool._pickling.by_value.names import ATOMS, found_by_name
-from xpool._pickling.by_value.origin import MAIN_NAMES, canonical, is_program
+from xpool._pickling.by_value.origin import MAIN_NAMES, attributes_of, canonical, is_program
 from xpool._pickling.by_value.reads import Code, in_modules, use_of
 from xpool._pools.values import (
     CODE,
@@ -35,7 +35,6 @@ from xpool._pools.values import (
     OF_MODULES,
     Unknown,
     Values,
-    attributes_of,
     globals_of,
     hashed,
     imported,

@@ -30,6 +30,7 @@ from xpool._pickling.by_value.classes import CACHES
 from xpool._pickling.by_value.names import ATOMS
 from xpool._pickling.by_value.origin import (
     MAIN_NAMES,
+    attributes_of,
     canonical,
     is_installed,
     is_program,
@@ -167,14 +168,6 @@ def wrapped_by(obj: Any) -> FunctionType | None:
     found = attributes_of(obj).get("__wrapped__")
     own = isinstance(found, FunctionType) and not is_program(type(obj).__module__)
     return found if own else None
-
-
-def attributes_of(obj: Any) -> dict[str, Any]:
-    try:
-        found = object.__getattribute__(obj, "__dict__")  # the class may override attribute access
-    except AttributeError:
-        return {}
-    return found if type(found) is dict else {}
 
 
 def label_of(obj: Any) -> str:

@@ -257,8 +257,11 @@ def namespace(module: str) -> dict[str, Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    # A lazy module is not loaded by this.
-    found = object.__getattribute__(value, "__dict__")
+    # A lazy module is not loaded by this, and a class may override attribute access.
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
     return found if type(found) is dict else {}
 
 
