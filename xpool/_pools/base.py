@@ -41,7 +41,7 @@ from xpool._pools.lifecycle import Lifecycle
 from xpool._pools.submitters import HookSubmitter
 from xpool._pools.verbs import PublicVerbs
 from xpool._python import at_fork
-from xpool._python.interrupt import interruptible, shielded, until_interrupted
+from xpool._python.interrupt import interruptibly, shielded, until_interrupted
 from xpool._python.starting import PromptThread, refuse_green_threads
 from xpool.errors import InternalError, OptionError, PoolBroken, TimeoutError
 
@@ -155,9 +155,9 @@ class BasePool(PublicVerbs, Hooks):
         is_set_up, ref = False, None
         try:
             # Interruptible, since hooks of a subclass may wait; the built-in pools shield theirs.
-            _call(self.setup_queues)
+            interruptibly(self.setup_queues)
             is_set_up = True
-            _call(self.repopulate_pool)
+            interruptibly(self.repopulate_pool)
             ref = weakref.ref(self)
             thread = PromptThread(
                 target=_take_turns,
@@ -399,11 +399,6 @@ class BasePool(PublicVerbs, Hooks):
         """Ask every worker to end: there is no more work."""
         for _ in range(self._size):
             self.pool_inqueue_put(None)
-
-
-@interruptible
-def _call(hook: Callable[[], None]) -> None:
-    hook()
 
 
 def _weakly(pool: BasePool) -> Callable[[], None]:

@@ -36,7 +36,7 @@ from xpool._pools.input_reader import FlowControl, InputReader, length_of
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
 from xpool._pools.submitters import CO_ASYNC, HookSubmitter, Work, begin_work, numbering
-from xpool._python.interrupt import deliver, interruptible, pass_on, pending, shielded
+from xpool._python.interrupt import interruptibly, pass_on, shielded
 from xpool._worker.callables import task_function
 from xpool.errors import OptionError
 
@@ -726,7 +726,8 @@ def imap(
         from xpool._pools.journal import Journal, Recorded, inputs_of_workers  # imports sqlite3
 
         beside = inputs_of_workers(pool)
-        journal = _call(Journal, options.journal, work.func, options.key, options.version, beside)
+        about = options.journal, work.func, options.key, options.version, beside
+        journal = interruptibly(Journal, *about)
         job = Recorded(results, number, gone, journal, pool._jobs)
     results.cancelling, job.options, job.flow = (job, flow), options, flow
     if options.progress is not False:
@@ -761,10 +762,3 @@ def _begin_stream(
     # These do not hold the job: its weak reference shows a dropped iterator.
     fail, end = partial(jobs.deliver, job.number), partial(jobs.end_input, job.number)
     InputReader(iterable, size, flow, put, runs, fail, end, pool.name).begin(pool, job)
-
-
-@interruptible
-def _call(func: Callable[..., Any], *args: Any) -> Any:
-    if pending:
-        deliver()
-    return func(*args)

@@ -30,6 +30,7 @@ from typing import Any, TypeVar, cast
 from xpool._python import at_fork
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 # Signals that may arrive repeatedly are last, so that all other handlers are set before theirs.
 _NAMES = (
@@ -199,6 +200,14 @@ def deliver(frame: FrameType | None = None) -> None:
     finally:
         if pending:  # a handler has raised, so call the others
             deliver(frame)
+
+
+@interruptible
+def interruptibly(func: Callable[..., T], *args: Any) -> T:
+    """Call a function that runs code of the program, in a shielded function."""
+    if pending:
+        deliver()
+    return func(*args)
 
 
 def _deliver_outside(frame: FrameType) -> None:
