@@ -22,6 +22,7 @@ if sys.platform != "win32":
     import resource
 
 from xpool._engine.stacks import outside
+from xpool._memory.system import default_processes, scopes
 from xpool._pools.observing import Stacks
 from xpool._pools.process import Pool
 from xpool.devices._host import Host, installed, usable_cpus
@@ -51,7 +52,7 @@ def look(root: Path = Path("/")) -> dict[str, Any]:
     return {
         "versions": _versions(),
         "workers": _workers(),
-        "processors": _processors(root),
+        "processors": _processors(),
         "memory": _memory(root),
         "limits": _limits(),
         "devices": _devices(root),
@@ -75,12 +76,9 @@ def _workers() -> dict[str, Any]:
     }
 
 
-def _processors(root: Path) -> dict[str, Any]:
+def _processors() -> dict[str, Any]:
     found: dict[str, Any] = {"usable": len(usable_cpus()), "of": os.cpu_count()}
-    # In cgroup v2: the allowed microseconds of each period or "max", then the period.
-    quota = _read(root / "sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0] != "max":
-        found["cgroup allows"] = round(int(quota[0]) / int(quota[1]), 2)
+    found["workers of a pool"] = default_processes()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if name in os.environ:
             found[name] = os.environ[name]
@@ -95,13 +93,9 @@ def _memory(root: Path) -> dict[str, Any]:
         name, _, value = line.partition(":")
         if name in names:
             found[names[name]] = int(value.split()[0]) * 1024
-    limit = _read(root / "sys/fs/cgroup/memory.max")
-    if limit.isdigit():
-        found["cgroup allows"] = int(limit)
-        has = int(_read(root / "sys/fs/cgroup/memory.current") or 0)
-        stat = dict(line.split() for line in _read(root / "sys/fs/cgroup/memory.stat").splitlines())
-        # The file cache is not counted, because the kernel frees it before other memory.
-        found["cgroup has"] = max(0, has - int(stat.get("inactive_file", 0)))
+    cgroups = [*scopes()][1:] if sys.platform == "linux" else []
+    if cgroups:
+        found["cgroup allows"], found["cgroup has"] = min(cgroups)
     for name, file in (("huge pages", "enabled"), ("huge pages, shared", "shmem_enabled")):
         choices = _read(root / "sys/kernel/mm/transparent_hugepage" / file)
         if "[" in choices:
@@ -137,7 +131,7 @@ def _read(path: Path) -> str:
 def advice(found: dict[str, Any]) -> list[str]:
     """Return a sentence for each recommended change."""
     said = []
-    limits, memory, processors = found["limits"], found["memory"], found["processors"]
+    limits = found["limits"]
     if found["workers"]["start method"] == "spawn":
         said.append("Not Linux: workers start slowly and values are copied through pipes.")
     if limits.get("addresses") is not None:
@@ -147,17 +141,8 @@ def advice(found: dict[str, Any]) -> list[str]:
         said.append(f"Only {files} files may be open: raise that by ulimit -n 4096.")
     if limits.get("file size") is not None:
         said.append("The size of files is limited (ulimit -f), and so is shared memory.")
-    allowed = processors.get("cgroup allows")
-    if allowed is not None and allowed < processors["usable"]:
-        said.append(
-            f"The cgroup allows {allowed} processors: pass processes={allowed}, since by default a "
-            f"pool starts {processors['usable']} workers."
-        )
-    room = memory.get("cgroup allows")
-    if room is not None and room < memory.get("total", room):
-        said.append("The cgroup limits memory: pass memory_limit= to pools that move large values.")
     wants = "torch" in found["versions"] and not os.environ.get("THP_MEM_ALLOC_ENABLE")
-    if wants and memory.get("huge pages") in ("madvise", "always"):
+    if wants and found["memory"].get("huge pages") in ("madvise", "always"):
         said.append(
             "THP_MEM_ALLOC_ENABLE=1 lets torch allocate large tensors in huge pages: workers "
             "return tensors of 64 MiB up to twice as fast."

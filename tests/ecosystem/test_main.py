@@ -10,6 +10,7 @@ from support.limits import PROGRAM_LIMIT
 
 import xpool
 from xpool import __main__ as program
+from xpool._memory import system
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -50,13 +51,16 @@ def test_a_self_test_that_fails(monkeypatch, capsys):
     assert "OSError: no processes here" in capsys.readouterr().out
 
 
-def test_a_machine_in_a_container(tmp_path):
-    """Limits of the cgroup are shown, with advice."""
+def test_a_machine_in_a_container(tmp_path, monkeypatch):
+    """Limits of the cgroup are shown, and the number of workers obeys them."""
+    monkeypatch.setattr(system, "_CGROUPS", str(tmp_path / "sys/fs/cgroup"))
+    monkeypatch.setattr(system, "_PROC", str(tmp_path / "proc"))
     files = {
         "sys/fs/cgroup/cpu.max": "150000 100000",
         "sys/fs/cgroup/memory.max": str(1 << 30),
         "sys/fs/cgroup/memory.current": "8192",
         "sys/fs/cgroup/memory.stat": "anon 4096\ninactive_file 4096\n",
+        "proc/self/cgroup": "0::/",
         "proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 4096 kB\n",
         "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
     }
@@ -64,13 +68,12 @@ def test_a_machine_in_a_container(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     found = program.look(tmp_path)
-    assert found["processors"]["cgroup allows"] == 1.5
+    assert found["processors"]["workers of a pool"] == min(2, found["processors"]["usable"])
     assert found["memory"] == {
         "total": 8 << 30, "available": 4 << 20, "cgroup allows": 1 << 30, "cgroup has": 4096,
         "huge pages": "madvise",
     }  # fmt: skip
-    found["processors"]["usable"] = 8
     found["limits"] |= {"addresses": 1 << 30, "open files": 64, "file size": 1}
     said = " ".join(program.advice(found))
-    for word in ("1.5 processors", "memory_limit=", "ulimit -v", "ulimit -n", "ulimit -f"):
+    for word in ("ulimit -v", "ulimit -n", "ulimit -f"):
         assert word in said

@@ -79,12 +79,12 @@ def available_memory(part: float = 1.0) -> int:
 
     ``part``: from 0 to 1; the rest of each memory stays unused.
     """
-    return max(0, min(int(total * part) - used for total, used in _scopes()))
+    return max(0, min(int(total * part) - used for total, used in scopes()))
 
 
 def fullest_scope() -> Scope:
     """Return the machine or the cgroup of this process, whichever has the largest used share."""
-    return max(_scopes(), key=lambda scope: scope.part)
+    return max(scopes(), key=lambda scope: scope.part)
 
 
 def oom_kills() -> int:
@@ -97,7 +97,8 @@ def oom_kills() -> int:
     return _named(f"{_PROC}/vmstat", b"oom_kill") or 0
 
 
-def _scopes() -> Iterator[Scope]:
+def scopes() -> Iterator[Scope]:
+    """Yield the memory of the machine, and that of each cgroup of this process with a limit."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = _named(f"{_PROC}/meminfo", b"MemAvailable:")
     yield Scope(installed, 0 if available is None else installed - available * 1024)
