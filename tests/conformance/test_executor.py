@@ -626,3 +626,4 @@ def test_a_future_of_a_pool_with_contexts():
     """A function submitted to a `CtxPool` gets the worker's context as its first argument."""
     with CtxPool(worker_contexts=["a"]) as pool:
         assert pool.submit(work.echo, 1, n=2).result(WAIT) == (("a", 1), {"n": 2})
+        assert list(pool.executor().map(work.echo, [1], [2])) == [(("a", 1, 2), {})]

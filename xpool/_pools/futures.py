@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from xpool._calls.options import OneCallOptions, check_count, label
+from xpool._calls.options import ManyOptions, OneCallOptions, check_count
 from xpool._calls.results import AsyncResult, Job, PickledResult, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.job_table import JobTable
-from xpool._pools.verbs import PLAIN, PublicVerbs, options_of, submit_call
+from xpool._pools.submitters import Work
+from xpool._pools.verbs import PLAIN, PublicVerbs, imap, options_of, submit_call
 from xpool._python.interrupt import shielded
 from xpool._python.waiters import Waiters, deadline_of
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
@@ -342,9 +343,9 @@ class PoolExecutor(concurrent.futures.Executor):
             if self._over:
                 raise RuntimeError(_FINISHED)
             try:
-                call = functools.partial(_apply_row, fn)
-                call.__qualname__ = label(fn).removesuffix("()")  # type: ignore[attr-defined]
-                results = self._pool.imap(call, given, size, ahead)
+                work = Work(fn, starred=True)
+                options = options_of(self._pool, ManyOptions, {}, False)
+                results = imap(self._pool, IMapIterator, work, given, size, ahead, options)
             except PoolClosed as error:
                 raise concurrent.futures.BrokenExecutor(str(error)) from error
             assert results.cancelling is not None
@@ -381,10 +382,6 @@ class PoolExecutor(concurrent.futures.Executor):
                 # ever.
                 job.flow.unbind()
                 job._waiters.wait(functools.partial(getattr, job, "settled"), None)
-
-
-def _apply_row(fn: Callable[..., T], row: tuple[Any, ...]) -> T:
-    return fn(*row)
 
 
 def _results(
