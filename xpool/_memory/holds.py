@@ -106,7 +106,7 @@ class Region:
             if index is None:
                 return None
         if self._spare > _WARM:
-            self._cool()
+            self.give_back(float("-inf"))  # only what is above `_kept`
         self._young.append(index)
         if len(self._young) > _YOUNG:
             self._old.append(self._young.pop(0))
@@ -217,13 +217,6 @@ class Region:
     def _kept(self) -> int:
         """Return how many bytes of free blocks may keep their memory for reuse."""
         return max(_WARM, 2 * max((c for c, warm in self._warm.items() if warm), default=0))
-
-    def _cool(self) -> None:
-        """Give back the memory of free blocks above `_kept`."""
-        most = self._kept()
-        for capacity, warm in self._warm.items():
-            while self._spare > most and warm and capacity >= LARGE:
-                self._punch(capacity, warm)
 
     def _punch(self, capacity: int, warm: deque[int]) -> None:
         index = warm.popleft()
