@@ -245,7 +245,7 @@ def buffer_at(start: int, nbytes: int, owner: Any) -> "ctypes.Array[ctypes.c_cha
     return made
 
 
-_PART = 128 * 1024
+_PART = 64 * 1024
 
 
 def same_bytes(one: memoryview, other: memoryview) -> bool:
@@ -253,12 +253,7 @@ def same_bytes(one: memoryview, other: memoryview) -> bool:
 
     This compares 5 GB a second with the memcmp of `bytearray`.  A memoryview compares single items.
     """
-    part = bytearray(min(_PART, one.nbytes))
-    for at in range(0, one.nbytes, _PART):
-        piece = one[at : at + _PART]
-        if piece.nbytes < len(part):
-            part = bytearray(piece.nbytes)
-        part[:] = piece
-        if part != other[at : at + _PART]:
-            return False
-    return True
+    size = _PART
+    return all(
+        bytearray(one[at : at + size]) == other[at : at + size] for at in range(0, one.nbytes, size)
+    )
