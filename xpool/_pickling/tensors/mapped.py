@@ -213,7 +213,12 @@ def keep_opened() -> None:
 def open_buffer(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
     key = device, inode, offset, nbytes
     known = _opened.pop(key, None)  # removed, so that it comes last when it is entered again
-    buffer = _map(path, device, inode, offset, nbytes) if known is None else known[0]
+    if known is not None:
+        buffer = known[0]
+    else:
+        gone = f"the file of a tensor is gone ({path}): its sender has ended"
+        pages, skip = map_file((path, *key), True, gone)
+        buffer = memoryview(pages)[skip:]
     if _keeps_opened:
         _opened[key] = buffer, time.monotonic()
         if len(_opened) > _MOST_OPENED:
@@ -231,12 +236,6 @@ def imported_torch() -> Any:
     import torch  # this may be the first tensor of the process
 
     return torch
-
-
-def _map(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
-    gone = f"the file of a tensor is gone ({path}): its sender has ended"
-    pages, skip = map_file((path, device, inode, offset, nbytes), True, gone)
-    return memoryview(pages)[skip:]
 
 
 def map_file(
