@@ -40,8 +40,8 @@ from xpool._pickling.reducers import (
     tail,
 )
 from xpool._pickling.tensors import mapped
-from xpool._pickling.tensors.device_memory import about, is_kept, on_own_device, share_memory
-from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
+from xpool._pickling.tensors.device_memory import about, keep, on_own_device, share_memory
+from xpool._pickling.tensors.extents import Piece, Seen, extent
 from xpool._pickling.tensors.sharing import (
     first_user,
     move,
@@ -188,17 +188,6 @@ def _reduce_piece(pickler: Context, piece: Piece) -> Any:
     return Memory, (bytes_of(piece.start, piece.stop - piece.start, piece),)
 
 
-def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
-    """Return the piece that an object shares with others, or None.  The first run records it."""
-    seen = Seen.of(pickler)
-    if seen.plan is not None:
-        piece: Piece | None = seen.plan.get(found)
-        return piece
-    # `seen` keeps the object alive, so that no other object gets its address.
-    seen.append((*found, obj))
-    return None
-
-
 # -- dense tensors -------------------------------------------------------------------------------
 
 
@@ -281,9 +270,9 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
     if tensor.requires_grad or tensor._backward_hooks:
         check(tensor)
     # In share mode, a worker keeps the tensor on its device and sends a handle.
-    if is_kept(pickler.layout, tensor):
-        assert pickler.layout.keep is not None
-        return pickler.layout.keep(pickler, tensor)
+    kept = keep(pickler, tensor)
+    if kept is not None:
+        return kept
     torch = sys.modules["torch"]
     flags = 0
     if tensor.is_conj():
@@ -374,8 +363,11 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
         user = first_user(pickler, storage.data_ptr(), storage)
         return _at, (user, tensor.storage_offset(), name, shape, strides)
     found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
-    piece = piece_of(pickler, found, tensor)
-    if piece is not None:
+    seen = Seen.of(pickler)
+    if seen.plan is None:
+        # This keeps the tensor alive, so that no other object gets its address.
+        seen.append((*found, tensor))
+    elif (piece := seen.plan.get(found)) is not None:
         return _view, (piece, start - piece.start, name, shape, strides)
     _, stop, gaps = found
     # Send the bytes as they are in memory, with any order of the axes.
@@ -635,9 +627,9 @@ def reduce_subclass(pickler: Context, tensor: Any) -> Any:
     # Otherwise each use of the tensor would call the `__torch_function__` of its class.
     with torch._C.DisableTorchFunctionSubclass():
         check(tensor)
-        if is_kept(pickler.layout, tensor):
-            assert pickler.layout.keep is not None
-            return pickler.layout.keep(pickler, tensor)
+        kept = keep(pickler, tensor)
+        if kept is not None:
+            return kept
         if _is_wrapper(torch, tensor):
             return NotImplemented
         grad = tensor.requires_grad

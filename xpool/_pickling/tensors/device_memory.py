@@ -31,7 +31,7 @@ from typing import Any
 
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
-from xpool._pickling.frame import Layout, pools
+from xpool._pickling.frame import pools
 from xpool._pickling.reducers import Context, builder, in_place, register
 from xpool._pickling.tensors.extents import Seen
 from xpool._python.worker_local import WorkerLocal
@@ -156,11 +156,12 @@ def synchronize() -> None:
         sys.modules["torch"].cuda.synchronize(ordinal)
 
 
-def is_kept(layout: Layout, tensor: Any) -> bool:
-    """Whether this worker keeps a tensor and sends a handle to it."""
+def keep(pickler: Context, tensor: Any) -> Any:
+    """Keep a tensor in this worker, and return how to make a handle; None: its values are sent."""
+    layout = pickler.layout
     if layout.keep is None or tensor.is_cpu or tensor.is_meta:
-        return False
-    return layout.method in (None, tensor.device.type)
+        return None
+    return layout.keep(pickler, tensor) if layout.method in (None, tensor.device.type) else None
 
 
 def on_own_device(tensor: Any) -> Any:
