@@ -474,10 +474,6 @@ def after(before: Any, func: Callable[..., Any], *args: Any) -> Any:
     return func(*args)
 
 
-def call(func: Callable[..., Any], *args: Any) -> Any:
-    return func(*args)
-
-
 def without_context(context: Any, func: Callable[..., Any], *args: Any) -> Any:
     """Call ``func(*args)`` without the context that a `CtxPool` passes to each task."""
     return func(*args)

@@ -42,7 +42,6 @@ from xpool.data._loader_worker import (
     WorkerCopy,
     after,
     begin,
-    call,
     in_thread,
     is_pipe,
     own_generators,
@@ -268,6 +267,15 @@ class _Pooled:
     _end: Callable[[Iterable[Any]], None]
     size: int
 
+    def _apply(self, label: str, func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Let a worker call ``func(*args)``; return the result.  ``label`` names the call in error
+        texts."""
+        if isinstance(self._pool, (CtxPool, CtxThreadPool)):
+            func, args = without_context, (func, *args)
+        result = self._pool.apply_async(func, args, **options)
+        result.label = label
+        return result
+
     def resize(self, size: int) -> None:
         """Have another number of workers."""
         self._pool.resize(size)
@@ -295,7 +303,6 @@ class Processes(_Pooled):
         else:
             self._ref = self._pool.broadcast(made)
             self._end = end_later(None)
-        self._prefix = without_context if isinstance(self._pool, CtxPool) else call
 
     def _start(self, loader: Any, pool_class: type[Pool], made: WorkerCopy) -> Pool:
         """Start workers with the dataset, which may hold locks and open files."""
@@ -324,16 +331,9 @@ class Processes(_Pooled):
     def make(
         self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None
     ) -> Any:
-        """Let worker ``shard`` (None: any worker) call ``func(copy, *args)``; return the result.
-
-        ``label`` names the call in error texts.
-        """
+        """Let worker ``shard`` (None: any worker) call ``func(copy, *args)``; return the result."""
         where = {} if shard is None else {"worker": shard}
-        result = self._pool.apply_async(
-            self._prefix, (with_copy, func, self._ref, *args), retries=RETRIES, **where
-        )
-        result.label = label
-        return result
+        return self._apply(label, with_copy, func, self._ref, *args, retries=RETRIES, **where)
 
     def end(self, results: Iterable[Any] = ()) -> None:
         """As `_Pooled.end`; let the workers drop the dataset."""
@@ -371,7 +371,6 @@ class Threads(_Pooled):
             self._pool = ThreadPool(self.size, name="DataLoader")
         self._end = end_later(self._pool if owns else None)
         joined_at_exit.add(self._pool)
-        self._prefix = without_context if isinstance(self._pool, CtxThreadPool) else call
         self._copies = []
         for _ in range(loader.num_workers):
             made = WorkerCopy(loader)
@@ -386,13 +385,10 @@ class Threads(_Pooled):
     ) -> Any:
         """Let a thread call ``func(copy, *args)``.  Calls of one part run one after the other."""
         if shard is None:
-            result = self._pool.apply_async(self._prefix, (in_thread, func, self._copies, *args))
-        else:
-            # Threads that wait for `before` cannot block each other: tasks begin in order.
-            before, made = self._latest[shard], self._copies[shard]
-            result = self._pool.apply_async(self._prefix, (after, before, func, made, *args))
-            self._latest[shard] = result
-        result.label = label
+            return self._apply(label, in_thread, func, self._copies, *args)
+        # Threads that wait for `before` cannot block each other: tasks begin in order.
+        before, made = self._latest[shard], self._copies[shard]
+        result = self._latest[shard] = self._apply(label, after, before, func, made, *args)
         return result
 
 
