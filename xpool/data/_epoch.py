@@ -433,10 +433,8 @@ class Epoch(Iterator[Any]):
 
     def _check_length(self) -> None:
         said = self._loader._IterableDataset_len_called
-        if said is not None and self.progress.yielded > said:
-            self._warn_of_length(said)
-
-    def _warn_of_length(self, said: int) -> None:
+        if said is None or self.progress.yielded <= said:
+            return
         text = (
             f"Length of IterableDataset {self._loader.dataset} was reported to be {said} (when "
             f"accessing len(dataloader)), but {self.progress.yielded} samples have been fetched. "
@@ -447,7 +445,7 @@ class Epoch(Iterator[Any]):
                 "in each worker: have its __iter__ yield that worker's part, by "
                 "torch.utils.data.get_worker_info()."
             )
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(text, stacklevel=3)
 
     def __len__(self) -> int:
         return len(self._loader._index_sampler)
