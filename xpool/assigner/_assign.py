@@ -132,8 +132,7 @@ def search(
         return _exact(problem, n, m)
     best = _polished(greedy(problem), problem)
     descended = _polished(_descend(problem, n, m, iterations, update_rate), problem)
-    placement, value = min(best, descended, key=lambda found: found[1])
-    return Found(placement, value, "gradient")
+    return min(best, descended, key=lambda found: found.cost)
 
 
 def _decided(placements: Tensor, m: int) -> Tensor:
@@ -173,11 +172,8 @@ def greedy(problem: Problem) -> list[int]:
     return placement
 
 
-def _polished(placement: Sequence[int], problem: Problem) -> tuple[list[int], float]:
-    """Move one model or swap two, whichever lowers the cost more, until nothing lowers it.
-
-    Returns the placement and its cost.
-    """
+def _polished(placement: Sequence[int], problem: Problem) -> Found:
+    """Move one model or swap two, whichever lowers the cost more, until nothing lowers it."""
     devices = torch.tensor(placement)
     m = problem.device_distance.shape[0]
     least = float(cost(_decided(devices, m), problem))
@@ -193,7 +189,7 @@ def _polished(placement: Sequence[int], problem: Problem) -> tuple[list[int], fl
         value = float(cost(_decided(tried, m), problem))
         # Checked with the exact cost: rounding errors of `_changes` could make this loop endless.
         if not value < least:
-            return devices.tolist(), least
+            return Found(devices.tolist(), least, "gradient")
         devices, least = tried, value
 
 
@@ -326,12 +322,13 @@ def _named(wanted: Any) -> list[torch.device]:
             ) from exc
         if device.type not in ("cpu", "cuda"):
             raise OptionError(f"devices[{i}] is '{device}'; models go to 'cpu' and 'cuda:i' only")
-        found.append(torch.device("cuda", device.index or 0) if device.type == "cuda" else device)
+        is_gpu = device.type == "cuda"
+        found.append(torch.device("cuda", device.index or 0) if is_gpu else torch.device("cpu"))
     if not found:
         raise OptionError(
             "devices is empty; leave it out for all GPUs of this machine, or else the CPU"
         )
-    return [torch.device("cpu") if device.type == "cpu" else device for device in found]
+    return found
 
 
 def _spare(gpus: Sequence[DeviceContext], indices: Sequence[int]) -> dict[int, Spare]:
