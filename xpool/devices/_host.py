@@ -116,12 +116,9 @@ def _numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
 
 
 def find_nodes(root: Path) -> dict[int, tuple[int, ...]]:
-    nodes = {}
-    for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        cpus = parse_cpulist(read(path / "cpulist"))
-        if cpus:
-            nodes[int(path.name[4:])] = cpus
-    return nodes
+    found = _numbered(root / "sys/devices/system/node", "node")
+    nodes = {number: parse_cpulist(read(path / "cpulist")) for number, path in found}
+    return {number: cpus for number, cpus in nodes.items() if cpus}
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:

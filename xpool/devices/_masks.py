@@ -126,10 +126,7 @@ def _named_gpu(name: str, host: Host, mask: str) -> Visible:
                 f"{CUDA}={mask!r} names {name!r}, with which several UUIDs begin ({which}): give "
                 "more of the UUID"
             )
-    have = ", ".join(f"{i}: {gpu.uuid}" for i, gpu in enumerate(gpus)) or "none"
-    raise DeviceError(
-        f"{CUDA}={mask!r} names {name!r}, which this machine does not have; it has {have}"
-    )
+    raise _unknown(CUDA, mask, name, [Visible(f"{i}: {gpu.uuid}") for i, gpu in enumerate(gpus)])
 
 
 # -- AMD ---------------------------------------------------------------------------------------
@@ -549,7 +546,7 @@ def _twice(variable: str, mask: str) -> DeviceError:
 
 
 def _unknown(variable: str, mask: str, name: str, known: Iterable[Visible]) -> DeviceError:
-    have = ", ".join(one.name for one in known)
+    have = ", ".join(one.name for one in known) or "none"
     return DeviceError(
         f"{variable}={mask!r} names {name!r}, which this machine does not have; it has {have}"
     )
