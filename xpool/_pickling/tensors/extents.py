@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -189,9 +190,4 @@ def _split(members: list[Entry], span: int) -> list[list[Entry]]:
 
 def _bytes(entry: Entry) -> int:
     start, stop, axes, _ = entry
-    if not axes:
-        return stop - start
-    own = 1
-    for _, length in axes:
-        own *= length
-    return own
+    return prod(length for _, length in axes) if axes else stop - start
