@@ -24,6 +24,7 @@ from xpool.data._sampling import (
     can_preview,
     check_state,
     facts,
+    inner_sampler,
 )
 from xpool.data._workers import Inline, Processes, Threads, check_auto, check_pool, prepare
 from xpool.errors import OptionError
@@ -236,8 +237,9 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         bases = self._left() or []
         between = EpochProgress(Generators(self).states(), len(bases))
         between.bases = bases
-        if is_stateful(self._own_sampler()):
-            between.sampler = pickle.dumps({"sampler": self._own_sampler().state_dict()})
+        sampler = inner_sampler(self._index_sampler)
+        if is_stateful(sampler):
+            between.sampler = pickle.dumps({"sampler": sampler.state_dict()})
         after = {"seed": self._seed, "turn": self._turn}
         return {**facts(self), **between.as_state(), "epoch": None, "next": after}
 
@@ -267,7 +269,7 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
             return progress, Before(None, progress.seed, progress.turn - 1, None)
         inner = state["sampler"]["state"]
         if inner is not None:
-            self._own_sampler().load_state_dict(inner["sampler"])
+            inner_sampler(self._index_sampler).load_state_dict(inner["sampler"])
         after, bases = state["next"], bases_of(state) if self._has_state else None
         return None, Before(decoded(state["generators"]), after["seed"], after["turn"], bases)
 
@@ -278,9 +280,3 @@ class DataLoader(torch.utils.data.DataLoader[T], Generic[T]):  # type: ignore[mi
         if self._kept is None and self.num_workers:
             return None  # new workers get the program's dataset as it is now
         return self._progress.left() if self._progress.is_over else None
-
-    def _own_sampler(self) -> Any:
-        """Return the sampler that may have a state: the one inside torch's `BatchSampler`."""
-        sampler = self._index_sampler
-        inner = type(sampler) is torch.utils.data.BatchSampler
-        return sampler.sampler if inner else sampler

@@ -44,6 +44,11 @@ class Request(NamedTuple):
     state: bytes | None  # the sampler's pickled state after this batch; None: not recorded here
 
 
+def inner_sampler(sampler: Any) -> Any:
+    """Return the sampler that may have a state: the one inside torch's `BatchSampler`."""
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
+
+
 class Sampling(Iterator[Request]):
     """The requests of one epoch, in order.
 
@@ -53,10 +58,8 @@ class Sampling(Iterator[Request]):
 
     def __init__(self, sampler: Any, interval: int) -> None:
         self._sampler, self._interval = sampler, interval
-        self._inner, self._size, self._drop_last = sampler, 0, False
-        # Torch's `BatchSampler` has no state, but its inner sampler may have one.
-        if type(sampler) is BatchSampler:
-            self._inner = sampler.sampler
+        self._inner, self._size, self._drop_last = inner_sampler(sampler), 0, False
+        if self._inner is not sampler:
             self._size, self._drop_last = sampler.batch_size, sampler.drop_last
         self._drawn = 0
         self._digest = 0
@@ -150,9 +153,7 @@ _DRAW_ONLY = {
 
 def can_preview(sampler: Any) -> bool:
     """Whether iterating over a sampler leaves later iterations unchanged."""
-    if type(sampler) is BatchSampler:
-        sampler = sampler.sampler
-    return type(sampler) in _DRAW_ONLY
+    return type(inner_sampler(sampler)) in _DRAW_ONLY
 
 
 class Preview:
