@@ -115,10 +115,10 @@ def _masked(kind: str, host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     if kind == "cuda" and host.build == "ROCm":
         return _masked("rocm", host, asked)  # torch calls its devices cuda
     n, per_worker, per_process, independent, framework = asked
-    framework = framework or "torch"
-    if kind == "neuron":
-        framework = asked.framework or ("torch_xla" if "torch_xla" in host.packages else "torch")
-    if not independent or (per_process or 1) > 1 or framework not in ("torch", _ALSO.get(kind)):
+    frameworks = ("torch_xla", "torch") if kind == "neuron" else ("torch",)
+    if framework is None:
+        framework = next(name for name in frameworks if name == "torch" or name in host.packages)
+    if not independent or (per_process or 1) > 1 or framework not in frameworks:
         raise OptionError(
             f"devices({kind!r}) takes no per_process=, independent= or framework=: each device has "
             "its own worker process; to make a group, call torch.distributed in the initializer"
@@ -147,10 +147,6 @@ def _masked(kind: str, host: Host, asked: DeviceRequest) -> list[DeviceContext]:
         nodes = [one.node for one in own]
         parts.append(_part(kind, framework, env, env[row.mask] or "", per_worker, nodes))
     return _contexts(host, parts)
-
-
-_ALSO = {"neuron": "torch_xla"}
-"""Frameworks other than torch that open devices of a kind with a mask."""
 
 
 def _none_visible(kind: str, row: Row, host: Host) -> DeviceError:
