@@ -319,7 +319,11 @@ class WorkerCopy:
             yield
             return
         # Set for each batch, because a worker may serve several loaders in turn.
-        info = make_info(shard, self.workers, epoch.seed + shard, self.dataset, self._generators)
+        own = self._generators
+        info = torch_worker.WorkerInfo(
+            id=shard, num_workers=self.workers, seed=epoch.seed + shard, dataset=self.dataset,
+            **({} if own is None else {"rng": own, "worker_method": "thread"}),
+        )  # fmt: skip
         with as_worker(info, self.is_thread):
             yield
 
@@ -492,14 +496,6 @@ def as_worker(info: Any, is_thread: bool) -> Iterator[None]:
         yield
     finally:
         setattr(holder, name, before)
-
-
-def make_info(shard: int, workers: int, seed: int, dataset: Any, generators: Any) -> Any:
-    """Return torch's `WorkerInfo` of a worker.  ``generators`` are those of a worker thread."""
-    extra = {} if generators is None else {"rng": generators, "worker_method": "thread"}
-    return torch_worker.WorkerInfo(
-        id=shard, num_workers=workers, seed=seed, dataset=dataset, **extra
-    )
 
 
 def own_generators() -> Any:
