@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import dataloader
-from torch.utils.data._utils import pin_memory as torch_pin_memory
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from xpool import pickle
 from xpool._python.interrupt import by_handler, deliver, interruptible, pending, shielded
@@ -323,7 +323,7 @@ class Epoch(Iterator[Any]):
             try:
                 answer = item.result.get()
                 if self._pins and self._pin_thread is None and not answer.ended:
-                    answer = answer._replace(batch=pinned(answer.batch))
+                    answer = answer._replace(batch=pin_memory(answer.batch))
             except Exception as exc:
                 if not by_handler(exc):
                     self._count(item, None)
@@ -498,11 +498,6 @@ def can_pin() -> bool:
     return bool(accelerator.is_available()) and accelerator.current_accelerator().type != "mps"
 
 
-def pinned(batch: Any) -> Any:
-    """Return the batch with its tensors in pinned memory, as torch's loader does."""
-    return torch_pin_memory.pin_memory(batch)
-
-
 def warn_of_pinning(device: str) -> None:
     """Warn if ``pin_memory=True`` or the device has no effect."""
     if device:
@@ -579,7 +574,7 @@ class PinnedResult(Flag):
             return
         try:
             answer = self._result.get()
-            self._answer = answer._replace(batch=pinned(answer.batch))
+            self._answer = answer._replace(batch=pin_memory(answer.batch))
         except BaseException as error:  # `get` raises it
             self._error = error
         self._result = None
