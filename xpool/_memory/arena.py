@@ -324,7 +324,7 @@ class Arena(Holds):
                 self._look_for_free()
             found = {
                 "bytes": self.file.used(),
-                "blocks": self._region.blocks,
+                "blocks": len(self._region.entries),
                 "out": self._region.out,
                 "held": len(self._counts),
             }

@@ -248,10 +248,6 @@ class Region:
         return bool(self._spare or self._young or self._old)
 
     @property
-    def blocks(self) -> int:
-        return len(self.entries)
-
-    @property
     def out(self) -> int:
         """Number of blocks that were held when last checked."""
         return len(self._young) + len(self._old)
