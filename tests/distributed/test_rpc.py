@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="xpool.distributed needs torch")
 import torch
 from support.limits import WAIT
 from support.ranks import Ranks
+from support.waiting import together
 
 from xpool import TimeoutError
 from xpool.distributed import (
@@ -319,15 +320,11 @@ def many_threads(world: World) -> int:
     group.register(f"add {world.name}", add)
     group.barrier()
 
-    def work() -> None:
+    def work(_: int) -> None:
         for number in range(30):
             group.registered_sync(f"add w{number % 3}")
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(work, 4)
     group.barrier()
     return counter.count
 

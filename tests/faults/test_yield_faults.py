@@ -3,13 +3,11 @@
 import os
 import random
 import signal
-import threading
 from functools import partial
 
 import pytest
 from support import scripts, work
-from support.limits import WAIT
-from support.waiting import eventually, post, wait_gone
+from support.waiting import eventually, post, together, wait_gone
 
 from xpool import Pool, PoolClosed, SharedList, TaskCancelled, ThreadPool, WorkerDied
 
@@ -187,7 +185,6 @@ def test_the_program_ends_in_the_middle(kind, tmp_path):
 def test_many_threads_with_iterators_that_end_anywhere(make, make_pool):
     """The pool stays usable, and complete iterators are complete."""
     pool = make_pool(make, 2)
-    wrong = []
 
     def consume(seed):
         rng = random.Random(seed)
@@ -195,20 +192,14 @@ def test_many_threads_with_iterators_that_end_anywhere(make, make_pool):
             length, size = rng.randrange(60), rng.choice([None, 1, 5])
             values = pool.imap(upto, [length] * 3, yields=True, buffersize=size)
             if rng.random() < 0.5:
-                if list(values) != list(range(length)) * 3:
-                    wrong.append((seed, length, size))
+                assert list(values) == list(range(length)) * 3, (seed, length, size)
                 continue
             for _ in zip(range(rng.randrange(40)), values, strict=False):
                 pass
             if rng.random() < 0.5:
                 values.close()
 
-    threads = [threading.Thread(target=consume, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert not wrong and not any(thread.is_alive() for thread in threads)
+    together(consume, 4)
     assert pool.map(work.square, range(10)) == [x * x for x in range(10)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.waiting import eventually
+from support.waiting import eventually, together
 
 from xpool._memory import arena as module
 from xpool._memory.arena import MISSING, Arena
@@ -445,11 +444,7 @@ def test_many_threads() -> None:
                         wrong.append(content)
                 del block
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(work, 8)
         assert wrong == []
         eventually(lambda: one.own.statistics()["held"] == 0, "all blocks released")
         assert one.own.statistics()["out"] == 0

@@ -23,7 +23,7 @@ import torch
 from support import tensor_work as tasks
 from support.memory import own_arena
 from support.scripts import run_ok, write
-from support.waiting import eventually
+from support.waiting import eventually, together
 
 import xpool
 from xpool._python.interrupt import keeps_clear, may_raise
@@ -157,7 +157,7 @@ def test_forks_from_many_threads(make_pool: Callable[..., Any]) -> None:
     held = [pool.apply(tasks.filled, (1, MIB))]
     codes: list[int] = []
 
-    def fork() -> None:
+    def fork(_: int) -> None:
         for _ in range(20):
             child = os.fork()
             if not child:
@@ -168,11 +168,7 @@ def test_forks_from_many_threads(make_pool: Callable[..., Any]) -> None:
             codes.append(os.waitpid(child, 0)[1])
             assert own_arena().lease(100_000) is not None
 
-    threads = [threading.Thread(target=fork) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(fork, 4)
     assert codes == [0] * 80
     assert pool.apply(tasks.total, (held[0],)) == MIB
     held.clear()

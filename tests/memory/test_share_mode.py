@@ -26,7 +26,7 @@ from support import tensor_work as tasks
 from support.leaks import descriptors
 from support.memory import own_arena
 from support.tiers import also
-from support.waiting import eventually
+from support.waiting import eventually, together
 
 import xpool
 from xpool._pickling.tensors import mapped
@@ -539,14 +539,10 @@ def test_from_many_threads(sharing: Any) -> None:
     tensor = torch.zeros(4 * MIB, dtype=torch.uint8)
     places: list[int] = []
 
-    def share(worker: int) -> None:
-        places.append(sharing.apply(tasks.same, (tensor,), worker=worker).data_ptr())
+    def share(i: int) -> None:
+        places.append(sharing.apply(tasks.same, (tensor,), worker=i % 2).data_ptr())
 
-    threads = [threading.Thread(target=share, args=(i % 2,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(share, 8)
     assert set(places) == {tensor.data_ptr()}
 
 

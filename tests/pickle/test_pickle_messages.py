@@ -6,12 +6,12 @@ import io
 import os
 import pickle
 import struct
-import threading
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.waiting import together
 
 from xpool._pickling import frame
 from xpool._pickling.frame import INLINE_BELOW
@@ -162,27 +162,18 @@ def test_many_threads() -> None:
         def __init__(self, n: int) -> None:
             self.n = n
 
-    failures: list[BaseException] = []
+    def work(number: int) -> None:
+        n = 20 * number
+        for i in range(50):
+            buffer = pickle.PickleBuffer(bytearray(n * 1000))
+            one, function, block = decode(encode((Local(n + i), lambda i=i: n * i, buffer)))
+            assert type(one) is Local
+            assert one.n == n + i
+            assert function() == n * i
+            assert len(block) == n * 1000
+            assert decode(encode([n] * i)) == [n] * i
 
-    def work(n: int) -> None:
-        try:
-            for i in range(50):
-                buffer = pickle.PickleBuffer(bytearray(n * 1000))
-                one, function, block = decode(encode((Local(n + i), lambda i=i: n * i, buffer)))
-                assert type(one) is Local
-                assert one.n == n + i
-                assert function() == n * i
-                assert len(block) == n * 1000
-                assert decode(encode([n] * i)) == [n] * i
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(20 * n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    together(work, 8)
 
 
 def test_class_in_many_threads_at_once() -> None:
@@ -204,18 +195,12 @@ def test_class_in_many_threads_at_once() -> None:
         registry._by_id.clear()
         registry._by_token.clear()
     results: list[Any] = []
-    gate = threading.Barrier(8)
 
-    def load() -> None:
-        gate.wait()
+    def load(_: int) -> None:
         one = decode(message)
         results.append((type(one), one.f()))
 
-    threads = [threading.Thread(target=load) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(load, 8)
     assert len({kind for kind, _ in results}) == 1
     assert [value for _, value in results] == [2] * 8
 

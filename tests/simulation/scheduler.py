@@ -113,7 +113,6 @@ class SchedulerWorld(World):
         self.cancelled: set[Task] = set()  # single tasks of jobs that are still wanted
         self.ended: dict[Task, str] = {}
         self.jobs = 0
-        self.now_idle: list[int] = []
 
     def play(self) -> None:
         for w in range(len(self.workers)):

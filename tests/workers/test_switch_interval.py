@@ -8,12 +8,12 @@ values: every task ran once, and every value is in its place.
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.waiting import together
 
 from xpool import ThreadPool
 from xpool._python.waiters import Flag, TaskQueue
@@ -35,26 +35,6 @@ def often() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def together(call: Callable[[int], object], count: int = CALLERS) -> None:
-    """Run ``call(i)`` in ``count`` threads that start together. Raise the first error."""
-    begin, errors = threading.Barrier(count), []
-
-    def run(i: int) -> None:
-        begin.wait()
-        try:
-            call(i)
-        except BaseException as exc:
-            errors.append(exc)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 def test_results_of_many_callers() -> None:
     """Each caller gets its own results, in order, and each task runs once."""
     ran: list[tuple[int, int]] = []
@@ -71,7 +51,7 @@ def test_results_of_many_callers() -> None:
             assert [one.get() for one in single] == [(i, n) for n in range(100, 120)]
 
     with ThreadPool(CALLERS) as pool:
-        together(call)
+        together(call, CALLERS)
     pool.join()
     assert Counter(ran) == {(i, n): 40 for i in range(CALLERS) for n in range(120)}
 
@@ -91,7 +71,7 @@ def test_one_result_of_many_readers() -> None:
                 with pytest.raises(IndexError):
                     failing.get()
 
-            together(read)
+            together(read, CALLERS)
             assert seen == [id(result.get())] * CALLERS
             assert result.get() == [n]
     pool.join()
@@ -109,7 +89,7 @@ def test_streams_of_many_callers() -> None:
         assert list(pool.imap(int.__neg__, iter(items), buffersize=3)) == expected
 
     with ThreadPool(CALLERS) as pool:
-        together(call)
+        together(call, CALLERS)
     pool.join()
 
 
@@ -124,7 +104,7 @@ def test_one_stream_of_many_readers() -> None:
                 for value in results:
                     taken[i].append(-value)
 
-            together(take)
+            together(take, CALLERS)
             assert all(one == sorted(one) for one in taken)
             assert sorted(n for one in taken for n in one) == list(range(1000))
     pool.join()
@@ -141,7 +121,7 @@ def test_callbacks_come_once() -> None:
         assert sorted(mine) == list(range(200))
 
     with ThreadPool(3) as pool:
-        together(call)
+        together(call, CALLERS)
     pool.join()
     assert Counter(called) == dict.fromkeys(((i, n) for i in range(CALLERS) for n in range(200)), 1)
 
@@ -164,7 +144,7 @@ def test_limits_and_retries() -> None:
         assert answers == [-n for n in items]
 
     with ThreadPool(3) as pool:
-        together(call)
+        together(call, CALLERS)
     pool.join()
     assert tries == {
         n: 1 + (n % 5 == 0) for i in range(CALLERS) for n in range(i * 1000, i * 1000 + 100)
@@ -189,7 +169,7 @@ def test_life_of_threads() -> None:
             items = range(i * 1000, i * 1000 + 300)
             assert pool.map(task, items, chunksize=1) == [-n for n in items]
 
-        together(call)
+        together(call, CALLERS)
     pool.join()
     expected = [n for i in range(1, CALLERS) for n in range(i * 1000, i * 1000 + 300)]
     assert Counter(ran) == dict.fromkeys(expected, 1)
@@ -210,7 +190,7 @@ def test_flags_and_the_queue_of_tasks() -> None:
             else:
                 assert other.wait()
 
-        together(step)
+        together(step, CALLERS)
     for _ in range(20):
         tasks, back = TaskQueue(), TaskQueue()
 
@@ -226,7 +206,7 @@ def test_flags_and_the_queue_of_tasks() -> None:
             for _ in range(CALLERS - 1):
                 tasks.put(None)
 
-        together(serve)
+        together(serve, CALLERS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="xpool.queue.SimpleQueue needs Linux")
@@ -244,7 +224,7 @@ def test_simple_queue() -> None:
             while (message := messages.get()) is not None:
                 got[i - 2].append(message)
 
-    together(call)
+    together(call, CALLERS)
     messages.close()
     for one in got:
         for writer in range(2):
