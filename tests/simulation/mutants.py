@@ -37,7 +37,6 @@ from xpool._engine.submission import Submission
 from xpool._engine.worker_process import WorkerProcess
 from xpool._wire.outbox import Outbox
 from xpool._wire.wire import FrameReader
-from xpool.errors import InternalError
 
 
 @dataclass(frozen=True)
@@ -168,9 +167,6 @@ def _(original, sched, batch, position, **how):
 
 scheduler("a worker is given one task more than its lifetime", Scheduler, "ready")(
     lambda original, sched, w, left: original(sched, w, None if left is None else left + 1)
-)
-scheduler("a long task gets others behind it", Scheduler, "_most_held")(
-    lambda original, sched, w: original(sched, w) + 1
 )
 
 
@@ -316,12 +312,6 @@ scheduler("a task runs alone once and then beside others", Terms, "after_failure
 engine(
     "no task is given when a worker that held up one alone is free", WorkerMonitor, "_after_answers"
 )(give_none(lambda sched: sched.alone in sched.queued))
-engine(
-    "no task is given when one that was to run alone is dropped",
-    WorkerMonitor,
-    "withdraw",
-    pinned=4153,
-)(give_none(lambda sched: True))
 
 
 # -- heavy functions -------------------------------------------------------------------------------
@@ -702,13 +692,6 @@ engine("the pool gives up a start too early", states, "START_ATTEMPTS", 2)
 
 
 # -- messages of workers: `WorkerMonitor` takes what is raised there for an invalid message -------
-
-
-@engine("counting four answers at once raises", Scheduler, "answered")
-def _(original, sched, w, n, seconds=0.0):
-    if n > 3:
-        raise InternalError("four")
-    return original(sched, w, n, seconds)
 
 
 @engine("unannounced answers count as invalid", Answers, "unannounced")
