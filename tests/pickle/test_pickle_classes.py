@@ -496,27 +496,6 @@ def test_a_received_class_is_sent_on_unchanged(
     assert encode(forgotten(one)) == message
 
 
-def test_a_changed_class(receiver: Receiver) -> None:
-    """A changed, added or deleted class attribute reaches the other process."""
-
-    class Config:
-        level = 1
-        old = True
-
-        def get(self) -> Any:
-            return self.level
-
-    assert receiver.call(Config().get) == 1
-    Config.level = 2
-    assert receiver.call(Config().get) == 2
-    assert receiver.call(lambda: Config().get()) == 2
-    Config.get = lambda self: self.level * 10  # type: ignore[method-assign]
-    assert receiver.call(Config().get) == 20
-    Config.level = 3
-    assert type(receiver.call(echo, Config())) is Config
-    assert Config.level == 3
-
-
 def test_a_changed_class_of_any_kind(receiver: Receiver) -> None:
     """Setting an attribute later keeps the rest of the definition, for every kind of class."""
     for make, check in CHECKS.items():

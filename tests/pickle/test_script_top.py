@@ -178,7 +178,15 @@ def test_no_file(preamble: str, how: str) -> None:
     assert calls in (None, FOUND[1])
 
 
-@pytest.mark.parametrize("edit", ["path.write_text(text + 'later = 1')", "path.unlink()"])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "path.write_text(text + 'later = 1')",
+        # The last statements have moved.
+        "path.write_text(text.replace('Field' + '.reg', chr(10) + 'Field' + '.reg'))",
+        "path.unlink()",
+    ],
+)
 def test_an_edited_script(show: Show, edit: str) -> None:
     """The facts are those of the code that runs; calls need the text that made it."""
     text = f"""
@@ -188,16 +196,6 @@ text = path.read_text()
 {edit}
 """
     assert show(text + WHOLE) == [FOUND[0], None, *FOUND[2:]]
-
-
-def test_moved_lines(show: Show) -> None:
-    """A script whose lines have moved is an edited one."""
-    text = """
-import pathlib
-path = pathlib.Path(__file__)
-path.write_text(path.read_text().replace("class Config", "\\n\\nclass Config"))
-"""
-    assert show(text + WHOLE)[1] is None
 
 
 def test_in_another_thread_and_at_exit(show: Show) -> None:
