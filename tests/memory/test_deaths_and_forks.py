@@ -8,7 +8,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -376,14 +375,3 @@ def test_postponed_exceptions(make_pool: Callable[..., Any]) -> None:
         # `_thread._count()` does not count a thread before it runs.
         eventually(lambda: len(came) == len(postponed), "postponed signals have come")
     assert one.statistics()["held"] == 0
-
-
-def test_a_subprocess_holds_nothing(make_pool: Callable[..., Any]) -> None:
-    """A program started by `subprocess` holds no block."""
-    pool = make_pool(xpool.Pool, 1)
-    held = pool.apply(tasks.filled, (1, MIB))
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
-        del held
-        assert own_arena().statistics()["held"] == 0
-        assert child.stdin is not None
-        child.stdin.close()

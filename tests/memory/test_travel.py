@@ -378,14 +378,6 @@ def test_terminate_during_large_transfers(make_pool: Callable[..., Any], calm: N
     assert used() <= MIB
 
 
-def test_one_task_each(make_pool: Callable[..., Any], calm: None) -> None:
-    """With ``maxtasksperchild=1``, results outlive their workers."""
-    pool = make_pool(xpool.Pool, 2, maxtasksperchild=1)
-    results = pool.map(tasks.numbered_large, range(3), chunksize=1)
-    more = pool.map(tasks.numbered_large, range(3, 6), chunksize=1)
-    assert all((x == i).all() for i, x in enumerate([*results, *more]))
-
-
 def test_retry_sees_the_original(make_pool: Callable[..., Any], calm: None, tmp_path: Any) -> None:
     """If a worker changes its argument and dies, the retry sees the original."""
     pool = make_pool(xpool.Pool, 2)
@@ -403,17 +395,6 @@ def test_nested_pools(make_pool: Callable[..., Any], calm: None) -> None:
     pool = make_pool(xpool.Pool, 1, is_daemon=False)
     sent = torch.arange(MIB)
     assert torch.equal(pool.apply(tasks.through_a_pool, (sent,)), sent + 1)
-
-
-def test_two_pools(make_pool: Callable[..., Any], calm: None) -> None:
-    """Two pools of a program use the same arena, and exchange values."""
-    one, two = make_pool(xpool.Pool, 1), make_pool(xpool.Pool, 2)
-    value = one.apply(tasks.filled, (3, MIB))
-    assert (two.apply(tasks.same, (value,)) == 3).all()
-    one.terminate()
-    one.join()
-    assert (two.apply(tasks.same, (value,)) == 3).all()
-    assert (value == 3).all()
 
 
 def test_held_by_waiting_tasks(
