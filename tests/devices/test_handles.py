@@ -9,13 +9,12 @@ import functools
 import gc
 import os
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 from support.memory import own_arena
-from support.waiting import Gate, Mailbox
+from support.waiting import Gate, Mailbox, together
 
 import xpool
 from xpool import (
@@ -292,19 +291,6 @@ def test_functions_that_hold_handles(two: CtxPool, mailbox: Mailbox, gate: Gate)
     )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.torch
-def test_functions_in_a_p2p_pool(make_pool: Callable[..., Any]):
-    """In a P2PPool the handles of a function bind its tasks too."""
-    pool = make_pool(P2PPool, 2, is_copy_tensor=False)
-    handle = pool.apply(tasks.plain_make, worker=1)
-    held = functools.partial(tasks.plain_use, handle)
-    other = pool.apply(tasks.plain_make, worker=0)
-    for found in (pool.map(held, [other] * 4, 1), list(pool.imap(held, [other] * 4))):
-        assert [index for index, _ in found] == [1] * 4
-        assert [use[1:] for _, use in found] == [(12.0, ["xla", "cpu"])] * 4
-
-
 # -- what travels ------------------------------------------------------------------------------
 
 
@@ -427,20 +413,14 @@ def test_a_thousand_handles(make_two: Any):
 def test_many_threads(two: CtxPool, mailbox: Mailbox, gate: Gate):
     """Threads use and drop handles of both workers concurrently."""
     both = pair(two, mailbox, gate)
-    wrong: list[Any] = []
 
-    def run(handle: TensorHandle) -> None:
+    def run(i: int) -> None:
         for _ in range(20):
-            new = two.apply(tasks.add_one, (handle,))
-            if new.pid != handle.pid or new.cpu().tolist() != [1.0, 2.0, 3.0, 4.0]:
-                wrong.append(new)
+            new = two.apply(tasks.add_one, (both[i % 2],))
+            assert new.pid == both[i % 2].pid
+            assert new.cpu().tolist() == [1.0, 2.0, 3.0, 4.0]
 
-    threads = [threading.Thread(target=run, args=(both[i % 2],)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    together(run, 6)
 
 
 # -- what goes wrong ---------------------------------------------------------------------------
