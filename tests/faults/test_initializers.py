@@ -35,28 +35,6 @@ def start_failure(make_pool, kind, *args, **kwds):
     return pytest.fail("the task was answered")
 
 
-def test_everything_pending_is_answered(process_kind, make_pool, log):
-    """If a pool cannot start, all its tasks fail, and it refuses new ones."""
-    pool = make_pool(process_kind, 2, work.end_logged, ("raise", str(log)))
-    try:
-        results = [pool.apply_async(work.square, (i,)) for i in range(50)]
-        mapped = pool.map_async(work.square, range(50), 1)
-        lazily = pool.imap(work.square, range(50))
-    except XPoolError:
-        pytest.skip("the pool had already stopped when the tasks were submitted")
-    for result in results:
-        with pytest.raises(WorkerStartFailed):
-            result.get(WAIT)
-    with pytest.raises(XPoolError):
-        mapped.get(WAIT)
-    with pytest.raises(XPoolError):
-        list(lazily)
-    with pytest.raises(XPoolError):
-        pool.apply(work.square, (3,))
-    pool.close()
-    pool.join()
-
-
 def test_initializers_that_fail_in_many_threads(thread_kind, make_pool):
     """Three failures in a row stop a thread pool, even if each is in another thread."""
     together, calls, over = threading.Barrier(3), itertools.count(), threading.Event()
@@ -95,30 +73,29 @@ def test_initializer_that_fails_in_a_worker_that_does_not_end(make_pool):
     pytest.fail(told)
 
 
-def test_initializer_whose_module_the_child_does_not_have(make_pool):
-    """An initializer of a module that the worker cannot import is sent by value."""
-    module = types.ModuleType("xpool_test_absent")
-    exec("KEPT = []\ndef initialise(): KEPT.append(1)\ndef kept(): return KEPT", module.__dict__)
-    sys.modules["xpool_test_absent"] = module
-    try:
-        assert make_pool(Pool, 1, module.initialise).apply(module.kept) == [1]
-    finally:
-        del sys.modules["xpool_test_absent"]
+ABSENT = """
+KEPT = []
+RATE = 1
+def initialise(): KEPT.append(1)
+def task(): return RATE, KEPT
+class Box: pass
+"""
 
 
-def test_task_whose_module_the_child_does_not_have(process_kind, make_pool):
-    """A task of a module that the worker cannot import is sent by value, with its globals."""
+def test_code_of_a_module_that_the_child_does_not_have(process_kind, make_pool):
+    """An initializer or a task of a module that the worker cannot import is sent by value, with its
+    globals."""
     module = types.ModuleType("xpool_test_absent")
-    exec("RATE = 1\ndef task(): return RATE\nclass Box: pass", module.__dict__)
+    exec(ABSENT, module.__dict__)
     sys.modules["xpool_test_absent"] = module
     try:
-        pool = make_pool(process_kind, 1)
+        pool = make_pool(process_kind, 1, None if STDLIB else module.initialise)
         if STDLIB:
             with pytest.raises(Exception, match="xpool_test_absent"):
                 pool.apply(module.task)
         else:
             vars(module)["RATE"] = 2
-            assert pool.apply(module.task) == 2
+            assert pool.apply(module.task) == (2, [1])
             assert type(pool.apply(module.Box)) is module.Box
     finally:
         del sys.modules["xpool_test_absent"]
