@@ -49,12 +49,12 @@ def test_an_error_is_raised_in_another_thread():
 
 
 @pytest.mark.pure
-@pytest.mark.pure
 def test_a_generator_of_which_the_constructor_was_stopped():
     """Its end shows no error: a task can be stopped at each bytecode."""
     _Generator.__new__(_Generator).__del__()
 
 
+@pytest.mark.pure
 def test_calls_can_be_profiled_after_an_error_is_withdrawn():
     """`withdraw` leaves no flag set that would stop a profiled call."""
     names = []
