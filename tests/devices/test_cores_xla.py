@@ -254,7 +254,7 @@ def test_more_than_two(make_pool: Callable[..., Any]):
     assert len({f["pid"] for f in found}) == 2
 
 
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+def test_a_device_that_is_not_there():
     """The error names the missing core and the devices of torch_xla."""
     from xpool import WorkerStartFailed
 

@@ -88,7 +88,7 @@ def test_a_cancelled_job(kind, make_pool, mailbox, gate):
     assert len(caught) == 1 and not good and [type(one) for one in bad] == [TaskCancelled]
 
 
-def test_a_map(kind, make_pool, log, mailbox, gate):
+def test_a_map(kind, make_pool, mailbox, gate):
     """The map's waiting tasks never run, its running tasks are stopped, and other maps continue."""
     pool = make_pool(kind, 2)
     mapped = pool.starmap_async(

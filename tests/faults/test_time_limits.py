@@ -182,7 +182,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
     assert (pool.apply(work.pid) == pid) is runnable
 
 
-def test_processor_times(make_pool, mailbox, gate):
+def test_processor_times(make_pool, mailbox):
     """`processor_times` says how long a worker has run and waited, and whether it is runnable."""
     pool = make_pool(Pool, 1)
     pool.apply(work.pid)
@@ -233,7 +233,7 @@ def test_the_default_of_the_pool(process_kind, make_pool):
 
 
 @pytest.mark.parametrize("how", ["stubborn", *also("counts", "in C")])
-def test_terminate_while_a_task_is_being_stopped(process_kind, make_pool, mailbox, how):
+def test_terminate_while_a_task_is_being_stopped(process_kind, make_pool, how):
     """`terminate` does not wait for the grace period, and every result raises an error."""
     pool = make_pool(process_kind, 2)
     results = [pool.apply_async(STUCK[how], timeout=0.05) for _ in range(4)]

@@ -93,7 +93,7 @@ def test_retries(pool, log):
         pool.apply_async(work.raise_times, (path + ".2", 9, LookupError, "x"), **options).get(WAIT)
 
 
-def test_cancel(pool, mailbox, gate):
+def test_cancel(pool, mailbox):
     """Waiting and running tasks can be cancelled. Their workers run other tasks."""
     results = [pool.apply_async(work.post_and_sleep, (mailbox.path,)) for _ in range(4)]
     mailbox.lines(4)

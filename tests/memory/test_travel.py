@@ -140,9 +140,7 @@ def test_memory_is_released(make_pool: Callable[..., Any], calm: None) -> None:
 
 
 @pytest.mark.exhaustive
-def test_idle_memory_is_released(
-    make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_memory_is_released(make_pool: Callable[..., Any], calm: None) -> None:
     """Idle memory is released on both sides while the pool lives."""
     pool = make_pool(xpool.Pool, 2)
     back = pool.map(tasks.same, [torch.zeros(4 * MIB, dtype=torch.uint8)] * 8, chunksize=1)

@@ -487,9 +487,7 @@ def test_classes_elsewhere(receiver: Receiver) -> None:
             assert check(back), make.__name__
 
 
-def test_a_received_class_is_sent_on_unchanged(
-    receiver: Receiver, forgotten: Callable[[Any], Any]
-) -> None:
+def test_a_received_class_is_sent_on_unchanged(forgotten: Callable[[Any], Any]) -> None:
     """A receiver passes on a class's original definition."""
     one = plain()
     message = encode(one)
@@ -509,7 +507,7 @@ def test_a_changed_class_of_any_kind(receiver: Receiver) -> None:
         assert check(receiver.call(echo, one)), make.__name__
 
 
-def test_class_is_defined_once(receiver: Receiver) -> None:
+def test_class_is_defined_once() -> None:
     """Using a class changes nothing in its definition."""
     for make in CHECKS:
         one = make()

@@ -148,7 +148,7 @@ def test_empty_and_fileno(make_queue: Any):
     assert q.empty()
 
 
-def test_put_waits_while_it_is_full(make_queue: Any, start: Any):
+def test_put_waits_while_it_is_full(make_queue: Any):
     """A writer waits while the queue is full, and no item is lost."""
     q = make_queue()
     done = threading.Event()
@@ -173,7 +173,7 @@ def _rest(q: SimpleQueue) -> bool:
     return not select.select([], [q._writer], [], 0)[1]
 
 
-def test_get_is_interrupted(make_queue: Any, tmp_path: Any):
+def test_get_is_interrupted(tmp_path: Any):
     """Ctrl-C ends a waiting `get` and a waiting `put`."""
     path = scripts.write(
         tmp_path / "waits.py",
