@@ -41,20 +41,6 @@ def test_shared(make_queue: Any, start: Any, method: str, count: int):
 
 
 @pytest.mark.exhaustive
-def test_hops(make_queue: Any, start: Any, method: str):
-    """A tensor passed from A to B to C to A stays the same memory, with the writes of all three."""
-    first, second, third = make_queue(), make_queue(), make_queue()
-    start(method, parts.add_one, first, second, 3)
-    start(method, parts.add_one, second, third, 3)
-    tensor = torch.zeros(5)
-    for i in range(3):
-        first.put(tensor)
-        back = third.get(LIMIT)
-        assert back.data_ptr() == tensor.data_ptr()
-        assert tensor.tolist() == [2.0 * (i + 1)] * 5
-
-
-@pytest.mark.exhaustive
 def test_hops_of_foreign_tensors(make_queue: Any, start: Any):
     """One message carries tensors of two processes to a third, which writes to both."""
     queues = [make_queue() for _ in range(4)]
