@@ -153,17 +153,6 @@ def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + name, one
 
 
-class _Started(Row):
-    """A row with which a worker is started; the value at the first snapshot counts as fresh."""
-
-    _first: Any = ...
-
-    def is_fresh(self, value: Any) -> bool:
-        if self._first is ...:
-            self._first = value
-        return bool(value == self._first)
-
-
 # -- of the process --------------------------------------------------------------------------------
 
 
