@@ -131,23 +131,23 @@ def _reduce_environ(pickler: Context, obj: Any) -> Any:
     return (getattr, (os, "environ")) if obj is os.environ else NotImplemented
 
 
-def _lazy_struct() -> None:
-    @register(struct.Struct)
-    def reduce(pickler: Context, obj: Any) -> Any:
-        return struct.Struct, (obj.format,)
+@register(struct.Struct)
+def _reduce_struct(pickler: Context, obj: Any) -> Any:
+    return struct.Struct, (obj.format,)
 
 
-def _lazy_contextlib() -> None:
-    def empty() -> Any:
-        yield
+def _empty() -> Any:
+    yield
 
-    makers: Any = (contextlib.contextmanager, contextlib.asynccontextmanager)
 
-    @register(*(type(make(empty)()) for make in makers))
-    def reduce(pickler: Context, obj: Any) -> Any:
-        """Pickle the call that makes the manager, unless it was entered.  Decorators have these."""
-        begun = not hasattr(obj, "func")
-        return NotImplemented if begun else (type(obj), (obj.func, obj.args, obj.kwds))
+_MAKERS: Any = (contextlib.contextmanager, contextlib.asynccontextmanager)
+
+
+@register(*(type(make(_empty)()) for make in _MAKERS))
+def _reduce_manager(pickler: Context, obj: Any) -> Any:
+    """Pickle the call that makes the manager, unless it was entered.  Decorators have these."""
+    begun = not hasattr(obj, "func")
+    return NotImplemented if begun else (type(obj), (obj.func, obj.args, obj.kwds))
 
 
 @register(contextvars.ContextVar)
@@ -205,19 +205,20 @@ def own_logger(kind: Any, name: str) -> Any:
 LAZY["logging"] = _lazy_logging
 
 
-def _lazy_weak() -> None:
-    """Register reducers of weak references in globals; others are left to dill."""
+# Weak references in globals; others are left to dill.
 
-    @register(weakref.ref)
-    def reduce(pickler: Context, reference: Any) -> Any:
-        return NotImplemented if pickler.group is None else (weak_reference, (reference(),))
 
-    @register(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
-    def reduce_all(pickler: Context, obj: Any) -> Any:
-        if pickler.group is None:
-            return NotImplemented
-        items = [*(obj if type(obj) is weakref.WeakSet else obj.items())]
-        return type(obj), (), items, None, None, _fill_weak
+@register(weakref.ref)
+def _reduce_reference(pickler: Context, reference: Any) -> Any:
+    return NotImplemented if pickler.group is None else (weak_reference, (reference(),))
+
+
+@register(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+def _reduce_weak(pickler: Context, obj: Any) -> Any:
+    if pickler.group is None:
+        return NotImplemented
+    items = [*(obj if type(obj) is weakref.WeakSet else obj.items())]
+    return type(obj), (), items, None, None, _fill_weak
 
 
 @builder
@@ -293,10 +294,6 @@ def _set_factory(obj: Any, state: tuple[str, dict[str, Any]]) -> None:
 
 
 FOR_SUBCLASSES[defaultdict] = _reduce_defaultdict
-
-LAZY["weakref"] = LAZY["_weakrefset"] = _lazy_weak
-LAZY["_struct"] = _lazy_struct
-LAZY["contextlib"] = _lazy_contextlib
 
 
 @register(memoryview)
