@@ -64,6 +64,7 @@ from xpool._pickling.by_value.origin import (
     owner_of,
     place_of,
     stamp_of,
+    value_of,
 )
 from xpool._pickling.by_value.reads import classes_of
 from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
@@ -256,7 +257,7 @@ def _take(
             _incoming.lent.pop(key, None)
             received.add(key)
         elif key not in kept and "." not in key[1] and _has(key):
-            _incoming.lent[key] = serial, _value(key)
+            _incoming.lent[key] = serial, value_of(key)
     return kept
 
 
@@ -320,11 +321,9 @@ def _set(key: Key, value: Any) -> None:
         _refuse(REFUSED, key, value.reason)
         return
     _incoming.missing.pop(key, None)
-    if key not in originals and origin_of(module) != SENT:
-        holder, name = place_of(key)
-        if holder is not None:
-            originals[key] = holder.get(name, MISSING)
     there, name = place_of(key)
+    if there is not None and key not in originals and origin_of(module) != SENT:
+        originals[key] = there.get(name, MISSING)
     if there is None and find_module(module) is None:
         # An installed module: the program has assigned an attribute of it, or of its class.
         waiting = _incoming.waiting
@@ -425,7 +424,7 @@ def _had(key: Key) -> int | None:
     """Return the serial number of what a state of another process has set a global to, if code of
     this worker has not set it since then."""
     found = _incoming.lent.get(key)
-    return found[0] if found is not None and _has(key) and _value(key) is found[1] else None
+    return found[0] if found is not None and value_of(key) is found[1] else None
 
 
 def _was_set_here(key: Key) -> bool:
@@ -436,7 +435,7 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
     """Whether the imports of modules have made values with the same bytes here."""
     if any(origin_of(module) != IMPORTED for module, _ in keys) or not all(map(_has, keys)):
         return False
-    values = [*map(_value, keys)]
+    values = [*map(value_of, keys)]
     if type(data) is list:
         pairs = zip(values, data, strict=True)
         return all(type(one) is type(two) and repr(one) == repr(two) for one, two in pairs)
@@ -448,15 +447,10 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
 def _written(keys: tuple[Key, ...]) -> bytes | None:
     """Return what is sent of globals with these values; None: they are large or not pickled."""
     try:
-        written = write_values(keys, [*map(_value, keys)], {}, True, True)
+        written = write_values(keys, [*map(value_of, keys)], {}, True, True)
     except Exception:  # an object's `__reduce__` can raise any error
         return None
     return None if written.buffers else b"".join(written.chunks)
-
-
-def _value(key: Key) -> Any:
-    holder, name = place_of(key)
-    return holder[name]
 
 
 def _data_of_imported() -> list[tuple[tuple[Key, ...], bytes]]:
@@ -635,8 +629,7 @@ def _global_left_none(exc: AttributeError) -> str | None:
     names = set(trace.tb_frame.f_code.co_names)
     # "Config.pool" comes before "pool", because code that reads the first also has the second name.
     for key, reason in sorted(_incoming.missing.items(), key=lambda one: "." not in one[0][1]):
-        holder, attribute = place_of(key)
-        if names.issuperset(key[1].split(".")) and (holder or {}).get(attribute, exc) is None:
+        if names.issuperset(key[1].split(".")) and value_of(key) is None:
             return (
                 f"The global {said(key)} is None in this worker, as at the top of the script: the "
                 f"program's value could not be sent ({reason}). {_remedy(reason)}"
