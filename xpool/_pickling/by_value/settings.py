@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple
@@ -599,13 +599,12 @@ ignores = filters.ignores
 """Not empty while warnings are ignored, until `imports_done`."""
 
 
-def receive(rows: Iterable[tuple[str, int, Any]], keep: Collection[str] = ()) -> None:
+def receive(rows: Sequence[tuple[str, int, Any]], keep: Collection[str] = ()) -> None:
     """Set the rows that the program has changed since the last message.
 
     Called in the thread that runs the task.  ``keep``: environment variables of the worker, such as
     those of its device, which are never changed; ``NAME*`` means all with that prefix.
     """
-    rows = rows if isinstance(rows, (tuple, list)) else tuple(rows)
     ours, own = _process.serials, _thread.serials
     if len(rows) == len(ours) + len(own) and not filters.missing:
         for name, serial, _ in rows:
@@ -663,9 +662,7 @@ def kept() -> Iterator[None]:
             value = before.get(row, row.default)
             if row.name in worker.serials:
                 value = worker.taken[row.name].value
-            if now != value:
-                with contextlib.suppress(Exception):  # as below
-                    row.set(sys.modules[row.module], value, now)
+            _change(row, now, value)
 
 
 def _of_libraries() -> dict[Row, Any]:
@@ -684,10 +681,14 @@ def take_over(found: Snapshot) -> None:
         return
     values = {name: value for name, _, value in found.rows}
     for row, now in _of_libraries().items():
-        value = values.get(row.name, row.default)
-        if row.per_thread and value != now:
-            with contextlib.suppress(Exception):  # a version of the library that lacks it
-                row.set(sys.modules[row.module], value, now)
+        if row.per_thread:
+            _change(row, now, values.get(row.name, row.default))
+
+
+def _change(row: Row, now: Any, value: Any) -> None:
+    if value != now:
+        with contextlib.suppress(Exception):  # a version of the library that lacks it
+            row.set(sys.modules[row.module], value, now)
 
 
 def _worker_of(row: Row) -> _Worker:
