@@ -16,8 +16,8 @@ from xpool._pickling.by_value.origin import (
     INSTALLED,
     SENT,
     is_patch,
-    namespace,
     origin_of,
+    owner_of,
 )
 from xpool._pickling.diagnose import path_to
 from xpool._pickling.reducers import Group
@@ -172,12 +172,8 @@ def _warn(text: str) -> None:
 
 def is_final(key: Key) -> bool:
     """Whether the program declares a global or class attribute as ``NAME: Final = ...``."""
-    owner, dot, attribute = key[1].rpartition(".")
-    holder: Any = sys.modules.get(key[0])
-    if dot:
-        holder = namespace(key[0]).get(owner)
     try:
-        kind = _annotations(holder).get(attribute)
+        kind = _annotations(owner_of(key)).get(key[1].rpartition(".")[2])
     except Exception:  # Python 3.14 evaluates them only now, and a name may be undefined
         return False
     if not isinstance(kind, str):
