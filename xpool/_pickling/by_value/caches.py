@@ -68,14 +68,10 @@ def _inside(function: Any) -> tuple[list[Any], list[Any], Any, Any, Any]:
     cache, called, mark = (*inside[at : at + 3], None, None, None)[:3]
     if type(mark) is not object:
         return [], [], None, None, None  # another version of Python
-    if at == 1:
-        return *_halves(cache), cache, called, mark
-    return inside[1:at:3], inside[2:at:3], cache, called, mark
-
-
-def _halves(cache: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    if at > 1:
+        return inside[1:at:3], inside[2:at:3], cache, called, mark
     here = cache.copy()  # at once: other threads may call the function
-    return [*here], [*here.values()]
+    return [*here], [*here.values()], cache, called, mark
 
 
 def _results_of(function: Any) -> list[Result]:
