@@ -283,11 +283,25 @@ def settings~(name="x", *, rate=1):
     return {"name": name, "rate": rate}
 current~ = settings~(rate=2)
 current~["rate"] = 5
-? looked_up~.cache_info().currsize
+@functools.cache
+def large~(n):
+    note_load()
+    return list(range(n))
+large~(50_000)
+def size~(n):
+    return looked_up~.cache_info().currsize
+def kept~(n):
+    looked_up~(n)
+    return size~(n)
+? size~(x)
 ? settings~(rate=2) is current~, current~
+? large~(50_000)[7]
 > looked_up~(7)
+> large~(50_000)[7] = -1
 > looked_up~.cache_clear()
 > settings~(rate=2)["rate"] = 6
+%after pool.map(kept~, [50, 51], 2) == [size~(0) + 1, size~(0) + 2]
+%after bool(looked_up~(99)) and pool.map(size~, range(2), 1) == [size~(0)] * 2
 = function: recursion of two
 def even~(n):
     return True if n == 0 else odd~(n - 1)
@@ -610,4 +624,156 @@ class Runs~:
 > Runs~.run.__kwdefaults__['n'] = 3
 > positional~.__defaults__ = (1.0,)
 > keyed~.__kwdefaults__['n'] = 2.0
+= class: methods assigned to one object
+import types
+class Net~:
+    def go~(self, n):
+        return n
+net~, other~ = Net~(), Net~()
+def go~(self, n):
+    return n * 100
+def step~(self, n):
+    return self is other~
+net~.go~ = types.MethodType(go~, net~)
+other~.step = types.MethodType(step~, other~)
+nets~ = [net~, other~]
+? net~.go~(x), nets~[0].go~(x), nets~[1].step(x)
+%after pool.apply(lambda one: one.go~(3), (net~,)) == 300
+%after pool.apply(net~.go~, (4,)) == 400
+= class: behind a function that wraps it
+import functools
+def single~(cls):
+    made = []
+    @functools.wraps(cls)
+    def get(*args):
+        if not made:
+            made.append(cls(*args))
+        return made[0]
+    return get
+@single~
+class Alone~:
+    rate = 1
+    def __init__(self, depth=2):
+        self.depth = depth
+    @property
+    def both(self):
+        return self.rate, self.depth, Alone~() is self
+? Alone~(3).both, Alone~.rate, type(Alone~()) is Alone~.__wrapped__
+%after pool.apply(Alone~, (4,)).rate == 1
+= class: sentinels without attributes
+import own_unset~
+class Unset~:
+    def __bool__(self):
+        return False
+class Gone~:
+    one = None
+    def __new__(cls):
+        cls.one = cls.one or super().__new__(cls)
+        return cls.one
+class Slots~:
+    __slots__ = ()
+unset~, gone~, slots~, mark~ = Unset~(), Gone~(), Slots~(), object()
+class Asks~:
+    kind = unset~
+    def __init__(self, a=unset~, b=gone~, c=slots~, d=mark~, e=own_unset~.UNSET):
+        self.given = a, b, c, d, e
+    def use(self):
+        a, b, c, d, e = self.given
+        found = a is unset~, b is gone~ is Gone~(), c is slots~, d is mark~, e is own_unset~.UNSET
+        return *found, self.kind is unset~
+def set_to~(a=unset~, b=gone~):
+    return a is unset~, b is gone~
+asks~ = Asks~()
+? asks~.use(), Asks~().use(), set_to~(), set_to~(*asks~.given[:2]), type(unset~) is Unset~
+> asks~.more, unset~ = 1, Unset~()
+%names unset~
+%file own_unset~.py
+class Unset:
+    pass
+UNSET = Unset()
+= class: objects that are made with effects
+import threading
+import weakref
+class Work~:
+    count = 0
+    def __new__(cls, name):  # loading a copy would lack the argument
+        cls.count += 1
+        return super().__new__(cls)
+    def __init__(self, name):
+        self.name = name
+class Table~(dict):
+    made = []
+    def __new__(cls, *items):
+        cls.made.append(len(items))
+        return super().__new__(cls)
+class Frame~:
+    columns = ["a"]
+    def __init__(self, *values):
+        self.a, *_ = values
+    def __getstate__(self):
+        return self.columns, [getattr(self, one) for one in self.columns]
+    def __setstate__(self, state):  # with attributes that the class shares with the state
+        for name, value in zip(self.columns, state[1], strict=True):
+            setattr(self, name, value)
+class Sorted~(dict):
+    def __new__(cls, *args):
+        self = super().__new__(cls)
+        self.order = []
+        return self
+    def __setitem__(self, key, value):
+        self.order.append(key)
+        super().__setitem__(key, value)
+class Cached~:
+    def __new__(cls):
+        self = super().__new__(cls)
+        self.cache = {}
+        return self
+    def __getstate__(self):
+        return {}
+class Wrapper~:  # the usual way to delegate: without `inner`, it asks for `inner` for ever
+    def __init__(self, inner):
+        self.inner = inner
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+class Asked~(dict):
+    def __init__(self, **options):
+        super().__init__(options)
+        vars(self)["path"] = "o.json"
+    def __getattr__(self, name):
+        return self[name]
+class Crate~(dict):
+    __getattr__ = dict.get
+class Local~(threading.local):
+    def __init__(self, name):
+        self.name = name
+work~, table~, frame~, sorted~, cached~ = Work~("x"), Table~({}), Frame~(1), Sorted~(), Cached~()
+around~, over~, asked~, local~ = Wrapper~(work~), Wrapper~(cached~), Asked~(rate=1), Local~("own")
+crate~, near~ = Crate~(rate=1), weakref.proxy(work~)
+work~.near = near~
+? Work~.count, work~.name, Table~.made, dict(table~), frame~.a, len(vars(frame~)), Frame~.columns
+? len(sorted~), type(sorted~.order), cached~.cache, near~.name, near~.near.near.name
+? around~.name, over~.cache, asked~.path, asked~.rate, local~.name, crate~.rate
+> work~.name, table~[1], frame~.a, sorted~[1], asked~["rate"] = [1] * 5
+> work~.name, table~[2], frame~.a, sorted~[2], asked~["rate"] = [2] * 5
+= function: cached for arguments of all kinds
+import functools
+class Number~(int):
+    pass
+values~ = 1, 1.0, True, "a", None, (1, 2), ("x",), (), Number~(3), 3, b"a", frozenset({1}), object
+named~ = {}, {"y": 1}, {"y": 1.0, "z": "a"}, {"z": "a", "y": 1.0}
+calls~ = []
+def keep~(*args, **kwds):
+    calls~.append((args, kwds))
+    return len(calls~)
+each~ = functools.cache(keep~)
+typed~ = functools.lru_cache(maxsize=None, typed=True)(keep~)
+some~ = functools.lru_cache(maxsize=1000)(keep~)
+both~ = functools.lru_cache(maxsize=1000, typed=True)(keep~)
+def all_of~():
+    for one in values~:
+        for args in (), (one,), (one, one), (one, 2, (one,)):
+            for kwds in named~:
+                yield [kept(*args, **kwds) for kept in (each~, typed~, some~, both~)]
+numbers~ = list(all_of~())
+? list(all_of~()) == numbers~, len(calls~)
 """

@@ -546,4 +546,238 @@ def called():
     return called.hook(), called.kind.name
 called.hook = row
 called.kind = Small
+= data: large, and shares other objects later
+small~, common~, left~ = [1], {"text": bytes(100_000)}, [1]
+one~, two~ = common~, [common~]
+common~["left"] = left~
+? one~.get("more") is small~, two~[0] is one~ if two~ else None, left~
+> two~ = None
+| common~["more"] = small~
+| common~.pop("left").append(2)
+%names two~ %once
+= config: defaults that are globals of a module
+import own_fits~
+def fitted~(n):
+    model, lib = own_fits~.Model(), own_fits~
+    return lib.fit(n), model.options["rate"], model.options is lib.OPTIONS, lib.Model.rate()
+own_fits~.OPTIONS["rate"], own_fits~.STORE.items = 2, ["a"]
+? fitted~(x)
+> own_fits~.OPTIONS["rate"] += 1
+> own_fits~.SEEN.append(0)
+%after pool.apply(own_fits~.fit, (0,)) == own_fits~.fit(0)
+%after pool.map(own_fits~.note, [1, 2], 2) == [len(own_fits~.SEEN) + n for n in (1, 2)]
+%file own_fits~.py
+import threading
+OPTIONS, SEEN, LOCK, FILE = {"rate": 1}, [], threading.Lock(), open(__file__)
+class Store:
+    items = ()
+STORE = Store()
+def fit(x, options=OPTIONS, lock=LOCK, *, store=STORE, file=FILE):
+    return options["rate"], options is OPTIONS, lock is LOCK, store.items, store is STORE, file.name
+def note(x, seen=SEEN):
+    seen.append(x)
+    return len(seen)
+class Model:
+    def __init__(self, options=OPTIONS):
+        self.options = options
+    @staticmethod
+    def rate(options=OPTIONS):
+        return options["rate"]
+= config: parts of functions and methods of a module
+import own_tools~
+def change~(n):
+    fit, job = own_tools~.fit, own_tools~.Job
+    fit.__defaults__ = n, *fit.__defaults__[1:]
+    fit.__kwdefaults__["seen"][n] = n
+    fit.__kwdefaults__["power"] = n
+    own_tools~.plain.__code__ = (lambda x: x + 5).__code__ if n == 3 else other~.__code__
+    own_tools~.guarded.__defaults__ = *own_tools~.guarded.__defaults__[:1], n
+    job.run.__defaults__, job.run.__kwdefaults__["power"] = (n,), n
+    job.run.note = n
+    job.of.__defaults__ = ((n,),)
+    job.Inner.get.__defaults__[0].append(n)
+    job.code.__code__ = (lambda self: 7).__code__ if n == 2 else (lambda self: 8).__code__
+def other~(x):
+    return x + 1
+change~(2)
+? own_tools~.fit(3), own_tools~.plain(3), own_tools~.guarded(3), own_tools~.Job().run()
+? own_tools~.Job().of(3), own_tools~.Job().code(), own_tools~.Job.Inner().get()
+> change~(3)
+> change~(4)
+%modes script module bare runpy %after pool.apply(own_tools~.fit, (3,)) == own_tools~.fit(3)
+%file own_tools~.py
+import sys
+def fit(x, rate=1, log=sys.stdout, *, seen={}, power=1):
+    return rate * x ** power, log is sys.stdout, sorted(seen)
+def plain(x):
+    return x
+def guarded(x, lock=iter([1]), rate=1):
+    return rate
+class Job:
+    def run(self, rate=1, *, power=1):
+        return rate, power, getattr(Job.run, "note", None)
+    @staticmethod
+    def of(x, rates=(1,)):
+        return rates
+    class Inner:
+        def get(self, rows=[]):
+            return rows
+    def code(self):
+        return 1
+= config: definitions that a function of a module makes again
+import own_again~
+from own_again~ import rate as rate~
+class Mine~:
+    pass
+own_again~.use("early")
+? rate~(), own_again~.rate(), own_again~.decorated(), own_again~.Kind().name()
+? own_again~.Job().go(1), own_again~.Job().go(Mine~())
+> own_again~.use("late")
+> own_again~.Job.__dict__["go"].register(Mine~, lambda self, x: "mine")
+%after pool.apply(lambda: (own_again~.rate, own_again~.Kind)) == (own_again~.rate, own_again~.Kind)
+%file own_again~.py
+import functools
+def decorate(function):
+    @functools.wraps(function)
+    def wrapper():
+        return "decorated", function()
+    return wrapper
+@decorate
+def decorated():
+    return rate()
+def rate():
+    return "slow"
+class Kind:
+    def name(self):
+        return "default"
+class Job:
+    @functools.singledispatchmethod
+    def go(self, x):
+        return "any"
+    @go.register
+    def _(self, x: int):
+        return "int"
+def use(what):
+    global rate, Kind
+    def rate():
+        return what
+    class Kind:
+        def name(self):
+            return "of", what
+= data: of classes that are derived from built-in types
+import collections
+import datetime
+import decimal
+import math
+class Oldest~(collections.OrderedDict):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        if len(self) > self.size:
+            self.popitem(last=False)
+class Lower~(dict):
+    def __init__(self):
+        self.sets = 0
+    def __setitem__(self, key, value):
+        self.sets += 1
+        super().__setitem__(key.lower(), (key, value))
+class Words~(collections.Counter):
+    def __init__(self, name, *args):
+        super().__init__(*args)
+        self.name = name
+class Groups~(collections.defaultdict):
+    def __init__(self, depth):
+        super().__init__(self.more)
+        self.depth = depth
+    def more(self):
+        return [self.depth]
+class Window~(collections.deque):
+    def __init__(self, size):
+        super().__init__(maxlen=size)
+        self.total = 0
+    def append(self, value):
+        self.total += value
+        super().append(value)
+class History~(list):
+    def __init__(self, name):
+        self.name, self.best = name, 0
+    def append(self, value):
+        super().append(value)
+        self.best = max(value, self.best)
+    def extend(self, values):
+        for value in values:
+            self.append(value)
+class Bag~(set):
+    def __init__(self, name, items):
+        super().__init__(items)
+        self.name = name
+class Frozen~(frozenset):
+    def __new__(cls, *items):
+        return super().__new__(cls, items)
+class Data~(bytearray):
+    def __init__(self, name):
+        super().__init__(name.encode())
+class Degrees~(float):
+    def __new__(cls, degrees):
+        return super().__new__(cls, math.radians(degrees))
+class Path~(str):
+    __slots__ = "parts"
+    def __new__(cls, *parts):
+        self = super().__new__(cls, "/".join(parts) + "/")
+        self.parts = parts
+        return self
+class Shape~(tuple):
+    def __new__(cls, *sizes):
+        return super().__new__(cls, sizes)
+class Pair~(collections.namedtuple("Pair", "first second")):
+    def __new__(cls, first):
+        return super().__new__(cls, first, 2 * first)
+class Day~(datetime.datetime):
+    def __new__(cls, text):
+        self = super().__new__(cls, *map(int, text.split("-")), tzinfo=Zone~(2))
+        self.text = text
+        return self
+class Zone~(datetime.tzinfo):
+    def __init__(self, hours):
+        self.offset = datetime.timedelta(hours=hours)
+    def utcoffset(self, when):
+        return self.offset
+class Hours~(datetime.timedelta):
+    def __new__(cls, hours):
+        return super().__new__(cls, hours=hours)
+class Money~(decimal.Decimal):
+    def __new__(cls, cents):
+        return super().__new__(cls, decimal.Decimal(cents) / 100)
+def content~(one):
+    if isinstance(one, dict):
+        one = type(one), list(one.items()), vars(one)
+    elif not isinstance(one, (str, bytearray)):
+        try:
+            one = type(one), list(one), getattr(one, "__dict__", None)
+        except TypeError:
+            pass
+    return repr(one), str(one), getattr(one, "parts", None)
+class Sizes~:
+    def __init__(self, shape=Shape~(3, 4), oldest=Oldest~(5), bag=Bag~("c", [2]), zone=Zone~(1)):
+        self.all = [*shape], oldest.size, [*bag], bag.name, zone.offset
+oldest~, lower~, groups~, window~ = Oldest~(2), Lower~(), Groups~(3), Window~(2)
+history~, words~, bag~ = History~("loss"), Words~("w", "aab"), Bag~("b", [1])
+mutable~ = oldest~, lower~, words~, groups~, window~, history~, bag~, Data~("d")
+others~ = Frozen~(1, 2), Degrees~(180), Path~("a", "b"), Shape~(1, 2), Pair~(3), Hours~(3)
+money~, day~ = Money~(250), Day~("2026-11-28")
+def grow~(n):
+    oldest~[n] = lower~[f"K{n}"] = words~[n] = n
+    groups~[n].append(groups~), window~.append(n), history~.append(n), bag~.add(n)
+    return len(oldest~), window~.total, history~.best
+grow~(1)
+groups~[1].pop()
+? [content~(one) for one in (*mutable~, *others~, money~)]
+? day~.isoformat(), day~.text, Sizes~().all
+> grow~(2)
+| groups~[2].pop()
+> grow~(3)
+| groups~[3].pop()
+%after pool.apply(grow~, (9,))[1] == window~.total + 9
 """

@@ -632,6 +632,31 @@ def by_space~(name):
 | pickled~ = pickle.dumps(Late~())
 > late~ = 5
 %names late~ Late~ pickled~
+= function: cached by types, and in a module
+import functools
+import sys
+import own_cached~
+@functools.lru_cache(maxsize=2, typed=True)
+def typed~(n, y=0):
+    note_load()
+    return {"n": n}
+@functools.lru_cache
+def stream~():
+    return sys.stdout
+typed~(1), typed~(1.0), typed~(2, y=3), typed~(1.0)
+stream~()
+own_cached~.options()["rate"] = 9
+? typed~(2, y=3), typed~(1.0), stream~() is sys.stdout
+? own_cached~.rate(), own_cached~.options.cache_info().currsize
+> own_cached~.options.cache_clear()
+> own_cached~.options()["rate"] = 7
+%file own_cached~.py
+import functools
+@functools.lru_cache(maxsize=None)
+def options():
+    return {}
+def rate():
+    return options().get("rate")
 = link: list of two
 twice~ = [@, @]
 ? twice~[0] is twice~[1] is @
