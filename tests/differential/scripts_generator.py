@@ -95,6 +95,7 @@ class Script:
     first: bool = False  # the probes are defined before the statements
     # Workers are asked only about what has changed, and those of a new pool about all at the end.
     late: bool = False
+    context: str | None = None  # the start method
 
     @property
     def needs_torch(self) -> bool:
@@ -218,7 +219,7 @@ class _Text:
         body = [
             "from differential.scripts_generator import Referee",
             *before,
-            "with Pool(2) as pool:",
+            f"with Pool(2, context={self.script.context!r}) as pool:",
             *(textwrap.indent(one, "    ") for one in inner),
         ]
         if self.script.late:
@@ -272,7 +273,9 @@ def script(seed: int) -> Script:
         # Anywhere behind what it uses.
         giver = next(at for at, one in enumerate(parts) if one.number == part.other)
         parts.insert(draw.randint(giver + 1, len(parts)), part)
-    return Script(mode, tuple(parts), draw.random() < 0.5, draw.random() < 0.5, draw.random() < 0.3)
+    in_main, early, first = draw.random() < 0.5, draw.random() < 0.5, draw.random() < 0.3
+    context = draw.choice((None, None, None, "spawn"))
+    return Script(mode, tuple(parts), in_main, early, first, context=context)
 
 
 def _links(draw: random.Random, parts: list[Part], count: int) -> list[Part]:
