@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support import work
@@ -85,27 +85,15 @@ def test_large_arguments_and_results(pool):
 
 def test_many_threads_submit(pool):
     """Many threads call verbs at once, and each thread gets its own results."""
-    wrong: list[object] = []
 
     def caller(n):
-        try:
-            if [pool.apply(work.add, (n, i)) for i in range(50)] != [n + i for i in range(50)]:
-                wrong.append(n)
-            if pool.map(work.square, range(n)) != [i * i for i in range(n)]:
-                wrong.append(n)
-            if list(pool.imap(work.square, range(n), chunksize=3)) != [i * i for i in range(n)]:
-                wrong.append(n)
-            if sorted(pool.imap_unordered(work.same, range(n))) != list(range(n)):
-                wrong.append(n)
-        except BaseException as error:
-            wrong.append(error)
+        assert [pool.apply(work.add, (n, i)) for i in range(50)] == [n + i for i in range(50)]
+        assert pool.map(work.square, range(n)) == [i * i for i in range(n)]
+        assert list(pool.imap(work.square, range(n), chunksize=3)) == [i * i for i in range(n)]
+        assert sorted(pool.imap_unordered(work.same, range(n))) == list(range(n))
 
-    threads = [threading.Thread(target=caller, args=(n,)) for n in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(12) as threads:
+        assert list(threads.map(caller, range(12))) == [None] * 12
 
 
 def test_wrong_arguments_raise_in_the_call(pool):

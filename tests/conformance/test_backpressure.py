@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support import work
@@ -132,13 +132,9 @@ def test_a_consumer_in_another_thread(kind, make_pool):
     """Drawing continues when another thread takes results."""
     pool = make_pool(kind, 2)
     results = pool.imap(work.large, Counting(3000))
-    got = []
-    threads = [threading.Thread(target=lambda: got.extend(map(len, results))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == [SIZE] * 3000
+    with ThreadPoolExecutor(3) as threads:
+        got = threads.map(lambda _: list(map(len, results)), range(3))
+    assert list(itertools.chain(*got)) == [SIZE] * 3000
 
 
 def _small_and_then_large(item):

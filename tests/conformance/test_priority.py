@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -224,15 +225,9 @@ def test_many_threads(kind, make_pool):
         mapped = pool.map(work.same, range(50), priority=thread - 2)
         assert [call.get() for call in calls] == [(thread, i) for i in range(200)]
         assert mapped == [*range(50)]
-        finished.append(thread)
 
-    finished = []
-    threads = [threading.Thread(target=submit, args=(n,)) for n in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(finished) == [*range(5)]
+    with ThreadPoolExecutor(5) as threads:
+        assert list(threads.map(submit, range(5))) == [None] * 5
     assert sorted(done) == [(thread, i) for thread in range(5) for i in range(200)]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
-import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support import work
@@ -73,14 +73,10 @@ def test_get_twice_gives_the_same_object(pool):
 def test_get_from_many_threads(pool, gate):
     """All threads that wait for a result get it."""
     result = pool.apply_async(work.gated, (gate.path, "shared"))
-    got: list[object] = []
-    threads = [threading.Thread(target=lambda: got.append(result.get())) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    gate.open()
-    for thread in threads:
-        thread.join()
-    assert got == ["shared"] * 5
+    with ThreadPoolExecutor(5) as threads:
+        got = [threads.submit(result.get) for _ in range(5)]
+        gate.open()
+    assert [one.result() for one in got] == ["shared"] * 5
 
 
 @pytest.mark.skipif(STDLIB, reason="xpool's own classes")

@@ -14,6 +14,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from differential import tasks
@@ -117,13 +118,8 @@ class Recorder:
     def together(self, *calls: Callable[[], Any]) -> None:
         """Record the outcomes of these calls, each in its own thread."""
         parts = [Recorder(self.standard, self.Pool, self.processes) for _ in calls]
-        threads = [
-            threading.Thread(target=part.call, args=(call,)) for part, call in zip(parts, calls)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(calls)) as threads:
+            list(threads.map(Recorder.call, parts, calls))
         for part in parts:
             self.outcomes += part.outcomes
 

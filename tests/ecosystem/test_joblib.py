@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support import work
@@ -121,18 +122,13 @@ def test_settings_of_the_callers_thread():
 
 def test_two_calls_at_once():
     """Two threads with different numbers of workers do not end each other's pools."""
-    out = {}
 
     def call(n_jobs):
         with joblib.parallel_config("xpool", n_jobs=n_jobs):
-            out[n_jobs] = joblib.Parallel()(delayed(work.square)(n) for n in range(200))
+            return joblib.Parallel()(delayed(work.square)(n) for n in range(200))
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in (2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert out[2] == out[3] == [n * n for n in range(200)]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(call, (2, 3))) == [[n * n for n in range(200)]] * 2
 
 
 def test_shutdown():

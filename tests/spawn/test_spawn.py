@@ -9,8 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -303,15 +303,11 @@ def test_processes(begin: Begin, gates: list[Gate]):
 def test_joins_in_several_threads(begin: Begin, gates: list[Gate]):
     """Each of several threads that join the same processes returns when they have ended."""
     context, _ = begin(turn, 2)
-    joined: list[bool] = []
-    threads = [threading.Thread(target=lambda: joined.append(context.join())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for gate in gates[:2]:
-        gate.open()
-    for thread in threads:
-        thread.join()
-    assert joined == [True] * 3
+    with ThreadPoolExecutor(3) as threads:
+        joined = [threads.submit(context.join) for _ in range(3)]
+        for gate in gates[:2]:
+            gate.open()
+    assert [one.result() for one in joined] == [True] * 3
 
 
 def test_a_forked_child_cannot_join(begin: Begin, gates: list[Gate]):

@@ -6,8 +6,8 @@ import gc
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,8 @@ def test_threads_take_turns_too():
         most[0] = max(most[0], inside[0])
         inside[0] -= 1
 
-    threads = [
-        threading.Thread(target=lambda: [executor.run(run) for _ in range(50)]) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: [executor.run(run) for _ in range(50)], range(4)))
     assert most == [1]
 
 

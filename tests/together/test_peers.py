@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -398,17 +399,9 @@ def test_messages_of_a_failed_call_are_dropped(make_pool):
 def test_calls_of_several_threads(make_pool):
     """Messages of several calls do not mix, although a worker may be one call ahead."""
     pool = make_pool(P2PPool, 3)
-    results: dict[int, Any] = {}
-
-    def call(i: int) -> None:
-        results[i] = pool.run_all(ring, 3, i)
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {i: [(2, i), (0, i), (1, i)] for i in range(12)}
+    with ThreadPoolExecutor(12) as threads:
+        results = threads.map(lambda i: pool.run_all(ring, 3, i), range(12))
+    assert list(results) == [[(2, i), (0, i), (1, i)] for i in range(12)]
 
 
 def stream_until_stopped(box: str) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -102,13 +103,9 @@ def test_many_callers_are_served_in_one_order(make_pool, mailbox):
     """Calls of several threads reach all workers in the same order."""
     pool = make_pool(Pool, 3)
     pool.run_all(index)
-    threads = [
-        threading.Thread(target=pool.run_all, args=(in_step, mailbox.path, i)) for i in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        got = threads.map(lambda i: pool.run_all(in_step, mailbox.path, i), range(8))
+    assert list(got) == [[[i]] * 3 for i in range(8)]
     lines = [line.split() for line in mailbox.lines(24)]
     orders = {tuple(call for worker, call in lines if worker == str(w)) for w in range(3)}
     assert len(orders) == 1
