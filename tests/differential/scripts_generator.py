@@ -34,6 +34,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from support import scripts
+
 from differential.statements import LINKS, MODES, STATEMENTS, Statement
 
 __all__ = [
@@ -510,22 +512,7 @@ def _run(script: Script, folder: Path) -> tuple[int | None, str, str]:
         run = "import runpy; runpy.run_path('main.py', run_name='__main__')"
         arguments = ["-c", run]
     (folder / "loads").touch()
-    tests = Path(__file__).resolve().parents[1]
-    path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(tests.parent), str(tests)]
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            "LOADS": str(folder / "loads"),
-        },
-        start_new_session=True,
-    )
+    process = scripts.popen(arguments, {"LOADS": str(folder / "loads")}, cwd=folder)
     try:
         out, err = process.communicate(given, LIMIT)
         return process.returncode, out, err
@@ -597,23 +584,23 @@ def main() -> None:
     given = parser.parse_args()
     if given.command == "each":
         names = [name for name in STATEMENTS if name.startswith(given.which)]
-        scripts = {f"{name} {at}": one for name in names for at, one in enumerate(alone(name))}
+        chosen = {f"{name} {at}": one for name in names for at, one in enumerate(alone(name))}
     else:
         first, _, last = given.which.partition("-")
         seeds = range(int(first or 0), int(last or first or 0) + 1)
-        scripts = {f"seed {seed}": script(seed) for seed in seeds}
+        chosen = {f"seed {seed}": script(seed) for seed in seeds}
     if given.command == "show":
-        for name, one in scripts.items():
+        for name, one in chosen.items():
             for path, text in {**one.files(), f"{name}, run as {one.mode}": one.text()}.items():
                 print(f"# --- {path}\n{text}")
         return
-    sys.exit(_by_hand(scripts, given.whole))
+    sys.exit(_by_hand(chosen, given.whole))
 
 
-def _by_hand(scripts: dict[str, Script], whole: bool) -> int:
+def _by_hand(chosen: dict[str, Script], whole: bool) -> int:
     count: Counter = Counter()
     known: set[tuple[str, str]] = set()
-    for name, one in scripts.items():
+    for name, one in chosen.items():
         with tempfile.TemporaryDirectory() as folder:
             verdicts, _ = judged(one, Path(folder))
         count.update(verdict.kind for verdict in verdicts)
@@ -623,7 +610,7 @@ def _by_hand(scripts: dict[str, Script], whole: bool) -> int:
                 known.add((fault.kind, fault.name))
                 short = one if whole else shortened(one, fault)
                 print(textwrap.indent(story(short, fault), "  | "))
-    print(", ".join(f"{n} {kind}" for kind, n in count.most_common()), f"in {len(scripts)} scripts")
+    print(", ".join(f"{n} {kind}" for kind, n in count.most_common()), f"in {len(chosen)} scripts")
     return int(any(KINDS[kind] for kind in count))
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sqlite3
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import work
+from support import scripts, work
 from support.kinds import PROCESS_KINDS, THREAD_KINDS
 from support.programs import PROGRAM
 from support.waiting import eventually
@@ -22,8 +21,6 @@ from support.waiting import eventually
 from xpool import CtxPool, OptionError, Pool, ThreadPool
 from xpool._pools.journal import Journal
 from xpool.devices import devices
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(params=[PROCESS_KINDS[0], THREAD_KINDS[0]], ids=repr, scope="module")
@@ -486,14 +483,7 @@ print(json.dumps(Identity().of_function(f, {}), sort_keys=True))
 def test_each_run_has_the_same_parts():
     """The parts depend neither on the order of sets, nor on addresses and tokens."""
     code = PROGRAM + SENTINELS + RUN
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
-            capture_output=True, text=True, check=True,
-        ).stdout
-        for seed in "123"
-    ]  # fmt: skip
+    said = [scripts.run_ok(["-c", code], PYTHONHASHSEED=seed) for seed in "123"]
     assert said[0] == said[1] == said[2]
 
 
@@ -571,11 +561,8 @@ def test_a_program_that_is_killed_goes_on(tmp_path, path):
         "            if sys.argv[4:] and y == 50: sys.stdin.read()\n"
     )
     log = tmp_path / "log"
-    command = [sys.executable, str(script), str(path), str(log), "2000"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [*command, "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True
-    ) as process:
+    command = [str(script), str(path), str(log), "2000"]
+    with scripts.popen([*command, "wait"]) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line == "50\n":
@@ -583,8 +570,7 @@ def test_a_program_that_is_killed_goes_on(tmp_path, path):
         process.send_signal(signal.SIGKILL)
     first = set(map(int, eventually(log.read_text, "tasks have run").split()))
     log.unlink()
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(x + 1) for x in range(2000)]
+    assert scripts.run_ok(command).split() == [str(x + 1) for x in range(2000)]
     second = set(map(int, log.read_text().split())) if log.exists() else set()
     assert first | second == set(range(2000))
     assert not set(range(50)) & second

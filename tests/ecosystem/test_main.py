@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
-from support.limits import PROGRAM_LIMIT
+from support import scripts
 
 import xpool
 from xpool import __main__ as program
@@ -14,10 +13,7 @@ from xpool._memory import system
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "xpool", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False
-    )
+    return scripts.run(["-W", "error", "-m", "xpool", *arguments])
 
 
 def test_the_whole_program():

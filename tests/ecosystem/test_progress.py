@@ -4,14 +4,12 @@ import importlib.util
 import io
 import itertools
 import re
-import subprocess
-import sys
 import threading
 
 import pytest
 from support import scripts, work
 from support.kinds import PROCESS_KINDS, THREAD_KINDS
-from support.limits import PROGRAM_LIMIT, WAIT
+from support.limits import WAIT
 from support.tiers import also
 
 from xpool._calls import progress
@@ -213,12 +211,8 @@ def test_a_dead_stderr_hurts_no_job(tmp_path, display, way, kind):
     """If stderr is closed or broken, jobs are done, and tqdm's lock is free."""
     if display != "line":
         pytest.importorskip(display)
-    script = tmp_path / "script.py"
-    script.write_text(DEAD_STDERR)
-    done = subprocess.run(
-        [sys.executable, str(script), display, way, kind],
-        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
-    )  # fmt: skip
+    script = scripts.write(tmp_path / "script.py", DEAD_STDERR)
+    done = scripts.run([script, display, way, kind])
     assert done.stdout == "[0, 1, 2, 3, 4]\n" * 3, done.stderr
     assert done.returncode == 0
 

@@ -3,12 +3,11 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
-from support import work
+from support import scripts, work
 from support.limits import PROGRAM_LIMIT
 from support.waiting import eventually
 
@@ -100,7 +99,7 @@ def test_from_outside():
     with Pool(2) as pool:
         pool.apply_async(backtrack, (50,))
         _those_that(pool, "in backtrack")
-        told = _program("stacks", str(os.getpid()))
+        told = scripts.run(["-m", "xpool", "stacks", str(os.getpid())])
         assert told.returncode == 0, told.stderr
         assert "in backtrack" in told.stdout and "waits for a task" in told.stdout
         for pid in pool.statistics()["pids"]:
@@ -110,19 +109,12 @@ def test_from_outside():
 
 def test_from_outside_without_workers():
     """The command says if a process does not exist, or has no workers."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as program:
-        told = _program("stacks", str(program.pid))
+    with scripts.popen(["-c", "input()"]) as program:
+        told = scripts.run(["-m", "xpool", "stacks", str(program.pid)])
         assert told.stdout == f"Process {program.pid} has no workers of xpool.\n"
-        program.communicate(b"\n", timeout=PROGRAM_LIMIT)
-    told = _program("stacks", str(program.pid))
+        program.communicate("\n", timeout=PROGRAM_LIMIT)
+    told = scripts.run(["-m", "xpool", "stacks", str(program.pid)])
     assert told.returncode == 1 and told.stderr == f"There is no process {program.pid}.\n"
-
-
-def _program(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "xpool", *arguments],
-        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
-    )  # fmt: skip
 
 
 def test_a_custom_pool():

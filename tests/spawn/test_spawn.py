@@ -7,14 +7,13 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support import work
+from support import scripts, work
 from support.limits import WAIT
 from support.tiers import also
 from support.waiting import Gate, Mailbox, wait_gone
@@ -253,15 +252,7 @@ if __name__ == "__main__":
 
 def test_ctrl_c_stops_the_processes(tmp_path: Any):
     """An interrupt during `spawn` is raised in the program, and the processes are stopped."""
-    script = tmp_path / "script.py"
-    script.write_text(INTERRUPTED)
-    path = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    ) as program:
+    with scripts.popen([scripts.write(tmp_path / "script.py", INTERRUPTED)]) as program:
         assert program.stdout is not None
         try:
             pids = [int(program.stdout.readline()) for _ in range(2)]
